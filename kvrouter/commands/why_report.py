@@ -157,6 +157,11 @@ def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:
         f"{decision['block_size']}; {decision['expected_reuse']} tokens expected in the cache",
         f"  index   {decision['awareness']}, events followed to {decision['index_sequence']}",
     ]
+    if decision.get("peer") is not None:
+        lines.append(
+            f"  peer    {_name(decision['peer'])} holds {decision['peer_overlap']} blocks of it, "
+            "which may be fetched from there"
+        )
     click.echo("\n".join(map(printable, lines)))
     _print_candidates(decision)
     after: list[str] = []
@@ -179,6 +184,7 @@ def _print_candidates(decision: Mapping[str, Any]) -> None:
         "DISK",
         "EXTERNAL",
         "GUESSED",
+        "PEER",
         "PREFILL",
         "BLOCKS",
         "ADDED",
@@ -193,6 +199,7 @@ def _print_candidates(decision: Mapping[str, Any]) -> None:
                 "never" if one["cost"] is None else f"{one['cost']:.4g}",
                 *(str(one["overlap"][tier]) for tier in ("device", "host", "disk", "external")),
                 str(one["predicted_blocks"]),
+                str(one.get("peer_blocks", 0)),
                 str(one["active_prefill_tokens"]),
                 f"{one['active_blocks']:g}",
                 str(one["added_blocks"]),

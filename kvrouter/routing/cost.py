@@ -129,6 +129,8 @@ class Candidate(NamedTuple):
         added_blocks: blocks of this request that none of them uses.
         total_blocks: what its device memory holds; None when it does not say.
         max_batched_tokens: tokens that it computes in one step; None when it does not say.
+        peer_blocks: blocks of the prompt beyond its overlap that it may fetch from another
+            candidate, which holds them.
     """
 
     rank: Rank
@@ -139,6 +141,7 @@ class Candidate(NamedTuple):
     active_requests: int = 0
     total_blocks: int | None = None
     max_batched_tokens: int | None = None
+    peer_blocks: int = 0
 
 
 CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence[float]]
@@ -149,7 +152,7 @@ CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence
 class KvCost:
     """The prefill that a request waits for and makes, in tokens, and how it is slowed down.
 
-        new    = prompt tokens - block size * overlap, by tier
+        new    = prompt tokens - block size * (overlap, by tier, and what a peer can send)
         blocks = those in use, with the ones that this request adds
         cost   = (active prefill tokens + work_weight * new) * (1 + slowdown * blocks / total)
                  + block size * (context_weight * blocks + max(0, blocks - full * total))
@@ -178,6 +181,7 @@ class KvCost:
     host_credit: float = 0.75
     disk_credit: float = 0.25
     external_credit: float = 0.5
+    peer_credit: float = 0.5
     copy_weight: float = 0.0
 
     def __post_init__(self) -> None:
@@ -186,12 +190,14 @@ class KvCost:
     def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
         block_size, prompt_tokens = request.block_size, request.prompt_tokens
         host, disk, external = self.host_credit, self.disk_credit, self.external_credit
+        peer = self.peer_credit
         wanted = self._wanted_blocks(request, candidates)
         costs: list[float] = []
         for candidate in candidates:
-            _, overlap, prefill_tokens, active, added, _, total, _ = candidate
+            _, overlap, prefill_tokens, active, added, _, total, _, fetched = candidate
             on_device, on_host, on_disk, elsewhere = overlap
             held = on_device + host * on_host + disk * on_disk + external * elsewhere
+            held += peer * fetched
             new = prompt_tokens - block_size * held
             work = self.work_weight * (new if new > 0.0 else 0.0)
             if held < wanted:

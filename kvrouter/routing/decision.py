@@ -116,6 +116,8 @@ class Decision:
         expected_reuse: tokens of the prompt that the chosen rank was taken to hold and not to
             compute again, as engines do with the last one and its block.
         told_reuse: those of them that it had said itself; the others were guessed.
+        peer: from whom the chosen rank may fetch blocks that it lacks; None for nobody.
+        peer_overlap: blocks of the prompt that the peer holds, from the first one on; 0 without.
         excluded: why other instances could not, by id; also those that the call tried before.
         index_sequence: up to where the router's index had followed the events.
         awareness: how much the index could be trusted.
@@ -138,6 +140,8 @@ class Decision:
     policy: str
     expected_reuse: int
     told_reuse: int = 0
+    peer: Rank | None = None
+    peer_overlap: int = 0
     temperature: float = 0.0
     predicted: Sequence[int] = ()
     excluded: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -192,6 +196,8 @@ class Decision:
             "temperature": self.temperature,
             "expected_reuse": self.expected_reuse,
             "told_reuse": self.told_reuse,
+            "peer": None if self.peer is None else self.peer._asdict(),
+            "peer_overlap": self.peer_overlap,
             "candidates": [
                 _candidate(self.costs[at], self.table[at], predicted[at]) for at in kept
             ],

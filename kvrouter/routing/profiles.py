@@ -19,6 +19,7 @@ TOTAL_BLOCKS_KEY: Final = "kv_total_blocks"
 MAX_BATCHED_TOKENS_KEY: Final = "kv_max_batched_tokens"
 DP_SIZE_KEY: Final = "kv_dp_size"
 EVENTS_KEY: Final = "kv_events"
+FETCHES_KEY: Final = "kv_fetches"
 TOKENIZER_KEY: Final = "kv_tokenizer_id"
 TAGS_KEY: Final = "kv_tags"
 LORAS_KEY: Final = "kv_loras"
@@ -29,6 +30,7 @@ PROFILE_KEYS: Final = (
     MAX_BATCHED_TOKENS_KEY,
     DP_SIZE_KEY,
     EVENTS_KEY,
+    FETCHES_KEY,
     TOKENIZER_KEY,
     TAGS_KEY,
     LORAS_KEY,
@@ -49,6 +51,7 @@ class InstanceProfile:
         max_batched_tokens: tokens that a rank computes in one step; None when it does not say.
         ranks: its data-parallel ranks, one at least.
         has_events: whether it publishes what its cache holds.
+        fetches: whether it fetches blocks from others that say the same, and gives them its own.
         tokenizer_id: empty when it does not say.
     """
 
@@ -58,6 +61,7 @@ class InstanceProfile:
     max_batched_tokens: int | None
     ranks: tuple[Rank, ...]
     has_events: bool
+    fetches: bool
     tokenizer_id: str
     tags: frozenset[str]
     loras: frozenset[str]
@@ -81,22 +85,25 @@ def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
         raise ConfigError(
             f"instance {instance} announces {DP_SIZE_KEY} = {dp_size}: set {MAX_DP_SIZE} at most"
         )
-    events = metadata.get(EVENTS_KEY, "false").lower()
-    if events not in ("true", "false"):
-        raise ConfigError(
-            f"instance {instance} announces {EVENTS_KEY} = {events!r}: set true or false"
-        )
     return InstanceProfile(
         instance,
         _number(instance, metadata, BLOCK_SIZE_KEY),
         _number(instance, metadata, TOTAL_BLOCKS_KEY),
         _number(instance, metadata, MAX_BATCHED_TOKENS_KEY),
         tuple(Rank(instance, rank) for rank in range(dp_size)),
-        events == "true",
+        _is_true(instance, metadata, EVENTS_KEY),
+        _is_true(instance, metadata, FETCHES_KEY),
         metadata.get(TOKENIZER_KEY, ""),
         split_words(metadata.get(TAGS_KEY, "")),
         split_words(metadata.get(LORAS_KEY, "")),
     )
+
+
+def _is_true(instance: str, metadata: Mapping[str, str], key: str) -> bool:
+    text = metadata.get(key, "false").lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"instance {instance} announces {key} = {text!r}: set true or false")
+    return text == "true"
 
 
 def _number(instance: str, metadata: Mapping[str, str], key: str) -> int | None:

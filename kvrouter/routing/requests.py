@@ -27,11 +27,14 @@ PREFERRED_KEY: Final = "kv_preferred_tags"
 OUTPUT_KEY: Final = "kv_track_output"
 DP_RANK_KEY: Final = "kv_dp_rank"
 OVERLAP_KEY: Final = "kv_overlap_blocks"
+PEER_KEY: Final = "kv_peer"
+PEER_BLOCKS_KEY: Final = "kv_peer_blocks"
 REQUEST_KEYS: Final = (REQUIRED_KEY, PREFERRED_KEY, OUTPUT_KEY)
 """What the metadata of a call may say to routing."""
-ROUTED_KEYS: Final = (DP_RANK_KEY, OVERLAP_KEY)
+ROUTED_KEYS: Final = (DP_RANK_KEY, OVERLAP_KEY, PEER_KEY, PEER_BLOCKS_KEY)
 """What routing itself has added to the metadata of a call that was routed before: the
-data-parallel rank that was chosen, and how many blocks of the prompt it was taken to hold."""
+data-parallel rank that was chosen, how many blocks of the prompt it was taken to hold, and the
+instance that holds more of them, with how many; empty and 0 for none."""
 
 _TAG_WITH_NUMBER: Final = re.compile(r".+[:*]\s*-?[\d.]+")
 

@@ -38,6 +38,8 @@ from .queue import SchedulingRequest, Ticket
 from .requests import (
     DP_RANK_KEY,
     OVERLAP_KEY,
+    PEER_BLOCKS_KEY,
+    PEER_KEY,
     SESSION_KEY,
     RequestFields,
     field_of,
@@ -248,7 +250,15 @@ class KvRouter:
             excluded,
         )
         decision = await self._decide(wanted, request)
-        rank = decision.chosen
+        rank, peer = decision.chosen, decision.peer
+        routed = {
+            DP_RANK_KEY: str(rank.dp_rank),
+            OVERLAP_KEY: str(decision.expected_reuse // block_size),
+        }
+        if peer is not None or PEER_KEY in request.metadata:
+            # A call that was routed before may have brought those of another router.
+            routed[PEER_KEY] = "" if peer is None else peer.instance
+            routed[PEER_BLOCKS_KEY] = str(decision.peer_overlap)
         return Route(
             rank.instance,
             AttemptObserver(
@@ -259,10 +269,7 @@ class KvRouter:
                 block_size if tracks_output else 0,
                 decision.waited_s,
             ),
-            {
-                DP_RANK_KEY: str(rank.dp_rank),
-                OVERLAP_KEY: str(decision.expected_reuse // block_size),
-            },
+            routed,
         )
 
     def check(self, instances: Sequence[Instance]) -> int:

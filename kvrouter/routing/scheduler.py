@@ -19,11 +19,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
 
 from .active_load import ActiveLoad
@@ -116,6 +116,53 @@ class SessionAffinity:
             len(sessions) > MAX_SESSIONS or next(iter(sessions.values()))[1] <= now
         ):
             sessions.popitem(last=False)
+
+
+class Lenders(NamedTuple):
+    """Who of the candidates can send the longest prefix to another one: the best two instances.
+
+    Attributes:
+        first, second: a rank, and how many blocks of the prompt it has said that it holds; of two
+            instances, so that one of them is another than whoever fetches.
+    """
+
+    first: tuple[Rank | None, int] = (None, 0)
+    second: tuple[Rank | None, int] = (None, 0)
+
+    @classmethod
+    def of(
+        cls,
+        profiles: Sequence[InstanceProfile],
+        overlaps: Sequence[Overlap],
+        predicted: Sequence[int],
+    ) -> Lenders:
+        """Those among the ranks of the profiles, whose overlaps are in their order."""
+        if not any(profile.fetches for profile in profiles):
+            return NO_LENDERS
+        first: tuple[Rank | None, int] = (None, 0)
+        second = first
+        at = 0
+        for profile in profiles:
+            best: tuple[Rank | None, int] = (None, 0)
+            for rank in profile.ranks:
+                # What is only guessed may not be computed yet.
+                told = overlaps[at].total - predicted[at]
+                at += 1
+                if profile.fetches and told > best[1]:
+                    best = rank, told
+            if best[1] > first[1]:
+                first, second = best, first
+            elif best[1] > second[1]:
+                second = best
+        return cls(first, second)
+
+    def other_than(self, rank: Rank) -> tuple[Rank | None, int]:
+        """The best of them that is of another instance."""
+        first = self.first
+        return self.second if first[0] is not None and first[0].instance == rank.instance else first
+
+
+NO_LENDERS: Final = Lenders()
 
 
 class KvScheduler:
@@ -302,7 +349,7 @@ class KvScheduler:
         shape = request.shape
         block_size = shape.block_size
         shape.popularity = self._popularity.note(shape.block_hashes)
-        candidates, predicted = self._candidates(request, now)
+        candidates, predicted, lenders = self._candidates(request, now)
         costs = self._costs(request, candidates)
         at, reason = self._choose(request, candidates, costs, now)
         chosen = candidates[at]
@@ -310,6 +357,7 @@ class KvScheduler:
         # Engines compute at least the last token of a prompt, of whose logits they draw the next.
         most = max(0, shape.prompt_tokens - 1) // block_size
         reuse = min(most, chosen.overlap.total) * block_size
+        peer, peer_overlap = lenders.other_than(chosen.rank) if chosen.peer_blocks else (None, 0)
         decision = Decision(
             number=self._counts.decisions,
             request_id=request.request_id,
@@ -325,6 +373,8 @@ class KvScheduler:
             policy=self._policy.name,
             expected_reuse=reuse,
             told_reuse=min(reuse, (chosen.overlap.total - predicted[at]) * block_size),
+            peer=peer,
+            peer_overlap=peer_overlap,
             temperature=self.config.temperature,
             predicted=predicted,
             excluded=request.excluded,
@@ -360,32 +410,37 @@ class KvScheduler:
 
     def _candidates(
         self, request: SchedulingRequest, now: float
-    ) -> tuple[list[Candidate], list[int]]:
-        """Every rank that may be chosen, and how many blocks of its overlap are guessed."""
+    ) -> tuple[list[Candidate], list[int], Lenders]:
+        """Every rank that may be chosen, how many blocks of its overlap are guessed, and who can
+        send blocks to another."""
         shape = request.shape
         hashes = shape.sequence_hashes
         overlaps, predicted = self._caches.overlaps(request.profiles, shape, now)
+        lenders = Lenders.of(request.profiles, overlaps, predicted)
         load_of, added_blocks = self.load.of, self.load.added_blocks
         candidates: list[Candidate] = []
         held = iter(overlaps)
         for profile in request.profiles:
             for rank in profile.ranks:
                 prefill_tokens, blocks, requests = load_of(rank)
+                overlap = next(held)
+                lent = lenders.other_than(rank)[1] if profile.fetches else 0
                 candidates.append(
                     Candidate(
                         rank,
-                        next(held),
+                        overlap,
                         prefill_tokens,
                         blocks,
                         added_blocks(rank, hashes),
                         requests,
                         profile.total_blocks,
                         profile.max_batched_tokens,
+                        max(0, lent - overlap.total),
                     )
                 )
         best = max(map(sum, overlaps), default=0)
         self._counts.best_tokens += min(best * shape.block_size, shape.prompt_tokens)
-        return candidates, predicted
+        return candidates, predicted, lenders
 
     def _choose(
         self,

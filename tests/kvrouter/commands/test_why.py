@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from pydantic import BaseModel
+from tests.kvrouter.routing.routing_fixtures import HandIndex, by_name, decide, request
 
 from dynbus import Actor, Runtime, call_options, handler
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter.commands.why import why
-from dynbus.kvrouter.commands.why_report import ask_routers
-from dynbus.kvrouter.routing.decision import Question
+from dynbus.kvrouter.commands.why_report import ask_routers, print_answer
+from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.kvrouter.routing.decision import Explanation, Question, tell
+from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.kvrouter.routing.router_actor import RouterActor
+from dynbus.kvrouter.routing.scheduler import KvScheduler
 
 NAMESPACE = f"why{secrets.token_hex(4)}"
 
@@ -85,6 +89,7 @@ def test_the_decisions_of_all_routers_are_shown_with_candidates_and_outcome(
     assert "16 tokens reused, 16 more than expected" in text
     assert "ended after " in text
     assert "> other/0" in text
+    assert "PEER" in text
 
 
 def test_json_has_every_field_of_every_decision(nats_server: RunningServer) -> None:
@@ -96,6 +101,8 @@ def test_json_has_every_field_of_every_decision(nats_server: RunningServer) -> N
     assert {decision["request_id"] for decision in decisions} == {request_id}
     assert sorted(len(decision["candidates"]) for decision in decisions) == [1, 2]
     assert all("overlap" in one for decision in decisions for one in decision["candidates"])
+    assert all("peer_blocks" in one for decision in decisions for one in decision["candidates"])
+    assert [decision["peer"] for decision in decisions] == [None, None]
 
 
 def test_a_router_whose_engines_are_all_gone_is_found_by_its_own_word(
@@ -202,3 +209,17 @@ def test_where_nothing_was_decided_the_list_says_so(nats_server: RunningServer) 
 
     assert result.exit_code == 1
     assert "1 router answered, no router has decided anything yet" in result.stderr
+
+
+def test_a_peer_that_may_send_blocks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    profiles = [
+        read_profile(name, {"kv_block_size": "16", "kv_fetches": "true"}) for name in ("a", "b")
+    ]
+    scheduler = KvScheduler(RouterConfig(policy=by_name), follower=HandIndex(b=3))
+    decide(scheduler, request("mine", profiles))
+    told = tell(scheduler.decisions.find("mine"), 0.0)
+
+    print_answer(Explanation("router", "host:1", "llm.Engine", "exact", 1, 512, 0.0, told))
+
+    text = capsys.readouterr().out
+    assert "  peer    b/0 holds 3 blocks of it, which may be fetched from there" in text

@@ -21,7 +21,7 @@ from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.testing import TestKit, run
 
-from .routing_fixtures import HandIndex, until
+from .routing_fixtures import HandIndex, by_name, until
 
 BLOCK = 16
 
@@ -43,6 +43,7 @@ class Engine(Actor, namespace="llm"):
             "kv_block_size": str(BLOCK),
             "kv_events": "true",
             "kv_dp_size": str(self.ranks),
+            "kv_fetches": "true",
         }
 
     @handler
@@ -93,6 +94,31 @@ def test_the_rank_and_the_predicted_overlap_reach_the_engine() -> None:
         "kv_dp_rank": "1",
         "kv_overlap_blocks": "3",
     }
+
+
+def test_the_peer_that_holds_more_of_the_prompt_reaches_the_engine() -> None:
+    async def story() -> Any:
+        async with TestKit() as kit:
+            await kit.start(Engine, instance_id="a")
+            await kit.start(Engine, instance_id="b")
+            router = KvRouter(policy=by_name, follower=HandIndex(b=3))
+            engine = kit.client(Engine, routing=router)
+            return [item async for item in engine.generate(PROMPT)][0]
+
+    metadata = run(story())["metadata"]
+    assert (metadata["kv_peer"], metadata["kv_peer_blocks"]) == ("b", "3")
+
+
+def test_a_peer_of_a_call_that_was_routed_before_is_not_passed_on() -> None:
+    async def story() -> Any:
+        async with TestKit() as kit:
+            await kit.start(Engine, instance_id="a")
+            engine = kit.client(Engine, routing=KvRouter(follower=HandIndex()))
+            with call_options(metadata={"kv_peer": "z", "kv_peer_blocks": "9"}):
+                return [item async for item in engine.generate(PROMPT)][0]
+
+    metadata = run(story())["metadata"]
+    assert (metadata["kv_peer"], metadata["kv_peer_blocks"]) == ("", "0")
 
 
 @pytest.mark.parametrize("path", ["cached_tokens", OPENAI])

@@ -50,6 +50,13 @@ def test_blocks_on_farther_tiers_count_for_less() -> None:
     assert max(tiers) < cost()
 
 
+def test_blocks_that_a_peer_can_send_count_for_less_than_ones_own_and_more_than_none() -> None:
+    own, fetched = cost(overlap=Overlap(40, 0, 0, 0)), cost(peer_blocks=40)
+
+    assert own < fetched < cost()
+    assert fetched == pytest.approx(3 * (1000 - 0.5 * 400))
+
+
 def test_more_overlap_than_prompt_costs_nothing_more() -> None:
     assert cost(overlap=Overlap(200, 0, 0, 0)) == 0.0
 

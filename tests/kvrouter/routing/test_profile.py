@@ -28,6 +28,7 @@ def test_a_profile_has_all_that_the_metadata_says() -> None:
             "kv_max_batched_tokens": "8192",
             "kv_dp_size": "2",
             "kv_events": "true",
+            "kv_fetches": "true",
             "kv_tokenizer_id": "qwen",
             "kv_tags": "eu, fast,",
             "kv_loras": "sql",
@@ -41,6 +42,7 @@ def test_a_profile_has_all_that_the_metadata_says() -> None:
     )
     assert profile.ranks == (Rank("a", 0), Rank("a", 1))
     assert profile.has_events
+    assert profile.fetches
     assert profile.tokenizer_id == "qwen"
     assert profile.tags == {"eu", "fast"}
     assert profile.loras == {"sql"}
@@ -51,6 +53,7 @@ def test_an_instance_that_says_nothing_has_one_rank_and_no_events() -> None:
 
     assert profile.ranks == (Rank("a", 0),)
     assert not profile.has_events
+    assert not profile.fetches
     assert profile.block_size is profile.total_blocks is profile.max_batched_tokens is None
 
 
@@ -63,6 +66,7 @@ def test_an_instance_that_says_nothing_has_one_rank_and_no_events() -> None:
         ("kv_dp_size", "1025"),
         ("kv_dp_size", "9" * 400),
         ("kv_events", "maybe"),
+        ("kv_fetches", "1"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_instance_and_key(key: str, text: str) -> None:

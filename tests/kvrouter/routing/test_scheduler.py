@@ -17,6 +17,7 @@ from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
 from dynbus.kvrouter.routing.decision import Reason
+from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.scheduler import KvScheduler
 
@@ -82,6 +83,56 @@ def test_equal_instances_are_chosen_equally_often() -> None:
         counts[decision.chosen.instance] += 1
 
     assert all(150 < counts[name] < 250 for name in "abc")
+
+
+# Blocks elsewhere ---------------------------------------------------------------------------
+
+
+def fetching(name: str) -> InstanceProfile:
+    return profile(name, fetches="true")
+
+
+def test_a_rank_may_fetch_what_the_best_other_instance_holds_beyond_its_own() -> None:
+    profiles = [fetching("a"), fetching("b"), fetching("c")]
+    scheduler = KvScheduler(follower=HandIndex(a=1, b=3, c=2))
+
+    decision = decide(scheduler, request("r", profiles))
+
+    assert [one.peer_blocks for one in decision.candidates] == [2, 0, 1]
+    assert (decision.chosen.instance, decision.peer) == ("b", None)
+
+
+def test_a_decision_names_the_peer_that_holds_what_the_chosen_rank_lacks() -> None:
+    scheduler = KvScheduler(follower=HandIndex(b=4))
+    decide(scheduler, request("long", [fetching("b")], blocks=60, of=1))
+
+    decision = decide(scheduler, request("r", [fetching("a"), fetching("b")]))
+
+    told = decision.as_dict()
+    assert decision.chosen == Rank("a", 0)
+    assert (decision.peer, decision.peer_overlap) == (Rank("b", 0), 4)
+    assert told["peer"] == {"instance": "b", "dp_rank": 0}
+    assert told["candidates"][0]["peer_blocks"] == 4
+
+
+def test_an_instance_that_does_not_fetch_neither_gets_nor_gives_blocks() -> None:
+    scheduler = KvScheduler(follower=HandIndex(b=4))
+
+    for one, other in (("a", "b"), ("b", "a")):
+        profiles = sorted([fetching(one), profile(other)], key=lambda known: known.instance)
+        decision = decide(scheduler, request("r", profiles))
+        assert [known.peer_blocks for known in decision.candidates] == [0, 0]
+
+
+def test_what_is_only_guessed_of_a_peer_is_not_to_be_fetched() -> None:
+    profiles = [fetching("a"), fetching("b")]
+    scheduler = KvScheduler(follower=HandIndex())
+    sent = decide(scheduler, request("first", profiles)).chosen
+
+    decision = decide(scheduler, request("second", profiles))
+
+    assert decision.chosen == sent
+    assert [one.peer_blocks for one in decision.candidates] == [0, 0]
 
 
 # Policies -----------------------------------------------------------------------------------
