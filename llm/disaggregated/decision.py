@@ -1,0 +1,172 @@
+"""Where a prompt is computed: here, beside the tokens that are decoded, or on a prefill instance.
+
+Pure: it knows the request, the load as it was last seen, and what it found saturated before.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from .settings import DisaggregationSettings
+
+BUSY_QUEUE_FACTOR: Final = 2
+"""How much longer a queue may be for a decode instance that is busy itself."""
+
+BUSY_MARGIN: Final = 0.1
+"""How far its load has to fall before a busy decode instance is none any more."""
+
+
+class PrefillReason(StrEnum):
+    """Why a prompt is computed where it is."""
+
+    LOCAL_MODE = "local_mode"
+    """The settings say so."""
+    REMOTE_MODE = "remote_mode"
+    """The settings say so."""
+    NO_PREFILL = "no_prefill"
+    """No prefill instance is there."""
+    SHORT_PROMPT = "short_prompt"
+    """Little of it is not in the own cache."""
+    IDLE_DECODE = "idle_decode"
+    """Nothing runs here that it would hold up."""
+    QUEUE_FULL = "queue_full"
+    """Too many prompts wait for prefill instances."""
+    TOKENS_FULL = "tokens_full"
+    """Too many tokens wait for prefill instances."""
+    LONG_PROMPT = "long_prompt"
+    """Much of it is to be computed, and prefill instances have room."""
+    BUSY_DECODE = "busy_decode"
+    """The queue is long, and this instance is busier still."""
+
+
+class PrefillRequest(NamedTuple):
+    """What is to be decided on.
+
+    Attributes:
+        prompt_tokens: all of the prompt.
+        cached_tokens: of its beginning that the own cache holds.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def uncached_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.cached_tokens)
+
+
+class PrefillLoad(NamedTuple):
+    """How busy both sides are, as far as is known.
+
+    Attributes:
+        instances: prefill instances that take prompts.
+        queue_length: prompts that wait for any of them.
+        queued_tokens: tokens of these prompts; 0 where that is not known.
+        decode_running: requests that the decode instance runs.
+        decode_load: from 0 to 1, the greater share of its slots or its blocks that is in use.
+    """
+
+    instances: int
+    queue_length: int = 0
+    queued_tokens: int = 0
+    decode_running: int = 0
+    decode_load: float = 0.0
+
+
+class Saturation(NamedTuple):
+    """What was too much at the last decision, and is so until it is clearly less.
+
+    Attributes:
+        queue, tokens: at the prefill instances.
+        decode: of the decode instance itself.
+    """
+
+    queue: bool = False
+    tokens: bool = False
+    decode: bool = False
+
+
+class PrefillDecision(NamedTuple):
+    """Where a prompt is computed.
+
+    Attributes:
+        remote: on a prefill instance.
+        reason: why.
+        request, load: what was known.
+        saturation: for the next decision.
+    """
+
+    remote: bool
+    reason: PrefillReason
+    request: PrefillRequest
+    load: PrefillLoad
+    saturation: Saturation
+
+    def describe(self) -> str:
+        """The decision with the figures behind it, for people."""
+        where = "remote" if self.remote else "local"
+        request, load = self.request, self.load
+        return (
+            f"{where}: {self.reason.replace('_', ' ')} ({request.uncached_tokens} of "
+            f"{request.prompt_tokens} tokens to compute, {load.queue_length} prompts with "
+            f"{load.queued_tokens} tokens wait for {load.instances} prefill instances, decode load "
+            f"{load.decode_load:.2f})"
+        )
+
+
+def decide(
+    settings: DisaggregationSettings,
+    request: PrefillRequest,
+    load: PrefillLoad,
+    saturation: Saturation = Saturation(),  # noqa: B008 - a frozen named tuple
+) -> PrefillDecision:
+    """Where the prompt of `request` is computed.
+
+    Args:
+        saturation: of the decision before.
+    """
+    now = _saturation(settings, load, saturation)
+    remote, reason = _choose(settings, request, load, now)
+    return PrefillDecision(remote, reason, request, load, now)
+
+
+def _choose(
+    settings: DisaggregationSettings, request: PrefillRequest, load: PrefillLoad, now: Saturation
+) -> tuple[bool, PrefillReason]:
+    uncached = request.uncached_tokens
+    if settings.mode == "local":
+        return False, PrefillReason.LOCAL_MODE
+    if load.instances <= 0:
+        return False, PrefillReason.NO_PREFILL
+    if settings.mode == "remote":
+        return True, PrefillReason.REMOTE_MODE
+    if uncached <= settings.local_prompt_tokens:
+        return False, PrefillReason.SHORT_PROMPT
+    if load.decode_running <= 0 and uncached <= settings.idle_local_prompt_tokens:
+        return False, PrefillReason.IDLE_DECODE
+    if now.queue:
+        return False, PrefillReason.QUEUE_FULL
+    if now.tokens:
+        return False, PrefillReason.TOKENS_FULL
+    if load.queue_length >= settings.max_queue_length * load.instances:
+        return True, PrefillReason.BUSY_DECODE
+    return True, PrefillReason.LONG_PROMPT
+
+
+def _saturation(
+    settings: DisaggregationSettings, load: PrefillLoad, before: Saturation
+) -> Saturation:
+    busy_from = settings.busy_decode_load - (BUSY_MARGIN if before.decode else 0.0)
+    busy = load.decode_running > 0 and load.decode_load >= busy_from
+    room = max(load.instances, 1) * (BUSY_QUEUE_FACTOR if busy else 1)
+
+    def too_much(waiting: int, limit: int, was: bool) -> bool:
+        return waiting >= limit or (was and waiting > limit * settings.resume_share)
+
+    tokens = settings.max_queued_tokens * room
+    return Saturation(
+        queue=too_much(load.queue_length, settings.max_queue_length * room, before.queue),
+        tokens=tokens > 0 and too_much(load.queued_tokens, tokens, before.tokens),
+        decode=busy,
+    )
