@@ -1,0 +1,1 @@
+"""Disaggregated serving: prompts are computed by other instances than the output."""

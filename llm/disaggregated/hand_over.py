@@ -1,0 +1,346 @@
+"""How one request gets its prompt from a prefill instance: what follows from what happens.
+
+`HandOver` is told what has happened and answers what is to be done; it has no I/O and no clock.
+These are its promises, whatever comes in whatever order:
+
+- the request has exactly one first token: that of the prefill instance, shown at most once, or the
+  one that the own engine draws;
+- the engine is told of no token of the prompt whose bytes were not settled;
+- the engine goes on exactly once, unless the request has ended before;
+- the blocks are released, once, when nothing can write into them any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple, TypeAlias
+
+from dynbus.llm.generation import Generated
+
+from .messages import Prefilled
+
+Reason = Literal[
+    "",
+    "cached",
+    "no_instances",
+    "refused",
+    "prefill_lost",
+    "bad_answer",
+    "lease_lost",
+    "transfer_failed",
+    "too_slow",
+    "queue_failed",
+    "role_changed",
+]
+"""Why a prompt that was to come from elsewhere is computed here; empty where it came."""
+
+
+class Phase(Enum):
+    """Where a request is.
+
+    `FALLING_BACK` is `DECODING` of a request that computes what it lacks of its prompt itself.
+    """
+
+    LOCAL = "local"
+    RESERVING = "reserving"
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    READING = "reading"
+    SETTLING = "settling"
+    DECODING = "decoding"
+    FALLING_BACK = "falling back"
+    ENDED = "ended"
+
+
+WAITS = frozenset(
+    {Phase.RESERVING, Phase.QUEUED, Phase.PREFILLING, Phase.READING, Phase.SETTLING}
+)
+"""The phases in which the engine waits for what is delivered."""
+
+
+class Enqueue(NamedTuple):
+    """Put a job for the rest of the prompt into the work queue."""
+
+    cached: int
+
+
+class Call(NamedTuple):
+    """Ask an instance to compute the prompt from this token on; any where it is empty."""
+
+    instance: str
+    cached: int
+
+
+class Read(NamedTuple):
+    """Read the blocks of a ticket into those that are held for `start` to `stop` of the prompt."""
+
+    part: int
+    start: int
+    stop: int
+    item: Prefilled
+
+
+class Settle(NamedTuple):
+    """Ask whether the lease of a part has held until now."""
+
+    part: int
+
+
+class Show(NamedTuple):
+    """Send the first token, at once."""
+
+    first: Generated
+
+
+class Deliver(NamedTuple):
+    """Let the engine go on: so many tokens of the prompt have come, and are proven."""
+
+    computed: int
+    first: Generated | None
+
+
+class EndCall(NamedTuple):
+    """Leave the prefill instance: what it holds for the request is free."""
+
+
+class Abandon(NamedTuple):
+    """Give up the transfer of a part, and say when nothing of it can arrive any more."""
+
+    part: int
+
+
+class Release(NamedTuple):
+    """End the hold of the blocks."""
+
+
+Action: TypeAlias = Enqueue | Call | Read | Settle | Show | Deliver | EndCall | Abandon | Release
+
+
+@dataclass(slots=True)
+class _Part:
+    """Blocks that come together.
+
+    Attributes:
+        is_left: whether its transfer was given up.
+        is_quiet: whether nothing of it can arrive any more.
+    """
+
+    start: int
+    stop: int
+    is_left: bool = False
+    is_read: bool = False
+    is_settled: bool = False
+    is_quiet: bool = False
+
+
+class HandOver:
+    """One request whose prompt is computed elsewhere.
+
+    Args:
+        prompt_tokens: of the request.
+        queued: whether a prefill instance takes the job out of the work queue, in place of being
+            chosen.
+
+    Attributes:
+        reason: why the prompt is computed here after all; empty where it is not.
+        detail: the same for people.
+        cached: tokens of the prompt that were here already.
+        settled: tokens of the prompt that are here and proven, from the first on.
+    """
+
+    def __init__(self, prompt_tokens: int, *, queued: bool = False) -> None:
+        self.phase = Phase.LOCAL
+        self.reason: Reason = ""
+        self.detail = ""
+        self.cached = self.settled = 0
+        self.first: Generated | None = None
+        self._prompt_tokens = prompt_tokens
+        self._queued = queued
+        self._parts: list[_Part] = []
+        self._offered = 0
+        self._calls = self._leaves = False
+        self._holds = False
+        self._has_ended = False
+
+    def __repr__(self) -> str:
+        return f"<HandOver [{self.phase.value}, {self.settled}/{self._prompt_tokens} settled]>"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the engine waits for what is delivered."""
+        return self.phase in WAITS
+
+    def begin(self) -> list[Action]:
+        """Blocks are being reserved."""
+        if self.phase is Phase.LOCAL and not self._has_ended:
+            self.phase = Phase.RESERVING
+            self._holds = True
+        return []
+
+    def reserved(self, cached: int, *, is_worth: bool = True) -> list[Action]:
+        """The blocks are there.
+
+        Args:
+            cached: tokens of the prompt that are in them.
+            is_worth: whether the rest is enough to be computed elsewhere.
+        """
+        if self.phase is not Phase.RESERVING:
+            return []
+        self.cached = self.settled = self._offered = cached
+        if not is_worth:
+            return self.fall_back("cached", f"{cached} tokens are in the cache")
+        self.phase = Phase.QUEUED
+        if self._queued:
+            return [Enqueue(cached)]
+        return self._call("")
+
+    def offered(self, instance: str) -> list[Action]:
+        """A prefill instance has taken the job; it is not needed where nothing is to be done."""
+        if self.phase is not Phase.QUEUED or not self._queued or self._calls:
+            return []
+        return self._call(instance)
+
+    def _call(self, instance: str) -> list[Action]:
+        self._calls = True
+        return [Call(instance, self.cached)]
+
+    def came(self, item: Prefilled) -> list[Action]:
+        """The prefill instance says how far it is."""
+        if self.phase not in (Phase.QUEUED, Phase.PREFILLING) or not self._calls:
+            return []
+        wrong = self._wrong_in(item)
+        if wrong:
+            return self.fall_back("bad_answer", wrong)
+        self.phase = Phase.PREFILLING
+        actions: list[Action] = []
+        if item.first is not None:
+            # Before all else: somebody waits for it.
+            self.first = item.first
+            self.phase = Phase.READING
+            actions.append(Show(item.first))
+        if item.ticket is not None:
+            self._offered = item.start + item.ticket.tokens
+            self._parts.append(_Part(item.start, self._offered))
+            actions.append(Read(len(self._parts) - 1, item.start, self._offered, item))
+        return actions + self._advance()
+
+    def _wrong_in(self, item: Prefilled) -> str:
+        """What speaks against an item; empty where nothing does."""
+        end = self._offered
+        if item.ticket is not None:
+            end = item.start + item.ticket.tokens
+            if item.start != self._offered or not self._offered < end:
+                return f"blocks of tokens {item.start} to {end} came after {self._offered}"
+        if not end <= item.computed <= self._prompt_tokens:
+            return f"{item.computed} tokens are said to be computed, and blocks of {end} are there"
+        if item.first is not None:
+            if end != self._prompt_tokens:
+                return f"blocks of {end} tokens came of {self._prompt_tokens}"
+            if len(item.first.token_ids) != 1 or item.first.finish_reason == "cancelled":
+                return "the first token is not one"
+        return ""
+
+    def read(self, part: int) -> list[Action]:
+        """The bytes of a part have arrived; nothing more of it will."""
+        one = self._parts[part]
+        if one.is_quiet:
+            return []
+        one.is_quiet = True
+        if not self.waits:
+            return self._release_if_quiet()
+        one.is_read = True
+        return [Settle(part), *self._advance()]
+
+    def read_failed(self, part: int, detail: str) -> list[Action]:
+        """A part will not arrive, or not as a whole; something of it still may."""
+        return self.fall_back("transfer_failed", detail)
+
+    def quiet(self, part: int) -> list[Action]:
+        """Nothing of a part can arrive any more."""
+        self._parts[part].is_quiet = True
+        return self._release_if_quiet()
+
+    def answered(self, part: int, *, held: bool) -> list[Action]:
+        """The lease of a part has held until it was read, or it has not."""
+        if not self.waits:
+            return []
+        one = self._parts[part]
+        if not one.is_read:
+            return self.fall_back("bad_answer", "a lease is settled whose blocks were not read")
+        if not held:
+            return self.fall_back("lease_lost", "the blocks were not held until they were read")
+        one.is_settled = True
+        for each in self._parts:
+            if not each.is_settled:
+                break
+            self.settled = each.stop
+        return self._advance()
+
+    def call_ended(self, reason: Reason = "", detail: str = "") -> list[Action]:
+        """The prefill instance says nothing more.
+
+        Args:
+            reason: why, where it has not ended well.
+        """
+        if not self._calls:
+            return []
+        self._calls = False
+        actions: list[Action] = []
+        if self.phase in (Phase.QUEUED, Phase.PREFILLING):
+            actions = self.fall_back(reason or "bad_answer", detail or "its answer has no token")
+        elif self.waits and reason:
+            # Whoever is gone settles no lease.
+            actions = self.fall_back(reason, detail)
+        return actions + self._end_if_done()
+
+    def fall_back(self, reason: Reason, detail: str) -> list[Action]:
+        """Have the engine compute what has not come; nothing where it does not wait any more."""
+        if not self.waits:
+            return []
+        self.phase = Phase.FALLING_BACK
+        self.reason, self.detail = reason, detail
+        # What is read now is not waited for: the engine takes no more than is proven.
+        return [Deliver(self.settled, self.first), *self._leave()]
+
+    def ended(self) -> list[Action]:
+        """The request has ended: it is complete, was cancelled, or has failed."""
+        if self._has_ended:
+            return []
+        self._has_ended = True
+        if self.waits:
+            # The engine has forgotten it: it goes on nowhere.
+            self.phase = Phase.FALLING_BACK
+        return [*self._leave(), *self._end_if_done()]
+
+    def _advance(self) -> list[Action]:
+        """Go on to what the last item and the reads that are over allow."""
+        if self.phase is Phase.READING and all(one.is_read for one in self._parts):
+            self.phase = Phase.SETTLING
+        if self.phase is Phase.SETTLING and self.settled == self._prompt_tokens:
+            self.phase = Phase.DECODING
+            return [Deliver(self.settled, self.first), *self._leave()]
+        return []
+
+    def _leave(self) -> list[Action]:
+        """Have nothing more to do with the prefill instance."""
+        actions: list[Action] = []
+        if self._calls and not self._leaves:
+            self._leaves = True
+            actions.append(EndCall())
+        for at, part in enumerate(self._parts):
+            if not part.is_quiet and not part.is_left:
+                part.is_left = True
+                actions.append(Abandon(at))
+        return actions + self._release_if_quiet()
+
+    def _release_if_quiet(self) -> list[Action]:
+        if self.waits or not self._holds or not all(one.is_quiet for one in self._parts):
+            return []
+        self._holds = False
+        return [Release(), *self._end_if_done()]
+
+    def _end_if_done(self) -> list[Action]:
+        if self._has_ended and not self._holds and not self._calls:
+            self.phase = Phase.ENDED
+        return []

@@ -1,0 +1,131 @@
+"""What prefill and decode instances say to each other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.transfer.leases import Ticket
+
+Role = Literal["prefill", "decode", "both"]
+"""What an instance serves: the prompts of others, requests of front ends, or both."""
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt to compute for another instance, which reads the blocks.
+
+    Attributes:
+        hand_over: its id; a new one for each attempt.
+        request: whose prompt and first token are wanted.
+        cached: tokens of the prompt, from the first on, that the reader has; they are not offered.
+        block_size: tokens of a block of the reader's.
+        kv_transfer_params: what vLLM's own connector is to know; None for blocks under leases.
+    """
+
+    hand_over: str
+    request: GenerateRequest
+    cached: int = 0
+    block_size: int = 1
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a prompt is computed.
+
+    Attributes:
+        computed: tokens of the prompt, from the first on.
+        start: the token with which the blocks of the ticket begin; they end before `computed`.
+        ticket: of the blocks that are new; None where none are.
+        first: the first token of the output, in the last item: its `finish_reason` is "stop" where
+            it ends the output, else "length".
+        kv_transfer_params: what vLLM's own connector gave; to be used once.
+    """
+
+    computed: int
+    start: int = 0
+    ticket: Ticket | None = None
+    first: Generated | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """The question whether a lease has held until now, which ends it.
+
+    Attributes:
+        hand_over: of the request whose blocks were read.
+        lease_id, epoch: as the ticket has them.
+    """
+
+    hand_over: str
+    lease_id: int
+    epoch: str
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        held: whether what was read until now may be used.
+    """
+
+    held: bool
+
+
+class PrefillJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt in the work queue. Its tokens stay with the decode instance until somebody takes it.
+
+    Attributes:
+        hand_over: the id of the job.
+        component, instance: of the decode instance that waits, as `namespace.component`.
+        tokens: of the prompt that are to be computed.
+    """
+
+    hand_over: str
+    component: str
+    instance: str
+    tokens: int = 0
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A prefill instance has taken a job, and can compute it now.
+
+    Attributes:
+        hand_over: the job's id.
+        component, instance: of the prefill instance, as `namespace.component`.
+    """
+
+    hand_over: str
+    component: str
+    instance: str
+
+
+class OfferAnswer(msgspec.Struct, frozen=True):
+    """What became of a job.
+
+    Attributes:
+        done: whether the prompt was computed by whom offered it, and is handed over.
+        reason: why not; the job is not needed any more all the same.
+    """
+
+    done: bool
+    reason: str = ""
+
+
+class RoleChange(msgspec.Struct, frozen=True):
+    """What an instance is to serve from now on."""
+
+    role: Role
+
+
+class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an instance serves.
+
+    Attributes:
+        role: that was asked for last.
+        serves: what it is found for now; calls that it is not found for any more may still run.
+    """
+
+    role: Role
+    serves: list[Literal["prefill", "decode"]] = []
