@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from dynbus.llm.generation import Generated
 
@@ -53,26 +53,27 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-WAITS = frozenset(
-    {Phase.RESERVING, Phase.QUEUED, Phase.PREFILLING, Phase.READING, Phase.SETTLING}
-)
+WAITS = frozenset({Phase.RESERVING, Phase.QUEUED, Phase.PREFILLING, Phase.READING, Phase.SETTLING})
 """The phases in which the engine waits for what is delivered."""
 
 
-class Enqueue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Enqueue:
     """Put a job for the rest of the prompt into the work queue."""
 
     cached: int
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Call:
     """Ask an instance to compute the prompt from this token on; any where it is empty."""
 
     instance: str
     cached: int
 
 
-class Read(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Read:
     """Read the blocks of a ticket into those that are held for `start` to `stop` of the prompt."""
 
     part: int
@@ -81,36 +82,42 @@ class Read(NamedTuple):
     item: Prefilled
 
 
-class Settle(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Settle:
     """Ask whether the lease of a part has held until now."""
 
     part: int
 
 
-class Show(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Show:
     """Send the first token, at once."""
 
     first: Generated
 
 
-class Deliver(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Deliver:
     """Let the engine go on: so many tokens of the prompt have come, and are proven."""
 
     computed: int
     first: Generated | None
 
 
-class EndCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EndCall:
     """Leave the prefill instance: what it holds for the request is free."""
 
 
-class Abandon(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Abandon:
     """Give up the transfer of a part, and say when nothing of it can arrive any more."""
 
     part: int
 
 
-class Release(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Release:
     """End the hold of the blocks."""
 
 
