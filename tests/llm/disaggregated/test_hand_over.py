@@ -47,6 +47,10 @@ def began(*, cached: int = 0, queued: bool = False) -> HandOver:
     return one
 
 
+def at(one: HandOver) -> Phase:
+    return one.phase
+
+
 def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions]
 
@@ -57,20 +61,20 @@ def test_a_prompt_that_comes_in_two_parts_is_delivered_when_both_are_settled() -
     assert one.begin() == []
     assert one.reserved(16) == [Call("", 16)]
     assert one.came(chunk(16, 32)) == [Read(0, 16, 32, chunk(16, 32))]
-    assert one.phase is Phase.PREFILLING
+    assert at(one) is Phase.PREFILLING
     assert one.read(0) == [Settle(0)]
     assert one.answered(0, held=True) == []
     assert one.settled == 32
     last = chunk(32, PROMPT, FIRST)
     assert one.came(last) == [Show(FIRST), Read(1, 32, PROMPT, last)]
-    assert one.phase is Phase.READING
+    assert at(one) is Phase.READING
     assert one.read(1) == [Settle(1)]
-    assert one.phase is Phase.SETTLING
+    assert at(one) is Phase.SETTLING
     assert one.answered(1, held=True) == [Deliver(PROMPT, FIRST), EndCall(), Release()]
-    assert one.phase is Phase.DECODING
+    assert at(one) is Phase.DECODING
     assert one.call_ended() == []
     assert one.ended() == []
-    assert one.phase is Phase.ENDED
+    assert at(one) is Phase.ENDED
 
 
 def test_what_was_settled_before_a_failure_is_kept() -> None:
@@ -80,7 +84,7 @@ def test_what_was_settled_before_a_failure_is_kept() -> None:
     one.answered(0, held=True)
 
     assert one.call_ended("prefill_lost", "it is gone") == [Deliver(32, None), Release()]
-    assert one.phase is Phase.FALLING_BACK
+    assert at(one) is Phase.FALLING_BACK
     assert one.reason == "prefill_lost"
 
 
@@ -120,7 +124,7 @@ def test_a_lease_that_is_over_makes_nothing_of_its_part_count() -> None:
 def test_a_job_is_offered_once_and_not_needed_after_that() -> None:
     one = began(cached=16, queued=True)
 
-    assert one.phase is Phase.QUEUED
+    assert at(one) is Phase.QUEUED
     assert one.offered("p1") == [Call("p1", 16)]
     assert one.offered("p2") == []
 
@@ -183,7 +187,7 @@ def _after(event: Callable[[HandOver], object], one: HandOver | None = None) -> 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.value)
 def test_a_request_can_end_in_each_phase_and_leaves_nothing(phase: Phase) -> None:
     one = PHASES[phase]()
-    assert one.phase is phase
+    assert at(one) is phase
 
     actions = one.ended()
     parts = [action.part for action in actions if isinstance(action, Abandon)]
@@ -191,27 +195,14 @@ def test_a_request_can_end_in_each_phase_and_leaves_nothing(phase: Phase) -> Non
         actions += one.quiet(part)
     actions += one.call_ended()
 
-    assert one.phase is Phase.ENDED
+    assert at(one) is Phase.ENDED
     assert Deliver not in kinds(actions)
     assert not parts or actions.index(Release()) > max(map(actions.index, map(Abandon, parts)))
 
 
 EVENTS = [
-    "reserved",
-    "cached",
-    "offered",
-    "part",
-    "last",
-    "odd",
-    "read",
-    "read_failed",
-    "quiet",
-    "held",
-    "lost",
-    "call_ended",
-    "call_failed",
-    "late",
-    "ended",
+    *("reserved", "cached", "offered", "part", "last", "odd", "read", "read_failed", "quiet"),
+    *("held", "lost", "call_ended", "call_failed", "late", "ended"),
 ]
 
 
@@ -306,12 +297,12 @@ def test_the_promises_hold_whatever_comes_in_whatever_order(
             take(one.quiet(read.part))
 
     counts = Counter(kinds(done))
-    assert one.phase is Phase.ENDED
+    assert at(one) is Phase.ENDED
     assert counts[Release] == 1
     assert counts[Show] <= 1
     assert counts[Deliver] <= 1
     assert counts[EndCall] <= counts[Call] <= 1
-    shown = [action.first for action in done if isinstance(action, Show)]
+    shown: list[Generated | None] = [action.first for action in done if isinstance(action, Show)]
     delivered = [action for action in done if isinstance(action, Deliver)]
     if delivered:
         assert [delivered[0].first] == (shown or [None]), "one first token"
