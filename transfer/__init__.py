@@ -6,10 +6,22 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import checksums, descriptors, errors, layout, leases, quarantine, states
+    from . import (
+        agent,
+        checksums,
+        config,
+        descriptors,
+        errors,
+        layout,
+        leases,
+        quarantine,
+        states,
+    )
 
 __all__ = [
+    "agent",
     "checksums",
+    "config",
     "descriptors",
     "errors",
     "layout",
