@@ -1,0 +1,1 @@
+"""Blocks from one process's memory to another's: dynbus, bare NIXL, and what else moves bytes."""
