@@ -1,4 +1,8 @@
-"""Checksums of KV blocks, which are the same wherever the layouts put the numbers."""
+"""Checksums of KV blocks, which are the same wherever the layouts put the numbers.
+
+The numbers are hashed layer by layer, keys before values, head by head, token by token. Gathering
+them so costs more than hashing them: about 0.3 s for a GB on one core, on each side.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from numpy.typing import NDArray
 from .errors import InvalidTransfer
 from .layout import BlockLayout, KvMemory, Region
 
-_GATHERED_BYTES = 4 * 2**20
+_GATHERED_BYTES = 2**20
+"""Of one layer at a time: they stay in the processor's cache until they are hashed."""
 
 
 def checksums(
@@ -61,15 +66,35 @@ def checksums(
             f"there are no checksums of {tokens} tokens from {start} on and of {heads} in"
             f" {ids.size} blocks of {layout}"
         )
-    sums = [xxhash.xxh3_64() for _ in range(-(-tokens // per))]
-    for layer in range(layout.layers):
-        view = _layer_view(memory, layer)[:, :, first : first + len(heads)]
-        for index, each in enumerate(sums):
-            places = np.arange(start + index * per, start + min(tokens, (index + 1) * per))
-            number, token = np.divmod(places, layout.block_size)
-            # Tokens, keys and values, heads, bytes.
-            each.update(np.ascontiguousarray(view[ids[number], :, :, token]).data)
-    return [each.intdigest() for each in sums]
+    views = [
+        _layer_view(memory, layer)[:, :, first : first + len(heads)]
+        for layer in range(layout.layers)
+    ]
+    token_bytes = 2 * len(heads) * layout.token_bytes
+    at_once = max(1, _GATHERED_BYTES // (per * token_bytes)) * per
+    found: list[int] = []
+    for begin in range(0, tokens, at_once):
+        found += _sums(views, ids, range(start + begin, start + min(tokens, begin + at_once)), per)
+    return found
+
+
+def _sums(
+    views: Sequence[NDArray[np.uint8]], ids: NDArray[np.int64], tokens: range, per: int
+) -> list[int]:
+    """The checksums of a few tokens, which are given by their places in the list of blocks."""
+    sums = [xxhash.xxh3_64() for _ in range(0, len(tokens), per)]
+    block_size = views[0].shape[3]
+    number, token = np.divmod(np.arange(tokens.start, tokens.stop), block_size)
+    for view in views:
+        if per == block_size and not tokens.start % per:
+            parts = list(view[ids[number[::per]]])
+            parts[-1] = parts[-1][:, :, : (len(tokens) - 1) % per + 1]
+        else:
+            each = view[ids[number], :, :, token]
+            parts = [each[at : at + per].transpose(1, 2, 0, 3) for at in range(0, len(tokens), per)]
+        for part, one in zip(parts, sums, strict=True):
+            one.update(np.ascontiguousarray(part).data)
+    return [one.intdigest() for one in sums]
 
 
 def _layer_view(memory: KvMemory, layer: int) -> NDArray[np.uint8]:

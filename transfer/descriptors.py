@@ -76,7 +76,7 @@ def decode(data: bytes) -> AgentDescription:
         raise BadDescription("an agent's description is damaged")
     try:
         return msgspec.msgpack.decode(body, type=AgentDescription)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadDescription(f"an agent's description says what cannot be: {error}") from error
 
 

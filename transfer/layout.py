@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -85,7 +85,10 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidTransfer(
                 f"a layout of {self.layers} layers has {len(self.offsets)} offsets"
             )
-        if any(region < 0 or not 0 <= offset < _MAX_BYTES for region, offset in self.offsets):
+        if any(
+            not (0 <= region < _MAX_LAYERS and 0 <= offset < _MAX_BYTES)
+            for region, offset in self.offsets
+        ):
             raise InvalidTransfer("a layer of a layout begins outside of its region")
         inner = self.token_bytes
         extents = (self.blocks, 2, self.kv_heads, self.block_size)
@@ -309,9 +312,11 @@ def plan(
     local_start: int = 0,
     remote_start: int = 0,
 ) -> Pieces:
-    """The fewest pieces that hold `tokens` tokens on both sides, for the heads that both have.
+    """The pieces that hold `tokens` tokens on both sides, for the heads that both have.
 
-    Pieces that are adjacent on both sides are one.
+    Blocks that follow each other on both sides, in whatever order they are given, are joined.
+    Layouts with the axes in the same order have the largest pieces; what differs only in the place
+    of the tokens' axis has one for each head and token.
 
     Args:
         local_blocks, remote_blocks: in the order of their tokens; blocks beyond the tokens are
@@ -370,7 +375,10 @@ def _checked_ids(
     side: str, layout: BlockLayout, blocks: Sequence[int], start: int, tokens: int
 ) -> Integers:
     needed = layout.blocks_of(start + tokens)
-    ids: Integers = np.asarray(blocks, np.int64)[:needed]
+    given: NDArray[Any] = np.asarray(blocks[:needed])
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise InvalidTransfer(f"{side} block ids are a list of integers, not {blocks!r:.80}")
+    ids: Integers = given.astype(np.int64, copy=False)
     if ids.size < needed:
         raise InvalidTransfer(
             f"{tokens} tokens from {start} on need {needed} {side} blocks of"
@@ -386,6 +394,20 @@ def _checked_ids(
     return ids
 
 
+class _Group(NamedTuple):
+    """Pieces that lie at the same places of their blocks for several numbers of tokens.
+
+    Attributes:
+        lengths: of each of them, by that number.
+    """
+
+    local_region: Integers
+    local_offset: Integers
+    remote_region: Integers
+    remote_offset: Integers
+    lengths: dict[int, int]
+
+
 class _Conversion:
     """What is the same for all transfers between two layouts."""
 
@@ -394,40 +416,27 @@ class _Conversion:
         self._local = local
         self._remote = remote
         self._heads = _common_heads(local, remote)
-        self._templates: dict[int, Pieces] = {}
+        self._template = lru_cache(maxsize=256)(self._made_template)
+        self._groups = lru_cache(maxsize=256)(self._made_groups)
 
     def pieces(
         self, ours: Integers, local_start: int, theirs: Integers, remote_start: int, tokens: int
     ) -> Pieces:
-        local, remote = self._local, self._remote
-        begins = np.union1d(
-            _cuts(local_start, local.block_size, tokens),
-            _cuts(remote_start, remote.block_size, tokens),
-        )
+        # Both sides are cut where a block of either begins; each cut has its tokens in one block.
+        begins = _cuts(local_start, self._local.block_size, tokens)
+        others = _cuts(remote_start, self._remote.block_size, tokens)
+        if not np.array_equal(begins, others):
+            begins = np.union1d(begins, others)
         counts = np.diff(begins, append=tokens)
-        local_base = _bases(local, ours, local_start + begins)
-        remote_base = _bases(remote, theirs, remote_start + begins)
-        # Runs of tokens that have their pieces at the same places of their blocks go together.
-        kinds: list[tuple[Pieces, list[int]]] = []
-        for count in np.unique(counts)[::-1].tolist():
-            template = self._template(count)
-            for known, members in kinds:
-                if _same_places(template, known):
-                    members.append(count)
-                    break
-            else:
-                kinds.append((template, [count]))
-        found = [
-            self._joined(
-                [self._template(count) for count in members],
-                members,
-                counts[chosen],
-                local_base[chosen],
-                remote_base[chosen],
-            )
-            for _, members in kinds
-            for chosen in [np.isin(counts, members)]
-        ]
+        local_base = _bases(self._local, ours, local_start + begins)
+        remote_base = _bases(self._remote, theirs, remote_start + begins)
+        # Blocks that were freed in their order are taken in the opposite one.
+        order = np.argsort(local_base)
+        counts, local_base, remote_base = counts[order], local_base[order], remote_base[order]
+        found: list[Pieces] = []
+        for group in self._groups(tuple(sorted(set(counts.tolist())))):
+            chosen = np.isin(counts, list(group.lengths))
+            found.append(_joined(group, counts[chosen], local_base[chosen], remote_base[chosen]))
         if len(found) == 1:
             return found[0]
         return Pieces(
@@ -438,56 +447,55 @@ class _Conversion:
             np.concatenate([each.length for each in found]),
         )
 
-    def _joined(
-        self,
-        templates: list[Pieces],
-        members: list[int],
-        counts: Integers,
-        local_base: Integers,
-        remote_base: Integers,
-    ) -> Pieces:
-        """The pieces of runs of tokens, those joined that follow each other on both sides."""
-        place = templates[0]
-        local_offset = place.local_offset[:, None] + local_base
-        remote_offset = place.remote_offset[:, None] + remote_base
-        lengths = np.empty_like(local_offset)
-        for template, count in zip(templates, members, strict=True):
-            lengths[:, counts == count] = template.length[:, None]
-        begins = np.ones(lengths.shape, bool)
-        begins[:, 1:] = (np.diff(local_offset) != lengths[:, :-1]) | (
-            np.diff(remote_offset) != lengths[:, :-1]
-        )
-        at = np.flatnonzero(begins)
-        entry = at // counts.size
-        return Pieces(
-            place.local_region[entry],
-            local_offset.ravel()[at],
-            place.remote_region[entry],
-            remote_offset.ravel()[at],
-            np.add.reduceat(lengths.ravel(), at),
-        )
+    def _made_groups(self, counts: tuple[int, ...]) -> list[_Group]:
+        """The groups that the pieces of so many tokens fall into.
 
-    def _template(self, tokens: int) -> Pieces:
-        """The pieces of so many tokens within one block of each side, as for block and token 0."""
-        template = self._templates.get(tokens)
-        if template is None:
-            template = self._templates[tokens] = self._made_template(tokens)
-        return template
+        A whole block and a part of one have theirs at the same places where each piece has the
+        tokens of one head; then those of a part may follow those of a whole block.
+        """
+        kinds: list[dict[int, Pieces]] = []
+        for count in counts:
+            template = self._template(count)
+            for kind in kinds:
+                if _same_places(template, next(iter(kind.values()))):
+                    kind[count] = template
+                    break
+            else:
+                kinds.append({count: template})
+        groups: list[_Group] = []
+        for kind in kinds:
+            place = next(iter(kind.values()))
+            lengths = np.stack([template.length for template in kind.values()])
+            for length in np.unique(lengths, axis=1).T:
+                of = np.all(lengths == length[:, None], axis=0)
+                groups.append(
+                    _Group(
+                        place.local_region[of],
+                        place.local_offset[of],
+                        place.remote_region[of],
+                        place.remote_offset[of],
+                        dict(zip(kind, length.tolist(), strict=True)),
+                    )
+                )
+        return groups
 
     def _made_template(self, tokens: int) -> Pieces:
+        """The pieces of so many tokens within one block of each side, as for block and token 0."""
         local, remote = self._local, self._remote
         unit = local.token_bytes
         if local.strides[3] == remote.strides[3] == unit:
             unit, tokens = unit * tokens, 1
         shape = (local.layers, 2, len(self._heads), tokens)
-        layer, kv, head, token = (axis.ravel() for axis in np.indices(shape, np.int64))
+        axes: Integers = np.indices(shape).reshape(4, -1)
+        layer, kv, head, token = axes
         sides: list[tuple[Integers, Integers]] = []
         for layout in (local, remote):
             region, begin = np.array(layout.offsets, np.int64)[layer].T
             _, by_kv, by_head, by_token = layout.strides
             first = self._heads.start - layout.first_head
             sides.append((region, begin + kv * by_kv + (head + first) * by_head + token * by_token))
-        return _merged(*sides[0], *sides[1], np.full(layer.size, unit, np.int64))
+        lengths: Integers = np.full(layer.size, unit)
+        return _merged(*sides[0], *sides[1], lengths)
 
 
 @lru_cache(maxsize=64)
@@ -512,6 +520,23 @@ def _bases(layout: BlockLayout, blocks: Integers, places: Integers) -> Integers:
 def _same_places(one: Pieces, other: Pieces) -> bool:
     return np.array_equal(one.local_offset, other.local_offset) and np.array_equal(
         one.remote_offset, other.remote_offset
+    )
+
+
+def _joined(group: _Group, counts: Integers, local_base: Integers, remote_base: Integers) -> Pieces:
+    """The pieces of one group, those joined that follow each other on both sides."""
+    by_count = np.zeros(max(group.lengths) + 1, np.int64)
+    by_count[list(group.lengths)] = list(group.lengths.values())
+    lengths = by_count[counts]
+    begins = np.ones(lengths.size, bool)
+    begins[1:] = (np.diff(local_base) != lengths[:-1]) | (np.diff(remote_base) != lengths[:-1])
+    at = np.flatnonzero(begins)
+    return Pieces(
+        np.repeat(group.local_region, at.size),
+        (group.local_offset[:, None] + local_base[at]).ravel(),
+        np.repeat(group.remote_region, at.size),
+        (group.remote_offset[:, None] + remote_base[at]).ravel(),
+        np.tile(np.add.reduceat(lengths, at), group.local_offset.size),
     )
 
 

@@ -205,7 +205,7 @@ class Ticket(msgspec.Struct, frozen=True):
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadDescription(f"this is not a ticket: {error}") from error
 
 
