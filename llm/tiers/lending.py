@@ -1,0 +1,129 @@
+"""The side of a fetch that has the blocks: it keeps them in place while a peer reads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from itertools import count
+from typing import Final, Protocol
+
+import anyio
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import InvalidRequest, Overloaded
+from dynbus.llm.engine.interface import Held
+from dynbus.llm.generation import GenerateRequest
+from dynbus.transfer.agent import TransferAgent
+
+from .messages import LendRequest, Lent, Settled, SettleRequest
+
+MAX_LOANS: Final = 32
+"""Prefixes that are lent at a time: they take blocks from the requests that run here."""
+MAX_SECONDS: Final = 60.0
+"""For how long blocks are lent at most."""
+
+
+class Holder(Protocol):
+    """What holds blocks of an engine, as `EngineRunner` does."""
+
+    async def hold(self, hold_id: str, request: GenerateRequest) -> Held: ...
+    def release(self, hold_id: str) -> None: ...
+
+
+class Lender:
+    """Lends cached blocks to peers.
+
+    Args:
+        agent: whose memory has the blocks.
+        block_size: tokens of a block.
+
+    Attributes:
+        lent_blocks: so far.
+    """
+
+    def __init__(self, holder: Holder, agent: TransferAgent, block_size: int) -> None:
+        self._holder = holder
+        self._agent = agent
+        self._block_size = block_size
+        self._numbers = count()
+        # By lease: set when the reader has settled.
+        self._open: dict[int, anyio.Event] = {}
+        self._loans = 0
+        self.lent_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"<Lender [{self._loans} loans]>"
+
+    @property
+    def loans(self) -> int:
+        """How many prefixes are lent at this moment."""
+        return self._loans
+
+    async def lend(self, request: LendRequest) -> AsyncGenerator[Lent]:
+        """Lease what is cached of a prefix; the only item tells of it.
+
+        The blocks stay where they are until the lease is settled or over, or the caller leaves.
+
+        Raises:
+            InvalidRequest: the request makes no sense.
+            Overloaded: too many prefixes are lent already.
+        """
+        size = self._block_size
+        if not 0 < request.seconds <= MAX_SECONDS:
+            raise InvalidRequest(
+                f"seconds = {request.seconds}: blocks are lent for more than 0 and at most "
+                f"{MAX_SECONDS:g} seconds"
+            )
+        if not 0 <= request.start < len(request.token_ids) or request.start % size:
+            raise InvalidRequest(
+                f"start = {request.start}: it is a multiple of {size}, the tokens of a block, "
+                f"below the {len(request.token_ids)} token_ids"
+            )
+        if self._loans >= MAX_LOANS:
+            raise Overloaded(f"{MAX_LOANS} prefixes are lent already", retry_after=1.0)
+        self._loans += 1
+        hold_id = f"lent.{next(self._numbers)}"
+        try:
+            held = await self._holder.hold(
+                hold_id,
+                GenerateRequest(
+                    request.token_ids,
+                    lora_name=request.lora_name,
+                    cache_salt=request.cache_salt,
+                ),
+            )
+            try:
+                async for lent in self._lease(held, request):
+                    yield lent
+            finally:
+                self._holder.release(hold_id)
+        finally:
+            self._loans -= 1
+
+    async def _lease(self, held: Held, request: LendRequest) -> AsyncGenerator[Lent]:
+        size = self._block_size
+        first, last = request.start // size, held.computed // size
+        if last <= first:
+            yield Lent(last * size)
+            return
+        ticket = self._agent.grant(
+            held.blocks[first:last], tokens=(last - first) * size, seconds=request.seconds
+        )
+        settled = self._open[ticket.lease_id] = anyio.Event()
+        self.lent_blocks += last - first
+        try:
+            yield Lent(last * size, ticket)
+            with anyio.move_on_after(request.seconds):
+                await settled.wait()
+        finally:
+            del self._open[ticket.lease_id]
+            self._agent.leases.release(ticket.lease_id, ticket.epoch)
+
+    def settle(self, request: SettleRequest) -> Settled:
+        """Whether a lease has held until now, which ends it."""
+        settled = self._open.get(request.lease_id)
+        if settled is None:
+            return Settled(held=False)
+        held = self._agent.leases.settle(request.lease_id, request.epoch, monotonic())
+        if held:
+            settled.set()
+        return Settled(held=held)

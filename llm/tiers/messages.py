@@ -1,0 +1,58 @@
+"""What instances say to each other when one fetches a prefix from another."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynbus.transfer.leases import Ticket
+
+
+class LendRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The question for the blocks of a prefix.
+
+    Attributes:
+        token_ids: of the prefix: whole blocks, from the beginning of the prompt on. Only tokens
+            that are the same have the same blocks, whatever their hashes are.
+        start: how many of these tokens the reader has already; whole blocks.
+        seconds: for how long the blocks are wanted at most.
+        lora_name, cache_salt: of the request, without which the blocks are others.
+    """
+
+    token_ids: list[int]
+    seconds: float
+    start: int = 0
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class Lent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Blocks that stay where they are until the call ends, or the lease.
+
+    Attributes:
+        tokens: of the prefix that are there, from the beginning of the prompt on.
+        ticket: for those from `start` on; None where there are none.
+    """
+
+    tokens: int
+    ticket: Ticket | None = None
+
+
+class SettleRequest(msgspec.Struct, frozen=True):
+    """The question whether a lease has held until now, which ends it.
+
+    Attributes:
+        lease_id, epoch: as the ticket has them.
+    """
+
+    lease_id: int
+    epoch: str
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        held: whether what was read until now may be used.
+    """
+
+    held: bool
