@@ -494,7 +494,8 @@ class _Conversion:
             _, by_kv, by_head, by_token = layout.strides
             first = self._heads.start - layout.first_head
             sides.append((region, begin + kv * by_kv + (head + first) * by_head + token * by_token))
-        lengths: Integers = np.full(layer.size, unit)
+        lengths = np.empty_like(layer)
+        lengths.fill(unit)
         return _merged(*sides[0], *sides[1], lengths)
 
 

@@ -3,6 +3,11 @@
 A peer's READ cannot be revoked, and its end is not seen here. So the owner of the blocks grants a
 lease on them, and neither frees nor overwrites them while the lease holds. The peer may use what it
 has read only after the owner has *settled* the lease: has answered that the lease held until now.
+
+Where the peer may write, time alone frees nothing. A writer that was frozen goes on writing when it
+wakes, whatever the clock says then. So such a lease is *overdue* when its time is over: it is not
+settled any more, and it keeps its blocks until the writer says that nothing of it is on its way, or
+is known to be dead.
 """
 
 from __future__ import annotations
@@ -25,12 +30,14 @@ class Lease(NamedTuple):
 
     Attributes:
         deadline: on the owner's own monotonic clock, in seconds.
+        writable: whether the peer may write them.
     """
 
     lease_id: int
     epoch: str
     blocks: tuple[int, ...]
     deadline: float
+    writable: bool = False
 
 
 class LeaseTable:
@@ -46,6 +53,8 @@ class LeaseTable:
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
         self._leases: dict[int, Lease] = {}
+        # Ids of those whose time is over, and which keep their blocks nevertheless.
+        self._overdue: set[int] = set()
         self._uses: Counter[int] = Counter()
         self._next = 1
         self._now = float("-inf")
@@ -67,17 +76,27 @@ class LeaseTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the first lease runs out; None without leases."""
-        return min((lease.deadline for lease in self._leases.values()), default=None)
+        """When the first lease runs out that has not; None without any."""
+        running = (
+            one.deadline for one in self._leases.values() if one.lease_id not in self._overdue
+        )
+        return min(running, default=None)
 
-    def grant(self, blocks: Iterable[int], seconds: float, now: float) -> Lease:
+    @property
+    def overdue(self) -> int:
+        """How many leases keep blocks although their time is over: see above."""
+        return len(self._overdue)
+
+    def grant(
+        self, blocks: Iterable[int], seconds: float, now: float, *, writable: bool = False
+    ) -> Lease:
         """Hold blocks for a peer.
 
         Raises:
             InvalidTransfer: there are no blocks, one of them twice, or the time is not usable.
         """
         deadline = self._advance(now) + _checked_seconds(seconds)
-        lease = Lease(self._next, self.epoch, _checked_blocks(blocks), deadline)
+        lease = Lease(self._next, self.epoch, _checked_blocks(blocks), deadline, writable)
         self._next += 1
         self._leases[lease.lease_id] = lease
         self._uses.update(lease.blocks)
@@ -127,7 +146,10 @@ class LeaseTable:
         return True
 
     def release(self, lease_id: int, epoch: str) -> bool:
-        """End a lease, whatever its peer still reads; False when there is none any more."""
+        """End a lease, whatever its peer still reads; False when there is none any more.
+
+        One that is writable is released once nothing of its writer is on its way.
+        """
         lease = self._leases.get(lease_id)
         if lease is None or epoch != self.epoch:
             return False
@@ -135,11 +157,22 @@ class LeaseTable:
         return True
 
     def expired(self, now: float) -> Sequence[Lease]:
-        """End the leases whose time is over, and return them; until then they hold their blocks."""
+        """The leases whose time is over, each of which is told once.
+
+        Those that peers only read are ended, and hold their blocks until then; those that are
+        writable become overdue.
+        """
         now = self._advance(now)
-        over = [lease for lease in self._leases.values() if lease.deadline <= now]
+        over = [
+            lease
+            for lease in self._leases.values()
+            if lease.deadline <= now and lease.lease_id not in self._overdue
+        ]
         for lease in over:
-            self._end(lease)
+            if lease.writable:
+                self._overdue.add(lease.lease_id)
+            else:
+                self._end(lease)
         return over
 
     def _held(self, lease_id: int, epoch: str, now: float) -> Lease | None:
@@ -151,6 +184,7 @@ class LeaseTable:
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]
+        self._overdue.discard(lease.lease_id)
         for block in lease.blocks:
             self._uses[block] -= 1
             if not self._uses[block]:
@@ -173,6 +207,7 @@ class Ticket(msgspec.Struct, frozen=True):
         blocks: ids of blocks of the owner's memory, in the order of their tokens.
         tokens: how many tokens are in them, from the first block on.
         seconds: how long the lease held when this was sent; it says nothing about clocks.
+        writable: whether the peer may write the blocks.
     """
 
     agent: str
@@ -181,6 +216,7 @@ class Ticket(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
     tokens: int
     seconds: float
+    writable: bool = False
 
     def __post_init__(self) -> None:
         if not self.agent or not self.epoch:

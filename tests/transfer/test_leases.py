@@ -32,15 +32,19 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now = 0
         self.deadlines: dict[int, float] = {}
         self.blocks: dict[int, set[int]] = {}
+        self.writable: set[int] = set()
+        self.overdue: set[int] = set()
         self.overwritten: set[int] = set()
 
     @rule(seconds=SECONDS)
     def pass_time(self, seconds: int) -> None:
         self.now += seconds
 
-    @rule(blocks=BLOCKS, seconds=SECONDS)
-    def grant(self, blocks: set[int], seconds: int) -> None:
-        lease = self.table.grant(sorted(blocks), seconds, self.now)
+    @rule(blocks=BLOCKS, seconds=SECONDS, writable=st.booleans())
+    def grant(self, blocks: set[int], seconds: int, writable: bool) -> None:
+        lease = self.table.grant(sorted(blocks), seconds, self.now, writable=writable)
+        if writable:
+            self.writable.add(lease.lease_id)
         assert lease.lease_id not in self.deadlines, "a number is never used again"
         assert lease.deadline == self.now + seconds
         self.deadlines[lease.lease_id] = lease.deadline
@@ -83,9 +87,11 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        over = {lease for lease in self.blocks if self.deadlines[lease] <= self.now}
+        over = {lease for lease in self.blocks if self.deadlines[lease] <= self.now} - self.overdue
         assert {lease.lease_id for lease in self.table.expired(self.now)} == over
-        for lease in over:
+        # What a peer may write is free when it says so, and not before.
+        self.overdue |= over & self.writable
+        for lease in over - self.writable:
             self.end(lease)
 
     @rule(block=st.integers(0, 5))
@@ -99,8 +105,10 @@ class LeaseMachine(RuleBasedStateMachine):
         assert {block for block in range(6) if self.table.holds(block)} == held
         assert self.table.blocks_held == len(held)
         assert len(self.table) == len(self.blocks)
+        assert self.table.overdue == len(self.overdue)
         assert self.table.next_deadline == min(
-            (self.deadlines[lease] for lease in self.blocks), default=None
+            (self.deadlines[lease] for lease in self.blocks if lease not in self.overdue),
+            default=None,
         )
 
     def is_good(self, lease: int, epoch: str) -> bool:
@@ -108,6 +116,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def end(self, lease: int) -> None:
         del self.blocks[lease]
+        self.overdue.discard(lease)
 
 
 TestLeases = LeaseMachine.TestCase
@@ -129,6 +138,22 @@ def test_a_lease_whose_time_is_over_is_not_settled_though_its_blocks_are_still_h
     assert table.holds(1)
     assert [one.lease_id for one in table.expired(5.0)] == [lease.lease_id]
     assert not table.holds(1)
+
+
+def test_blocks_that_a_peer_may_write_are_held_until_it_is_quiet_however_late() -> None:
+    table = LeaseTable("e")
+    lease = table.grant([1], 5.0, 0.0, writable=True)
+
+    assert table.expired(5.0) == [lease]
+    assert table.expired(1e6) == []
+    assert not table.settle(lease.lease_id, "e", 1e6)
+    assert table.extend(lease.lease_id, "e", 5.0, 1e6) is None
+    assert table.holds(1)
+    assert table.overdue == 1
+
+    assert table.release(lease.lease_id, "e")
+    assert not table.holds(1)
+    assert table.overdue == 0
 
 
 def test_a_clock_that_goes_back_revives_no_lease() -> None:
