@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
+import math
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
+import anyio
+import anyio.to_thread
+
+from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynbusError,
+    Unavailable,
+    describe_exception,
+)
 
-from .binding import Operation
+from .binding import NixlAgent, Operation, nixl
 from .config import TransferConfig
+from .descriptors import AgentDescription
+from .errors import InvalidTransfer, TransferFailed
+from .exchange import announced, check_agent_name, look_up
 from .layout import KvMemory
 from .leases import LeaseTable, Ticket
+from .links import Flow, Link, Moved, nixl_name
 from .quarantine import Quarantine
-from .states import State
+from .states import Event, State
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS: Final = 5.0
+"""For which the threads of an agent that is closed are waited for."""
+IDLE_LINK_SECONDS: Final = 600.0
+"""After which a link that nobody uses gives way when another is made."""
+
+_numbers = itertools.count(1)
 
 
 @dataclass
@@ -49,20 +81,48 @@ class Transfer:
         operation: what the local side does.
         peer: the name of the peer's agent.
         local_blocks: that are read or written here.
-        bytes: how many it moves; 0 before the peer's description is known.
-        blocks: how many local blocks it touches.
-        seconds: from its start to its end, or until now.
-        state: where it is.
     """
 
-    number: int
-    operation: Operation
-    peer: str
-    local_blocks: tuple[int, ...]
-    bytes: int
-    blocks: int
-    seconds: float
-    state: State
+    def __init__(self, agent: TransferAgent, moved: Moved, ticket: Ticket, deadline: float) -> None:
+        self.number = next(_numbers)
+        self.operation = moved.operation
+        self.peer = ticket.agent
+        self.local_blocks = tuple(moved.local_blocks)
+        self._agent = agent
+        self._bus = agent.bus
+        self._flow = Flow(moved, self._ended_in_thread)
+        self._link: Link | None = None
+        self._begun = monotonic()
+        self._seconds: float | None = None
+        self._error: DynbusError | None = None
+        self._over = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._timer = self._bus.loop.call_later(
+            max(0.0, deadline - self._begun), self._expire, deadline - self._begun
+        )
+
+    def __repr__(self) -> str:
+        return f"<Transfer {self.number} {self.operation} {self.peer} [{self.state.value}]>"
+
+    @property
+    def state(self) -> State:
+        """Where it is."""
+        return self._flow.state
+
+    @property
+    def bytes(self) -> int:
+        """How many it moves; 0 before the peer's description is known."""
+        return self._flow.bytes
+
+    @property
+    def blocks(self) -> int:
+        """How many local blocks it touches."""
+        return len(self.local_blocks)
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end, or until now."""
+        return monotonic() - self._begun if self._seconds is None else self._seconds
 
     async def result(self) -> None:
         """Wait until all bytes are there. Whoever is cancelled here abandons the transfer.
@@ -78,11 +138,17 @@ class Transfer:
             DeadlineExceeded: its deadline, or the lease's time, is over.
             Cancelled: `cancel` was called.
         """
-        raise NotImplementedError
+        try:
+            await self._over.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self._error is not None:
+            raise self._error
 
     def cancel(self) -> None:
         """Give the transfer up, at any time; what has ended stays as it is."""
-        raise NotImplementedError
+        self._abandon("cancelled", Cancelled(f"the {self.operation} was cancelled"))
 
     async def quiet(self) -> None:
         """Wait until nothing reads or writes its local memory any more, whatever its result.
@@ -90,7 +156,73 @@ class Transfer:
         That is at once for what is done; at most about `TransferConfig.quiet_seconds` after it was
         abandoned otherwise.
         """
-        raise NotImplementedError
+        await self._quiet.wait()
+
+    def begin(self, link: Link) -> None:
+        """Go by this link; its agent calls this."""
+        if not self._over.is_set():
+            self._link = link
+            link.start(self._flow)
+
+    def fail(self, error: DynbusError) -> None:
+        """It never had a link; its agent calls this."""
+        if not self._over.is_set():
+            self._flow.move(Event.DESTROYED)
+            self._finish("failed", error)
+            self._be_quiet()
+
+    def _expire(self, seconds: float) -> None:
+        self._abandon(
+            "expired",
+            DeadlineExceeded(f"the {self.operation} was not done within {max(0.0, seconds):.3g} s"),
+        )
+
+    def _abandon(self, result: str, error: DynbusError) -> None:
+        if self._over.is_set():
+            return
+        state = self._flow.move(Event.CANCEL)
+        if state in (State.DONE, State.FAILED):
+            # It has ended just now, and the news is on its way.
+            return
+        self._finish(result, error)
+        if state is State.QUIET:
+            self._be_quiet()
+        else:
+            assert self._link is not None
+            self._agent.hold_back(self, self._link)
+
+    def _ended_in_thread(self) -> None:
+        self._bus.to_main(self._ended)
+
+    def _ended(self) -> None:
+        if self._flow.state is State.DONE:
+            self._finish("done", None)
+        elif self._flow.state is State.FAILED:
+            self._finish("failed", self._flow.error)
+        self._be_quiet()
+
+    def _finish(self, result: str, error: DynbusError | None) -> None:
+        if self._over.is_set():
+            return
+        self._timer.cancel()
+        self._error = error
+        self._seconds = monotonic() - self._begun
+        self._over.set()
+        self._agent.count(self, result)
+
+    def _be_quiet(self) -> None:
+        if not self._quiet.is_set():
+            self._quiet.set()
+            self._agent.let_go(self)
+
+
+@dataclass
+class _Peer:
+    """A life of a peer, and the way to it."""
+
+    description: AgentDescription
+    link: Link
+    used: float
 
 
 class TransferAgent:
@@ -104,16 +236,45 @@ class TransferAgent:
         quarantine: local blocks that abandoned transfers may still touch.
     """
 
-    name: str
-    epoch: str
-    memory: KvMemory
-    leases: LeaseTable
-    quarantine: Quarantine
+    def __init__(
+        self, bus: Bus, background: Background, name: str, memory: KvMemory, config: TransferConfig
+    ) -> None:
+        self.bus = bus
+        self.name = name
+        self.epoch = secrets.token_hex(8)
+        self.memory = memory
+        self.leases = LeaseTable(self.epoch)
+        self.quarantine = Quarantine()
+        self._background = background
+        self._config = config
+        self._counted = TransferStatistics()
+        self._peers: dict[str, _Peer] = {}
+        self._links: dict[str, tuple[Link, asyncio.Event]] = {}
+        self._lookups: dict[tuple[str, str], list[Transfer]] = {}
+        self._open: dict[int, Transfer] = {}
+        self._made = 0
+        self._is_closed = False
+        self._watch: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<TransferAgent {self.name} [{len(self._open)} transfers | {len(self._links)} links]>"
+        )
 
     @property
     def statistics(self) -> TransferStatistics:
         """What it has done, and what it holds now."""
-        raise NotImplementedError
+        counted = self._counted
+        links = [link for link, _ in self._links.values()]
+        return TransferStatistics(
+            transfers=Counter(counted.transfers),
+            bytes=counted.bytes,
+            seconds=counted.seconds,
+            links=len(links),
+            destroyed_links=counted.destroyed_links + sum(link.destroyed for link in links),
+            open_handles=sum(link.open_handles for link in links),
+            quarantined_blocks=self.quarantine.blocks_held,
+        )
 
     def grant(self, blocks: Sequence[int], *, tokens: int, seconds: float) -> Ticket:
         """Lease blocks to a peer; returns the ticket with which it may read or write them.
@@ -122,7 +283,14 @@ class TransferAgent:
             InvalidTransfer: there are no such blocks, one of them is given twice, they do not hold
                 so many tokens, or the time is not usable.
         """
-        raise NotImplementedError
+        layout = self.memory.layout
+        _check_blocks("local", blocks, layout.blocks)
+        if not 0 <= tokens <= len(blocks) * layout.block_size:
+            raise InvalidTransfer(
+                f"{len(blocks)} blocks of {layout.block_size} tokens do not hold {tokens} tokens"
+            )
+        lease = self.leases.grant(blocks, seconds, monotonic())
+        return Ticket(self.name, self.epoch, lease.lease_id, lease.blocks, tokens, seconds)
 
     def start(
         self,
@@ -151,7 +319,155 @@ class TransferAgent:
                 is not of these blocks.
             Unavailable: the agent is closed.
         """
-        raise NotImplementedError
+        if operation not in ("read", "write"):
+            raise InvalidTransfer(f"a transfer is a read or a write, not {operation!r}")
+        layout = self.memory.layout
+        _check_blocks("local", local_blocks, layout.blocks)
+        if tokens < 1 or local_start < 0 or remote_start < 0:
+            raise InvalidTransfer(
+                f"{tokens} tokens from {local_start} here and {remote_start} there are no transfer"
+            )
+        if layout.blocks_of(local_start + tokens) > len(local_blocks):
+            raise InvalidTransfer(
+                f"{tokens} tokens from {local_start} on do not fit into {len(local_blocks)} local "
+                f"blocks of {layout.block_size} tokens"
+            )
+        if not remote_blocks or not set(remote_blocks).issubset(ticket.blocks):
+            raise InvalidTransfer("the ticket is not of these blocks of the peer")
+        if ticket.agent == self.name and ticket.epoch == self.epoch:
+            raise InvalidTransfer("an agent does not transfer with itself: copy the blocks")
+        if not math.isfinite(deadline):
+            raise InvalidTransfer(f"a transfer needs a deadline, not {deadline:g}")
+        if self._is_closed:
+            raise Unavailable(f"agent {self.name} is closed", started=False)
+        moved = Moved(
+            operation, tuple(remote_blocks), tuple(local_blocks), tokens, remote_start, local_start
+        )
+        transfer = Transfer(self, moved, ticket, min(deadline, monotonic() + ticket.seconds))
+        self._open[transfer.number] = transfer
+        peer = self._peers.get(ticket.agent)
+        if peer is not None and peer.description.epoch == ticket.epoch:
+            peer.used = monotonic()
+            transfer.begin(peer.link)
+        else:
+            self._find(ticket.agent, ticket.epoch, transfer)
+        return transfer
+
+    # Peers ------------------------------------------------------------------------------------
+
+    def _find(self, agent: str, epoch: str, transfer: Transfer) -> None:
+        """Begin once the peer's description is known; it is asked for once at a time."""
+        waiting = self._lookups.get((agent, epoch))
+        if waiting is not None:
+            waiting.append(transfer)
+            return
+        self._lookups[agent, epoch] = [transfer]
+        try:
+            self._background.start(self._meet, agent, epoch, name=f"{self.name} looks up {agent}")
+        except BaseException:
+            del self._lookups[agent, epoch]
+            transfer.cancel()
+            raise
+
+    async def _meet(self, agent: str, epoch: str) -> None:
+        error: DynbusError = Unavailable(f"agent {self.name} is closed", started=False)
+        link: Link | None = None
+        try:
+            description = await look_up(self.bus, agent, epoch, seconds=self._config.lookup_seconds)
+            link = self._link_to(description)
+        except DynbusError as problem:
+            error = problem
+        except Exception as problem:
+            logger.exception("agent %s could not be looked up", agent)
+            error = TransferFailed(f"agent {agent}: {describe_exception(problem)}")
+        finally:
+            for transfer in self._lookups.pop((agent, epoch)):
+                if link is None:
+                    transfer.fail(error)
+                else:
+                    transfer.begin(link)
+
+    def _link_to(self, description: AgentDescription) -> Link:
+        known = self._peers.pop(description.agent, None)
+        if known is not None:
+            # Another life of the peer: what goes on with the earlier one fails.
+            known.link.close()
+        now = monotonic()
+        for name, peer in list(self._peers.items()):
+            if now - peer.used > IDLE_LINK_SECONDS and not peer.link.is_busy:
+                del self._peers[name]
+                peer.link.close()
+        self._made += 1
+        name = f"{nixl_name(self.name, self.epoch)}.{self._made}"
+        stopped = asyncio.Event()
+        link = Link(
+            name,
+            self.memory,
+            description,
+            self._config,
+            partial(self.bus.to_main, self._stopped, name),
+        )
+        self._links[name] = link, stopped
+        self._peers[description.agent] = _Peer(description, link, now)
+        return link
+
+    def _stopped(self, name: str) -> None:
+        link, stopped = self._links.pop(name)
+        stopped.set()
+        self._counted.destroyed_links += link.destroyed
+        peer = self._peers.get(link.peer.agent)
+        if peer is not None and peer.link is link:
+            # It broke by itself; another one is made when it is needed.
+            del self._peers[link.peer.agent]
+
+    # Transfers tell ---------------------------------------------------------------------------
+
+    def count(self, transfer: Transfer, result: str) -> None:
+        """A transfer is over."""
+        self._counted.transfers[transfer.operation, result] += 1
+        if result == "done":
+            self._counted.bytes += transfer.bytes
+            self._counted.seconds += transfer.seconds
+
+    def hold_back(self, transfer: Transfer, link: Link) -> None:
+        """A transfer was abandoned, and its memory is not quiet."""
+        self.quarantine.hold(transfer.number, link.name, transfer.local_blocks, monotonic())
+        if self._watch is None:
+            self._watch = self.bus.loop.call_later(self._config.quiet_seconds, self._destroy_late)
+
+    def let_go(self, transfer: Transfer) -> None:
+        """The memory of a transfer is quiet."""
+        self.quarantine.quiet(transfer.number)
+        self._open.pop(transfer.number, None)
+
+    def _destroy_late(self) -> None:
+        self._watch = None
+        for name in self.quarantine.links_to_destroy(monotonic(), self._config.quiet_seconds):
+            if name in self._links:
+                self._links[name][0].destroy()
+        if self.quarantine:
+            self._watch = self.bus.loop.call_later(
+                self._config.quiet_seconds / 4, self._destroy_late
+            )
+
+    # Life -------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End all transfers and links, in bounded time."""
+        self._is_closed = True
+        for transfer in list(self._open.values()):
+            transfer.cancel()
+        self._peers.clear()
+        ending = list(self._links.values())
+        for link, _ in ending:
+            link.close()
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+            for _, stopped in ending:
+                await stopped.wait()
+        if self._watch is not None:
+            self._watch.cancel()
+        for link, _ in self._links.values():
+            logger.error("%r is still inside of NIXL; its memory must stay as it is", link)
 
 
 @asynccontextmanager
@@ -168,5 +484,44 @@ async def open_agent(
         TransferFailed: NIXL refuses the memory.
         Unavailable: JetStream does not answer.
     """
-    raise NotImplementedError
-    yield
+    config = config or TransferConfig()
+    check_agent_name(name)
+    nixl()
+    async with Background(f"transfers of {name}", bus.fail) as background:
+        agent = TransferAgent(bus, background, name, memory, config)
+        home = await anyio.to_thread.run_sync(_open_home, agent, config)
+        try:
+            description = AgentDescription(
+                name, agent.epoch, memory.layout, memory.regions, home.metadata()
+            )
+            async with announced(bus, background, description):
+                try:
+                    yield agent
+                finally:
+                    await agent.close()
+        finally:
+            with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
+                await anyio.to_thread.run_sync(home.close, abandon_on_cancel=True)
+            if closing.cancelled_caught:
+                logger.error("%r cannot be closed; its memory must stay as it is", home)
+
+
+def _open_home(agent: TransferAgent, config: TransferConfig) -> NixlAgent:
+    """The agent whose memory peers reach; its progress thread serves them, and sleeps between."""
+    home = NixlAgent(
+        nixl_name(agent.name, agent.epoch), wakes_every=config.idle_wait, ucx=config.ucx
+    )
+    home.register(agent.memory.regions)
+    return home
+
+
+def _check_blocks(side: str, blocks: Sequence[int], there_are: int) -> None:
+    if not blocks or min(blocks) < 0 or max(blocks) >= there_are:
+        raise InvalidTransfer(f"{side} blocks {_told(blocks)} are not among the {there_are} there")
+    if len(set(blocks)) != len(blocks):
+        twice = next(block for block, times in Counter(blocks).items() if times > 1)
+        raise InvalidTransfer(f"{side} block {twice} is given twice")
+
+
+def _told(blocks: Sequence[int]) -> str:
+    return f"{min(blocks)} to {max(blocks)}" if blocks else "(none)"

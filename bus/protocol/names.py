@@ -25,6 +25,7 @@ KV_EVENTS: Final = "_kv"
 KV_RESYNC: Final = "_kv_resync"
 KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
+TRANSFER_BUCKET: Final = "dynbus_transfer_agents"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 _ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
@@ -208,6 +209,11 @@ def kv_snapshot_bucket(namespace: str) -> str:
 def kv_election_subject(namespace: str, component: str) -> str:
     """Where the router is stored that takes the snapshots of a component."""
     return f"$KV.{KV_ELECTION_BUCKET}.{namespace}.{component}"
+
+
+def transfer_agent_subject(agent: str) -> str:
+    """Where the description of an agent of transfers is stored."""
+    return f"$KV.{TRANSFER_BUCKET}.{agent}"
 
 
 class ReplySubjects:
