@@ -165,7 +165,7 @@ class WrongLastSequence(DynbusError):
 
 
 class NoStream(DynbusError):
-    """Raised when the stream of a subject or a consumer does not exist."""
+    """Raised when the stream of a subject or a consumer does not exist, or the consumer itself."""
 
     code = "NoStream"
     retryable = True
@@ -183,6 +183,85 @@ class NoRoom(DynbusError):
 
     code = "NoRoom"
     retryable = True
+
+
+class PullConsumerConfig(NamedTuple):
+    """A consumer of a work-queue stream, whose messages its readers share.
+
+    Attributes:
+        ack_wait: seconds after which a message that nobody acknowledged is delivered again.
+        max_ack_pending: messages that may be delivered and not acknowledged at a time.
+    """
+
+    name: str
+    ack_wait: float = 30.0
+    max_ack_pending: int = 65_536
+
+
+class ConsumerInfo(NamedTuple):
+    """How far the readers of a pull consumer are.
+
+    Attributes:
+        pending: messages that were not delivered yet.
+        ack_pending: messages that were delivered and are not acknowledged, those that are to be
+            delivered again counted in.
+        ack_wait: seconds; that of the consumer, whoever made it.
+    """
+
+    pending: int
+    ack_pending: int
+    ack_wait: float
+
+
+class Delivery(NamedTuple):
+    """A message that waits for its acknowledgement.
+
+    Attributes:
+        tries: how often it was delivered, this time included.
+        token: what `JetStream.acknowledge` is told.
+    """
+
+    message: StoredMessage
+    tries: int
+    token: str
+
+
+class AckKind(enum.StrEnum):
+    """What is said of a delivery."""
+
+    ACK = "+ACK"
+    """Done: a work queue drops it."""
+    NAK = "-NAK"
+    """Deliver it again."""
+    TERM = "+TERM"
+    """Never deliver it again: a work queue drops it."""
+    IN_PROGRESS = "+WPI"
+    """Wait for another `ack_wait`."""
+
+
+def ack_payload(kind: AckKind, delay: float) -> bytes:
+    """What the server is told; `delay` is the seconds before a `NAK` is delivered again."""
+    if kind is AckKind.NAK and delay > 0:
+        return f'{kind} {{"delay": {int(delay * 1e9)}}}'.encode()
+    return kind.encode()
+
+
+class PullReader(Protocol):
+    """A reader of a pull consumer. What it has asked for comes in the end, whatever becomes of the
+    connection and the server meanwhile."""
+
+    @property
+    def wanted(self) -> int:
+        """Deliveries that were asked for and have not come yet."""
+        ...
+
+    def ask(self, count: int) -> None:
+        """Have `count` more messages delivered, as soon as there are any."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask for nothing more; what is on its way is delivered before this returns."""
+        ...
 
 
 class OrderedConsumer(Protocol):
@@ -367,6 +446,68 @@ class JetStream(Protocol):
 
         Raises:
             NoStream: the stream does not exist.
+        """
+        ...
+
+    async def ensure_pull_consumer(
+        self, stream: str, config: PullConsumerConfig, *, timeout: float = 5.0
+    ) -> None:
+        """Make a consumer of a work-queue stream, or leave one of this name as it is.
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
+        ...
+
+    async def consumer_info(
+        self, stream: str, consumer: str, *, timeout: float = 5.0
+    ) -> ConsumerInfo:
+        """How far the readers of a pull consumer are at this moment.
+
+        Raises:
+            NoStream: the stream or the consumer does not exist.
+        """
+        ...
+
+    def pull(
+        self,
+        stream: str,
+        consumer: str,
+        on_delivery: Callable[[Delivery], None],
+        *,
+        on_missing: Callable[[], None],
+    ) -> PullReader:
+        """Read messages that other readers of the consumer do not get, as many as are asked for.
+
+        Args:
+            on_missing: called when the stream or the consumer does not exist (any more), possibly
+                again and again; once it is made, reading goes on.
+        """
+        ...
+
+    async def delete_message(self, stream: str, sequence: int, *, timeout: float = 5.0) -> bool:
+        """Drop one message of a work queue; False when there is none (any more).
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
+        ...
+
+    async def acknowledge(
+        self, token: str, kind: AckKind, *, delay: float = 0.0, timeout: float = 5.0
+    ) -> None:
+        """Say what became of a delivery; on return the server has heard it.
+
+        It counts for the message, whoever got it last. Of a message that is settled already nothing
+        changes, and that is no error.
+
+        Args:
+            delay: seconds before a message with `NAK` is delivered again.
+
+        Raises:
+            Unavailable: the server did not answer in time, or knows the consumer no longer. A
+                server that was killed may have forgotten that it had delivered the message, and
+                answers nothing until it has delivered it again.
         """
         ...
 

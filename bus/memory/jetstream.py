@@ -1,7 +1,8 @@
 """JetStream without a server.
 
 `JetStreamServer` holds the streams of a `MemoryBus` and feeds their readers, which are
-`MemoryOrderedConsumer`s; `MemoryJetStream` is what a connection sees of it.
+`MemoryOrderedConsumer`s and, of work queues, `MemoryPullReader`s; `MemoryJetStream` is what a
+connection sees of it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from functools import partial
 from typing import Final, Protocol, TypeVar, Unpack
 
 from dynbus.bus.clock import unix_time
-from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
+    AckKind,
     ConsumeOptions,
+    ConsumerInfo,
+    Delivery,
     Message,
     NoStream,
     PublishOptions,
+    PullConsumerConfig,
     StoredMessage,
     StreamConfig,
     StreamInfo,
+    ack_payload,
     publish_headers,
 )
 
+from .pull_consumer import MemoryPullConsumer, MemoryPullReader
 from .stream import MemoryStream
 from .subjects import overlap
 
@@ -42,6 +49,7 @@ class Link(Protocol):
     def send(self, command: Callable[[], None], size: int = 0) -> None: ...
     def deliver(self, delivery: Callable[[], None]) -> None: ...
     def call(self, callback: Callable[[], None], what: str) -> None: ...
+    async def barrier(self, *, timeout: float = 5.0) -> None: ...
     def check_size(self, message: Message) -> int: ...
     async def request(
         self,
@@ -159,6 +167,8 @@ class JetStreamServer:
         self.stalled = False
         self._readers: list[MemoryOrderedConsumer] = []
         self._cursors: dict[MemoryOrderedConsumer, _Cursor] = {}
+        self._pull_consumers: dict[tuple[str, str], MemoryPullConsumer] = {}
+        self._pull_readers: list[MemoryPullReader] = []
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._last_created = 0.0
 
@@ -168,6 +178,8 @@ class JetStreamServer:
         if not stalled:
             for reader in self._readers:
                 reader.restart()
+            for puller in self._pull_readers:
+                puller.restart()
 
     def break_store(self, name: str, reason: str) -> None:
         """Have a stream take nothing any more, as nats-server does after a full disk; "" mends
@@ -221,6 +233,8 @@ class JetStreamServer:
         for reader, cursor in list(self._cursors.items()):
             if cursor.stream.config.name == name:
                 del self._cursors[reader]
+        for key in [key for key in self._pull_consumers if key[0] == name]:
+            self._pull_consumers.pop(key).close()
 
     def look(self, name: str, at: Callable[[MemoryStream], T]) -> T | NoStream:
         """What `at` finds in a stream."""
@@ -257,12 +271,18 @@ class JetStreamServer:
         for reader in list(self._cursors):
             if reader.connection is connection:
                 del self._cursors[reader]
+        for puller in self._pull_readers:
+            if puller.connection is connection:
+                self._deliver_no_more(puller)
 
     def reattach(self, connection: Link) -> None:
         """Start the readers of a connection that is back."""
         for reader in self._readers:
             if reader.connection is connection:
                 reader.restart()
+        for puller in self._pull_readers:
+            if puller.connection is connection:
+                puller.restart()
 
     def remove(self, reader: MemoryOrderedConsumer) -> None:
         """Forget a reader."""
@@ -270,8 +290,59 @@ class JetStreamServer:
         if reader in self._readers:
             self._readers.remove(reader)
 
+    def ensure_consumer(self, stream: str, config: PullConsumerConfig) -> None | NoStream:
+        found = self.streams.get(stream)
+        if found is None:
+            return NoStream(f"stream {stream} not found")
+        key = stream, config.name
+        if key not in self._pull_consumers:
+            self._pull_consumers[key] = MemoryPullConsumer(config, found)
+            for reader in self._pull_readers:
+                if (reader.stream, reader.consumer) == key:
+                    reader.restart()
+        return None
+
+    def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo | NoStream:
+        found = self._pull_consumers.get((stream, consumer))
+        return NoStream("consumer not found") if found is None else found.info()
+
+    def want(self, reader: MemoryPullReader) -> None:
+        """Deliver to a reader of a pull consumer what it wants."""
+        if self.stalled:
+            return
+        if reader not in self._pull_readers:
+            self._pull_readers.append(reader)
+        consumer = self._pull_consumers.get((reader.stream, reader.consumer))
+        if consumer is None:
+            reader.connection.deliver(reader.miss)
+        else:
+            consumer.want(reader)
+
+    def forget_reader(self, reader: MemoryPullReader) -> None:
+        """Deliver nothing more to a reader of a pull consumer."""
+        self._deliver_no_more(reader)
+        if reader in self._pull_readers:
+            self._pull_readers.remove(reader)
+
+    def _deliver_no_more(self, reader: MemoryPullReader) -> None:
+        consumer = self._pull_consumers.get((reader.stream, reader.consumer))
+        if consumer is not None:
+            consumer.forget(reader)
+
+    def acknowledge(self, token: str, kind: AckKind, delay: float) -> None | Unavailable:
+        """Carry out an acknowledgement."""
+        _, _, stream, name, sequence = token.split(".")
+        consumer = self._pull_consumers.get((stream, name))
+        if consumer is None:
+            return Unavailable("nobody serves the subject: is JetStream enabled?")
+        consumer.acknowledge(int(sequence), kind, delay)
+        return None
+
     def _changed(self, stream: MemoryStream) -> None:
         if not self.stalled:
+            for (name, _), consumer in self._pull_consumers.items():
+                if name == stream.config.name:
+                    consumer.serve()
             for cursor in list(self._cursors.values()):
                 if cursor.stream is stream:
                     self._feed(cursor, stream.after(cursor.next_sequence, cursor.reader.pattern))
@@ -377,6 +448,42 @@ class MemoryJetStream:
             await reader.stop()
             raise
         return reader
+
+    async def ensure_pull_consumer(
+        self, stream: str, config: PullConsumerConfig, *, timeout: float = 5.0
+    ) -> None:
+        call = f"CONSUMER.CREATE.{stream}.{config.name}"
+        await self._api(call, partial(self._server.ensure_consumer, stream, config), timeout)
+
+    async def consumer_info(
+        self, stream: str, consumer: str, *, timeout: float = 5.0
+    ) -> ConsumerInfo:
+        call = f"CONSUMER.INFO.{stream}.{consumer}"
+        return await self._api(call, partial(self._server.consumer_info, stream, consumer), timeout)
+
+    def pull(
+        self,
+        stream: str,
+        consumer: str,
+        on_delivery: Callable[[Delivery], None],
+        *,
+        on_missing: Callable[[], None],
+    ) -> MemoryPullReader:
+        connection, server = self._connection, self._server
+        return MemoryPullReader(connection, server, stream, consumer, on_delivery, on_missing)
+
+    async def delete_message(self, stream: str, sequence: int, *, timeout: float = 5.0) -> bool:
+        return await self._look(stream, "MSG.DELETE", lambda held: held.drop(sequence), timeout)
+
+    async def acknowledge(
+        self, token: str, kind: AckKind, *, delay: float = 0.0, timeout: float = 5.0
+    ) -> None:
+        def serve(answer: Callable[[None | DynbusError], None]) -> None:
+            if not self._server.stalled:
+                answer(self._server.acknowledge(token, kind, delay))
+
+        message = Message(token, "", b"", ack_payload(kind, delay))
+        await self._connection.request(message, serve, timeout=timeout)
 
     async def _look(
         self, stream: str, call: str, at: Callable[[MemoryStream], T], timeout: float

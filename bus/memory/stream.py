@@ -165,6 +165,17 @@ class MemoryStream:
         """The message at a sequence that is held."""
         return self._records[sequence].message
 
+    def holds(self, sequence: int) -> bool:
+        """Whether the message at a sequence is there."""
+        return sequence in self._records
+
+    def drop(self, sequence: int) -> bool:
+        """Drop the message at a sequence; False when it is not there."""
+        if sequence not in self._records:
+            return False
+        self._remove(sequence)
+        return True
+
     @staticmethod
     def _header_size(headers: Mapping[str, str]) -> int:
         block = 12 + sum(len(key) + len(value) + 4 for key, value in headers.items())

@@ -31,7 +31,11 @@ WRONG_LAST_SEQUENCE: Final = 10071
 WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
 STREAM_NAME_IN_USE: Final = 10058
 STREAM_NOT_FOUND: Final = 10059
+CONSUMER_EXISTS: Final = 10148
+CONSUMER_NOT_FOUND: Final = 10014
 MESSAGE_NOT_FOUND: Final = 10037
+SEQUENCE_NOT_FOUND: Final = 10043
+NOT_DELETED: Final = 10057
 NOT_STORED: Final = 10077
 TOO_LARGE: Final = 10054
 NO_PEERS: Final = 10005
@@ -189,7 +193,7 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
     text = f"{what}: {error.get('description', 'refused')}"
     if code in (WRONG_LAST_SEQUENCE, WRONG_LAST_SEQUENCE_CONSTANT):
         raise WrongLastSequence(text)
-    if code == STREAM_NOT_FOUND:
+    if code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
         raise NoStream(text)
     if code == TOO_LARGE:
         raise PayloadTooLarge(text)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import anyio
 
@@ -201,23 +201,13 @@ class NatsOrderedConsumer:
         if position is None:
             self._connection.drop(DropReason.MALFORMED)
             return
-        stream_sequence, consumer_sequence, nanoseconds, pending = position
-        if consumer_sequence != self._delivered + 1:
+        if position.consumer_sequence != self._delivered + 1:
             self._wake.set()
             return
-        self._delivered = consumer_sequence
-        self._next_sequence = stream_sequence + 1
-        self._on_message(
-            StoredMessage(
-                message.subject,
-                stream_sequence,
-                nanoseconds / _NANOSECONDS,
-                header_block.decode(message.headers),
-                message.data,
-                pending,
-            )
-        )
-        if pending == 0:
+        self._delivered = position.consumer_sequence
+        self._next_sequence = position.stream_sequence + 1
+        self._on_message(stored_message(message, position))
+        if position.pending == 0:
             self._note_caught_up()
 
     def _idle(self, heartbeat: Mapping[str, str]) -> None:
@@ -246,13 +236,40 @@ class NatsOrderedConsumer:
             logger.exception("a callback of the consumer of %s raised", self._stream)
 
 
-def ack_position(reply: str) -> tuple[int, int, int, int] | None:
-    """(stream sequence, consumer sequence, nanoseconds, pending) of an ack subject; None for
-    any other subject."""
+class AckPosition(NamedTuple):
+    """What an ack subject says of a delivery.
+
+    Attributes:
+        tries: how often the message was delivered.
+        nanoseconds: Unix time at which it was stored.
+        pending: messages behind it.
+    """
+
+    tries: int
+    stream_sequence: int
+    consumer_sequence: int
+    nanoseconds: int
+    pending: int
+
+
+def ack_position(reply: str) -> AckPosition | None:
+    """What an ack subject says; None for any other subject."""
     tokens = reply.split(".")
     if tokens[:2] != ["$JS", "ACK"] or len(tokens) not in (9, 11, 12):
         return None
-    numbers = tokens[5:9] if len(tokens) == 9 else tokens[7:11]
+    numbers = tokens[4:9] if len(tokens) == 9 else tokens[6:11]
     if not all(number.isdecimal() for number in numbers):
         return None
-    return int(numbers[0]), int(numbers[1]), int(numbers[2]), int(numbers[3])
+    return AckPosition(*map(int, numbers))
+
+
+def stored_message(message: Message, position: AckPosition) -> StoredMessage:
+    """A message of a stream as a consumer delivers it."""
+    return StoredMessage(
+        message.subject,
+        position.stream_sequence,
+        position.nanoseconds / _NANOSECONDS,
+        header_block.decode(message.headers),
+        message.data,
+        position.pending,
+    )

@@ -1,7 +1,7 @@
 """`JetStream` over nats-server: its JSON API, spoken directly.
 
 Requests go through `NatsConnection.request`, so they survive what the connection survives.
-Reading a stream in order is in `nats/consumer.py`.
+Reading a stream in order is in `nats/consumer.py`, sharing a work queue in `nats/pull_reader.py`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,30 @@ from typing import Any, Final, Unpack
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
+    AckKind,
     ConsumeOptions,
+    ConsumerInfo,
+    Delivery,
     NoRoom,
     NoStream,
     PublishOptions,
+    PullConsumerConfig,
     StoredMessage,
     StreamConfig,
     StreamInfo,
     StreamLimits,
+    ack_payload,
     publish_headers,
 )
 
 from .api_requests import (
+    CONSUMER_EXISTS,
     MESSAGE_NOT_FOUND,
     NO_PEERS,
+    NOT_DELETED,
     ONE_SERVER,
     REFUSED,
+    SEQUENCE_NOT_FOUND,
     STREAM_NAME_IN_USE,
     JetStreamError,
     NoResponders,
@@ -41,11 +49,16 @@ from .api_requests import (
 )
 from .consumer import NatsOrderedConsumer
 from .direct_get import read_stream
+from .pull_reader import NatsPullReader
 
 logger = logging.getLogger(__name__)
 
 _NANOSECONDS: Final = 1_000_000_000
 _NO_SUBJECT: Final = "dynbus.nothing"
+_NO_SUCH_MESSAGE: Final = ("no message found", "stream store EOF", "message deleted")
+
+MAX_WAITING_PULLS: Final = 16_384
+"""Requests for messages of a consumer that may wait at a time: one for each idle reader."""
 
 
 def stream_request(config: StreamConfig) -> dict[str, Any]:
@@ -69,7 +82,8 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         "duplicate_window": min(window, age) if age else window,
         "allow_direct": True,
         "allow_rollup_hdrs": True,
-        "deny_delete": True,
+        # Of a work queue a taker drops what its consumer has forgotten to have delivered.
+        "deny_delete": not config.work_queue,
         "description": config.description,
     }
     if config.marker_ttl is not None:
@@ -271,6 +285,73 @@ class NatsJetStream:
         consumer = NatsOrderedConsumer(self._connection, stream, on_message, options)
         await consumer.start()
         return consumer
+
+    async def ensure_pull_consumer(
+        self, stream: str, config: PullConsumerConfig, *, timeout: float = 5.0
+    ) -> None:
+        request = {
+            "stream_name": stream,
+            "action": "create",
+            "config": {
+                "name": config.name,
+                "durable_name": config.name,
+                "ack_policy": "explicit",
+                "ack_wait": int(config.ack_wait * _NANOSECONDS),
+                "deliver_policy": "all",
+                "replay_policy": "instant",
+                "max_deliver": -1,
+                "max_ack_pending": config.max_ack_pending,
+                "max_waiting": MAX_WAITING_PULLS,
+            },
+        }
+        call = f"CONSUMER.CREATE.{stream}.{config.name}"
+        try:
+            await self.api(call, request, timeout=timeout)
+        except JetStreamError as error:
+            if error.error_code != CONSUMER_EXISTS:
+                raise
+
+    async def consumer_info(
+        self, stream: str, consumer: str, *, timeout: float = 5.0
+    ) -> ConsumerInfo:
+        call = f"CONSUMER.INFO.{stream}.{consumer}"
+        answer = await self.api(call, {}, timeout=timeout)
+        with reading(call):
+            return ConsumerInfo(
+                int(answer.get("num_pending") or 0),
+                int(answer.get("num_ack_pending") or 0),
+                int(answer["config"]["ack_wait"]) / _NANOSECONDS,
+            )
+
+    def pull(
+        self,
+        stream: str,
+        consumer: str,
+        on_delivery: Callable[[Delivery], None],
+        *,
+        on_missing: Callable[[], None],
+    ) -> NatsPullReader:
+        return NatsPullReader(self._connection, stream, consumer, on_delivery, on_missing)
+
+    async def delete_message(self, stream: str, sequence: int, *, timeout: float = 5.0) -> bool:
+        request = {"seq": sequence, "no_erase": True}
+        try:
+            await self.api(f"STREAM.MSG.DELETE.{stream}", request, timeout=timeout)
+        except JetStreamError as error:
+            # The store's own words, under one code for all that may go wrong.
+            if error.error_code == SEQUENCE_NOT_FOUND or (
+                error.error_code == NOT_DELETED and str(error).endswith(_NO_SUCH_MESSAGE)
+            ):
+                return False
+            raise
+        return True
+
+    async def acknowledge(
+        self, token: str, kind: AckKind, *, delay: float = 0.0, timeout: float = 5.0
+    ) -> None:
+        # Each of them may be carried out twice.
+        data = ack_payload(kind, delay)
+        await self._connection.request(token, data, timeout=timeout, repeat=True)
 
 
 def _is_in_cluster(info: Mapping[str, Any]) -> bool:

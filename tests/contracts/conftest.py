@@ -53,6 +53,7 @@ class Bus(Protocol):
         *,
         marker_ttl: float | None = None,
         in_memory: bool = True,
+        work_queue: bool = False,
     ) -> str:
         """Make a stream that takes `NAME.>` and return its name; deleted when the test ends."""
         ...
@@ -114,10 +115,16 @@ class _Connections:
         *,
         marker_ttl: float | None = None,
         in_memory: bool = True,
+        work_queue: bool = False,
     ) -> str:
         name = f"S{secrets.token_hex(6)}"
         config = StreamConfig(
-            name, (f"{name}.>",), limits, marker_ttl=marker_ttl, in_memory=in_memory
+            name,
+            (f"{name}.>",),
+            limits,
+            marker_ttl=marker_ttl,
+            in_memory=in_memory,
+            work_queue=work_queue,
         )
         connection = self._opened[0] if self._opened else await self.connect()
         await connection.jetstream.ensure_stream(config)

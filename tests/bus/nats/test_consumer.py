@@ -48,9 +48,9 @@ async def consumers(connection: NatsConnection, stream: str) -> list[dict[str, A
 @pytest.mark.parametrize(
     ("reply", "position"),
     [
-        ("$JS.ACK.S.c.1.5.4.1700.3", (5, 4, 1700, 3)),
-        ("$JS.ACK._.account.S.c.1.5.4.1700.3", (5, 4, 1700, 3)),
-        ("$JS.ACK._.account.S.c.1.5.4.1700.3.token", (5, 4, 1700, 3)),
+        ("$JS.ACK.S.c.1.5.4.1700.3", (1, 5, 4, 1700, 3)),
+        ("$JS.ACK._.account.S.c.1.5.4.1700.3", (1, 5, 4, 1700, 3)),
+        ("$JS.ACK._.account.S.c.1.5.4.1700.3.token", (1, 5, 4, 1700, 3)),
         ("$JS.ACK.S.c.1.5.4.1700", None),
         ("$JS.ACK.S.c.1.5.x.1700.3", None),
         ("$JS.ACK.S.c.1.5.².1700.3", None),
@@ -60,7 +60,7 @@ async def consumers(connection: NatsConnection, stream: str) -> list[dict[str, A
     ],
 )
 def test_the_position_is_read_from_the_reply_subject(
-    reply: str, position: tuple[int, int, int, int] | None
+    reply: str, position: tuple[int, int, int, int, int] | None
 ) -> None:
     assert ack_position(reply) == position
 
@@ -69,7 +69,7 @@ def test_the_position_is_read_from_the_reply_subject(
 def test_no_reply_subject_raises(reply: str) -> None:
     found = ack_position(reply)
 
-    assert found is None or len(found) == 4
+    assert found is None or len(found) == 5
 
 
 async def test_a_consumer_that_stops_is_gone_from_the_server(
