@@ -227,23 +227,23 @@ class HandOver:
             self.phase = Phase.READING
             actions.append(Show(item.first))
         if item.ticket is not None:
-            self._offered = item.start + item.ticket.tokens
-            self._parts.append(_Part(item.start, self._offered))
-            actions.append(Read(len(self._parts) - 1, item.start, self._offered, item))
+            self._offered = item.computed
+            self._parts.append(_Part(item.start, item.computed))
+            actions.append(Read(len(self._parts) - 1, item.start, item.computed, item))
         return actions + self._advance()
 
     def _wrong_in(self, item: Prefilled) -> str:
         """What speaks against an item; empty where nothing does."""
         end = self._offered
         if item.ticket is not None:
-            end = item.start + item.ticket.tokens
-            if item.start != self._offered or not self._offered < end:
-                return f"blocks of tokens {item.start} to {end} came after {self._offered}"
+            if item.start != end or not end < item.computed:
+                return f"tokens {item.start} to {item.computed} came after {end}"
+            end = item.computed
         if not end <= item.computed <= self._prompt_tokens:
-            return f"{item.computed} tokens are said to be computed, and blocks of {end} are there"
+            return f"{item.computed} tokens are said to be computed of {self._prompt_tokens}"
         if item.first is not None:
             if end != self._prompt_tokens:
-                return f"blocks of {end} tokens came of {self._prompt_tokens}"
+                return f"only {end} tokens came of {self._prompt_tokens}"
             if len(item.first.token_ids) != 1 or item.first.finish_reason == "cancelled":
                 return "the first token is not one"
         return ""

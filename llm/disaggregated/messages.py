@@ -20,14 +20,12 @@ class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         hand_over: its id; a new one for each attempt.
         request: whose prompt and first token are wanted.
         cached: tokens of the prompt, from the first on, that the reader has; they are not offered.
-        block_size: tokens of a block of the reader's.
         kv_transfer_params: what vLLM's own connector is to know; None for blocks under leases.
     """
 
     hand_over: str
     request: GenerateRequest
     cached: int = 0
-    block_size: int = 1
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -36,8 +34,10 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         computed: tokens of the prompt, from the first on.
-        start: the token with which the blocks of the ticket begin; they end before `computed`.
-        ticket: of the blocks that are new; None where none are.
+        instance: who computes it, and settles its leases.
+        ticket: of the blocks with the tokens from `start` to `computed`; None where none are new.
+        start: the first token to be read; the ticket's first block has those before it too that
+            share the block.
         first: the first token of the output, in the last item: its `finish_reason` is "stop" where
             it ends the output, else "length".
         kv_transfer_params: what vLLM's own connector gave; to be used once.
@@ -46,6 +46,7 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
     computed: int
     start: int = 0
     ticket: Ticket | None = None
+    instance: str = ""
     first: Generated | None = None
     kv_transfer_params: dict[str, Any] | None = None
 

@@ -37,7 +37,7 @@ def ticket(start: int, stop: int) -> Ticket:
 
 
 def chunk(start: int, stop: int, first: Generated | None = None) -> Prefilled:
-    return Prefilled(stop, start, ticket(start, stop), first)
+    return Prefilled(stop, start, ticket(start, stop), first=first)
 
 
 def began(*, cached: int = 0, queued: bool = False) -> HandOver:
@@ -147,12 +147,12 @@ def test_a_prompt_that_is_cached_after_all_is_computed_here() -> None:
     "item",
     [
         Prefilled(32, 16, ticket(16, 32)),
-        Prefilled(16, 0, ticket(0, 32)),
+        Prefilled(0, 0, ticket(0, 32)),
         Prefilled(PROMPT + 16, 0, ticket(0, PROMPT + 16)),
-        Prefilled(PROMPT, 0, ticket(0, 32), FIRST),
-        Prefilled(PROMPT, 0, ticket(0, PROMPT), Generated([])),
-        Prefilled(PROMPT, 0, ticket(0, PROMPT), Generated([1, 2])),
-        Prefilled(PROMPT, 0, None, FIRST),
+        Prefilled(32, 0, ticket(0, 32), first=FIRST),
+        Prefilled(PROMPT, 0, ticket(0, PROMPT), first=Generated([])),
+        Prefilled(PROMPT, 0, ticket(0, PROMPT), first=Generated([1, 2])),
+        Prefilled(PROMPT, 0, first=FIRST),
     ],
 )
 def test_an_answer_that_cannot_be_is_used_for_nothing(item: Prefilled) -> None:

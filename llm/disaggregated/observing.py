@@ -1,0 +1,265 @@
+"""What operators see of hand-overs: figures in the process's status, metrics, and spans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from dynbus.bus.background import Openable
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.telemetry.metrics import Labels, Readings
+from dynbus.bus.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Tracer
+
+LOOK_INTERVAL: Final = 0.5
+"""Seconds between two looks at the figures."""
+
+STATUS_KEY: Final = "disaggregated"
+
+
+class HandOverFigures:
+    """What became of the prompts of one instance.
+
+    Attributes:
+        local: prompts that were computed here from the start, by the reason.
+        remote: prompts that were handed over, by the reason why they were not: empty for those
+            that were.
+        open: hand-overs that are going on.
+        transfers: that ended, by "done" and "failed".
+        bytes, blocks, seconds: of those that are done.
+        quarantined: blocks into which transfers may still write that were given up; 0 at rest.
+        held: requests whose prompt was computed here for others, and is held; 0 at rest.
+        served: prompts that were computed here for others, by "done" and "lost".
+    """
+
+    def __init__(self) -> None:
+        self.local: Counter[str] = Counter()
+        self.remote: Counter[str] = Counter()
+        self.transfers: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()
+        self.open = self.bytes = self.blocks = self.quarantined = self.held = 0
+        self.seconds = self.first_seconds = self.hand_over_seconds = 0.0
+
+    def computed_here(self, reason: str) -> None:
+        """A prompt is computed here, without a hand-over."""
+        self.local[reason] += 1
+
+    def began(self) -> None:
+        """A hand-over began."""
+        self.open += 1
+
+    def first_token(self, seconds: float) -> None:
+        """The first token came from a prefill instance, so long after the request."""
+        self.first_seconds += seconds
+
+    def ended(self, reason: str, seconds: float) -> None:
+        """A hand-over is over; the engine goes on, or the request has ended."""
+        self.open -= 1
+        self.remote[reason] += 1
+        self.hand_over_seconds += seconds
+
+    def transferred(self, seconds: float, size: int, blocks: int, *, failed: bool = False) -> None:
+        """A transfer has ended."""
+        self.transfers["failed" if failed else "done"] += 1
+        if not failed:
+            self.bytes += size
+            self.blocks += blocks
+            self.seconds += seconds
+
+    def abandoned(self, blocks: int) -> None:
+        """A transfer into these blocks was given up."""
+        self.quarantined += blocks
+
+    def quiet(self, blocks: int) -> None:
+        """Nothing can be written into them any more."""
+        self.quarantined -= blocks
+
+    def describe(self) -> str:
+        """One line for people."""
+        handed = self.remote[""]
+        fell_back = sum(self.remote.values()) - handed
+        text = f"{handed} prompts handed over, {fell_back} not, {sum(self.local.values())} local"
+        if self.seconds:
+            text += f", {self.bytes / self.seconds / 1e9:.2f} GB/s"
+        if self.quarantined:
+            text += f", {self.quarantined} blocks in quarantine"
+        if served := sum(self.served.values()):
+            text += f", {served} prompts computed for others"
+        return text
+
+
+class HandOverWatch(Openable):
+    """Shows the figures of an instance to operators, while in the `async with`.
+
+    Args:
+        role: what the instance serves now, in a word.
+    """
+
+    def __init__(
+        self, bus: Bus, name: InstanceName, figures: HandOverFigures, role: Callable[[], str]
+    ) -> None:
+        super().__init__(bus.background)
+        namespace, component, instance_id = name
+        self._name = f"hand-overs of {namespace}.{component}/{instance_id}"
+        self._about = f"{namespace}.{component}/{instance_id}"
+        self._instance = str(name)
+        self._bus = bus
+        self._figures = figures
+        self._role = role
+        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
+        self._readings: dict[str, Readings] = {}
+        metrics = bus.telemetry.metrics if bus.telemetry is not None else None
+        if metrics is not None:
+            self._readings = {
+                "prompts": metrics.counter(
+                    "disaggregated.prompts",
+                    "{prompt}",
+                    "Prompts, by where they were computed and why.",
+                ),
+                "transfers": metrics.counter(
+                    "disaggregated.transfers", "{transfer}", "Transfers of KV blocks, by result."
+                ),
+                "bytes": metrics.counter(
+                    "disaggregated.transferred", "By", "Bytes of KV blocks that were transferred."
+                ),
+                "blocks": metrics.gauge(
+                    "disaggregated.blocks",
+                    "{block}",
+                    "Blocks that transfers which were given up may still write.",
+                ),
+                "held": metrics.gauge(
+                    "disaggregated.held", "{prompt}", "Prompts that are held for others to read."
+                ),
+            }
+
+    def __repr__(self) -> str:
+        return f"<HandOverWatch {self._about}>"
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run)
+                yield
+                tasks.cancel_scope.cancel()
+            self.look()
+        finally:
+            self._bus.status.remove(self._name)
+            for readings in self._readings.values():
+                readings.remove(self._name)
+
+    async def _run(self) -> None:
+        while True:
+            self.look()
+            await anyio.sleep(LOOK_INTERVAL)
+
+    def look(self) -> None:
+        """Show the figures as they are now."""
+        figures, status = self._figures, self._bus.status
+        role = self._role()
+        text = f"{role}: {figures.describe()}" if role else figures.describe()
+        status.put(self._name, self._about, {STATUS_KEY: text})
+        handed = figures.remote[""]
+        status.put_figures(
+            self._name,
+            self._instance,
+            {
+                "prompts_handed_over": handed,
+                "prompts_fell_back": sum(figures.remote.values()) - handed,
+                "prompts_local": sum(figures.local.values()),
+                "prompts_for_others": sum(figures.served.values()),
+                "transferred_bytes": figures.bytes,
+                "transfer_seconds": figures.seconds,
+                "transfers_failed": figures.transfers["failed"],
+                "blocks_quarantined": figures.quarantined,
+                "prompts_held": figures.held,
+            },
+        )
+        if self._readings:
+            self._put_metrics()
+
+    def _put_metrics(self) -> None:
+        figures, labels, readings = self._figures, self._labels, self._readings
+        where = (("local", figures.local), ("remote", figures.remote), ("others", figures.served))
+        readings["prompts"].put(
+            self._name,
+            {
+                (*labels, ("dynbus.where", place), ("dynbus.reason", reason or "done")): count
+                for place, counts in where
+                for reason, count in counts.items()
+            },
+        )
+        readings["transfers"].put(
+            self._name,
+            {(*labels, ("dynbus.result", one)): n for one, n in figures.transfers.items()},
+        )
+        readings["bytes"].put(self._name, {labels: figures.bytes})
+        quarantined = (*labels, ("dynbus.state", "quarantined"))
+        readings["blocks"].put(self._name, {quarantined: figures.quarantined})
+        readings["held"].put(self._name, {labels: figures.held})
+
+
+class TransferSpans:
+    """Spans `transfer`, as children of the call that asks for them; none without telemetry."""
+
+    def __init__(self, telemetry: Telemetry | None, name: InstanceName) -> None:
+        self._telemetry = telemetry
+        self._tracer: Tracer | None = None
+        if telemetry is not None and telemetry.tracer_provider is not None:
+            self._tracer = telemetry.tracer_of(name)
+
+    def begin(self) -> TransferSpan:
+        """A transfer begins now, in the task of its call."""
+        parent: Context | None = None
+        if self._tracer is not None and self._telemetry is not None:
+            api = self._telemetry.api
+            span = api.current_span()
+            if span.is_recording():
+                parent = api.with_span(span, api.empty)
+        return TransferSpan(self._tracer, parent)
+
+
+class TransferSpan:
+    """One transfer, until `end`."""
+
+    __slots__ = ("_began", "_parent", "_tracer")
+
+    def __init__(self, tracer: Tracer | None, parent: Context | None) -> None:
+        self._tracer = tracer
+        self._parent = parent
+        self._began = monotonic()
+
+    def end(self, size: int = 0, blocks: int = 0, seconds: float = 0.0, failed: str = "") -> None:
+        """It is over.
+
+        Args:
+            size: in bytes.
+            failed: why it has not done what it was to do.
+        """
+        if self._tracer is None or self._parent is None:
+            return
+        offset = unix_time() - monotonic()
+        attributes: dict[str, str | int | float] = {
+            "dynbus.transfer.bytes": size,
+            "dynbus.transfer.blocks": blocks,
+        }
+        if seconds > 0 and size:
+            attributes["dynbus.transfer.gb_per_s"] = size / seconds / 1e9
+        if failed:
+            attributes["dynbus.transfer.failed"] = failed
+        span = self._tracer.start_span(
+            "transfer",
+            self._parent,
+            attributes=attributes,
+            start_time=int((offset + self._began) * 1e9),
+        )
+        span.end()
