@@ -105,6 +105,18 @@ class NamedWorker(EngineWorker, abstract=True):
         return False
 
     async def on_engine(self, limits: EngineLimits) -> None:
+        await self.register_model(limits, self.generate, self.embed)
+
+    async def register_model(self, limits: EngineLimits, generate: Any, embed: Any) -> None:
+        """Register the model for what serves it.
+
+        Args:
+            generate, embed: the handlers, or their `Target`.
+
+        Raises:
+            ConfigError: another card of the model says otherwise, and in what.
+            Unavailable: JetStream does not answer.
+        """
         sampling: Any = self._default_sampling
         if sampling != "openai":
             # What its path alone says of it, the registration cannot know.
@@ -113,7 +125,7 @@ class NamedWorker(EngineWorker, abstract=True):
         self._card = await register_llm(
             ModelInput.Tokens,
             ModelType.Embedding if self.only_embeds else ModelType.Backend,
-            self.embed if self.only_embeds else self.generate,
+            embed if self.only_embeds else generate,
             self.found.path,
             self.model_name or self.found.name,
             context_length=limits.context_length,
@@ -123,4 +135,4 @@ class NamedWorker(EngineWorker, abstract=True):
             reasoning_parser=self._reasoning_parser,
         )
         if self.pooling is not None:
-            await register_embeddings(self._card, self.embed, self.pooling)
+            await register_embeddings(self._card, embed, self.pooling)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import history
     from .awareness import AwarenessLevel, CacheAwareness
+    from .cache_mirror import CacheMirror
     from .event_stream import EventStream
     from .follower import FollowerStatus, IndexFollower, Position
     from .publisher import KvEventPublisher, PublisherStatus
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AwarenessLevel",
     "CacheAwareness",
+    "CacheMirror",
     "EventStream",
     "FollowerStatus",
     "IndexFollower",
@@ -35,6 +37,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         "awareness",
+        "cache_mirror",
         "event_stream",
         "snapshots",
         "history",

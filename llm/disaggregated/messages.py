@@ -34,7 +34,7 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         computed: tokens of the prompt, from the first on.
-        instance: who computes it, and settles its leases.
+        instance: to which the leases are settled.
         ticket: of the blocks with the tokens from `start` to `computed`; None where none are new.
         start: the first token to be read; the ticket's first block has those before it too that
             share the block.
@@ -79,12 +79,11 @@ class PrefillJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         hand_over: the id of the job.
-        component, instance: of the decode instance that waits, as `namespace.component`.
+        instance: to which it is offered, at the decode side.
         tokens: of the prompt that are to be computed.
     """
 
     hand_over: str
-    component: str
     instance: str
     tokens: int = 0
 
@@ -94,11 +93,10 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         hand_over: the job's id.
-        component, instance: of the prefill instance, as `namespace.component`.
+        instance: of the prefill instance.
     """
 
     hand_over: str
-    component: str
     instance: str
 
 

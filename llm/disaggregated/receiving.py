@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, Protocol, assert_never
+from typing import Any, Final, Literal, NamedTuple, Protocol, assert_never
 
 import anyio
 import msgspec
@@ -84,7 +84,7 @@ class Mover(Protocol):
 
     def start(
         self,
-        operation: str,
+        operation: Literal["read", "write"],
         ticket: Ticket,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
@@ -133,6 +133,7 @@ class Receiver:
     """What all hand-overs of a decode instance have in common.
 
     Args:
+        instance: by which prefill instances answer to its jobs.
         put: puts a job into the work queue.
         background: owns what goes on after a request has ended: transfers that are given up.
     """
@@ -147,7 +148,7 @@ class Receiver:
         figures: HandOverFigures,
         spans: TransferSpans,
         *,
-        address: tuple[str, str],
+        instance: str,
         put: Callable[[PrefillJob, float], Awaitable[None]] | None = None,
     ) -> None:
         self.runner = runner
@@ -157,7 +158,7 @@ class Receiver:
         self.limits = limits
         self.figures = figures
         self.spans = spans
-        self.component, self.instance = address
+        self.instance = instance
         self.put = put
         self.open: dict[str, Receiving] = {}
 
@@ -300,7 +301,7 @@ class Receiving:
             case _:
                 assert_never(action)
 
-    def _start(self, function: Callable[..., Awaitable[object]], *args: object) -> bool:
+    def _start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> bool:
         """Do something beside what runs, unless the request has ended."""
         if self._tasks is None or self._reply.has_ended:
             return False
@@ -370,7 +371,6 @@ class Receiving:
         receiver = self._receiver
         job = PrefillJob(
             self._id,
-            receiver.component,
             receiver.instance,
             len(self._request.token_ids) - self._held.cached,
         )

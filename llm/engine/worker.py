@@ -118,10 +118,19 @@ class EngineWorker(Actor, abstract=True):
     @handler(concurrency=None)
     async def generate(self, request: GenerateRequest, reply: Reply[Generated]) -> None:
         """The tokens that continue a prompt, as the engine's steps make them."""
+        # A request that is sent again has the same id.
+        await self.serve_request(self._new_name(), request, reply)
+
+    async def serve_request(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
+        """Serve a request of `generate` until its reply has ended; for subclasses.
+
+        Args:
+            name: of the request in the engine.
+        """
         runner, running = self._running(), context()
         await runner.prepare(request)
-        # A request that is sent again has the same id.
-        name = f"{running.id}.{next(self._engine_numbers)}"
         unlink = running.link(lambda _: runner.cancel(name))
         try:
             if running.is_stopped():
@@ -132,11 +141,15 @@ class EngineWorker(Actor, abstract=True):
             unlink()
             runner.forget(name)
 
+    def _new_name(self) -> str:
+        """A name for a request in the engine, of the call that runs."""
+        return f"{context().id}.{next(self._engine_numbers)}"
+
     @handler(concurrency=None, idempotent=True)
     async def embed(self, request: EmbedRequest) -> Embedded:
         """The embedding of a text, where the engine makes some."""
         runner, running = self._running(), context()
-        name = f"{running.id}.{next(self._engine_numbers)}"
+        name = self._new_name()
         if running.is_stopped():
             raise Cancelled("the call was stopped before it began")
         unlink = running.link(lambda _: runner.cancel(name))

@@ -57,7 +57,7 @@ class _Options(TypedDict, total=False):
 async def register_llm(
     model_input: ModelInput,
     model_type: ModelType,
-    endpoint: EndpointAddress | Actor | Callable[..., Any],
+    endpoint: EndpointAddress | Actor | Target | Callable[..., Any],
     model_path: str | os.PathLike[str],
     model_name: str | None = None,
     **options: Unpack[_Options],
@@ -230,7 +230,7 @@ async def register_adapter(
 
 
 async def register_embeddings(
-    card: ModelCard, endpoint: Actor | Callable[..., Any], pooling: Pooling
+    card: ModelCard, endpoint: Actor | Target | Callable[..., Any], pooling: Pooling
 ) -> ModelCard:
     """Say on the bus that an endpoint makes embeddings of a model that is registered for its
     tokens.
@@ -302,6 +302,8 @@ def _with(models_own: DefaultSampling, chosen: DefaultSampling | None) -> Defaul
 
 
 def _target(endpoint: object) -> Target:
+    if isinstance(endpoint, Target):
+        return endpoint
     if isinstance(endpoint, EndpointAddress):
         side = endpoint.side
         return Target(side.bus, side.discovery, endpoint.name, side.bus.incarnation)

@@ -1,0 +1,485 @@
+"""`DisaggregatedWorker`: an engine that computes prompts for others, or has its own computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, ClassVar, Final, get_args
+
+import msgspec
+
+from dynbus import (
+    Reply,
+    Route,
+    RouteObserver,
+    RouteRequest,
+    handler,
+)
+from dynbus.actors.calling.clients import with_options
+from dynbus.actors.serving.endpoints import make_endpoint
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import context
+from dynbus.bus.errors import ConfigError, DynbusError, InvalidRequest
+from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.instance_view import Instance
+from dynbus.kvrouter import KvRouter, RequestFields, open_router
+from dynbus.kvrouter.radix import Rank
+from dynbus.llm.engine.interface import EngineLimits, EngineLoad
+from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.models.publishing import Target
+from dynbus.llm.worker import ModelWorker
+from dynbus.transfer.agent import TransferAgent, open_agent
+from dynbus.transfer.layout import KvMemory
+
+from .decision import PrefillDecision, PrefillLoad, Saturation, decide
+from .decision import PrefillRequest as DecisionRequest
+from .messages import (
+    Offer,
+    OfferAnswer,
+    Prefilled,
+    PrefillRequest,
+    Role,
+    RoleChange,
+    RoleState,
+    Settled,
+    Settlement,
+)
+from .observing import HandOverFigures, HandOverWatch, TransferSpans
+from .receiving import Limits, Receiver, Receiving
+from .roles import Duty, RoleEvents, RoleInstance, Roles
+from .sending import Sender
+from .settings import DisaggregationSettings, follow_settings
+
+OVERLAP_KEY: Final = "kv_overlap_blocks"
+"""In the metadata of a routed call: the blocks of the prompt that the router expects here."""
+
+_SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
+    "prefill": ("prefill", "load_metrics"),
+    "decode": ("generate", "embed", "load_metrics"),
+    "control": ("settle", "offer", "role", "change_role"),
+}
+
+
+class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_config=True):
+    """Serves a model together with others: some compute prompts, the others what follows.
+
+    The same class runs under two names, which say what each instance serves:
+
+        prefill: {class: Engine}
+        decode: {class: Engine}
+
+    Front ends find those that decode. Such an instance decides for each request whether it computes
+    the prompt itself, and has a prefill instance do so otherwise: it shows the first token as soon
+    as that is drawn, reads the blocks of the prompt while they are computed, and goes on. Whatever
+    fails on the way, it computes what has not come itself.
+
+    Extra keys of its configuration:
+
+    - `role`: `prefill`, `decode` or `both`, where the name of its node does not say it;
+      `change_role` changes it while it runs;
+    - `disaggregation`: settings of `DisaggregationSettings` that hold unless the component's record
+      says otherwise.
+
+    Attributes:
+        prefill_node, decode_node: the names under which instances are found by what they serve.
+        control_node: under which all are found, for `role` and `change_role`.
+        hand_over_limits: how long hand-overs may take.
+
+    Raises:
+        ConfigError: NIXL is missing, the engine's blocks cannot be moved, or a value is not usable.
+    """
+
+    prefill_node: ClassVar[str] = "prefill"
+    decode_node: ClassVar[str] = "decode"
+    control_node: ClassVar[str] = "hand_over"
+    hand_over_limits: ClassVar[Limits] = Limits()
+
+    _exits_of_roles: AsyncExitStack | None = None
+    _agent: TransferAgent | None = None
+    _roles: Roles | None = None
+    _sender: Sender | None = None
+    _receiver: Receiver | None = None
+    _router: KvRouter | None = None
+    _saturation = Saturation()
+
+    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[TransferAgent]:
+        """What moves its blocks, for subclasses that move them otherwise.
+
+        Raises:
+            ConfigError: NIXL is missing.
+        """
+        name = self.__dynbus_name__
+        return open_agent(self.runtime.bus, f"{name.namespace}.{name.instance_id}", memory)
+
+    # Its life -------------------------------------------------------------------------------
+
+    async def on_start(self) -> None:
+        self._first_role = self._configured_role()
+        self._own_settings = self._configured_settings()
+        self.figures = HandOverFigures()
+        self._events = RoleEvents()
+        self._ids: set[str] = set()
+        await super().on_start()
+
+    def _configured_role(self) -> Role:
+        """What it serves at first.
+
+        Raises:
+            ConfigError: nothing says it.
+        """
+        given = self.config.get("role", "")
+        if not given:
+            component = self.__dynbus_name__.component
+            given = {self.prefill_node: "prefill", self.decode_node: "decode"}.get(component, "")
+        if given not in get_args(Role):
+            raise ConfigError(
+                f"{type(self).__name__} has no role: name its node {self.prefill_node} or "
+                f"{self.decode_node}, or set role to prefill, decode or both"
+                + (f", not {given!r}" if given else "")
+            )
+        role: Role = given
+        return role
+
+    def _configured_settings(self) -> DisaggregationSettings:
+        given: Any = self.config.get("disaggregation", {})
+        if isinstance(given, str):
+            try:
+                given = msgspec.json.decode(given)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"disaggregation = {given!r} is no JSON: {error}") from None
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"disaggregation = {given!r}: give settings by their names")
+        return DisaggregationSettings().changed(dict(given))
+
+    def event_sink(self) -> AbstractAsyncContextManager[EventSink | None]:
+        @asynccontextmanager
+        async def events() -> AsyncGenerator[EventSink]:
+            yield self._events
+
+        return events()
+
+    async def on_engine(self, limits: EngineLimits) -> None:
+        runner, bus, name = self._running(), self.runtime.bus, self.__dynbus_name__
+        try:
+            memory = runner.memory
+        except InvalidRequest as error:
+            raise ConfigError(
+                f"{type(self).__name__} cannot hand prompts over: {error}. Serve this engine with "
+                "a ModelWorker, or take engine=small"
+            ) from None
+        async with AsyncExitStack() as exits:
+            agent = await exits.enter_async_context(self.transfer_agent(memory))
+            self._agent = agent
+            self._settings = await exits.enter_async_context(
+                follow_settings(bus, self._component(self.decode_node), self._own_settings)
+            )
+            role = self._roles_text
+            await exits.enter_async_context(HandOverWatch(bus, name, self.figures, role))
+            self._limits_of_engine = limits
+            roles = self._roles = Roles(self.runtime, self._make_role)
+            exits.push_async_callback(roles.close)
+            await roles.change(self._first_role)
+            self._exits_of_roles = exits.pop_all()
+
+    async def on_stop(self) -> None:
+        try:
+            if self._exits_of_roles is not None:
+                await self._exits_of_roles.aclose()
+        finally:
+            await super().on_stop()
+
+    def report_broken(self, reason: str) -> None:
+        if self._roles is not None:
+            self._roles.report_broken(reason)
+        super().report_broken(reason)
+
+    def _component(self, node: str) -> ComponentName:
+        return ComponentName(self.__dynbus_name__.namespace, node)
+
+    def _roles_text(self) -> str:
+        return " and ".join(self._roles.state.serves) if self._roles is not None else ""
+
+    # Roles ----------------------------------------------------------------------------------
+
+    def _make_role(self, duty: Duty) -> RoleInstance:
+        own = self.__dynbus_name__
+        nodes = {"prefill": self.prefill_node, "decode": self.decode_node}
+        node = nodes.get(duty, self.control_node)
+        # Of two that drain and begin at a time, each is another to everybody.
+        instance_id = own.instance_id
+        if node != own.component or instance_id in self._ids:
+            instance_id = f"{own.instance_id}-{len(self._ids)}"
+        self._ids.add(instance_id)
+        handlers = type(self).__dynbus_handlers__
+        endpoints = [make_endpoint(getattr(self, name), handlers[name]) for name in _SERVED[duty]]
+        lives = {"decode": self._decoding, "control": self._controlling}
+        has_events = duty != "control" and self._limits_of_engine.has_events
+        return RoleInstance(
+            self.runtime,
+            self._component(node).instance(instance_id),
+            duty,
+            map(self.__dynbus_endpoint__, endpoints),
+            self.instance_metadata,
+            self._events if has_events else None,
+            lives.get(duty, _nothing),
+        )
+
+    @asynccontextmanager
+    async def _controlling(self, role: RoleInstance) -> AsyncGenerator[None]:
+        """Have leases settled by this instance."""
+        assert self._agent is not None
+        self._control = role.instance.name
+        self._sender = Sender(
+            self._running(),
+            self._agent,
+            self.figures,
+            instance=role.instance.id,
+            lease=self.hand_over_limits.lease,
+        )
+        yield
+
+    @asynccontextmanager
+    async def _decoding(self, role: RoleInstance) -> AsyncGenerator[None]:
+        """Have prompts computed by others, and the model found by front ends."""
+        runtime, name = self.runtime, role.instance.name
+        assert self._agent is not None
+        prefill = self._component(self.prefill_node)
+        async with open_router(
+            runtime,
+            str(prefill),
+            exact=self._limits_of_engine.has_events,
+            fields=_FIELDS,
+            reused_field="first.cached_tokens",
+        ) as router:
+            client = runtime.client(
+                type(self),
+                node=prefill.component,
+                namespace=prefill.namespace,
+                routing=_PrefillRouting(router),
+                wait=0.0,
+            )
+            receiver = Receiver(
+                self._running(),
+                self._agent,
+                _PrefillClient(client, self._control_client()),
+                runtime.background,
+                self.hand_over_limits,
+                self.figures,
+                TransferSpans(runtime.bus.telemetry, name),
+                instance=self._control.instance_id,
+            )
+            ended = asyncio.Event()
+            try:
+                self._receiver, self._router = receiver, router
+                await self.register_model(
+                    self._limits_of_engine,
+                    self._target(name, "generate", ended),
+                    self._target(name, "embed", ended),
+                )
+                yield
+            finally:
+                ended.set()
+                if self._receiver is receiver:
+                    self._receiver = self._router = None
+
+    def _control_client(self) -> DisaggregatedWorker:
+        """All instances, whatever they serve."""
+        name = self._control
+        return self.runtime.client(
+            type(self), node=name.component, namespace=name.namespace, wait=0.0
+        )
+
+    def _target(self, name: InstanceName, endpoint: str, ended: asyncio.Event) -> Target:
+        return Target(
+            self.runtime.bus,
+            self.runtime.discovery,
+            EndpointName(name.namespace, name.component, endpoint),
+            name.instance_id,
+            (ended,),
+        )
+
+    @handler
+    async def role(self) -> RoleState:
+        """What the instance serves."""
+        assert self._roles is not None
+        return self._roles.state
+
+    @handler(idempotent=True)
+    async def change_role(self, change: RoleChange) -> RoleState:
+        """Serve another role from now on: what is new is found when this returns, and the calls of
+        what is given up finish."""
+        assert self._roles is not None
+        return await self._roles.change(change.role)
+
+    # Decode ---------------------------------------------------------------------------------
+
+    async def serve_request(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
+        receiver, router = self._receiver, self._router
+        reason = _stays(request)
+        if reason or receiver is None or router is None:
+            self.figures.computed_here(reason or "no_prefill")
+            await super().serve_request(name, request, reply)
+            return
+        size = self._running().limits.block_size
+        expected = _whole(context().metadata.get(OVERLAP_KEY, "")) * size
+        if not self._decide(request, expected, router).remote:
+            await super().serve_request(name, request, reply)
+            return
+
+        def is_worth(cached: int) -> bool:
+            return cached <= expected or self._decide(request, cached, router).remote
+
+        running = context()
+        receiving = Receiving(
+            receiver,
+            name,
+            random_id(),
+            request,
+            reply,
+            queued=False,
+            is_worth=is_worth,
+            time_left=running.time_left(),
+        )
+        unlink = running.link(lambda _: receiver.runner.cancel(name))
+        try:
+            if not running.is_stopped():
+                await receiving.run()
+        finally:
+            unlink()
+
+    def _decide(self, request: GenerateRequest, cached: int, router: KvRouter) -> PrefillDecision:
+        """Where a prompt is computed."""
+        decision = decide(
+            self._settings.current,
+            DecisionRequest(len(request.token_ids), cached),
+            self._prefill_load(router),
+            self._saturation,
+        )
+        self._saturation = decision.saturation
+        if not decision.remote:
+            self.figures.computed_here(str(decision.reason))
+        return decision
+
+    def _prefill_load(self, router: KvRouter) -> PrefillLoad:
+        prefill, now = self._component(self.prefill_node), monotonic()
+        found = self.runtime.discovery.view.instances(*prefill, now)
+        there = [one for one in found if one.id not in self._ids]
+        loads = [router.load(Rank(one.id, 0)) for one in there]
+        runner = self._running()
+        return PrefillLoad(
+            len(there),
+            max(0, sum(load.requests for load in loads) - len(there)),
+            sum(load.prefill_tokens for load in loads),
+            runner.load.running,
+            _share(runner.load, runner.limits),
+        )
+
+    @handler(concurrency=None)
+    async def offer(self, offer: Offer) -> OfferAnswer:
+        """A prefill instance has taken a job of this one: it ends when the prompt is handed over,
+        or when nobody waits for it."""
+        if self._receiver is None:
+            return OfferAnswer(done=False, reason="this instance decodes no longer")
+        return await self._receiver.offer(offer)
+
+    # Prefill --------------------------------------------------------------------------------
+
+    @handler(concurrency=None)
+    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[Prefilled]:
+        """How far a prompt is computed, with leases on its blocks, and its first token at last.
+
+        It ends when all leases are settled; whoever leaves it before has all freed at once.
+        """
+        assert self._sender is not None
+        async for item in self._sender.prefill(self._new_name(), request, context()):
+            yield item
+
+    @handler(concurrency=None)
+    async def settle(self, settlement: Settlement) -> Settled:
+        """Whether a lease has held until now, which ends it."""
+        assert self._sender is not None
+        return self._sender.settle(settlement)
+
+
+_FIELDS: Final = RequestFields(
+    token_ids="request.token_ids",
+    lora_name="request.lora_name",
+    salt="request.cache_salt",
+    # Only a token of it is computed there.
+    expected_output_tokens="request.-",
+)
+
+
+@asynccontextmanager
+async def _nothing(role: RoleInstance) -> AsyncGenerator[None]:
+    yield
+
+
+class _PrefillClient:
+    """The prefill instances; see `Peers`."""
+
+    def __init__(self, prefill: DisaggregatedWorker, control: DisaggregatedWorker) -> None:
+        self._prefill = prefill
+        self._control = control
+
+    def prefill(self, request: PrefillRequest, instance: str) -> AsyncGenerator[Prefilled, None]:
+        client = with_options(self._prefill, instance=instance) if instance else self._prefill
+        return client.prefill(request)
+
+    async def settle(self, settlement: Settlement, instance: str) -> Settled:
+        return await with_options(self._control, instance=instance).settle(settlement)
+
+
+class _PrefillRouting:
+    """A router of prompts that are computed while their first items come."""
+
+    route_timeout: float | None = None
+
+    def __init__(self, router: KvRouter) -> None:
+        self._router = router
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
+        """See `Router.route`."""
+        route = await self._router.route(request, instances)
+        return route if route.observer is None else route._replace(observer=_Whole(route.observer))
+
+
+class _Whole:
+    """Says nothing of first items: the prompt is computed when the call is over."""
+
+    def __init__(self, observer: RouteObserver) -> None:
+        self._observer = observer
+
+    def started(self) -> None:
+        self._observer.started()
+
+    def first_item(self) -> None:
+        """Its prompt is not computed yet."""
+
+    def ended(self, error: DynbusError | None) -> None:
+        self._observer.ended(error)
+
+
+def _stays(request: GenerateRequest) -> str:
+    """Why a prompt cannot be computed elsewhere; empty where it can."""
+    if request.n != 1:
+        return "several_continuations"
+    if request.structured is not None:
+        return "structured"
+    if request.lora_name:
+        return "adapter"
+    return ""
+
+
+def _share(load: EngineLoad, limits: EngineLimits) -> float:
+    """How busy an engine is, from 0 to 1."""
+    return max(load.running / limits.max_num_seqs, load.active_blocks / limits.blocks)
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 0
