@@ -65,9 +65,20 @@ computed here."""
 class Moving(Protocol):
     """A transfer that has begun; `dynbus.transfer.agent.Transfer` is one."""
 
-    bytes: int
-    blocks: int
-    seconds: float
+    @property
+    def bytes(self) -> int:
+        """How many it moves."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it touches here."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end, or until now."""
+        ...
 
     async def result(self) -> None:
         """Wait until all bytes are there."""

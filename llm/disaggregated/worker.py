@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, ClassVar, Final, get_args
+from typing import Any, ClassVar, Final, Protocol, get_args
 
 import msgspec
 
@@ -31,7 +31,7 @@ from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.worker import ModelWorker
-from dynbus.transfer.agent import TransferAgent, open_agent
+from dynbus.transfer.agent import open_agent
 from dynbus.transfer.layout import KvMemory
 
 from .decision import PrefillDecision, PrefillLoad, Saturation, decide
@@ -48,9 +48,9 @@ from .messages import (
     Settlement,
 )
 from .observing import HandOverFigures, HandOverWatch, TransferSpans
-from .receiving import Limits, Receiver, Receiving
+from .receiving import Limits, Mover, Receiver, Receiving
 from .roles import Duty, RoleEvents, RoleInstance, Roles
-from .sending import Sender
+from .sending import Granter, Sender
 from .settings import DisaggregationSettings, follow_settings
 
 OVERLAP_KEY: Final = "kv_overlap_blocks"
@@ -61,6 +61,10 @@ _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
     "decode": ("generate", "embed", "load_metrics"),
     "control": ("settle", "offer", "role", "change_role"),
 }
+
+
+class BlockAgent(Mover, Granter, Protocol):
+    """What moves blocks, and leases them to others; `TransferAgent` is one."""
 
 
 class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_config=True):
@@ -98,14 +102,14 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     hand_over_limits: ClassVar[Limits] = Limits()
 
     _exits_of_roles: AsyncExitStack | None = None
-    _agent: TransferAgent | None = None
+    _agent: BlockAgent | None = None
     _roles: Roles | None = None
     _sender: Sender | None = None
     _receiver: Receiver | None = None
     _router: KvRouter | None = None
     _saturation = Saturation()
 
-    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[TransferAgent]:
+    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
 
         Raises:
