@@ -6,22 +6,31 @@ round.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
 import os
+import tempfile
+import time
+from asyncio import Runner
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path as File
 from statistics import median
 from time import perf_counter
 
+import anyio
 import click
 from rich.console import Console
 from rich.table import Table
 
+from dynbus.bus.lane import new_event_loop
+from dynbus.bus.nats.server_process import run_server
+
 from .cases import KIB, MIB, Case, cases
 from .holder import hold
 from .paths import Once, Reader
+
+IDLE_SECONDS = 3.0
 
 Times = dict[Case, dict[str, list[float]]]
 """Seconds for one transfer by each way, in each round."""
@@ -130,24 +139,44 @@ def goals(times: Times, tcp: bool) -> list[tuple[str, float, str, bool]]:
     return found
 
 
-async def run(tcp: bool, rounds: int, seconds: float, only: str, console: Console) -> Times:
+async def idle(reader: Reader, seconds: float) -> float:
+    """The share of a core that agents take on both sides while nothing is transferred.
+
+    Both have transferred before; their buses are connected, and take a part of it.
+    """
+    begun, cpu = perf_counter(), time.process_time() + reader.command("cpu")
+    await anyio.sleep(seconds)
+    used: float = time.process_time() + reader.command("cpu") - cpu
+    return used / (perf_counter() - begun)
+
+
+async def run(
+    tcp: bool, rounds: int, seconds: float, only: str, console: Console
+) -> tuple[Times, float]:
     """Measure everything in this process and one that holds the memory."""
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    process = spawning.Process(target=hold, args=(theirs,), daemon=True)
-    process.start()
-    try:
-        reader = Reader(ours)
-        times: Times = {}
-        for case in cases():
-            if only in case.name:
-                times[case] = await measure(reader, case, rounds, seconds, spins=tcp)
-                console.print(f"{case.name}: done", style="dim")
-        reader.stop()
-        process.join(10.0)
-    finally:
-        process.kill()
-    return times
+    times: Times = {}
+    used = 0.0
+    with tempfile.TemporaryDirectory(prefix="transfer-") as folder:
+        server = await run_server(store_dir=File(folder))
+        process = spawning.Process(target=hold, args=(theirs, server.url), daemon=True)
+        process.start()
+        try:
+            reader = Reader(ours, server.url)
+            wanted = [case for case in cases() if only in case.name]
+            for block_bytes, of_size in groupby(wanted, lambda case: case.block_bytes):
+                async with reader.agents(block_bytes):
+                    for case in of_size:
+                        times[case] = await measure(reader, case, rounds, seconds, spins=tcp)
+                        console.print(f"{case.name}: done", style="dim")
+                    used = max(used, await idle(reader, IDLE_SECONDS))
+            reader.stop()
+            process.join(10.0)
+        finally:
+            process.kill()
+            await server.stop()
+    return times, used
 
 
 @click.command()
@@ -162,12 +191,14 @@ def main(file: File | None, tcp: bool, rounds: int, seconds: float, only: str) -
         os.environ["UCX_TLS"] = "tcp"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     console = Console(width=150)
-    times = asyncio.run(run(tcp, rounds, seconds, only, Console(stderr=True)))
+    with Runner(loop_factory=new_event_loop) as runner:
+        times, used = runner.run(run(tcp, rounds, seconds, only, Console(stderr=True)))
     show(times, console)
     table = Table("goal", "found", "wanted", "")
     for name, value, goal, is_reached in goals(times, tcp):
         table.add_row(name, f"{value:.2f}", goal, "" if is_reached else "NOT REACHED")
     console.print(table)
+    console.print(f"idle agents of both sides, with their buses: {used:.2%} of a core")
     if file is not None:
         file.write_text(json.dumps(figures(times), indent=1))
 

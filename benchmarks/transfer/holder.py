@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import threading
+import time
+from asyncio import Runner, to_thread
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import NamedTuple
 
 import numpy as np
 
+from dynbus.bus.lane import new_event_loop
+from dynbus.transfer.agent import TransferAgent, open_agent
+
 from .bare import Bare
 from .cases import POOL_BYTES
 from .memory import Bytes, merged, pool, send
+from .through_dynbus import LEASE_SECONDS, connect, memory_of, tokens_of
 
 
 class Holder(NamedTuple):
@@ -66,7 +72,33 @@ class Sender:
             send(self._connection, self._pieces)
 
 
-async def serve(reader: Connection) -> None:
+class Owner:
+    """The holder's agent: one for each size of blocks in turn."""
+
+    def __init__(self, url: str, memory: Bytes) -> None:
+        self._url = url
+        self._memory = memory
+        self._opened = AsyncExitStack()
+        self._agent: TransferAgent
+
+    async def open(self, name: str, block_bytes: int) -> None:
+        """Give the blocks to an agent of this name, and end the one before."""
+        await self.close()
+        bus = await connect(self._url, "holder")
+        self._opened.push_async_callback(bus.close)
+        memory = memory_of(block_bytes, self._memory)
+        self._agent = await self._opened.enter_async_context(open_agent(bus, name, memory))
+
+    def grant(self, blocks: Sequence[int]) -> bytes:
+        """A ticket for blocks."""
+        tokens = len(blocks) * tokens_of(self._agent.memory.layout.block_bytes)
+        return self._agent.grant(blocks, tokens=tokens, seconds=LEASE_SECONDS).encode()
+
+    async def close(self) -> None:
+        await self._opened.aclose()
+
+
+async def serve(reader: Connection, url: str) -> None:
     """Have a pool of memory, and do with it what the reader says until that is `stop`."""
     memory = pool()
     memory[:] = np.random.default_rng(1).integers(0, 256, POOL_BYTES, np.uint8)
@@ -77,25 +109,36 @@ async def serve(reader: Connection) -> None:
     port = listener.getsockname()[1]
     reader.send(Holder(os.getpid(), memory.ctypes.data, bare.metadata, shared.name, port))
     bare.connect(reader.recv())
-    sender, spinning = Sender(listener, memory), Spinning(bare)
+    sender, spinning, owner = Sender(listener, memory), Spinning(bare), Owner(url, memory)
     try:
-        while (command := await asyncio.to_thread(reader.recv)) != "stop":
+        while (command := await to_thread(reader.recv)) != ("stop",):
+            answer: object = None
             match command:
                 case "spin", bool(is_wanted):
                     spinning.switch(is_wanted)
-                case "send", block_bytes, blocks:
+                case "send", int(block_bytes), list(blocks):
                     sender.choose(block_bytes, blocks)
+                case "open", str(name), int(block_bytes):
+                    await owner.open(name, block_bytes)
+                case ("close",):
+                    await owner.close()
+                case "grant", list(blocks):
+                    answer = owner.grant(blocks)
+                case ("cpu",):
+                    answer = time.process_time()
                 case _:
                     raise ValueError(f"no command: {command}")
-            reader.send("done")
+            reader.send(answer)
+        await owner.close()
     finally:
         shared.unlink()
 
 
-def hold(reader: Connection) -> None:
+def hold(reader: Connection, url: str) -> None:
     """The process."""
     try:
-        asyncio.run(serve(reader))
+        with Runner(loop_factory=new_event_loop) as runner:
+            runner.run(serve(reader, url))
     finally:
         # Threads that wait on sockets, and views of shared memory, end with the process.
         os._exit(0)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
-from typing import Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+
+from dynbus.bus import clock
+from dynbus.transfer.agent import TransferAgent, open_agent
+from dynbus.transfer.leases import Ticket
 
 from .bare import Bare, Operation
 from .cases import POOL_BYTES, Case
 from .holder import Holder
 from .memory import Bytes, RemoteRead, merged, pool, receive
+from .through_dynbus import LEASE_SECONDS, connect, memory_of, tokens_of
 
 Once = Callable[[], Awaitable[None]]
 
@@ -36,8 +41,10 @@ class Path(NamedTuple):
 class Reader:
     """This process's memory, and all ways from the holder's."""
 
-    def __init__(self, holder: Connection) -> None:
+    def __init__(self, holder: Connection, url: str) -> None:
         self._pipe = holder
+        self._url = url
+        self._agent: TransferAgent
         self.holder: Final[Holder] = holder.recv()
         self.memory: Final[Bytes] = pool()
         self.bare: Final = Bare("reader", self.memory)
@@ -49,16 +56,18 @@ class Reader:
         self._shared_pool = np.ndarray(POOL_BYTES, np.uint8, self._shared.buf)
         self._source = self._shared_pool.copy()
 
-    def command(self, *command: object) -> object:
+    def command(self, *command: object) -> Any:
         """Have the holder do something, and wait until it is done."""
         self._pipe.send(command)
         return self._pipe.recv()
 
     def stop(self) -> None:
-        self._pipe.send("stop")
+        self._pipe.send(("stop",))
 
     def paths(self) -> list[Path]:
         return [
+            Path("dynbus", lambda case: self._transfer(case, "read")),
+            Path("dynbus-write", lambda case: self._transfer(case, "write"), writes=True),
             Path("nixl", lambda case: self._nixl(case, "READ"), spins=True),
             Path("nixl-write", lambda case: self._nixl(case, "WRITE"), writes=True, spins=True),
             Path("nixl-initialize", self._initialize, spins=True),
@@ -67,6 +76,19 @@ class Reader:
             Path("process_vm_readv", self._system_call),
             Path("tcp", self._tcp),
         ]
+
+    @asynccontextmanager
+    async def agents(self, block_bytes: int) -> AsyncGenerator[None]:
+        """An agent for blocks of this size on both sides, each on a bus of its own."""
+        self.command("open", f"holder-{block_bytes}", block_bytes)
+        bus = await connect(self._url, "reader")
+        try:
+            memory = memory_of(block_bytes, self.memory)
+            async with open_agent(bus, f"reader-{block_bytes}", memory) as self._agent:
+                yield
+        finally:
+            await bus.close()
+            self.command("close")
 
     async def check(self, case: Case, path: Path, once: Once) -> None:
         """Run a path once, and compare the blocks on both sides by bytes read in another way.
@@ -97,6 +119,22 @@ class Reader:
             (self.holder.address, remote),
         )()
         return found
+
+    @contextmanager
+    def _transfer(self, case: Case, operation: Literal["read", "write"]) -> Generator[Once]:
+        local, remote = (blocks.tolist() for blocks in case.places())
+        ticket = Ticket.decode(self.command("grant", remote))
+        tokens = case.blocks * tokens_of(case.block_bytes)
+        agent = self._agent
+
+        async def once() -> None:
+            deadline = clock.monotonic() + LEASE_SECONDS
+            transfer = agent.start(
+                operation, ticket, remote, local, tokens=tokens, deadline=deadline
+            )
+            await transfer.result()
+
+        yield once
 
     @contextmanager
     def _nixl(self, case: Case, operation: Operation) -> Generator[Once]:
