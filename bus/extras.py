@@ -12,6 +12,7 @@ EXTRAS: Final = {
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
     "metrics": ("opentelemetry.sdk", "opentelemetry.exporter.prometheus", "prometheus_client"),
     "nkeys": ("nkeys",),
+    "transfer": ("nixl",),
     "zmq": ("zmq",),
 }
 """The modules of each extra."""

@@ -252,6 +252,8 @@ class TransferAgent:
         self._links: dict[str, tuple[Link, asyncio.Event]] = {}
         self._lookups: dict[tuple[str, str], list[Transfer]] = {}
         self._open: dict[int, Transfer] = {}
+        self._ticket: Ticket | None = None
+        self._leased: frozenset[int] = frozenset()
         self._made = 0
         self._is_closed = False
         self._watch: asyncio.TimerHandle | None = None
@@ -276,8 +278,14 @@ class TransferAgent:
             quarantined_blocks=self.quarantine.blocks_held,
         )
 
-    def grant(self, blocks: Sequence[int], *, tokens: int, seconds: float) -> Ticket:
-        """Lease blocks to a peer; returns the ticket with which it may read or write them.
+    def grant(
+        self, blocks: Sequence[int], *, tokens: int, seconds: float, writable: bool = False
+    ) -> Ticket:
+        """Lease blocks to a peer; returns the ticket with which it may read them.
+
+        Args:
+            writable: it may write them too. Then time alone never frees them, since a writer that
+                was frozen goes on when it wakes: see `LeaseTable`.
 
         Raises:
             InvalidTransfer: there are no such blocks, one of them is given twice, they do not hold
@@ -289,8 +297,10 @@ class TransferAgent:
             raise InvalidTransfer(
                 f"{len(blocks)} blocks of {layout.block_size} tokens do not hold {tokens} tokens"
             )
-        lease = self.leases.grant(blocks, seconds, monotonic())
-        return Ticket(self.name, self.epoch, lease.lease_id, lease.blocks, tokens, seconds)
+        lease = self.leases.grant(blocks, seconds, monotonic(), writable=writable)
+        return Ticket(
+            self.name, self.epoch, lease.lease_id, lease.blocks, tokens, seconds, writable
+        )
 
     def start(
         self,
@@ -332,8 +342,7 @@ class TransferAgent:
                 f"{tokens} tokens from {local_start} on do not fit into {len(local_blocks)} local "
                 f"blocks of {layout.block_size} tokens"
             )
-        if not remote_blocks or not set(remote_blocks).issubset(ticket.blocks):
-            raise InvalidTransfer("the ticket is not of these blocks of the peer")
+        self._check_ticket(operation, ticket, remote_blocks)
         if ticket.agent == self.name and ticket.epoch == self.epoch:
             raise InvalidTransfer("an agent does not transfer with itself: copy the blocks")
         if not math.isfinite(deadline):
@@ -352,6 +361,17 @@ class TransferAgent:
         else:
             self._find(ticket.agent, ticket.epoch, transfer)
         return transfer
+
+    def _check_ticket(self, operation: Operation, ticket: Ticket, blocks: Sequence[int]) -> None:
+        if self._ticket is not ticket:
+            # Many transfers may be of one ticket, and of few of its blocks each.
+            self._ticket, self._leased = ticket, frozenset(ticket.blocks)
+        if not blocks or len(set(blocks)) != len(blocks) or not self._leased.issuperset(blocks):
+            raise InvalidTransfer(
+                f"the ticket of {ticket.agent} is not of the remote blocks {_told(blocks)}"
+            )
+        if operation == "write" and not ticket.writable:
+            raise InvalidTransfer(f"the ticket of {ticket.agent} is for reading")
 
     # Peers ------------------------------------------------------------------------------------
 

@@ -8,25 +8,31 @@ alone.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dynbus.bus.errors import DynbusError, describe_exception
 
-from .binding import NixlAgent, NixlError, Operation, Rows
+from .binding import Indices, NixlAgent, NixlError, Operation, Rows
 from .config import TransferConfig
-from .descriptors import AgentDescription, local_descriptors, remote_descriptors
+from .descriptors import (
+    AgentDescription,
+    descriptors,
+    local_descriptors,
+    remote_descriptors,
+)
 from .errors import InvalidTransfer, TransferFailed
-from .layout import Integers, KvMemory, Region, plan
+from .layout import BlockLayout, Integers, KvMemory, Pieces, Region, plan
 from .states import Event, State, after, is_over
 
 _SPIN: Final = 0.001
@@ -45,8 +51,32 @@ class Moved:
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]
     tokens: int
-    remote_start: int
-    local_start: int
+    remote_start: int = 0
+    local_start: int = 0
+
+
+class _Rows(NamedTuple):
+    """A slice by its addresses."""
+
+    local: Rows
+    remote: Rows
+
+    def request(self, operation: Operation, way: _Way) -> int:
+        return way.agent.request(operation, way.peer, self.local, self.remote, way.kinds)
+
+
+class _Prepared(NamedTuple):
+    """A slice by places in prepared lists."""
+
+    local: Indices
+    remote: Indices
+
+    def request(self, operation: Operation, way: _Way) -> int:
+        ours, theirs = way.lists
+        return way.agent.prepared_request(operation, (ours, self.local), (theirs, self.remote))
+
+
+_Slice: TypeAlias = _Rows | _Prepared
 
 
 class Flow:
@@ -67,8 +97,8 @@ class Flow:
         self.state = State.NEW
         self._ended = ended
         self._lock = threading.Lock()
-        self._slices: Iterator[tuple[Rows, Rows, tuple[str, str]]] = iter(())
-        self._next: tuple[Rows, Rows, tuple[str, str]] | None = None
+        self._slices: Iterator[_Slice] = iter(())
+        self._next: _Slice | None = None
         self._requests: deque[int] = deque()
 
     def __repr__(self) -> str:
@@ -85,31 +115,16 @@ class Flow:
             self.state = after(self.state, event)
             return self.state
 
-    def cut(self, memory: KvMemory, peer: AgentDescription, slice_bytes: int) -> None:
+    def cut(self, pair: _Pair, slice_bytes: int) -> None:
         """Find out which bytes it moves, and cut them into slices.
 
         Raises:
             DynbusError: the peer's blocks are not usable.
         """
-        moved = self.moved
-        pieces = plan(
-            memory.layout,
-            moved.local_blocks,
-            peer.layout,
-            moved.remote_blocks,
-            moved.tokens,
-            local_start=moved.local_start,
-            remote_start=moved.remote_start,
-        )
-        self.bytes = pieces.bytes
-        local = local_descriptors(pieces, memory.regions)
-        remote = remote_descriptors(pieces, peer.regions)
-        local_kinds = _kind(memory.regions, pieces.local_region)
-        remote_kinds = _kind(peer.regions, pieces.remote_region)
-        self._slices = _slices(local, remote, local_kinds, remote_kinds, slice_bytes)
+        self.bytes, self._slices = pair.slices(self.moved, slice_bytes)
         self._next = next(self._slices, None)
 
-    def post_one(self, agent: NixlAgent, peer: str) -> bool:
+    def post_one(self, way: _Way) -> bool:
         """Post its next slice; False where there is none, or nobody waits for it.
 
         Raises:
@@ -120,12 +135,12 @@ class Flow:
                 return False
             if self.state is State.NEW:
                 self.state = after(self.state, Event.POST)
-        request = agent.request(self.moved.operation, peer, *self._next)
+        request = self._next.request(self.moved.operation, way)
         # Known before it is posted, so that it is released whatever happens.
         self._requests.append(request)
-        if agent.post(request):
+        if way.agent.post(request):
             self._requests.pop()
-            agent.release(request)
+            way.agent.release(request)
         self._next = next(self._slices, None)
         with self._lock:
             if self.state is State.POSTING:
@@ -165,6 +180,137 @@ class Flow:
         self._ended()
 
 
+class _Template(NamedTuple):
+    """The pieces of a whole block, as for block 0 of both sides."""
+
+    pieces: Pieces
+    bytes: int
+
+
+class _Pair:
+    """The memory here and that of one life of a peer.
+
+    Where both have blocks of one size, a block has the same pieces wherever it is. Then all pieces
+    of all blocks are in lists that NIXL prepares once, and a transfer is a choice of places in
+    them, of which NIXL joins those that are adjacent.
+    """
+
+    def __init__(self, memory: KvMemory, peer: AgentDescription, prepared: int) -> None:
+        self._memory = memory
+        self._peer = peer
+        self._template: _Template | None = None
+        self.kinds = (_kind(memory.regions), _kind(peer.regions))
+        ours, theirs = memory.layout, peer.layout
+        if ours.block_size == theirs.block_size:
+            pieces = plan(ours, [0], theirs, [0], ours.block_size)
+            if len(pieces) * max(ours.blocks, theirs.blocks) <= prepared:
+                self._template = _Template(pieces, pieces.bytes)
+
+    def lists(self) -> tuple[Rows, Rows] | None:
+        """All pieces of all blocks of both sides; None where they are not prepared."""
+        if self._template is None:
+            return None
+        pieces = self._template.pieces
+        return (
+            _all_blocks(
+                self._memory.layout,
+                self._memory.regions,
+                pieces.local_region,
+                pieces.local_offset,
+                pieces.length,
+            ),
+            _all_blocks(
+                self._peer.layout,
+                self._peer.regions,
+                pieces.remote_region,
+                pieces.remote_offset,
+                pieces.length,
+            ),
+        )
+
+    def slices(self, moved: Moved, slice_bytes: int) -> tuple[int, Iterator[_Slice]]:
+        """The bytes of a transfer, and its slices.
+
+        Raises:
+            DynbusError: the peer's blocks are not usable.
+        """
+        whole, rest = divmod(moved.tokens, self._memory.layout.block_size)
+        template = self._template
+        if template is None or not whole or moved.local_start or moved.remote_start:
+            return self._planned(moved, slice_bytes)
+        local = self._places(moved.local_blocks, whole + bool(rest), self._memory.layout)
+        remote = self._places(moved.remote_blocks, whole + bool(rest), self._peer.layout)
+        slices = self._chosen(template, local[:whole], remote[:whole], slice_bytes)
+        if not rest:
+            return whole * template.bytes, slices
+        last = replace(
+            moved,
+            local_blocks=moved.local_blocks[whole : whole + 1],
+            remote_blocks=moved.remote_blocks[whole : whole + 1],
+            tokens=rest,
+        )
+        size, more = self._planned(last, slice_bytes)
+        return whole * template.bytes + size, itertools.chain(slices, more)
+
+    def _planned(self, moved: Moved, slice_bytes: int) -> tuple[int, Iterator[_Slice]]:
+        pieces = plan(
+            self._memory.layout,
+            moved.local_blocks,
+            self._peer.layout,
+            moved.remote_blocks,
+            moved.tokens,
+            local_start=moved.local_start,
+            remote_start=moved.remote_start,
+        )
+        local = local_descriptors(pieces, self._memory.regions)
+        remote = remote_descriptors(pieces, self._peer.regions)
+        return pieces.bytes, _cut_rows(local, remote, slice_bytes)
+
+    @staticmethod
+    def _places(blocks: Sequence[int], count: int, layout: BlockLayout) -> Indices:
+        if len(blocks) < count:
+            raise InvalidTransfer(f"{len(blocks)} blocks are given, and {count} are needed")
+        places = np.array(blocks[:count], np.int32)
+        if places.min() < 0 or places.max() >= layout.blocks:
+            raise InvalidTransfer(
+                f"blocks {places.min()} to {places.max()} are not among the {layout.blocks} there"
+            )
+        return places
+
+    def _chosen(
+        self, template: _Template, local: Indices, remote: Indices, slice_bytes: int
+    ) -> Iterator[_Slice]:
+        """Places in the lists, piece by piece, in runs of about `slice_bytes`."""
+        if len(local) > 1:
+            # What is adjacent on both sides is joined where it is in order.
+            order = np.argsort(local)
+            local, remote = local[order], remote[order]
+        length = template.pieces.length
+        piece = np.arange(len(length), dtype=np.int32)[:, None]
+        ours = (piece * np.int32(self._memory.layout.blocks) + local).ravel()
+        theirs = (piece * np.int32(self._peer.layout.blocks) + remote).ravel()
+        if template.bytes * len(local) <= slice_bytes:
+            yield _Prepared(ours, theirs)
+            return
+        for first, last in _runs(np.repeat(length, len(local)), slice_bytes):
+            yield _Prepared(ours[first:last], theirs[first:last])
+
+
+class _Way(NamedTuple):
+    """The agent of a link at this moment, which knows its peer.
+
+    Attributes:
+        peer: by which NIXL knows it.
+        kinds: of the memory here and there.
+        lists: prepared ones of both sides; none where slices are given by their addresses.
+    """
+
+    agent: NixlAgent
+    peer: str
+    kinds: tuple[str, str]
+    lists: tuple[int, int]
+
+
 class Link:
     """The way to one life of a peer.
 
@@ -194,7 +340,8 @@ class Link:
         self._stopped = stopped
         self._inbox: SimpleQueue[Flow | None] = SimpleQueue()
         self._flows: list[Flow] = []
-        self._agent: NixlAgent | None = None
+        self._pair: _Pair | None = None
+        self._way: _Way | None = None
         self._made = 0
         self._is_to_destroy = False
         self._is_closing = False
@@ -280,7 +427,9 @@ class Link:
             flow.end(Event.CANCEL)
             return
         try:
-            flow.cut(self._memory, self.peer, self._config.slice_bytes)
+            if self._pair is None:
+                self._pair = _Pair(self._memory, self.peer, self._config.prepared)
+            flow.cut(self._pair, self._config.slice_bytes)
         except DynbusError as error:
             flow.end(Event.DESTROYED, error)
         except Exception as error:  # noqa: BLE001 - told to whoever waits for the transfer
@@ -291,12 +440,12 @@ class Link:
     def _turn(self) -> bool:
         """Let each transfer go on; whether anything happened."""
         try:
-            agent = self._agent or self._make_agent()
+            way = self._way or self._make_way()
             happened = False
             for flow in self._flows:
-                happened |= flow.look(agent)
+                happened |= flow.look(way.agent)
                 if flow.posted < self._config.slices_ahead:
-                    happened |= flow.post_one(agent, self._peer_name)
+                    happened |= flow.post_one(way)
         except NixlError as error:
             # What else is on its way cannot arrive either, or nobody can tell whether it will.
             self._end_all(
@@ -313,26 +462,31 @@ class Link:
             flow.end(Event.CANCEL if flow.state is State.QUIET else Event.FINISHED)
         return True
 
-    @property
-    def _peer_name(self) -> str:
-        return nixl_name(self.peer.agent, self.peer.epoch)
-
-    def _make_agent(self) -> NixlAgent:
+    def _make_way(self) -> _Way:
+        assert self._pair is not None
         self._made += 1
         agent = NixlAgent(f"{self.name}.{self._made}", wakes_every=None, ucx=self._config.ucx)
         agent.register(self._memory.regions)
-        agent.add_peer(self._peer_name, self.peer.metadata)
-        self._agent = agent
-        return agent
+        peer = nixl_name(self.peer.agent, self.peer.epoch)
+        agent.add_peer(peer, self.peer.metadata)
+        ours, theirs = self._pair.kinds
+        lists = self._pair.lists()
+        prepared = (0, 0)
+        if lists is not None:
+            prepared = agent.prepare("", lists[0], ours), agent.prepare(peer, lists[1], theirs)
+        self._way = _Way(agent, peer, (ours, theirs), prepared)
+        return self._way
 
     def _end_all(self, error: DynbusError) -> None:
         """Destroy the agent, and with it whatever its transfers still do."""
-        agent, self._agent = self._agent, None
+        way, self._way = self._way, None
         flows, self._flows = self._flows, []
-        if agent is not None:
+        if way is not None:
             for flow in flows:
-                flow.drop(agent)
-            agent.close()
+                flow.drop(way.agent)
+            for prepared in filter(None, way.lists):
+                way.agent.forget(prepared)
+            way.agent.close()
         self.open_handles = 0
         for flow in flows:
             flow.end(Event.DESTROYED, error)
@@ -343,35 +497,54 @@ def nixl_name(agent: str, epoch: str) -> str:
     return f"{agent}~{epoch}"
 
 
-def _kind(regions: Sequence[Region], used: Integers) -> str:
-    """The kind of memory that descriptors are in.
+def _kind(regions: Sequence[Region]) -> str:
+    """The kind of memory that regions are.
 
     Raises:
-        InvalidTransfer: they are in several.
+        InvalidTransfer: there are several.
     """
-    first, *others = {regions[int(index)].kind for index in np.unique(used)}
+    first, *others = {region.kind for region in regions}
     if others:
-        raise InvalidTransfer("memory of the host and of a GPU cannot be in one transfer")
+        raise InvalidTransfer("memory of the host and of a GPU cannot be of one agent")
     return first
 
 
-def _slices(
-    local: Rows, remote: Rows, local_kind: str, remote_kind: str, slice_bytes: int
-) -> Iterator[tuple[Rows, Rows, tuple[str, str]]]:
+def _all_blocks(
+    layout: BlockLayout,
+    regions: Sequence[Region],
+    region: Integers,
+    offset: Integers,
+    length: Integers,
+) -> Rows:
+    """The descriptors of pieces in all blocks of a layout, piece by piece."""
+    by_block = np.arange(layout.blocks, dtype=np.int64) * layout.strides[0]
+    return descriptors(
+        regions,
+        np.repeat(region, layout.blocks),
+        (offset[:, None] + by_block).ravel(),
+        np.repeat(length, layout.blocks),
+    )
+
+
+def _runs(lengths: Integers, slice_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where runs of about `slice_bytes` begin and end."""
+    number = (np.cumsum(lengths) - 1) // slice_bytes
+    cuts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(lengths)]
+    yield from itertools.pairwise(cuts)
+
+
+def _cut_rows(local: Rows, remote: Rows, slice_bytes: int) -> Iterator[_Slice]:
     """Descriptors in runs of about `slice_bytes`."""
-    kinds = (local_kind, remote_kind)
     lengths = local[:, 1].astype(np.int64)
     if int(lengths.sum()) <= slice_bytes:
-        yield local, remote, kinds
+        yield _Rows(local, remote)
         return
     parts = -(-lengths // slice_bytes)
     if parts.max() > 1:
         local, remote = _parted(local, parts, slice_bytes), _parted(remote, parts, slice_bytes)
         lengths = local[:, 1].astype(np.int64)
-    number = (np.cumsum(lengths) - 1) // slice_bytes
-    cuts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(lengths)]
-    for first, last in zip(cuts, cuts[1:], strict=False):
-        yield local[first:last], remote[first:last], kinds
+    for first, last in _runs(lengths, slice_bytes):
+        yield _Rows(local[first:last], remote[first:last])
 
 
 def _parted(rows: Rows, parts: Integers, size: int) -> Rows:
