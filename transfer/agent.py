@@ -12,10 +12,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
 
 from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
@@ -28,7 +30,7 @@ from dynbus.bus.errors import (
     describe_exception,
 )
 
-from .binding import NixlAgent, Operation, nixl
+from .binding import Indices, NixlAgent, Operation, nixl
 from .config import TransferConfig
 from .descriptors import AgentDescription
 from .errors import InvalidTransfer, TransferFailed
@@ -80,14 +82,13 @@ class Transfer:
         number: that no other transfer of this process has.
         operation: what the local side does.
         peer: the name of the peer's agent.
-        local_blocks: that are read or written here.
     """
 
     def __init__(self, agent: TransferAgent, moved: Moved, ticket: Ticket, deadline: float) -> None:
         self.number = next(_numbers)
         self.operation = moved.operation
         self.peer = ticket.agent
-        self.local_blocks = tuple(moved.local_blocks)
+        self._moved = moved
         self._agent = agent
         self._bus = agent.bus
         self._flow = Flow(moved, self._ended_in_thread)
@@ -115,9 +116,14 @@ class Transfer:
         return self._flow.bytes
 
     @property
+    def local_blocks(self) -> tuple[int, ...]:
+        """Those that are read or written here."""
+        return tuple(self._moved.local_blocks.tolist())
+
+    @property
     def blocks(self) -> int:
         """How many local blocks it touches."""
-        return len(self.local_blocks)
+        return self._moved.local_blocks.size
 
     @property
     def seconds(self) -> float:
@@ -253,7 +259,7 @@ class TransferAgent:
         self._lookups: dict[tuple[str, str], list[Transfer]] = {}
         self._open: dict[int, Transfer] = {}
         self._ticket: Ticket | None = None
-        self._leased: frozenset[int] = frozenset()
+        self._leased: NDArray[np.bool_] = np.empty(0, bool)
         self._made = 0
         self._is_closed = False
         self._watch: asyncio.TimerHandle | None = None
@@ -292,7 +298,7 @@ class TransferAgent:
                 so many tokens, or the time is not usable.
         """
         layout = self.memory.layout
-        _check_blocks("local", blocks, layout.blocks)
+        _checked_ids("local", blocks, layout.blocks)
         if not 0 <= tokens <= len(blocks) * layout.block_size:
             raise InvalidTransfer(
                 f"{len(blocks)} blocks of {layout.block_size} tokens do not hold {tokens} tokens"
@@ -332,26 +338,24 @@ class TransferAgent:
         if operation not in ("read", "write"):
             raise InvalidTransfer(f"a transfer is a read or a write, not {operation!r}")
         layout = self.memory.layout
-        _check_blocks("local", local_blocks, layout.blocks)
+        ours = _checked_ids("local", local_blocks, layout.blocks)
+        theirs = self._checked_remote(operation, ticket, remote_blocks)
         if tokens < 1 or local_start < 0 or remote_start < 0:
             raise InvalidTransfer(
                 f"{tokens} tokens from {local_start} here and {remote_start} there are no transfer"
             )
-        if layout.blocks_of(local_start + tokens) > len(local_blocks):
+        if layout.blocks_of(local_start + tokens) > ours.size:
             raise InvalidTransfer(
-                f"{tokens} tokens from {local_start} on do not fit into {len(local_blocks)} local "
+                f"{tokens} tokens from {local_start} on do not fit into {ours.size} local "
                 f"blocks of {layout.block_size} tokens"
             )
-        self._check_ticket(operation, ticket, remote_blocks)
         if ticket.agent == self.name and ticket.epoch == self.epoch:
             raise InvalidTransfer("an agent does not transfer with itself: copy the blocks")
         if not math.isfinite(deadline):
             raise InvalidTransfer(f"a transfer needs a deadline, not {deadline:g}")
         if self._is_closed:
             raise Unavailable(f"agent {self.name} is closed", started=False)
-        moved = Moved(
-            operation, tuple(remote_blocks), tuple(local_blocks), tokens, remote_start, local_start
-        )
+        moved = Moved(operation, theirs, ours, tokens, remote_start, local_start)
         transfer = Transfer(self, moved, ticket, min(deadline, monotonic() + ticket.seconds))
         self._open[transfer.number] = transfer
         peer = self._peers.get(ticket.agent)
@@ -362,16 +366,22 @@ class TransferAgent:
             self._find(ticket.agent, ticket.epoch, transfer)
         return transfer
 
-    def _check_ticket(self, operation: Operation, ticket: Ticket, blocks: Sequence[int]) -> None:
+    def _checked_remote(
+        self, operation: Operation, ticket: Ticket, blocks: Sequence[int]
+    ) -> Indices:
         if self._ticket is not ticket:
             # Many transfers may be of one ticket, and of few of its blocks each.
-            self._ticket, self._leased = ticket, frozenset(ticket.blocks)
-        if not blocks or len(set(blocks)) != len(blocks) or not self._leased.issuperset(blocks):
+            self._leased = np.zeros(max(ticket.blocks) + 1, bool)
+            self._leased[np.array(ticket.blocks)] = True
+            self._ticket = ticket
+        ids = _checked_ids("remote", blocks, self._leased.size)
+        if not self._leased[ids].all():
             raise InvalidTransfer(
-                f"the ticket of {ticket.agent} is not of the remote blocks {_told(blocks)}"
+                f"the ticket of {ticket.agent} is not of the remote blocks {_told(ids)}"
             )
         if operation == "write" and not ticket.writable:
             raise InvalidTransfer(f"the ticket of {ticket.agent} is for reading")
+        return ids
 
     # Peers ------------------------------------------------------------------------------------
 
@@ -535,13 +545,22 @@ def _open_home(agent: TransferAgent, config: TransferConfig) -> NixlAgent:
     return home
 
 
-def _check_blocks(side: str, blocks: Sequence[int], there_are: int) -> None:
-    if not blocks or min(blocks) < 0 or max(blocks) >= there_are:
-        raise InvalidTransfer(f"{side} blocks {_told(blocks)} are not among the {there_are} there")
-    if len(set(blocks)) != len(blocks):
-        twice = next(block for block, times in Counter(blocks).items() if times > 1)
-        raise InvalidTransfer(f"{side} block {twice} is given twice")
+def _checked_ids(side: str, blocks: Sequence[int], there_are: int) -> Indices:
+    """Ids of blocks as an array.
+
+    Raises:
+        InvalidTransfer: they are no such ids, there is no such block, or one is given twice.
+    """
+    given = np.asarray(blocks)
+    if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+        raise InvalidTransfer(f"{side} blocks are a list of ids, not {blocks!r:.80}")
+    if given.min() < 0 or given.max() >= there_are:
+        raise InvalidTransfer(f"{side} blocks {_told(given)} are not among the {there_are} there")
+    ids: Indices = given.astype(np.int32)
+    if ids.size > 1 and (uses := np.bincount(ids)).max() > 1:
+        raise InvalidTransfer(f"{side} block {uses.argmax()} is given twice")
+    return ids
 
 
-def _told(blocks: Sequence[int]) -> str:
-    return f"{min(blocks)} to {max(blocks)}" if blocks else "(none)"
+def _told(blocks: NDArray[Any]) -> str:
+    return f"{blocks.min()} to {blocks.max()}" if blocks.size > 1 else f"{blocks[0]}"

@@ -48,8 +48,8 @@ class Moved:
     """What a transfer moves: tokens of a peer's blocks and of those here."""
 
     operation: Operation
-    remote_blocks: Sequence[int]
-    local_blocks: Sequence[int]
+    remote_blocks: Indices
+    local_blocks: Indices
     tokens: int
     remote_start: int = 0
     local_start: int = 0
@@ -238,9 +238,12 @@ class _Pair:
         template = self._template
         if template is None or not whole or moved.local_start or moved.remote_start:
             return self._planned(moved, slice_bytes)
-        local = self._places(moved.local_blocks, whole + bool(rest), self._memory.layout)
-        remote = self._places(moved.remote_blocks, whole + bool(rest), self._peer.layout)
-        slices = self._chosen(template, local[:whole], remote[:whole], slice_bytes)
+        local, remote = moved.local_blocks[:whole], moved.remote_blocks[:whole]
+        if min(local.size, remote.size) < whole or remote.max() >= self._peer.layout.blocks:
+            raise InvalidTransfer(
+                f"remote blocks {remote} are not {whole} of the {self._peer.layout.blocks} there"
+            )
+        slices = self._chosen(template, local, remote, slice_bytes)
         if not rest:
             return whole * template.bytes, slices
         last = replace(
@@ -255,9 +258,9 @@ class _Pair:
     def _planned(self, moved: Moved, slice_bytes: int) -> tuple[int, Iterator[_Slice]]:
         pieces = plan(
             self._memory.layout,
-            moved.local_blocks,
+            moved.local_blocks.tolist(),
             self._peer.layout,
-            moved.remote_blocks,
+            moved.remote_blocks.tolist(),
             moved.tokens,
             local_start=moved.local_start,
             remote_start=moved.remote_start,
@@ -265,17 +268,6 @@ class _Pair:
         local = local_descriptors(pieces, self._memory.regions)
         remote = remote_descriptors(pieces, self._peer.regions)
         return pieces.bytes, _cut_rows(local, remote, slice_bytes)
-
-    @staticmethod
-    def _places(blocks: Sequence[int], count: int, layout: BlockLayout) -> Indices:
-        if len(blocks) < count:
-            raise InvalidTransfer(f"{len(blocks)} blocks are given, and {count} are needed")
-        places = np.array(blocks[:count], np.int32)
-        if places.min() < 0 or places.max() >= layout.blocks:
-            raise InvalidTransfer(
-                f"blocks {places.min()} to {places.max()} are not among the {layout.blocks} there"
-            )
-        return places
 
     def _chosen(
         self, template: _Template, local: Indices, remote: Indices, slice_bytes: int
