@@ -376,9 +376,7 @@ class TransferAgent:
             self._ticket = ticket
         ids = _checked_ids("remote", blocks, self._leased.size)
         if not self._leased[ids].all():
-            raise InvalidTransfer(
-                f"the ticket of {ticket.agent} is not of the remote blocks {_told(ids)}"
-            )
+            raise InvalidTransfer(f"the ticket is not of all of the remote blocks {_told(ids)}")
         if operation == "write" and not ticket.writable:
             raise InvalidTransfer(f"the ticket of {ticket.agent} is for reading")
         return ids
@@ -555,7 +553,7 @@ def _checked_ids(side: str, blocks: Sequence[int], there_are: int) -> Indices:
     if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
         raise InvalidTransfer(f"{side} blocks are a list of ids, not {blocks!r:.80}")
     if given.min() < 0 or given.max() >= there_are:
-        raise InvalidTransfer(f"{side} blocks {_told(given)} are not among the {there_are} there")
+        raise InvalidTransfer(f"{side} blocks {_told(given)} are not all below {there_are}")
     ids: Indices = given.astype(np.int32)
     if ids.size > 1 and (uses := np.bincount(ids)).max() > 1:
         raise InvalidTransfer(f"{side} block {uses.argmax()} is given twice")
