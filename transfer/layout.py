@@ -427,9 +427,13 @@ class _Conversion:
         others = _cuts(remote_start, self._remote.block_size, tokens)
         if not np.array_equal(begins, others):
             begins = np.union1d(begins, others)
-        counts = np.diff(begins, append=tokens)
         local_base = _bases(self._local, ours, local_start + begins)
         remote_base = _bases(self._remote, theirs, remote_start + begins)
+        if begins.size == 1:
+            return _moved(self._template(tokens), local_base, remote_base)
+        counts = np.empty_like(begins)
+        counts[:-1] = begins[1:] - begins[:-1]
+        counts[-1] = tokens - begins[-1]
         # Blocks that were freed in their order are taken in the opposite one.
         order = np.argsort(local_base)
         counts, local_base, remote_base = counts[order], local_base[order], remote_base[order]
@@ -521,6 +525,17 @@ def _bases(layout: BlockLayout, blocks: Integers, places: Integers) -> Integers:
 def _same_places(one: Pieces, other: Pieces) -> bool:
     return np.array_equal(one.local_offset, other.local_offset) and np.array_equal(
         one.remote_offset, other.remote_offset
+    )
+
+
+def _moved(template: Pieces, local_base: Integers, remote_base: Integers) -> Pieces:
+    """The pieces of one block, where they are."""
+    return Pieces(
+        template.local_region,
+        template.local_offset + local_base,
+        template.remote_region,
+        template.remote_offset + remote_base,
+        template.length,
     )
 
 
