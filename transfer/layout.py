@@ -388,6 +388,8 @@ def _checked_ids(
         raise InvalidTransfer(
             f"{side} blocks {ids.min()} to {ids.max()} are not among the {layout.blocks} there"
         )
+    if ids.size == 1:
+        return ids
     ordered = np.sort(ids)
     if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
         raise InvalidTransfer(f"{side} block {twice[0]} is given twice")
@@ -437,12 +439,13 @@ class _Conversion:
         # Blocks that were freed in their order are taken in the opposite one.
         order = np.argsort(local_base)
         counts, local_base, remote_base = counts[order], local_base[order], remote_base[order]
+        groups = self._groups(tuple(sorted(set(counts.tolist()))))
+        if len(groups) == 1:
+            return _joined(groups[0], counts, local_base, remote_base)
         found: list[Pieces] = []
-        for group in self._groups(tuple(sorted(set(counts.tolist())))):
+        for group in groups:
             chosen = np.isin(counts, list(group.lengths))
             found.append(_joined(group, counts[chosen], local_base[chosen], remote_base[chosen]))
-        if len(found) == 1:
-            return found[0]
         return Pieces(
             np.concatenate([each.local_region for each in found]),
             np.concatenate([each.local_offset for each in found]),
