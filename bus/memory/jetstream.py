@@ -17,6 +17,7 @@ from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
     AckKind,
+    ConnectionState,
     ConsumeOptions,
     ConsumerInfo,
     Delivery,
@@ -46,6 +47,8 @@ class Link(Protocol):
 
     @property
     def max_payload(self) -> int: ...
+    @property
+    def state(self) -> ConnectionState: ...
     def send(self, command: Callable[[], None], size: int = 0) -> None: ...
     def deliver(self, delivery: Callable[[], None]) -> None: ...
     def call(self, callback: Callable[[], None], what: str) -> None: ...

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from dynbus.bus.transport import AckKind, ConsumerInfo, Delivery, PullConsumerConfig
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.transport import (
+    AckKind,
+    ConnectionState,
+    ConsumerInfo,
+    Delivery,
+    PullConsumerConfig,
+)
 
 from .stream import MemoryStream
 
@@ -18,6 +26,8 @@ from .stream import MemoryStream
 class Link(Protocol):
     """What a reader needs of its connection."""
 
+    @property
+    def state(self) -> ConnectionState: ...
     def send(self, command: Callable[[], None], size: int = 0) -> None: ...
     def deliver(self, delivery: Callable[[], None]) -> None: ...
     def call(self, callback: Callable[[], None], what: str) -> None: ...
@@ -71,7 +81,10 @@ class MemoryPullReader:
     async def stop(self) -> None:
         self._stopped = True
         self.connection.send(partial(self._server.forget_reader, self))
-        await self.connection.barrier()
+        # Without a session nothing is on its way.
+        if self.connection.state is ConnectionState.CONNECTED:
+            with suppress(Unavailable):
+                await self.connection.barrier()
 
     def miss(self) -> None:
         """There is no such consumer; when it is made, the server starts the reader again."""

@@ -25,6 +25,8 @@ KV_EVENTS: Final = "_kv"
 KV_RESYNC: Final = "_kv_resync"
 KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
+WORK: Final = "_work"
+DEAD: Final = "_dead"
 TRANSFER_BUCKET: Final = "dynbus_transfer_agents"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
@@ -214,6 +216,28 @@ def kv_election_subject(namespace: str, component: str) -> str:
 def transfer_agent_subject(agent: str) -> str:
     """Where the description of an agent of transfers is stored."""
     return f"$KV.{TRANSFER_BUCKET}.{agent}"
+
+
+def work_subject(queue: EndpointName) -> str:
+    """Where jobs of an endpoint are put."""
+    return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}"
+
+
+def work_stream(queue: EndpointName) -> str:
+    """The stream of an endpoint's jobs; `+` is in no token, so no two endpoints share one."""
+    return f"DYNBUS_WORK_{queue.namespace}+{queue.component}+{queue.endpoint}"
+
+
+def dead_letter_subject(
+    namespace: str, component: str = "*", endpoint: str = "*", letter: str = "*"
+) -> str:
+    """Where one dead letter of an endpoint's jobs is kept; `*` for any."""
+    return f"{namespace}.{component}.{DEAD}.{endpoint}.{letter}"
+
+
+def dead_letter_stream(namespace: str) -> str:
+    """The stream of the dead letters of a namespace."""
+    return f"DYNBUS_DEAD_{namespace}"
 
 
 class ReplySubjects:

@@ -1,14 +1,27 @@
-"""What a job in a work queue is, and how it can end."""
+"""What a job in a work queue is, and what is to become of it. No I/O, no clock."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple
+
+from dynbus.bus.errors import ConfigError, describe_exception
+from dynbus.bus.protocol import headers as header_names
+from dynbus.bus.transport import REPLICAS, Delivery
+
+MAX_ERROR_TEXT: Final = 1024
+MAX_RETRY_DELAY: Final = 60.0
+MIN_ACK_WAIT: Final = 0.2
+
+_JOB_ID = re.compile(r"[!-~]{1,128}")
+_RESERVED: Final = ("nats-", "dynbus-job", "dynbus-dead")
+_NOT_PRINTABLE = re.compile(r"[^ -~]")
 
 
 class JobEnd(StrEnum):
-    """How a job left its queue, or its taker."""
+    """How a job left its taker."""
 
     DONE = "done"
     """Acknowledged, and the server has confirmed it."""
@@ -19,9 +32,18 @@ class JobEnd(StrEnum):
     EXPIRED = "expired"
     """Dropped because its deadline had passed before it was begun."""
     DEAD = "dead"
-    """Put among the dead letters: it was tried too often, or its taker refused it for good."""
+    """Put among the dead letters."""
+
+
+class DeathReason(StrEnum):
+    """Why a job is a dead letter."""
+
+    TRIES = "tries"
+    """It failed, or its taker went silent, as often as it may be tried."""
+    REFUSED = "refused"
+    """A taker said that trying again is of no use."""
     MALFORMED = "malformed"
-    """Put among the dead letters because it is no job."""
+    """Its headers cannot be read."""
 
 
 class QueueDepth(NamedTuple):
@@ -41,45 +63,148 @@ class QueueDepth(NamedTuple):
         return self.waiting + self.held
 
 
-class Job(Protocol):
-    """A job that a taker holds. It is kept alive until one of `ack`, `nak` and `bury` is called,
-    and goes to another taker when its own is gone or frozen for the queue's `ack_wait`.
-
-    As a context manager it is acknowledged when the block ends, and given back with the error when
-    the block raises.
+class WorkQueueConfig(NamedTuple):
+    """How a work queue is kept. Whoever makes the queue decides; `tries` and `retry_delay` are
+    each taker's own.
 
     Attributes:
-        job_id: as it was put.
-        data: as it was put.
-        headers: as they were put.
-        tries: how often it was handed out, this time included.
-        deadline: on the library's monotonic clock in seconds; None without one.
-        queued_at: Unix seconds at which the server stored it.
+        ack_wait: seconds after which a job goes to another taker when its own gives no sign.
+        tries: how often a job is handed out before it is a dead letter.
+        retry_delay: seconds before a job that failed is tried again; doubled for each failure.
+        max_jobs: a put beyond that raises `Overloaded`.
+        max_bytes: of all jobs, likewise.
+        max_age: seconds after which a job that nobody takes is dropped.
+        in_memory: lost when the server restarts.
+        replicas: how many servers of a cluster keep it at most.
+    """
+
+    ack_wait: float = 30.0
+    tries: int = 5
+    retry_delay: float = 0.5
+    max_jobs: int = 10_000
+    max_bytes: int = 256 * 1024 * 1024
+    max_age: float = 24 * 3600.0
+    in_memory: bool = False
+    replicas: int = REPLICAS
+
+    def check(self) -> WorkQueueConfig:
+        """Return it when it is usable.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if not MIN_ACK_WAIT <= self.ack_wait <= 24 * 3600.0:
+            raise ConfigError(
+                f"ack_wait = {self.ack_wait} is not usable: give {MIN_ACK_WAIT} to 86400 seconds"
+            )
+        if self.tries < 1:
+            raise ConfigError(f"tries = {self.tries} is not usable: give 1 or more")
+        if not 0 <= self.retry_delay <= MAX_RETRY_DELAY:
+            raise ConfigError(
+                f"retry_delay = {self.retry_delay} is not usable: give 0 to {MAX_RETRY_DELAY:g} "
+                "seconds"
+            )
+        for name in ("max_jobs", "max_bytes", "replicas"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} is not usable: give 1 or more")
+        if not self.max_age >= 1.0:
+            raise ConfigError(f"max_age = {self.max_age} is not usable: give 1 second or more")
+        return self
+
+    def delay_after(self, tries: int) -> float:
+        """Seconds before a job is tried again that has failed `tries` times."""
+        return min(self.retry_delay * 2.0 ** min(tries - 1, 30), MAX_RETRY_DELAY)
+
+
+class Facts(NamedTuple):
+    """What a delivery says of its job.
+
+    Attributes:
+        headers: those that were put with it, and no others.
+        deadline: Unix seconds; None without one.
     """
 
     job_id: str
-    data: bytes
     headers: Mapping[str, str]
-    tries: int
     deadline: float | None
-    queued_at: float
 
-    async def ack(self) -> None:
-        """Say that it is done; on return the server has confirmed that nobody gets it again.
 
-        Raises:
-            UnknownOutcome: no confirmation came in time; another taker may get it.
-        """
-        ...
+class Verdict(NamedTuple):
+    """What is to be done with a delivery: begin it where both are None.
 
-    async def nak(self, error: BaseException | str = "", *, delay: float | None = None) -> None:
-        """Give it back, to be tried again after `delay` seconds (the queue's own pause unless
-        told). After the last try it becomes a dead letter with this error."""
-        ...
+    Attributes:
+        end: DEAD or EXPIRED.
+        reason: of a dead letter.
+        error: of a dead letter.
+    """
 
-    async def bury(self, error: BaseException | str) -> None:
-        """Make it a dead letter now: trying again is of no use."""
-        ...
+    facts: Facts
+    end: JobEnd | None = None
+    reason: DeathReason | None = None
+    error: str = ""
 
-    async def __aenter__(self) -> Job: ...
-    async def __aexit__(self, *exception: object) -> None: ...
+
+def job_headers(
+    job_id: str, deadline: float | None, headers: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What a job is put with, beside the id by which the server knows a repeat.
+
+    Args:
+        deadline: Unix seconds.
+
+    Raises:
+        ConfigError: the id is not 1 to 128 printable ASCII characters without spaces, or a header's
+            name is reserved.
+    """
+    if not _JOB_ID.fullmatch(job_id):
+        raise ConfigError(
+            f"job id {job_id!r} is not usable: give 1 to 128 printable ASCII characters without "
+            "spaces"
+        )
+    for name in headers or ():
+        if is_reserved(name):
+            raise ConfigError(f"header {name!r} is not usable: the queue has its own")
+    fields = {**(headers or {}), header_names.JOB: job_id}
+    if deadline is not None:
+        fields[header_names.JOB_DEADLINE] = str(int(deadline * 1000))
+    return fields
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a header is the server's or the queue's own."""
+    return name.lower().startswith(_RESERVED)
+
+
+def judge(delivery: Delivery, now: float, max_tries: int) -> Verdict:
+    """What is to be done with a delivery.
+
+    Args:
+        now: Unix seconds.
+    """
+    message = delivery.message
+    fields = message.headers
+    # A plain NATS client may put jobs too.
+    job_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID) or ""
+    own = {name: value for name, value in fields.items() if not is_reserved(name)}
+    text = fields.get(header_names.JOB_DEADLINE)
+    readable = text is None or re.fullmatch("[0-9]{1,15}", text) is not None
+    deadline = int(text) / 1000 if text is not None and readable else None
+    facts = Facts(job_id or f"#{message.sequence}", own, deadline)
+    if not readable:
+        error = f"{header_names.JOB_DEADLINE} is {text!r}, which is no time in milliseconds"
+        return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
+    if not _JOB_ID.fullmatch(facts.job_id):
+        error = f"the job id {facts.job_id!r} is no printable ASCII without spaces, of 128 at most"
+        return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
+    if deadline is not None and now >= deadline:
+        return Verdict(facts, JobEnd.EXPIRED)
+    if delivery.tries > max_tries:
+        error = f"its taker gave no sign on try {delivery.tries - 1} of {max_tries}"
+        return Verdict(facts, JobEnd.DEAD, DeathReason.TRIES, error)
+    return Verdict(facts)
+
+
+def error_text(error: BaseException | str) -> str:
+    """An error as a header can carry it."""
+    text = error if isinstance(error, str) else describe_exception(error)
+    return _NOT_PRINTABLE.sub("?", " ".join(text.split()))[:MAX_ERROR_TEXT]

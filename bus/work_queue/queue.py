@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+
+import anyio
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.transport import REPLICAS
 
-from .job import Job, QueueDepth
-
-
-class WorkQueueConfig(NamedTuple):
-    """How a work queue is kept; whoever makes it first decides, except for `tries` and
-    `retry_delay`, which are those of each taker.
-
-    Attributes:
-        ack_wait: seconds after which a job goes to another taker when its own gives no sign.
-        tries: how often a job is handed out before it is a dead letter.
-        retry_delay: seconds before a job that failed is tried again; doubled for each failure.
-        max_jobs: a put beyond that raises `Overloaded`.
-        max_bytes: of all jobs, likewise.
-        max_age: seconds after which a job that nobody takes is dropped.
-        in_memory: lost when the server restarts.
-        replicas: how many servers of a cluster keep it at most.
-    """
-
-    ack_wait: float = 30.0
-    tries: int = 5
-    retry_delay: float = 0.5
-    max_jobs: int = 10_000
-    max_bytes: int = 256 * 1024 * 1024
-    max_age: float = 24 * 3600.0
-    in_memory: bool = False
-    replicas: int = REPLICAS
-
-
-class Taker:
-    """Takes jobs of a queue, at most `limit` at a time: iterate over it."""
-
-    def __aiter__(self) -> AsyncIterator[Job]:
-        raise NotImplementedError
-
-    async def drain(self) -> None:
-        """Take no more and give back what is not begun; iterations end. Jobs that are held stay so
-        until they are settled, or the taker's block is left."""
-        raise NotImplementedError
+from .dead_letters import DeadLetters
+from .job import JobEnd, QueueDepth, WorkQueueConfig
+from .job_stream import JobStream
+from .taker import CLOSE_SECONDS, Taker
 
 
 class WorkQueue:
     """A queue of jobs: each is done by one of its takers, and none is lost.
 
     A job is handed out at least once, and again until it is acknowledged. After `config.tries` it
-    is a dead letter (see `DeadLetters`).
+    is a dead letter (see `DeadLetters`). The queue is made when it is first used.
 
     Args:
         name: the endpoint that it is a queue of.
+
+    Attributes:
+        ended: how many jobs left the takers of this object, by how they did.
+
+    Raises:
+        ConfigError: `config` is not usable.
     """
 
     def __init__(
@@ -67,8 +40,12 @@ class WorkQueue:
         config: WorkQueueConfig = WorkQueueConfig(),  # noqa: B008 - a frozen named tuple
     ) -> None:
         self.name = name
-        self.config = config
+        self.ended: Counter[JobEnd] = Counter()
         self._bus = bus
+        self._jobs = JobStream(bus.data, name, config)
+
+    def __repr__(self) -> str:
+        return f"<WorkQueue {self.name}>"
 
     async def put(
         self,
@@ -83,8 +60,9 @@ class WorkQueue:
         last two minutes is not put again.
 
         Args:
+            job_id: 1 to 128 printable ASCII characters without spaces.
             deadline: on the library's monotonic clock in seconds; a job that is not begun by then
-                is dropped.
+                is dropped. It crosses as a time of day, so clocks of machines must agree.
             timeout: seconds to try for; a try that was not answered is repeated.
 
         Raises:
@@ -93,10 +71,11 @@ class WorkQueue:
             PayloadTooLarge: it does not fit into a message.
             Unavailable: the server did not confirm it in time; it may be there.
         """
-        raise NotImplementedError
+        await self._jobs.put(data, job_id, deadline, headers, timeout)
 
-    def take(self, limit: int = 1) -> AbstractAsyncContextManager[Taker]:
-        """Take jobs, at most `limit` at a time:
+    @asynccontextmanager
+    async def take(self, limit: int = 1) -> AsyncGenerator[Taker]:
+        """Take jobs, and hold at most `limit` at a time:
 
             async with queue.take(limit=4) as taker:
                 async for job in taker:
@@ -104,8 +83,21 @@ class WorkQueue:
                         ...
 
         Leaving the block gives back what is not settled.
+
+        Raises:
+            ConfigError: there is a stream of the queue's name with other subjects.
+            Unavailable: the server does not answer.
         """
-        raise NotImplementedError
+        await self._jobs.ensure()
+        letters = DeadLetters(
+            self._bus.data.jetstream, self.name.namespace, self._jobs.config.replicas
+        )
+        taker = Taker(self._jobs, letters, self._bus.background, limit, self.ended)
+        try:
+            yield taker
+        finally:
+            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+                await taker.close()
 
     async def depth(self, *, max_age: float = 0.25) -> QueueDepth:
         """How many jobs there are, as the server said at most `max_age` seconds ago, and what was
@@ -114,4 +106,4 @@ class WorkQueue:
         Raises:
             Unavailable: the server does not say.
         """
-        raise NotImplementedError
+        return await self._jobs.depth(max_age)

@@ -1,0 +1,218 @@
+"""Jobs that nobody could do: kept with the reason, to be looked at, tried again or dropped."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from dynbus.bus.errors import DynbusError, PayloadTooLarge
+from dynbus.bus.protocol import headers as header_names
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    check_token,
+    dead_letter_stream,
+    dead_letter_subject,
+    work_subject,
+)
+from dynbus.bus.transport import (
+    REPLICAS,
+    JetStream,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamFull,
+    StreamLimits,
+)
+
+from .job import DeathReason, error_text, is_reserved
+
+MAX_BYTES: Final = 256 * 1024 * 1024
+MAX_AGE: Final = 14 * 24 * 3600.0
+READ_TIMEOUT: Final = 10.0
+
+_LETTER_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class NoDeadLetter(DynbusError):
+    """Raised when there is no dead letter of an id."""
+
+    code = "NoDeadLetter"
+
+
+class DeadLetter(NamedTuple):
+    """A job that was given up.
+
+    Attributes:
+        letter_id: 16 hexadecimal digits; the same for the same job of the same queue.
+        queue: where the job was.
+        error: the last one that is known.
+        tries: how often the job was handed out.
+        queued_at, died_at: Unix seconds.
+        headers, data: as the job was put.
+        sequence: of the stream of dead letters.
+    """
+
+    letter_id: str
+    queue: EndpointName
+    job_id: str
+    reason: str
+    error: str
+    tries: int
+    queued_at: float
+    died_at: float
+    headers: Mapping[str, str]
+    data: bytes
+    sequence: int
+
+
+def letter_id_of(queue: EndpointName, job_id: str) -> str:
+    """The id of the letter that a job becomes."""
+    return hashlib.blake2s(f"{queue} {job_id}".encode(), digest_size=8).hexdigest()
+
+
+class DeadLetters:
+    """The dead letters of a namespace, of all its queues. The newest 256 MiB are kept, for 14 days.
+
+    Args:
+        replicas: how many servers of a cluster keep them at most.
+    """
+
+    def __init__(self, jetstream: JetStream, namespace: str, replicas: int = REPLICAS) -> None:
+        self.namespace = check_token("namespace", namespace)
+        self._jetstream = jetstream
+        self._stream = dead_letter_stream(namespace)
+        self._replicas = replicas
+
+    def __repr__(self) -> str:
+        return f"<DeadLetters {self.namespace}>"
+
+    async def put(
+        self,
+        queue: EndpointName,
+        job_id: str,
+        message: StoredMessage,
+        reason: DeathReason,
+        error: BaseException | str,
+        tries: int,
+    ) -> None:
+        """Keep a job; on return the server has stored it. Its last letter takes the place of an
+        earlier one.
+
+        Raises:
+            Unavailable: the server did not confirm it in time.
+        """
+        own = {name: value for name, value in message.headers.items() if not is_reserved(name)}
+        fields = {
+            **own,
+            header_names.JOB: error_text(job_id),
+            header_names.DEAD_REASON: reason,
+            header_names.DEAD_ERROR: error_text(error),
+            header_names.DEAD_TRIES: str(tries),
+            header_names.DEAD_QUEUED: str(int(message.time * 1000)),
+        }
+        subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
+        try:
+            await self._store(subject, message.data, fields)
+        except PayloadTooLarge:
+            # Plain NATS clients may leave no room for what a letter says beside its job.
+            fields[header_names.DEAD_ERROR] = error_text(
+                f"(its {len(message.data)} bytes were too many to keep) {error_text(error)}"
+            )
+            await self._store(subject, b"", {**fields, **dict.fromkeys(own, "")})
+
+    async def _store(self, subject: str, data: bytes, fields: Mapping[str, str]) -> None:
+        fields = {name: value for name, value in fields.items() if value}
+        try:
+            await self._jetstream.publish(subject, data, headers=fields)
+        except NoStream:
+            await self._make()
+            await self._jetstream.publish(subject, data, headers=fields)
+
+    async def _make(self) -> None:
+        limits = StreamLimits(max_bytes=MAX_BYTES, max_age=MAX_AGE, max_messages_per_subject=1)
+        subject = dead_letter_subject(self.namespace)
+        config = StreamConfig(self._stream, (subject,), limits, replicas=self._replicas)
+        await self._jetstream.ensure_stream(config)
+
+    async def find(self, component: str = "*", endpoint: str = "*") -> list[DeadLetter]:
+        """All letters, or those of a component or of one queue, oldest first."""
+        subject = dead_letter_subject(self.namespace, component, endpoint)
+        return await self._read(subject)
+
+    async def get(self, letter_id: str) -> DeadLetter:
+        """One letter.
+
+        Raises:
+            NoDeadLetter: there is none of this id.
+        """
+        if _LETTER_ID.fullmatch(letter_id):
+            found = await self._read(dead_letter_subject(self.namespace, letter=letter_id))
+            if found:
+                return found[-1]
+        raise NoDeadLetter(
+            f"{letter_id!r} is no dead letter of {self.namespace}: dynbus dlq list "
+            f"{self.namespace} names them"
+        )
+
+    async def retry(self, letter: DeadLetter) -> None:
+        """Put the job into its queue again, without its deadline and with all its tries, and drop
+        the letter.
+
+        Raises:
+            Unavailable: the queue does not exist, or the server does not answer; the letter stays.
+            StreamFull: the queue is full; the letter stays.
+        """
+        fields = {**letter.headers, header_names.JOB: letter.job_id}
+        try:
+            await self._jetstream.publish(
+                work_subject(letter.queue),
+                letter.data,
+                # Of the letter: whoever tries twice puts it once, and its first put is not in the
+                # way.
+                message_id=f"{letter.letter_id} {letter.sequence}",
+                headers=fields,
+            )
+        except StreamFull:
+            raise StreamFull(f"the queue {letter.queue} is full: try again later") from None
+        await self.purge(letter)
+
+    async def purge(self, letter: DeadLetter) -> None:
+        """Drop a letter; one that is gone is no error."""
+        subject = dead_letter_subject(*letter.queue, letter.letter_id)
+        await self._jetstream.purge(self._stream, subject)
+
+    async def _read(self, subject: str) -> list[DeadLetter]:
+        try:
+            # Told by any replica, and an empty list where there is no stream at all.
+            await self._jetstream.stream_info(self._stream)
+            found = await self._jetstream.read(self._stream, subject, timeout=READ_TIMEOUT)
+        except NoStream:
+            return []
+        return [letter for message in found if (letter := _letter(message)) is not None]
+
+
+def _letter(message: StoredMessage) -> DeadLetter | None:
+    tokens = message.subject.split(".")
+    if len(tokens) != 5 or not _LETTER_ID.fullmatch(tokens[4]):
+        return None
+    namespace, component, _, endpoint, letter_id = tokens
+    fields = message.headers
+    return DeadLetter(
+        letter_id,
+        EndpointName(namespace, component, endpoint),
+        fields.get(header_names.JOB, ""),
+        fields.get(header_names.DEAD_REASON, ""),
+        fields.get(header_names.DEAD_ERROR, ""),
+        _number(fields.get(header_names.DEAD_TRIES)),
+        _number(fields.get(header_names.DEAD_QUEUED)) / 1000,
+        message.time,
+        {name: value for name, value in fields.items() if not is_reserved(name)},
+        message.data,
+        message.sequence,
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,15}", text) else 0

@@ -1,0 +1,268 @@
+"""The stream of a work queue: made where it is missing, written, measured, and settled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+import anyio
+
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.errors import (
+    DeadlineExceeded,
+    DynbusError,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
+from dynbus.bus.protocol import headers as header_names
+from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
+from dynbus.bus.transport import (
+    AckKind,
+    Connection,
+    ConnectionState,
+    Delivery,
+    NoStream,
+    PullConsumerConfig,
+    StreamConfig,
+    StreamFull,
+    StreamLimits,
+)
+
+from .job import QueueDepth, WorkQueueConfig, is_reserved, job_headers
+
+logger = logging.getLogger(__name__)
+
+CONSUMER: Final = "takers"
+DUPLICATE_WINDOW: Final = 120.0
+MAX_PUT_SECONDS: Final = 100.0
+"""Below the window in which a repeat is known as one."""
+TRY_SECONDS: Final = 2.0
+RETRY_PAUSE: Final = 0.1
+MAX_RETRY_PAUSE: Final = 1.0
+LETTER_ROOM: Final = 4096
+"""Bytes of a message that a job leaves to what a dead letter says of it."""
+RETRY_AFTER_FULL: Final = 1.0
+
+
+class JobStream:
+    """What the putters and the takers of one queue share."""
+
+    def __init__(self, connection: Connection, name: EndpointName, config: WorkQueueConfig) -> None:
+        self.connection = connection
+        self.jetstream = connection.jetstream
+        self.name = name
+        self.config = config.check()
+        self.stream = work_stream(name)
+        self._subject = work_subject(name)
+        self._ack_wait = config.ack_wait
+        self._created = 0.0
+        self._depth = QueueDepth(0, 0)
+        self._measured = -1e9
+        self._measuring = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<JobStream {self.name}>"
+
+    @property
+    def ack_wait(self) -> float:
+        """That of the queue as it is, whoever made it; known after `ensure`."""
+        return self._ack_wait
+
+    @property
+    def created(self) -> float:
+        """Which of the streams of this name it was at the last `ensure`."""
+        return self._created
+
+    async def ensure(self) -> None:
+        """Make the stream and its consumer where they are missing.
+
+        Raises:
+            ConfigError: there is a stream of this name with other subjects.
+            NoRoom: there is no room to make it.
+            Unavailable: the server does not answer.
+        """
+        config = self.config
+        limits = StreamLimits(
+            max_bytes=config.max_bytes,
+            max_age=config.max_age,
+            max_messages=config.max_jobs,
+            duplicate_window=min(DUPLICATE_WINDOW, config.max_age),
+            discard_new=True,
+        )
+        await self.jetstream.ensure_stream(
+            StreamConfig(
+                self.stream,
+                (self._subject,),
+                limits,
+                work_queue=True,
+                in_memory=config.in_memory,
+                replicas=config.replicas,
+            )
+        )
+        consumer = PullConsumerConfig(CONSUMER, config.ack_wait)
+        await self.jetstream.ensure_pull_consumer(self.stream, consumer)
+        self._created = (await self.jetstream.stream_info(self.stream)).created
+        info = await self.jetstream.consumer_info(self.stream, CONSUMER)
+        self._ack_wait = info.ack_wait
+
+    async def put(
+        self,
+        data: bytes,
+        job_id: str,
+        deadline: float | None,
+        headers: Mapping[str, str] | None,
+        timeout: float,
+    ) -> None:
+        """See `WorkQueue.put`."""
+        now = monotonic()
+        until = now + min(timeout, MAX_PUT_SECONDS)
+        ends = None if deadline is None else unix_time() + deadline - now
+        fields = job_headers(job_id, ends, headers)
+        room = self.jetstream.max_payload - LETTER_ROOM
+        size = len(data) + sum(len(name) + len(value) + 4 for name, value in fields.items())
+        if size > room:
+            raise PayloadTooLarge(
+                f"a job of {size} bytes does not fit into the queue {self.name}, whose messages "
+                f"have room for {room}: put what it is about elsewhere, and its name into the job"
+            )
+        if deadline is not None:
+            if deadline <= now:
+                raise DeadlineExceeded(f"job {job_id} was not put: its deadline has passed")
+            until = min(until, deadline)
+        await self._store(data, job_id, fields, until)
+        self._depth = self._depth._replace(waiting=self._depth.waiting + 1)
+
+    async def _store(
+        self, data: bytes, job_id: str, fields: Mapping[str, str], until: float
+    ) -> None:
+        pause = RETRY_PAUSE
+        while True:
+            left = until - monotonic()
+            try:
+                await self.jetstream.publish(
+                    self._subject,
+                    data,
+                    timeout=min(TRY_SECONDS, max(left, RETRY_PAUSE)),
+                    message_id=job_id,
+                    headers=fields,
+                )
+                return
+            except StreamFull:
+                raise Overloaded(
+                    f"the queue {self.name} is full", retry_after=RETRY_AFTER_FULL, started=False
+                ) from None
+            except (NoStream, Unavailable) as error:
+                failure = error
+            if isinstance(failure, NoStream):
+                # Also the answer of servers that elect a leader: then making it fails, or it is
+                # there already.
+                try:
+                    await self.ensure()
+                except Unavailable as error:
+                    failure = error
+            if monotonic() + pause >= until:
+                raise Unavailable(
+                    f"job {job_id} was not confirmed by the queue {self.name} and may be in it: "
+                    f"{failure}"
+                ) from failure
+            await anyio.sleep(pause)
+            pause = min(2 * pause, MAX_RETRY_PAUSE)
+
+    async def depth(self, max_age: float, timeout: float = TRY_SECONDS) -> QueueDepth:
+        """See `WorkQueue.depth`."""
+        if monotonic() - self._measured < max_age:
+            return self._depth
+        async with self._measuring:
+            # Whoever waited has been answered by the one before.
+            if monotonic() - self._measured >= max_age:
+                await self._measure(timeout)
+        return self._depth
+
+    async def _measure(self, timeout: float) -> None:
+        try:
+            info = await self.jetstream.consumer_info(self.stream, CONSUMER, timeout=timeout)
+        except NoStream:
+            await self.ensure()
+            info = await self.jetstream.consumer_info(self.stream, CONSUMER, timeout=timeout)
+        self._depth = QueueDepth(info.pending, info.ack_pending)
+        self._measured = monotonic()
+
+    async def drop(self, delivery: Delivery, created: float, until: float) -> bool:
+        """Have a job leave the queue; False when the server did not confirm that in time."""
+        pause = RETRY_PAUSE
+        while (left := until - monotonic()) > 0:
+            try:
+                await self.jetstream.acknowledge(
+                    delivery.token, AckKind.ACK, timeout=min(TRY_SECONDS / 2, left)
+                )
+                return True
+            except DynbusError as error:
+                logger.debug("%r: %s", self, error)
+            try:
+                if await self._is_dropped(delivery, created, min(TRY_SECONDS, left)):
+                    return True
+            except DynbusError as error:
+                logger.debug("%r: %s", self, error)
+            await anyio.sleep(pause)
+            pause = min(2 * pause, MAX_RETRY_PAUSE)
+        return False
+
+    async def _is_dropped(self, delivery: Delivery, created: float, timeout: float) -> bool:
+        """Drop a message whose delivery its server has forgotten: it answers nothing of it."""
+        if self.connection.state is not ConnectionState.CONNECTED:
+            return False
+        try:
+            info = await self.jetstream.stream_info(self.stream, timeout=timeout)
+            # A stream that was made again has other jobs under the same numbers.
+            if info.created == created:
+                sequence = delivery.message.sequence
+                await self.jetstream.delete_message(self.stream, sequence, timeout=timeout)
+        except NoStream:
+            return False
+        return True
+
+    async def put_again(self, delivery: Delivery, job_id: str) -> bool:
+        """Put a copy of a job whose deliveries are used up though nothing was wrong with it; False
+        where it cannot be put."""
+        message = delivery.message
+        fields = {
+            name: value
+            for name, value in message.headers.items()
+            if not is_reserved(name) or name == header_names.JOB_DEADLINE
+        }
+        fields[header_names.JOB] = job_id
+        try:
+            await self.jetstream.publish(
+                self._subject,
+                message.data,
+                timeout=TRY_SECONDS,
+                message_id=f"{job_id} again {message.sequence}",
+                headers=fields,
+            )
+        except DynbusError as error:
+            logger.warning("job %s of %s could not be put again: %s", job_id, self.name, error)
+            return False
+        return True
+
+    async def give_back(self, delivery: Delivery, delay: float) -> None:
+        """Have a job handed out again; where the server does not hear it, that takes `ack_wait`."""
+        try:
+            await self.jetstream.acknowledge(
+                delivery.token, AckKind.NAK, delay=delay, timeout=TRY_SECONDS
+            )
+        except DynbusError as error:
+            logger.debug("%r: a job comes back after %s s: %s", self, self.ack_wait, error)
+
+    async def keep(self, delivery: Delivery) -> bool:
+        """Have the server wait for another `ack_wait`; False when it did not hear that."""
+        try:
+            await self.jetstream.acknowledge(
+                delivery.token, AckKind.IN_PROGRESS, timeout=self.ack_wait / 4
+            )
+        except DynbusError as error:
+            logger.debug("%r: a job was not kept: %s", self, error)
+            return False
+        return True

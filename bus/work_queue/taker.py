@@ -1,0 +1,410 @@
+"""Taking jobs of a queue, and holding them until they are settled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Self
+
+import anyio
+
+from dynbus.bus.background import Background, Work
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.errors import ConfigError, DynbusError, UnknownOutcome
+from dynbus.bus.transport import ConnectionState, Delivery
+
+from .dead_letters import DeadLetters
+from .job import DeathReason, Facts, JobEnd, Verdict, judge
+from .job_stream import CONSUMER, JobStream
+
+logger = logging.getLogger(__name__)
+
+MAX_LIMIT: Final = 4096
+KEEP_FRACTION: Final = 4
+"""How often a job is kept alive within its `ack_wait`."""
+SETTLE_SECONDS: Final = 30.0
+CLOSE_SECONDS: Final = 5.0
+REMEMBERED: Final = 4096
+"""Settled jobs that are known again when a server that was killed hands them out once more."""
+
+JobKey = tuple[int, float]
+"""The sequence of a job and the time at which it was stored: another stream has others."""
+
+
+def _key(delivery: Delivery) -> JobKey:
+    return delivery.message.sequence, delivery.message.time
+
+
+class Job:
+    """A job that a taker holds. It is kept alive until one of `ack`, `nak` and `bury` is called,
+    and goes to another taker when its own is gone or frozen for the queue's `ack_wait`.
+
+    As a context manager it is acknowledged when the block ends. When the block raises, it is given
+    back with the error, which goes on; when it is cancelled, it is given back at once.
+
+    Attributes:
+        job_id: as it was put.
+        data: as it was put.
+        headers: as they were put.
+        tries: how often it was handed out, this time included.
+        deadline: on the library's monotonic clock in seconds; None without one.
+        queued_at: Unix seconds at which the server stored it.
+    """
+
+    def __init__(self, taker: Taker, delivery: Delivery, facts: Facts, created: float) -> None:
+        self.job_id = facts.job_id
+        self.data = delivery.message.data
+        self.headers: Mapping[str, str] = facts.headers
+        self.tries = delivery.tries
+        self.deadline = (
+            None if facts.deadline is None else monotonic() + facts.deadline - unix_time()
+        )
+        self.queued_at = delivery.message.time
+        self.delivery = delivery
+        self.created = created
+        self.heard = monotonic()
+        self._taker = taker
+        self._is_settled = False
+
+    def __repr__(self) -> str:
+        state = "settled" if self._is_settled else "held"
+        return f"<Job {self.job_id} [{state} | tries: {self.tries}]>"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `ack`, `nak` or `bury` was called."""
+        return self._is_settled
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the server was not heard for so long that another taker may have the job."""
+        return monotonic() - self.heard > self._taker.ack_wait
+
+    async def ack(self) -> None:
+        """Say that it is done; on return the server has confirmed that nobody gets it again.
+
+        Raises:
+            UnknownOutcome: no confirmation came in 30 seconds; another taker may get it.
+        """
+        await self._settle(self._taker.finish)
+
+    async def nak(self, error: BaseException | str = "", *, delay: float | None = None) -> None:
+        """Give it back, to be tried again after `delay` seconds (the queue's own pause unless
+        told). After the last try it becomes a dead letter with this error."""
+
+        async def settle(job: Job) -> None:
+            await self._taker.retry(job, error, delay)
+
+        await self._settle(settle)
+
+    async def give_back(self) -> None:
+        """Give it back at once: nothing was wrong with it, its taker leaves. That never makes it a
+        dead letter."""
+        await self._settle(self._taker.give_back)
+
+    async def bury(self, error: BaseException | str) -> None:
+        """Make it a dead letter now: trying again is of no use."""
+
+        async def settle(job: Job) -> None:
+            await self._taker.bury(job, error)
+
+        await self._settle(settle)
+
+    async def _settle(self, how: Callable[[Job], Awaitable[None]]) -> None:
+        if self._is_settled:
+            raise RuntimeError(f"job {self.job_id} was settled before")
+        self._is_settled = True
+        await self._taker.settle(self, how)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._is_settled:
+            return
+        if error is None:
+            await self.ack()
+        elif isinstance(error, Exception):
+            await self.nak(error)
+        else:
+            await self.give_back()
+
+
+class Taker:
+    """Takes jobs of a queue: iterate over it. `WorkQueue.take` makes one.
+
+    At most `limit` jobs are held at a time; no other is asked for before one of them is settled,
+    so a job never waits behind others at a taker while another taker is idle.
+
+    Attributes:
+        ended: how many jobs left it, by how they did; shared by the takers of a queue.
+    """
+
+    def __init__(
+        self,
+        jobs: JobStream,
+        letters: DeadLetters,
+        background: Background,
+        limit: int,
+        ended: Counter[JobEnd],
+    ) -> None:
+        if not 1 <= limit <= MAX_LIMIT:
+            raise ConfigError(f"limit = {limit} is not usable: give 1 to {MAX_LIMIT} jobs")
+        self.ended = ended
+        self._jobs = jobs
+        self._letters = letters
+        self._background = background
+        self._limit = limit
+        self._held: dict[JobKey, Job] = {}
+        self._ready: deque[Delivery] = deque()
+        self._waiting = 0
+        self._settling = 0
+        self._settled: OrderedDict[JobKey, None] = OrderedDict()
+        self._drained = False
+        self._changed = asyncio.Event()
+        self._keep_now = asyncio.Event()
+        self._is_missing = asyncio.Event()
+        self._stop_listening = jobs.connection.on_state(self._on_state)
+        self._reader = jobs.jetstream.pull(
+            jobs.stream, CONSUMER, self._receive, on_missing=self._is_missing.set
+        )
+        self._works: list[Work] = [
+            background.start(self._keep, name=f"keep jobs of {jobs.name}"),
+            background.start(self._make, name=f"make the queue {jobs.name}"),
+        ]
+
+    def __repr__(self) -> str:
+        state = "drained" if self._drained else "taking"
+        return f"<Taker {self._jobs.name} [{state} | held: {len(self._held)} of {self._limit}]>"
+
+    @property
+    def ack_wait(self) -> float:
+        """Seconds after which a job of which nothing is heard goes to another taker."""
+        return self._jobs.ack_wait
+
+    @property
+    def held(self) -> int:
+        """Jobs that are handed out and not settled."""
+        return len(self._held)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Job:
+        self._waiting += 1
+        try:
+            while True:
+                job = await self._begin_one()
+                if job is not None:
+                    return job
+                if self._drained:
+                    raise StopAsyncIteration
+                self._ask()
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._waiting -= 1
+
+    async def drain(self) -> None:
+        """Take no more and give back what is not begun; iterations end. Jobs that are held stay so
+        until they are settled, or the block of `take` is left."""
+        if self._drained:
+            return
+        self._drained = True
+        self._changed.set()
+        await self._reader.stop()
+        while self._ready:
+            delivery = self._ready.popleft()
+            await self._return(delivery, judge(delivery, unix_time(), 0).facts.job_id)
+
+    async def close(self) -> None:
+        """Drain, and give back what is held too."""
+        try:
+            await self.drain()
+            async with anyio.create_task_group() as tasks:
+                for job in list(self._held.values()):
+                    if not job.is_settled:
+                        tasks.start_soon(job.give_back)
+            while self._settling:
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._stop_listening()
+            for work in self._works:
+                work.cancel()
+
+    # Jobs that come --------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        room = self._limit - len(self._held)
+        count = min(self._waiting, room) - len(self._ready) - self._reader.wanted
+        if count > 0:
+            self._reader.ask(count)
+
+    def _receive(self, delivery: Delivery) -> None:
+        key = _key(delivery)
+        if (job := self._held.get(key)) is not None:
+            # A server that was killed had not kept to itself that we have it, or was not heard for
+            # so long that it gave it to us once more.
+            job.delivery = delivery
+            self._ask()
+        elif key in self._settled:
+            self._background.start(self._drop_again, delivery, name="settle a job again")
+            self._ask()
+        else:
+            self._ready.append(delivery)
+            self._changed.set()
+
+    async def _begin_one(self) -> Job | None:
+        """The next job that may begin; None where there is none."""
+        while self._ready and not self._drained and len(self._held) < self._limit:
+            delivery = self._ready.popleft()
+            verdict = judge(delivery, unix_time(), self._jobs.config.tries)
+            if verdict.end is None:
+                job = Job(self, delivery, verdict.facts, self._jobs.created)
+                self._held[_key(delivery)] = job
+                return job
+            await self._refuse(delivery, verdict)
+        return None
+
+    async def _refuse(self, delivery: Delivery, verdict: Verdict) -> None:
+        """Have a job leave the queue that is not to be begun."""
+        job_id = verdict.facts.job_id
+        if verdict.end is JobEnd.EXPIRED:
+            logger.info("job %s of %s is dropped: its deadline passed", job_id, self._jobs.name)
+        elif not await self._write_letter(
+            delivery, job_id, verdict.reason or DeathReason.TRIES, verdict.error
+        ):
+            return
+        if await self._drop(delivery, self._jobs.created):
+            self.ended[verdict.end or JobEnd.DEAD] += 1
+
+    async def _write_letter(
+        self, delivery: Delivery, job_id: str, reason: DeathReason, error: BaseException | str
+    ) -> bool:
+        """Keep a job as a dead letter; where that fails it is given back."""
+        try:
+            await self._letters.put(
+                self._jobs.name, job_id, delivery.message, reason, error, delivery.tries
+            )
+        except DynbusError as problem:
+            logger.warning("job %s of %s cannot die yet: %s", job_id, self._jobs.name, problem)
+            await self._jobs.give_back(delivery, self._jobs.config.delay_after(delivery.tries))
+            return False
+        logger.warning("job %s of %s is a dead letter: %s", job_id, self._jobs.name, error)
+        return True
+
+    async def _drop_again(self, delivery: Delivery) -> None:
+        await self._drop(delivery, self._jobs.created)
+
+    async def _drop(self, delivery: Delivery, created: float) -> bool:
+        return await self._jobs.drop(delivery, created, monotonic() + SETTLE_SECONDS)
+
+    # Jobs that are held ----------------------------------------------------------------
+
+    async def settle(self, job: Job, how: Callable[[Job], Awaitable[None]]) -> None:
+        """Carry `how` out in the background, so that nobody who is cancelled stops it halfway, and
+        wait for it."""
+        failures: list[DynbusError] = []
+
+        async def run() -> None:
+            try:
+                await how(job)
+            except DynbusError as error:
+                failures.append(error)
+            finally:
+                self._settling -= 1
+                self._held.pop(_key(job.delivery), None)
+                self._changed.set()
+
+        work = self._background.start(run, name=f"settle job {job.job_id}")
+        self._settling += 1
+        await work.wait()
+        if failures:
+            raise failures[0]
+
+    async def finish(self, job: Job) -> None:
+        """See `Job.ack`."""
+        if not await self._drop(job.delivery, job.created):
+            raise UnknownOutcome(
+                f"job {job.job_id} is done, and the queue {self._jobs.name} did not confirm that "
+                f"within {SETTLE_SECONDS:g} s: another taker may get it"
+            )
+        self._remember(job)
+        self.ended[JobEnd.DONE] += 1
+
+    async def retry(self, job: Job, error: BaseException | str, delay: float | None) -> None:
+        """See `Job.nak`."""
+        config = self._jobs.config
+        if job.tries >= config.tries:
+            await self._die(job, DeathReason.TRIES, error)
+            return
+        pause = config.delay_after(job.tries) if delay is None else delay
+        await self._jobs.give_back(job.delivery, pause)
+        self.ended[JobEnd.RETRIED] += 1
+
+    async def give_back(self, job: Job) -> None:
+        """See `Job.give_back`."""
+        await self._return(job.delivery, job.job_id)
+
+    async def _return(self, delivery: Delivery, job_id: str) -> None:
+        # The server counts its deliveries, and not what became of them.
+        is_last = delivery.tries >= self._jobs.config.tries
+        if not (is_last and await self._jobs.put_again(delivery, job_id)):
+            await self._jobs.give_back(delivery, 0.0)
+        else:
+            await self._drop(delivery, self._jobs.created)
+        self.ended[JobEnd.RETURNED] += 1
+
+    async def bury(self, job: Job, error: BaseException | str) -> None:
+        """See `Job.bury`."""
+        await self._die(job, DeathReason.REFUSED, error)
+
+    async def _die(self, job: Job, reason: DeathReason, error: BaseException | str) -> None:
+        if not await self._write_letter(job.delivery, job.job_id, reason, error):
+            self.ended[JobEnd.RETRIED] += 1
+            return
+        await self._drop(job.delivery, job.created)
+        self._remember(job)
+        self.ended[JobEnd.DEAD] += 1
+
+    def _remember(self, job: Job) -> None:
+        self._settled[_key(job.delivery)] = None
+        while len(self._settled) > REMEMBERED:
+            self._settled.popitem(last=False)
+
+    async def _keep(self) -> None:
+        """Tell the server again and again of what is held here."""
+        while True:
+            with anyio.move_on_after(self.ack_wait / KEEP_FRACTION):
+                await self._keep_now.wait()
+            self._keep_now.clear()
+            async with anyio.create_task_group() as tasks:
+                for job in list(self._held.values()):
+                    tasks.start_soon(self._keep_job, job)
+                for delivery in list(self._ready):
+                    tasks.start_soon(self._jobs.keep, delivery)
+
+    async def _keep_job(self, job: Job) -> None:
+        if await self._jobs.keep(job.delivery):
+            job.heard = monotonic()
+        elif job.is_doubtful:
+            logger.debug("%r: the server was not heard for %s s", job, self.ack_wait)
+
+    async def _make(self) -> None:
+        """Make the queue again where it is gone."""
+        while True:
+            await self._is_missing.wait()
+            self._is_missing.clear()
+            try:
+                await self._jobs.ensure()
+            except DynbusError as error:
+                logger.warning("the queue %s cannot be made: %s", self._jobs.name, error)
+                await anyio.sleep(1.0)
+                self._is_missing.set()
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            self._keep_now.set()

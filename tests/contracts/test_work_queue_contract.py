@@ -1,0 +1,431 @@
+"""What work queues promise, in memory and over nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+from dynbus.bus.background import task_group
+from dynbus.bus.bus import Bus as Presence
+from dynbus.bus.clock import monotonic
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import ConfigError, DeadlineExceeded, Overloaded, PayloadTooLarge
+from dynbus.bus.protocol.names import EndpointName, dead_letter_stream, work_stream, work_subject
+from dynbus.bus.work_queue import (
+    DeadLetters,
+    Job,
+    JobEnd,
+    NoDeadLetter,
+    Taker,
+    WorkQueue,
+    WorkQueueConfig,
+)
+
+from .conftest import Bus, eventually
+
+pytestmark = pytest.mark.anyio
+
+QUICK = WorkQueueConfig(ack_wait=1.0, retry_delay=0.0, in_memory=True)
+
+
+async def presence(bus: Bus) -> Presence:
+    """One process on the bus under test."""
+    return await Presence.over(BusConfig(), await bus.connect(), await bus.connect())
+
+
+@pytest.fixture
+async def here(bus: Bus) -> AsyncIterator[Presence]:
+    one = await presence(bus)
+    await one.data.background.open()
+    yield one
+    await one.close()
+
+
+@pytest.fixture
+async def name(here: Presence) -> AsyncIterator[EndpointName]:
+    """A queue that no other test uses, in a namespace of its own."""
+    name = EndpointName.of(f"n{secrets.token_hex(6)}", "Printer", "print")
+    yield name
+    await here.data.jetstream.delete_stream(work_stream(name))
+    await here.data.jetstream.delete_stream(dead_letter_stream(name.namespace))
+
+
+@pytest.fixture
+def queue(here: Presence, name: EndpointName) -> WorkQueue:
+    return WorkQueue(here, name, QUICK)
+
+
+async def next_job(taker: Taker) -> Job:
+    with anyio.fail_after(60.0):
+        return await anext(taker)
+
+
+async def jobs_left(queue: WorkQueue) -> int:
+    return (await queue.depth(max_age=0.0)).jobs
+
+
+async def test_a_job_that_is_acknowledged_is_done_once(queue: WorkQueue) -> None:
+    await queue.put(b"page", job_id="one", headers={"colour": "red"})
+
+    async with queue.take() as taker:
+        job = await next_job(taker)
+        assert (job.job_id, job.data, job.headers) == ("one", b"page", {"colour": "red"})
+        assert (job.tries, job.deadline) == (1, None)
+        assert await queue.depth(max_age=0.0) == (0, 1)
+        await job.ack()
+
+    assert await queue.depth(max_age=0.0) == (0, 0)
+    assert queue.ended == {JobEnd.DONE: 1}
+
+
+async def test_a_job_is_put_once_under_its_id(queue: WorkQueue) -> None:
+    await queue.put(b"1", job_id="one")
+    await queue.put(b"1", job_id="one")
+    await queue.put(b"2", job_id="two")
+
+    assert await queue.depth(max_age=0.0) == (2, 0)
+
+
+async def test_takers_wait_for_jobs_and_share_them(queue: WorkQueue) -> None:
+    done: list[tuple[int, str]] = []
+    held: set[int] = set()
+
+    async def work(number: int) -> None:
+        async with queue.take() as taker:
+            async for job in taker:
+                async with job:
+                    held.add(number)
+                    await eventually(lambda: held == {0, 1, 2})
+                    done.append((number, job.job_id))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(work, number)
+        for number in range(12):
+            await queue.put(b"", job_id=f"job-{number}")
+        await eventually(lambda: queue.ended[JobEnd.DONE] == 12, 60.0)
+        tasks.cancel_scope.cancel()
+
+    assert sorted(job_id for _, job_id in done) == sorted(f"job-{n}" for n in range(12))
+    assert {number for number, _ in done} == {0, 1, 2}
+
+
+async def test_a_taker_holds_no_more_than_its_limit(queue: WorkQueue) -> None:
+    for number in range(3):
+        await queue.put(b"", job_id=f"job-{number}")
+
+    async with queue.take(limit=2) as taker:
+        first = await next_job(taker)
+        await next_job(taker)
+        with anyio.move_on_after(0.3) as waiting:
+            await anext(taker)
+        assert waiting.cancelled_caught
+        assert await queue.depth(max_age=0.0) == (1, 2)
+        await first.ack()
+        third = await next_job(taker)
+
+    assert third.job_id == "job-2"
+    # Leaving gave back the two that were not settled.
+    assert queue.ended == {JobEnd.DONE: 1, JobEnd.RETURNED: 2}
+    assert await jobs_left(queue) == 2
+
+
+async def test_a_held_job_is_kept_alive_and_one_of_a_frozen_taker_goes_to_another(
+    queue: WorkQueue, name: EndpointName, bus: Bus
+) -> None:
+    frozen = await presence(bus)
+    await frozen.data.background.open()
+    await queue.put(b"", job_id="one")
+
+    async with queue.take() as taker, WorkQueue(frozen, name, QUICK).take() as other:
+        job = await next_job(other)
+        with anyio.move_on_after(2.5) as waiting:
+            await anext(taker)
+        assert waiting.cancelled_caught, "it was kept alive for 2.5 ack_waits"
+        assert not job.is_doubtful
+
+        await frozen.data.close()
+        again = await next_job(taker)
+
+        assert (again.job_id, again.tries) == ("one", 2)
+        await again.ack()
+    await frozen.close()
+    assert await jobs_left(queue) == 0
+
+
+async def test_a_job_that_fails_is_tried_five_times_and_then_a_dead_letter(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    await queue.put(b"page", job_id="one", headers={"colour": "red"})
+    tries: list[int] = []
+
+    async with queue.take() as taker:
+        for number in range(1, 6):
+            job = await next_job(taker)
+            tries.append(job.tries)
+            with pytest.raises(RuntimeError):
+                async with job:
+                    raise RuntimeError(f"no paper ({number})")
+
+    assert tries == [1, 2, 3, 4, 5]
+    assert await jobs_left(queue) == 0
+    letters = DeadLetters(here.data.jetstream, name.namespace)
+    (letter,) = await letters.find()
+    assert letter.queue == name
+    assert (letter.job_id, letter.data, letter.headers) == ("one", b"page", {"colour": "red"})
+    assert (letter.reason, letter.tries) == ("tries", 5)
+    assert letter.error == "RuntimeError: no paper (5)"
+    assert letter.queued_at <= letter.died_at
+    assert queue.ended == {JobEnd.RETRIED: 4, JobEnd.DEAD: 1}
+
+
+async def test_a_job_whose_takers_all_went_silent_is_a_dead_letter_too(
+    here: Presence, name: EndpointName, bus: Bus
+) -> None:
+    config = QUICK._replace(tries=1)
+    queue = WorkQueue(here, name, config)
+    frozen = await presence(bus)
+    await frozen.data.background.open()
+    await queue.put(b"", job_id="one")
+    async with WorkQueue(frozen, name, config).take() as other:
+        await next_job(other)
+        await frozen.data.close()
+
+        async with queue.take() as taker:
+            with anyio.move_on_after(60.0) as waiting:
+                async with task_group() as tasks:
+                    tasks.start_soon(anext, taker)
+                    await eventually(lambda: queue.ended[JobEnd.DEAD] == 1, 30.0)
+                    tasks.cancel_scope.cancel()
+    await frozen.close()
+
+    assert not waiting.cancelled_caught
+    (letter,) = await DeadLetters(here.data.jetstream, name.namespace).find()
+    assert letter.error == "its taker gave no sign on try 1 of 1"
+    assert await jobs_left(queue) == 0
+
+
+async def test_a_job_that_is_given_back_by_those_who_leave_never_dies_of_it(
+    here: Presence, name: EndpointName
+) -> None:
+    queue = WorkQueue(here, name, QUICK._replace(tries=2))
+    await queue.put(b"page", job_id="one")
+
+    for _ in range(5):
+        async with queue.take() as taker:
+            await next_job(taker)
+    async with queue.take() as taker:
+        job = await next_job(taker)
+        assert (job.job_id, job.data) == ("one", b"page")
+        await job.ack()
+
+    assert queue.ended == {JobEnd.RETURNED: 5, JobEnd.DONE: 1}
+    assert await jobs_left(queue) == 0
+
+
+async def test_a_job_that_is_refused_is_a_dead_letter_and_can_be_tried_again(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    letters = DeadLetters(here.data.jetstream, name.namespace)
+    assert await letters.find() == []
+    for job_id in ("one", "two"):
+        await queue.put(b"page", job_id=job_id, deadline=monotonic() + 60, headers={"a": "b"})
+
+    async with queue.take() as taker:
+        for _ in range(2):
+            await (await next_job(taker)).bury("the page is not there")
+        one, two = await letters.find("Printer", "print")
+        assert (one.reason, one.error, one.tries) == ("refused", "the page is not there", 1)
+        assert await letters.find("Printer", "other") == []
+        assert await letters.get(one.letter_id) == one
+
+        await letters.retry(one)
+        await letters.retry(one)
+        await letters.purge(two)
+        job = await next_job(taker)
+        await job.ack()
+
+    assert (job.job_id, job.data, job.headers, job.tries) == ("one", b"page", {"a": "b"}, 1)
+    assert job.deadline is None
+    assert await letters.find() == []
+    assert await jobs_left(queue) == 0
+    with pytest.raises(NoDeadLetter, match="is no dead letter"):
+        await letters.get(one.letter_id)
+
+
+async def test_a_job_past_its_deadline_is_dropped_and_not_begun(queue: WorkQueue) -> None:
+    await queue.put(b"", job_id="late", deadline=monotonic() + 0.2)
+    await queue.put(b"", job_id="in-time", deadline=monotonic() + 60)
+    await asyncio.sleep(0.3)
+
+    async with queue.take() as taker:
+        job = await next_job(taker)
+        assert job.deadline is not None
+        assert 50 < job.deadline - monotonic() <= 60.5
+        await job.ack()
+
+    assert job.job_id == "in-time"
+    assert queue.ended == {JobEnd.EXPIRED: 1, JobEnd.DONE: 1}
+    assert await jobs_left(queue) == 0
+    with pytest.raises(DeadlineExceeded, match="its deadline has passed"):
+        await queue.put(b"", job_id="too-late", deadline=monotonic() - 1)
+
+
+async def test_a_full_queue_refuses_jobs_and_takes_them_when_it_has_room(
+    here: Presence, name: EndpointName
+) -> None:
+    queue = WorkQueue(here, name, QUICK._replace(max_jobs=2))
+    await queue.put(b"", job_id="one")
+    await queue.put(b"", job_id="two")
+
+    with pytest.raises(Overloaded, match=r"the queue .*Printer.print is full") as refused:
+        await queue.put(b"", job_id="three")
+    # It is there: a repeat needs no room.
+    await queue.put(b"", job_id="two")
+    async with queue.take() as taker:
+        await (await next_job(taker)).ack()
+    await queue.put(b"", job_id="three")
+
+    assert refused.value.retry_after > 0
+    assert await queue.depth(max_age=0.0) == (2, 0)
+
+
+async def test_a_taker_that_drains_takes_no_more_and_finishes_what_it_holds(
+    queue: WorkQueue,
+) -> None:
+    async with queue.take(limit=2) as taker:
+        await queue.put(b"", job_id="one")
+        job = await next_job(taker)
+        async with task_group() as tasks:
+            tasks.start_soon(anext, taker, None)
+            await eventually(lambda: taker.held == 1)
+            await taker.drain()
+        await queue.put(b"", job_id="two")
+
+        assert [one async for one in taker] == []
+        await job.ack()
+
+    assert queue.ended == {JobEnd.DONE: 1}
+    async with queue.take() as other:
+        assert (await next_job(other)).job_id == "two"
+
+
+async def test_a_job_that_is_being_settled_is_so_whoever_is_cancelled(queue: WorkQueue) -> None:
+    await queue.put(b"", job_id="one")
+
+    async with queue.take() as taker:
+        job = await next_job(taker)
+        acking = asyncio.ensure_future(job.ack())
+        await asyncio.sleep(0)
+        acking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await acking
+        await eventually(lambda: taker.held == 0)
+        with pytest.raises(RuntimeError, match="job one was settled before"):
+            await job.nak()
+
+    assert queue.ended == {JobEnd.DONE: 1}
+    assert await jobs_left(queue) == 0
+
+
+async def test_a_job_whose_task_is_cancelled_goes_back_at_once(queue: WorkQueue) -> None:
+    await queue.put(b"", job_id="one")
+
+    async with queue.take() as taker:
+        job = await next_job(taker)
+        with anyio.CancelScope() as scope:
+            async with job:
+                scope.cancel()
+                await asyncio.sleep(60)
+        again = await next_job(taker)
+        await again.ack()
+
+    assert again.tries == 2
+    assert queue.ended == {JobEnd.RETURNED: 1, JobEnd.DONE: 1}
+
+
+async def test_plain_nats_clients_may_put_jobs_and_bad_ones_are_dead_letters(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    js = here.data.jetstream
+    await queue.depth()
+    await js.publish(work_subject(name), b"plain")
+    await js.publish(work_subject(name), b"known", message_id="mine")
+    for headers in ({"Dynbus-Job-Deadline": "soon"}, {"Dynbus-Job": "a b"}):
+        await js.publish(work_subject(name), b"bad", headers=headers)
+
+    async with queue.take() as taker:
+        one, two = await next_job(taker), None
+        await one.ack()
+        two = await next_job(taker)
+        await two.ack()
+        with anyio.move_on_after(30.0):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anext, taker)
+                await eventually(lambda: queue.ended[JobEnd.DEAD] == 2, 30.0)
+                tasks.cancel_scope.cancel()
+
+    assert (one.job_id, one.data, two.job_id) == ("#1", b"plain", "mine")
+    letters = await DeadLetters(js, name.namespace).find()
+    assert sorted((letter.reason, letter.job_id) for letter in letters) == [
+        ("malformed", "#3"),
+        ("malformed", "a b"),
+    ]
+
+
+async def test_takers_go_on_when_somebody_deletes_the_queue(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    async with queue.take(limit=2) as taker:
+        await queue.put(b"", job_id="lost")
+        lost = await next_job(taker)
+        waiting = asyncio.ensure_future(anext(taker))
+        await asyncio.sleep(0.05)
+        await here.data.jetstream.delete_stream(work_stream(name))
+
+        await queue.put(b"", job_id="after", timeout=30.0)
+        async with asyncio.timeout(60.0):
+            job = await waiting
+        await job.ack()
+        await lost.ack()
+
+    assert job.job_id == "after"
+    assert await jobs_left(queue) == 0
+
+
+async def test_what_cannot_be_a_job_is_refused_before_it_is_sent(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    for job_id in ("", "a b", "ü", "x" * 129, "a\r\nb"):
+        with pytest.raises(ConfigError, match="job id"):
+            await queue.put(b"", job_id=job_id)
+    for header in ("Nats-Msg-Id", "dynbus-job", "Dynbus-Dead-Error"):
+        with pytest.raises(ConfigError, match="the queue has its own"):
+            await queue.put(b"", job_id="one", headers={header: "x"})
+    with pytest.raises(PayloadTooLarge, match="does not fit into the queue"):
+        await queue.put(bytes(here.data.max_payload), job_id="one")
+    with pytest.raises(ConfigError, match="limit = 0"):
+        async with queue.take(limit=0):
+            pass
+    for change in (
+        {"ack_wait": 0.0},
+        {"tries": 0},
+        {"retry_delay": -1.0},
+        {"max_jobs": 0},
+        {"max_age": float("nan")},
+    ):
+        with pytest.raises(ConfigError, match="is not usable"):
+            WorkQueue(here, name, QUICK._replace(**change))
+
+
+async def test_the_depth_is_asked_for_once_by_many(queue: WorkQueue) -> None:
+    assert await queue.depth() == (0, 0)
+    await queue.put(b"", job_id="one")
+
+    depths = await asyncio.gather(*(queue.depth(max_age=3600.0) for _ in range(100)))
+
+    assert set(depths) == {(1, 0)}
