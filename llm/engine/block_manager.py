@@ -8,6 +8,9 @@ meanwhile keeps its own copy private until it ends: events tell of one of them.
 A block is known by its id, from 0 on. It keeps it as long as it is cached or used, so an engine
 may keep the block's keys and values at a place of this number. A request's block table is the list
 of its blocks' ids, in the order of its tokens.
+
+Blocks may be held beside: whoever reads or writes them from elsewhere is one more that uses them,
+until the hold ends, whatever becomes of the request.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from itertools import islice
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 
+from .interface import BlockTier, EvictedBlock
+
 
 class BlockManager:
     """Which blocks of the cache are in use, and which prefixes it can serve.
@@ -26,20 +31,30 @@ class BlockManager:
         blocks: how many blocks there are.
         headroom: how many of them admission leaves free for requests that run.
         prefix_caching: whether blocks are found again; without it there are no events.
+
+    Attributes:
+        tier: where the contents of evicted blocks go; None for nowhere. Set before blocks are
+            stored.
+        pins: the blocks of all holds, each counted as often as it is held.
     """
 
     def __init__(self, blocks: int, *, headroom: int = 0, prefix_caching: bool = True) -> None:
         self.blocks = blocks
         self.headroom = headroom
+        self.tier: BlockTier | None = None
+        self.pins = 0
         self._prefix_caching = prefix_caching
         self._unused = list(range(blocks - 1, -1, -1))
-        # Cached blocks by sequence hash; by id the hash, and how many requests use the block.
+        # Cached blocks by sequence hash; by id the hash, and how many requests and holds use it.
         self._cached: dict[int, int] = {}
         self._hashes: list[int | None] = [None] * blocks
         self._uses = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._events: list[KvEvent] = []
         self._evicted: list[int] = []
+        self._holds: dict[str, list[int]] = {}
+        # Of cached blocks, by their id, where there is a tier: the parent's hash and the block's.
+        self._origins: dict[int, tuple[int | None, int]] = {}
 
     def __repr__(self) -> str:
         return f"<BlockManager [{self.active}/{self.blocks} active, {len(self._idle)} idle]>"
@@ -51,7 +66,7 @@ class BlockManager:
 
     @property
     def active(self) -> int:
-        """Blocks that requests use."""
+        """Blocks that requests use, or that are held."""
         return self.blocks - self.free
 
     @property
@@ -104,12 +119,17 @@ class BlockManager:
         if evictions > 0:
             self._evict(evictions)
         # The block that was used last is the likeliest to be in the processor's cache.
-        table += unused[: -wanted - 1 : -1]
+        taken = unused[: -wanted - 1 : -1]
         del unused[-wanted:]
+        table += taken
+        uses = self._uses
+        for block in taken:
+            uses[block] = 1
         return True
 
     def _evict(self, count: int) -> None:
         pop, hashes, cached = self._idle.popitem, self._hashes, self._cached
+        first = len(self._unused)
         for _ in range(count):
             block, _ = pop(last=False)
             sequence_hash = hashes[block]
@@ -118,6 +138,14 @@ class BlockManager:
             del cached[sequence_hash]
             self._evicted.append(sequence_hash)
             self._unused.append(block)
+        if self.tier is not None:
+            gone = zip(self._unused[first:], self._evicted[-count:], strict=True)
+            self.tier.evicted(
+                [
+                    EvictedBlock(block, sequence_hash, *self._origins.pop(block))
+                    for block, sequence_hash in gone
+                ]
+            )
 
     def store(
         self,
@@ -127,7 +155,7 @@ class BlockManager:
         block_hashes: Sequence[int],
         parent: int | None,
     ) -> None:
-        """Cache blocks that a request has computed, and that follow each other.
+        """Cache blocks of a request whose contents are there, and that follow each other.
 
         Args:
             table: the request's block table.
@@ -137,7 +165,7 @@ class BlockManager:
         """
         if not self._prefix_caching:
             return
-        cached, hashes, uses = self._cached, self._hashes, self._uses
+        cached, hashes = self._cached, self._hashes
         new = 0
         for at, sequence_hash in enumerate(sequence_hashes):
             if sequence_hash in cached:
@@ -147,7 +175,9 @@ class BlockManager:
                 block = table[first + at]
                 cached[sequence_hash] = block
                 hashes[block] = sequence_hash
-                uses[block] = 1
+                if self.tier is not None:
+                    before = sequence_hashes[at - 1] if at else parent
+                    self._origins[block] = before, block_hashes[at]
         self._tell_stored(sequence_hashes, block_hashes, new, len(sequence_hashes), parent)
 
     def _tell_stored(
@@ -170,22 +200,54 @@ class BlockManager:
         """Take back all blocks of a request; the last ones are evicted first."""
         hashes, uses, idle, unused = self._hashes, self._uses, self._idle, self._unused
         for block in reversed(table):
+            uses[block] -= 1
+            if uses[block]:
+                continue
             if hashes[block] is None:
                 unused.append(block)
-            elif uses[block] > 1:
-                uses[block] -= 1
             else:
-                uses[block] = 0
                 idle[block] = None
         table.clear()
+
+    # Holds ----------------------------------------------------------------------------
+
+    def hold(self, hold_id: str, blocks: Sequence[int]) -> None:
+        """Keep blocks that a request uses, after that too, until `end_hold`.
+
+        Args:
+            hold_id: of no other hold.
+        """
+        assert hold_id not in self._holds, f"{hold_id} holds blocks already"
+        held = self._holds[hold_id] = list(blocks)
+        for block in held:
+            self._uses[block] += 1
+        self.pins += len(held)
+
+    def end_hold(self, hold_id: str) -> None:
+        """Take back the blocks of a hold; nothing for an unknown one."""
+        held = self._holds.pop(hold_id, None)
+        if held is not None:
+            self.pins -= len(held)
+            self.release(held)
+
+    def holds(self, hold_id: str) -> bool:
+        """Whether there is a hold of this id."""
+        return hold_id in self._holds
+
+    # Events ---------------------------------------------------------------------------
 
     def take_events(self) -> list[KvEvent]:
         """What was stored and removed since the last call, in its order."""
         self._note_evictions()
+        if self.tier is not None:
+            self._events += self.tier.take_events()
         events, self._events = self._events, []
         return events
 
     def _note_evictions(self) -> None:
         if self._evicted:
+            if self.tier is not None:
+                # First it is in the tier, then gone from here: at no time it is nowhere.
+                self._events += self.tier.take_events()
             self._events.append(BlockRemoved(self._evicted))
             self._evicted = []

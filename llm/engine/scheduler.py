@@ -4,6 +4,10 @@ Running requests come first, each with the tokens that it lacks, a prompt in chu
 ones in their order, as long as the token budget, the number of sequences and the blocks allow.
 A running request that finds no block takes those of the last one: that one waits again, at the
 head, and is computed anew. The order is that of priority, and of admission where it is the same.
+
+A request whose prompt is computed elsewhere, or read from elsewhere while it is computed here, has
+all blocks of its prompt when it is admitted, and nobody takes them from it. While it waits for its
+prompt to come it takes no place among those that run.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 from dynbus.llm.generation import FinishReason
 
 from .block_manager import BlockManager
+from .interface import BlockTier, Held
 
 TEXT_SHARE: Final = 4
 """The part of a step's tokens that texts to embed have at most while anything else runs: a stream
@@ -60,6 +65,8 @@ class ScheduledRequest(Generic[S]):
             all others.
         caches: whether its blocks are looked up in the cache, and found there by others. A text
             of which the states of all tokens are needed gains nothing by it.
+        holds: whether its prompt's blocks are held when it is admitted, and are not taken from it.
+        is_parked: whether it waits for its prompt, which is computed elsewhere.
         blocks: its block table.
         computed: tokens whose keys and values are in the cache, when the step has ended.
         generated: tokens of output so far.
@@ -78,6 +85,8 @@ class ScheduledRequest(Generic[S]):
     leads: bool = True
     is_text: bool = False
     caches: bool = True
+    holds: bool = False
+    is_parked: bool = False
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
     generated: int = 0
@@ -134,6 +143,7 @@ class Scheduler(Generic[S]):
         prompt_tokens, cached_tokens: of all requests that were admitted, and of these the tokens
             that were found in the cache; a request with several continuations counts once.
         preempted: how often a request lost its blocks.
+        is_stalled: whether nothing can be computed until a request or a hold comes or goes.
     """
 
     def __init__(
@@ -148,7 +158,9 @@ class Scheduler(Generic[S]):
         self.running: list[ScheduledRequest[S]] = []
         self.waiting: deque[ScheduledRequest[S]] = deque()
         self.prompt_tokens = self.cached_tokens = self.preempted = 0
-        self._texts = 0
+        self.is_stalled = False
+        self._texts = self._parked = 0
+        self._held: list[Held] = []
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -161,6 +173,7 @@ class Scheduler(Generic[S]):
     def add(self, request: ScheduledRequest[S]) -> None:
         """Let a request wait for a step that has room for it."""
         self._texts += request.is_text
+        self.is_stalled = False
         _insert(self.waiting, request)
 
     def schedule(self) -> StepPlan[S]:
@@ -170,8 +183,11 @@ class Scheduler(Generic[S]):
         prefill_tokens = context_tokens = preempted = 0
         chunks: list[tuple[ScheduledRequest[S], int]] = []
         at = 0
-        while at < len(self.running) and budget:
+        while at < len(self.running) and budget and len(chunks) < self._max_num_seqs:
             request = self.running[at]
+            if request.is_parked:
+                at += 1
+                continue
             length = request.sequence.length
             lacking = length - request.computed
             taken = min(lacking, budget)
@@ -182,9 +198,9 @@ class Scheduler(Generic[S]):
                     at += 1
                     continue
             preempted += self._make_room(request, request.computed + taken)
-            if at == len(self.running):
-                # It was the last one, and has lost its own blocks.
-                break
+            if at == len(self.running) or self.running[at] is not request:
+                # It was the last one that could, and has lost its own blocks.
+                continue
             if request.generated and lacking == 1:
                 context_tokens += length
             else:
@@ -199,6 +215,10 @@ class Scheduler(Generic[S]):
             self.preempted += preempted
         else:
             prefill_tokens += self._admit(budget, text_budget, text_places, chunks, admitted)
+            self.is_stalled = not chunks
+        for request, _ in chunks:
+            if request.holds:
+                self._tell_held(request)
         return StepPlan(chunks, prefill_tokens, context_tokens, preempted, admitted)
 
     def _make_room(self, request: ScheduledRequest[S], tokens: int) -> int:
@@ -206,15 +226,23 @@ class Scheduler(Generic[S]):
         blocks = -(-tokens // self._block_size)
         gone = 0
         while not self._manager.grow(request.blocks, blocks):
-            victim = self.running.pop()
-            self._manager.release(victim.blocks)
-            victim.computed = 0
-            victim.resumes = victim.generated > 0
-            _insert(self.waiting, victim, first=True)
+            # What is held would not be free; this request at the latest holds nothing.
+            last = len(self.running) - 1
+            while self.running[last].holds:
+                last -= 1
+            victim = self.running.pop(last)
+            self._set_back(victim)
             gone += 1
             if victim is request:
                 break
         return gone
+
+    def _set_back(self, request: ScheduledRequest[S]) -> None:
+        """Let a request that runs no longer wait again, without its blocks."""
+        self._manager.release(request.blocks)
+        request.computed = 0
+        request.resumes = request.generated > 0
+        _insert(self.waiting, request, first=True)
 
     def _text_room(self) -> tuple[int, int]:
         """How many tokens of texts to embed the next step may compute, and how many of them it may
@@ -241,11 +269,15 @@ class Scheduler(Generic[S]):
     ) -> int:
         """Start waiting requests; returns how many tokens they compute."""
         used = 0
-        while budget > used and len(self.running) < self._max_num_seqs:
+        while True:
             request = self._next_waiting(takes_texts=text_budget > 0 < text_places)
             if request is None:
                 break
-            found = self._room_for(request)
+            if request.is_parked:
+                has_place = self._parked < self._max_num_seqs
+            else:
+                has_place = budget > used and self._has_seat
+            found = self._room_for(request) if has_place else None
             if found is None:
                 break
             cached = found * self._block_size
@@ -260,11 +292,12 @@ class Scheduler(Generic[S]):
                 self.waiting.popleft()
             else:
                 self.waiting.remove(request)
+            _insert(self.running, request)
+            cached = self._claim(request.blocks, request.sequence, found, request.caches)
+            taken = min(taken, request.sequence.length - cached)
             if request.is_text:
                 text_budget -= taken
                 text_places -= 1
-            _insert(self.running, request)
-            self._manager.claim(request.blocks, request.sequence.sequence_hashes, found)
             request.computed = cached
             if request.cached_tokens is None:
                 request.cached_tokens = cached
@@ -272,6 +305,11 @@ class Scheduler(Generic[S]):
                     admitted.append(request.id)
                     self.prompt_tokens += request.sequence.length
                     self.cached_tokens += cached
+            if request.holds:
+                self._begin_hold(request)
+                if request.is_parked:
+                    self._parked += 1
+                    continue
             has_room = self._manager.grow(request.blocks, -(-(cached + taken) // self._block_size))
             assert has_room, "a request was admitted without room for it"
             self._compute(request, taken)
@@ -279,6 +317,11 @@ class Scheduler(Generic[S]):
             chunks.append((request, taken))
             used += taken
         return used
+
+    @property
+    def _has_seat(self) -> bool:
+        """Whether one more request may run."""
+        return len(self.running) - self._parked < self._max_num_seqs
 
     def _room_for(self, request: ScheduledRequest[S]) -> int | None:
         """Cached blocks that a waiting request would begin with; None without room for it."""
@@ -304,6 +347,61 @@ class Scheduler(Generic[S]):
             if found < blocks or blocks == limit:
                 return found, used
 
+    def _claim(self, table: list[int], sequence: S, found: int, caches: bool) -> int:
+        """Give a request the cached blocks that it begins with.
+
+        Args:
+            found: how many the cache has; more are brought back from the tier below.
+
+        Returns:
+            How many tokens are in its blocks.
+        """
+        manager, size = self._manager, self._block_size
+        manager.claim(table, sequence.sequence_hashes, found)
+        if manager.tier is None or not caches:
+            return found * size
+        # The last token is computed in any case.
+        limit = (sequence.length - 1) // size
+        kept = self._kept_in_tier(manager.tier, sequence, found, limit)
+        if not kept:
+            return found * size
+        has_room = manager.grow(table, found + kept)
+        assert has_room, "the blocks of a tier were taken back without room for them"
+        end = found + kept
+        filled = manager.tier.fill(table[found:], sequence.sequence_hashes[found:end])
+        end = found + filled
+        self._store(table, sequence, found, end)
+        return end * size
+
+    def _kept_in_tier(self, tier: BlockTier, sequence: S, found: int, limit: int) -> int:
+        """How many of the blocks behind those found the tier has, up to a limit."""
+        known, looked_up = found, LOOKED_UP
+        while known < limit:
+            end = min(limit, known + looked_up)
+            sequence.hash_to(end)
+            kept = tier.find(sequence.sequence_hashes[known:end])
+            known += kept
+            if known < end:
+                break
+            looked_up *= 2
+        return known - found
+
+    def _store(self, table: Sequence[int], sequence: S, first: int, last: int) -> None:
+        """Cache the blocks of a sequence from `first` to before `last`, whose contents are there.
+
+        The hashes of those before are known.
+        """
+        if last <= first:
+            return
+        sequence.hash_to(last)
+        self._manager.store(
+            table,
+            first,
+            sequence.sequence_hashes[first:last],
+            sequence.block_hashes[first:last],
+            sequence.sequence_hashes[first - 1] if first else None,
+        )
+
     def _compute(self, request: ScheduledRequest[S], tokens: int) -> None:
         """Note tokens as computed, and cache the blocks that they complete."""
         size = self._block_size
@@ -311,15 +409,75 @@ class Scheduler(Generic[S]):
         request.computed += tokens
         last = request.computed // size
         if last > first and request.caches:
-            sequence = request.sequence
-            sequence.hash_to(last)
-            self._manager.store(
-                request.blocks,
-                first,
-                sequence.sequence_hashes[first:last],
-                sequence.block_hashes[first:last],
-                sequence.sequence_hashes[first - 1] if first else None,
-            )
+            self._store(request.blocks, request.sequence, first, last)
+
+    # Blocks that others read and write ------------------------------------------------
+
+    def _begin_hold(self, request: ScheduledRequest[S]) -> None:
+        """Give a request that is admitted all blocks of its prompt, and hold them."""
+        has_room = self._manager.grow(
+            request.blocks, -(-request.sequence.length // self._block_size)
+        )
+        assert has_room, "a request was admitted without room for it"
+        self._manager.hold(request.id, request.blocks)
+        if request.is_parked:
+            self._tell_held(request)
+
+    def _tell_held(self, request: ScheduledRequest[S]) -> None:
+        blocks = tuple(request.blocks)
+        self._held.append(Held(request.id, blocks, request.computed, request.cached_tokens or 0))
+
+    def take_held(self) -> list[Held]:
+        """The holds that are new or have more tokens since the last call."""
+        held, self._held = self._held, []
+        return held
+
+    @property
+    def has_held(self) -> bool:
+        """Whether `take_held` has some."""
+        return bool(self._held)
+
+    def deliver(self, request: ScheduledRequest[S], computed: int, *, goes_on: bool) -> None:
+        """Let a parked request go on.
+
+        Args:
+            computed: tokens of its prompt that are in its blocks.
+            goes_on: whether its next token is known, so that it goes on with its blocks if its
+                whole prompt is in them. Otherwise it waits to be admitted like one that was
+                preempted, and finds its complete blocks in the cache: transfers that were given up
+                may still write into the others.
+        """
+        assert request.is_parked, f"{request} waits for nothing"
+        self.is_stalled = request.is_parked = request.holds = False
+        if request not in self.running:
+            # It has no blocks yet.
+            return
+        self._parked -= 1
+        length = request.sequence.length
+        is_whole = goes_on and computed == length
+        tokens = length if is_whole else computed // self._block_size * self._block_size
+        if tokens > request.computed:
+            self._compute(request, tokens - request.computed)
+        if not is_whole:
+            self.running.remove(request)
+            self._set_back(request)
+
+    def hold(self, hold_id: str, sequence: S) -> None:
+        """Hold what is cached of a sequence."""
+        self.is_stalled = False
+        limit = sequence.length // self._block_size
+        found, _ = self._cached_prefix(sequence, limit)
+        table: list[int] = []
+        self._manager.claim(table, sequence.sequence_hashes, found)
+        self._manager.hold(hold_id, table)
+        tokens = found * self._block_size
+        self._held.append(Held(hold_id, tuple(table), tokens, tokens))
+        self._manager.release(table)
+
+    def end_hold(self, hold_id: str) -> None:
+        """End a hold, or have none for its request; nothing for an unknown one."""
+        self.is_stalled = False
+        self._manager.end_hold(hold_id)
 
     # Many steps at once ---------------------------------------------------------------
 
@@ -340,8 +498,7 @@ class Scheduler(Generic[S]):
             if left < steps:
                 steps = left
         # What keeps a request waiting now does so until another ends: blocks only get fewer.
-        has_place = self.waiting and len(self.running) < self._max_num_seqs
-        if has_place and self._room_for(self.waiting[0]) is not None:
+        if self.waiting and self._has_seat and self._room_for(self.waiting[0]) is not None:
             return 0
         while steps and self._added_blocks(steps) > self._manager.free:
             steps //= 2
@@ -371,6 +528,8 @@ class Scheduler(Generic[S]):
     def finish(self, request: ScheduledRequest[S]) -> None:
         """Take a running request out, and its blocks back."""
         self._texts -= request.is_text
+        self._parked -= request.is_parked
+        self.is_stalled = False
         self.running.remove(request)
         self._manager.release(request.blocks)
 
@@ -380,6 +539,7 @@ class Scheduler(Generic[S]):
             self.finish(request)
         else:
             self._texts -= request.is_text
+            self.is_stalled = False
             self.waiting.remove(request)
 
 
