@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import Generated, GenerateRequest
+
+if TYPE_CHECKING:
+    from dynbus.transfer.layout import KvMemory
 
 ANY_TOKENS: Final = 1 << 32
 """A vocabulary that no token id is above: they are from 0 to 2^32 - 1."""
@@ -80,9 +83,10 @@ class EngineLoad:
 
     Attributes:
         running, waiting: requests, or continuations of them.
-        active_blocks: blocks that running requests use.
+        active_blocks: blocks that running requests use, or that are held.
         cached_tokens, prompt_tokens: of all requests so far; their ratio is the hit rate.
         preempted: how many requests lost their blocks so far.
+        held_blocks: of all holds, each counted as often as it is held; 0 at rest.
     """
 
     running: int
@@ -91,6 +95,7 @@ class EngineLoad:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     preempted: int = 0
+    held_blocks: int = 0
 
 
 class LoadMetrics(msgspec.Struct, frozen=True):
@@ -272,7 +277,7 @@ class TransferringEngine(Engine, Protocol):
         memory: where its blocks lie.
     """
 
-    memory: Any
+    memory: KvMemory
 
     @property
     def is_waiting(self) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from dynbus.transfer.layout import KvMemory
 
 
 class Chunk(NamedTuple):
@@ -54,6 +57,18 @@ class Model(Protocol):
             shape [sampled chunks, vocabulary]. They are read before the next call, and not changed.
         """
         ...
+
+
+@runtime_checkable
+class SharedModel(Model, Protocol):
+    """A model whose blocks others may read and write.
+
+    Attributes:
+        memory: where they lie. Block `i` of its layout is the block of id `i`, and has the keys and
+            values of a chunk's tokens once `compute` has returned.
+    """
+
+    memory: KvMemory
 
 
 @runtime_checkable

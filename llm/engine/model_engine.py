@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,16 @@ from dynbus.llm.generation import Generated, GenerateRequest
 
 from .constraint import NO_STRUCTURE, Constraint, Grammars
 from .interface import NO_EMBEDDINGS, EngineLimits, EngineLoad, Prefill, Step, StepFailed
-from .model import Chunk, EmbeddingModel, Model
+from .model import Chunk, EmbeddingModel, Model, SharedModel
 from .pooling import StatePool
 from .request_pool import RequestPool
-from .requests import check_embedding
+from .requests import check_embedding, check_request
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
 from .tokens import SecretSequence
+
+if TYPE_CHECKING:
+    from dynbus.transfer.layout import KvMemory
 
 
 class _Sequence(SecretSequence):
@@ -47,11 +51,15 @@ class ModelEngine:
         tokenizer: gives the `tokenizer.json` of the model, when the first output with a form is
             asked for; None to refuse such requests.
 
+    Attributes:
+        memory: of a `SharedModel`, which makes the engine a `TransferringEngine`; no other has it.
+
     Raises:
         ValueError: embeddings are to be made, and the model is no `EmbeddingModel`.
     """
 
     computes = True
+    memory: KvMemory
 
     def __init__(
         self,
@@ -78,20 +86,40 @@ class ModelEngine:
         # Files of models name tokens that the model has not.
         self._eos = frozenset(each for each in eos_token_ids if 0 <= each < limits.vocabulary)
         self._pool: RequestPool[_Sequence] = RequestPool(limits, prefix_caching=prefix_caching)
+        # Ends of requests whose first token, drawn elsewhere, was their last.
+        self._outputs: list[tuple[str, Generated]] = []
+        if isinstance(model, SharedModel):
+            self.memory = model.memory
 
     def __repr__(self) -> str:
         return f"<ModelEngine [{self._pool!r}]>"
 
     @property
     def has_work(self) -> bool:
-        return self._pool.has_work
+        return self._pool.has_work or bool(self._outputs)
 
     @property
     def load(self) -> EngineLoad:
         return self._pool.load
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._pool.is_waiting
+
     def add(self, request_id: str, request: GenerateRequest) -> None:
         prompt, room = self._pool.check(request_id, request)
+        self._add(request_id, request, prompt, room)
+
+    def _add(
+        self,
+        request_id: str,
+        request: GenerateRequest,
+        prompt: NDArray[np.uint32],
+        room: int,
+        *,
+        holds: bool = False,
+        is_parked: bool = False,
+    ) -> None:
         seed = request.sampling.seed
         # A negative seed is the number above that has the same bits.
         seed = secrets.randbits(64) if seed is None else seed % (1 << 64)
@@ -112,6 +140,95 @@ class ModelEngine:
             priority=request.priority,
             stop_token_ids=stops,
             min_tokens=request.min_tokens,
+            holds=holds,
+            is_parked=is_parked,
+        )
+
+    # Blocks that others read and write ------------------------------------------------
+
+    def reserve(self, request_id: str, request: GenerateRequest) -> None:
+        self._pool.check_hold(request_id, request.n)
+        prompt, room = self._pool.check(request_id, request)
+        self._add(request_id, request, prompt, room, holds=True, is_parked=True)
+
+    def deliver(self, request_id: str, computed: int, first: Generated | None) -> None:
+        """See `TransferringEngine`; where `first` ends the output, the next step tells why.
+
+        Raises:
+            ValueError: `first` is no token of the model, or not in the form of the output. The
+                request is gone.
+        """
+        scheduled = self._pool.parked(request_id)
+        if scheduled is None:
+            return
+        prompt = scheduled.sequence.length
+        if first is None:
+            self._pool.scheduler.deliver(scheduled, computed, goes_on=False)
+            return
+        try:
+            token_id = self._checked_first(first, scheduled.sequence.sampler)
+        except ValueError:
+            self._pool.cancel(request_id)
+            raise
+        self._pool.scheduler.deliver(scheduled, min(computed, prompt), goes_on=True)
+        constraint = scheduled.sequence.sampler.constraint
+        scheduled.sequence.append(token_id)
+        scheduled.generated += 1
+        scheduled.resumes = not scheduled.computed
+        reason = scheduled.finish_reason(token_id)
+        if constraint is not None and constraint.is_complete:
+            reason = "stop"
+        if reason is not None:
+            self._pool.cancel(request_id)
+            self._outputs.append((request_id, Generated([], scheduled.index, None, reason)))
+
+    def _checked_first(self, first: Generated, sampler: Sampler) -> int:
+        """Count the first token of a request that another engine has drawn.
+
+        Raises:
+            ValueError: it cannot be the first token.
+        """
+        if len(first.token_ids) != 1 or not 0 <= first.token_ids[0] < self.limits.vocabulary:
+            raise ValueError(
+                f"the first token came as {first.token_ids}: it is one id from 0 to "
+                f"{self.limits.vocabulary - 1}"
+            )
+        (token_id,) = first.token_ids
+        sampler.note(token_id)
+        if sampler.constraint is not None and sampler.constraint.error:
+            raise ValueError(
+                f"the first token came as {token_id}, which is not in the form of the output: "
+                f"{sampler.constraint.error}"
+            )
+        return token_id
+
+    def add_held(self, request_id: str, request: GenerateRequest) -> None:
+        self._pool.check_hold(request_id, request.n)
+        self._pool.check_new(request_id)
+        prompt = check_request(request, self.limits)
+        room = self._pool.room(request_id, len(request.token_ids), 1)
+        self._add(request_id, request, prompt, room, holds=True)
+
+    def hold(self, hold_id: str, request: GenerateRequest) -> None:
+        self._pool.check_hold(hold_id)
+        prompt = check_request(request, self.limits)
+        self._pool.scheduler.hold(hold_id, self._tokens(request, prompt))
+
+    def release(self, hold_id: str) -> None:
+        self._pool.release(hold_id)
+
+    # Requests -------------------------------------------------------------------------
+
+    def _tokens(
+        self, request: GenerateRequest | EmbedRequest, tokens: NDArray[np.uint32]
+    ) -> _Sequence:
+        return _Sequence(
+            request.token_ids,
+            self.limits.block_size,
+            key=self._key,
+            as_array=tokens,
+            lora_name=request.lora_name,
+            salt=request.cache_salt,
         )
 
     def _sequence(
@@ -122,14 +239,7 @@ class ModelEngine:
         index: int,
         stops: frozenset[int],
     ) -> _Sequence:
-        sequence = _Sequence(
-            request.token_ids,
-            self.limits.block_size,
-            key=self._key,
-            as_array=prompt,
-            lora_name=request.lora_name,
-            salt=request.cache_salt,
-        )
+        sequence = self._tokens(request, prompt)
         constraint: Constraint | None = None
         if request.structured is not None and self._grammars is not None:
             came = request.token_ids[len(request.token_ids) - request.generated :]
@@ -169,14 +279,7 @@ class ModelEngine:
         self._pool.check_new(request_id)
         text = check_embedding(request, self.limits, model.state_size)
         self._pool.check_text(request_id, len(request.token_ids))
-        sequence = _Sequence(
-            request.token_ids,
-            self.limits.block_size,
-            key=self._key,
-            as_array=text,
-            lora_name=request.lora_name,
-            salt=request.cache_salt,
-        )
+        sequence = self._tokens(request, text)
         sequence.pool = StatePool(pooling, request.dimensions or model.state_size)
         self._pool.add(
             request_id,
@@ -198,8 +301,14 @@ class ModelEngine:
                 those that had no token yet, or all that were computed where there is no such one.
         """
         plan = self._pool.scheduler.schedule()
+        outputs, self._outputs = self._outputs, []
         if not plan.chunks:
-            return Step((), self._pool.manager.take_events())
+            return Step(
+                outputs,
+                self._pool.manager.take_events(),
+                admitted=plan.admitted,
+                held=self._pool.scheduler.take_held(),
+            )
         ready = [
             scheduled
             for scheduled, _ in plan.chunks
@@ -224,7 +333,6 @@ class ModelEngine:
             [scheduled.sequence.sampler for scheduled in ready],
             [scheduled.sequence.length for scheduled in ready],
         )
-        outputs: list[tuple[str, Generated]] = []
         failures: list[tuple[str, str]] = []
         refusals: list[tuple[str, str]] = []
         ended: set[str] = set()
@@ -275,6 +383,7 @@ class ModelEngine:
             prefilled=prefilled,
             embedded=embedded,
             refusals=refusals,
+            held=self._pool.scheduler.take_held(),
         )
 
     def _fill(self, constraints: Sequence[Constraint | None]) -> Future[None] | None:

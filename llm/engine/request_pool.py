@@ -59,7 +59,13 @@ class RequestPool(Generic[S]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        scheduler = self.scheduler
+        return (bool(self._requests) and not scheduler.is_stalled) or scheduler.has_held
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are requests, all of which wait for what others do."""
+        return bool(self._requests) and self.scheduler.is_stalled
 
     @property
     def load(self) -> EngineLoad:
@@ -71,6 +77,7 @@ class RequestPool(Generic[S]):
             scheduler.cached_tokens,
             scheduler.prompt_tokens,
             scheduler.preempted,
+            self.manager.pins,
         )
 
     def room(self, request_id: str, length: int, max_tokens: int | None) -> int:
@@ -145,6 +152,8 @@ class RequestPool(Generic[S]):
         min_tokens: int = 0,
         is_text: bool = False,
         caches: bool = True,
+        holds: bool = False,
+        is_parked: bool = False,
     ) -> None:
         """Take in a request that is checked: one sequence for each of its continuations."""
         added = [
@@ -159,12 +168,48 @@ class RequestPool(Generic[S]):
                 leads=not number,
                 is_text=is_text,
                 caches=caches,
+                holds=holds,
+                is_parked=is_parked,
             )
             for number, sequence in enumerate(sequences)
         ]
         self._requests[request_id] = added
         for each in added:
             self.scheduler.add(each)
+
+    # Blocks that others read and write ------------------------------------------------
+
+    def check_hold(self, hold_id: str, continuations: int = 1) -> None:
+        """Check that blocks can be held by this id.
+
+        Raises:
+            ValueError: a request or a hold has it, or the request has several continuations.
+        """
+        self.check_new(hold_id)
+        if self.manager.holds(hold_id):
+            raise ValueError(f"{hold_id!r} holds blocks already: release it first")
+        if continuations != 1:
+            raise ValueError(
+                f"n = {continuations}: a request whose blocks are transferred has one "
+                "continuation: compute it in one engine"
+            )
+
+    def parked(self, request_id: str) -> ScheduledRequest[S] | None:
+        """A request that waits for its prompt; None for any other."""
+        for scheduled in self._requests.get(request_id, ()):
+            if scheduled.is_parked:
+                return scheduled
+        return None
+
+    def release(self, hold_id: str) -> None:
+        """End a hold, or have none for its request; nothing for an unknown one."""
+        for scheduled in self._requests.get(hold_id, ()):
+            if scheduled.holds and not self.manager.holds(hold_id):
+                # It waits to be admitted. Without blocks nothing can be delivered to it.
+                scheduled.holds = scheduled.is_parked = False
+        self.scheduler.end_hold(hold_id)
+
+    # Ends -----------------------------------------------------------------------------
 
     def end(self, scheduled: ScheduledRequest[S]) -> None:
         """A running continuation has ended; its request has with the last of them."""

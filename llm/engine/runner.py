@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import anyio.to_thread
@@ -50,6 +50,9 @@ from .interface import (
 )
 from .stepping import EngineStepper, stepper_of
 from .tracing import EngineTrace
+
+if TYPE_CHECKING:
+    from dynbus.transfer.layout import KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +376,7 @@ class EngineRunner(Openable):
     # Blocks that others read and write ------------------------------------------------
 
     @property
-    def memory(self) -> Any:
+    def memory(self) -> KvMemory:
         """Where the engine's blocks lie.
 
         Raises:
