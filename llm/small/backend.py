@@ -53,10 +53,12 @@ class Backend(Protocol[A]):
 
     Attributes:
         name: such as "numpy".
+        dtype: of keys and values, such as "float32".
         threads: that load a model.
     """
 
     name: str
+    dtype: str
     threads: int
 
     def put(self, array: NDArray[np.float32]) -> A:
@@ -67,8 +69,9 @@ class Backend(Protocol[A]):
         """A layer's weights. Called by several threads."""
         ...
 
-    def cache(self, heads: int, slots: int, head_dim: int) -> A:
-        """Room for the keys and values of one layer: [2, heads, slots, head_dim]."""
+    def cache(self, blocks: int, block_size: int, heads: int, head_dim: int) -> A:
+        """Room for the keys and values of one layer, contiguous in this order:
+        [blocks, block_size, 2, heads, head_dim]."""
         ...
 
     def rows(self, batch: Batch, frequencies: NDArray[np.float32]) -> Rows[A]:

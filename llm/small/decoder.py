@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dynbus.llm.engine import Chunk
 from dynbus.llm.weights.model import ModelWeights
+from dynbus.transfer.layout import BlockLayout, KvMemory
 
 from .backend import Backend, Layer, Rows
 from .batch import batch_of
@@ -19,7 +20,7 @@ A = TypeVar("A")
 
 
 class Decoder(Generic[A]):
-    """Computes the tokens of many sequences in one step: a `Model` of `dynbus.llm.engine`.
+    """Computes the tokens of many sequences in one step: a `SharedModel` of `dynbus.llm.engine`.
 
     Args:
         weights: of the model; they are read here, and may be closed then.
@@ -30,6 +31,8 @@ class Decoder(Generic[A]):
         config: the model's sizes and options.
         vocabulary: how many tokens it knows.
         state_size: numbers of a token's state.
+        memory: where its blocks lie. Of each layer a block is one piece, so that few pieces make a
+            transfer.
     """
 
     def __init__(
@@ -53,9 +56,19 @@ class Decoder(Generic[A]):
         self._head = self._embedding if weights.is_tied else backend.put(weights.head())
         self._norm = backend.put(weights.final_norm())
         self._caches = [
-            backend.cache(config.kv_heads, blocks * block_size, config.head_dim)
+            backend.cache(blocks, block_size, config.kv_heads, config.head_dim)
             for _ in range(config.layers)
         ]
+        layout = BlockLayout.packed(
+            ("block", "token", "kv", "head"),
+            dtype=backend.dtype,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            blocks=blocks,
+        )
+        self.memory = KvMemory.of_arrays(layout, self._caches)
 
     def __repr__(self) -> str:
         return f"<Decoder {self.config.architecture}, {self._backend.name}>"

@@ -26,7 +26,9 @@ _GATHERED_BLOCKS: Final = 3
 """A sequence is gathered if its blocks lie in runs shorter than this on average. A copy of a block
 takes about as long as a product more for each run."""
 
-
+_MANY_KEYS: Final = 448
+"""From so many on, keys times queries takes BLAS a third of the time of queries times keys, where
+the queries are few."""
 _VECTORS: Final = 6
 """So few rows are multiplied by a matrix one by one: BLAS copies the matrix for a product with
 several, which takes longer than reading it again."""
@@ -48,6 +50,7 @@ class NumpyBackend:
 
     def __init__(self, *, threads: int = 0, deterministic: bool = False) -> None:
         self.name = "numpy"
+        self.dtype = "float32"
         self.threads = threads or usable_cores()
         self._deterministic = deterministic
         self._blas = _blas()
@@ -75,8 +78,8 @@ class NumpyBackend:
             weights.down,
         )
 
-    def cache(self, heads: int, slots: int, head_dim: int) -> Array:
-        return np.zeros((2, heads, slots, head_dim), np.float32)
+    def cache(self, blocks: int, block_size: int, heads: int, head_dim: int) -> Array:
+        return np.zeros((blocks, block_size, 2, heads, head_dim), np.float32)
 
     def rows(self, batch: Batch, frequencies: Array) -> Rows[Array]:
         is_small = self._deterministic or len(batch.token_ids) < _FEW_ROWS
@@ -165,27 +168,30 @@ class NumpyBackend:
         return np.ascontiguousarray(logits.T)
 
     def attend(self, q: Array, k: Array, v: Array, cache: Array, rows: Rows[Array]) -> Array:
-        cache[0][:, rows.slots] = k.swapaxes(0, 1)
-        cache[1][:, rows.slots] = v.swapaxes(0, 1)
+        slots = cache.reshape(-1, *cache.shape[2:])
+        slots[rows.slots, 0] = k
+        slots[rows.slots, 1] = v
         kv_heads, head_dim = k.shape[1:]
         # The query heads that share a head of keys lie side by side.
         grouped = q.reshape(len(q), kv_heads, -1, head_dim)
         attended = np.empty(grouped.shape, np.float32)
-        block_size = rows.batch.block_size
         for piece in rows.batch.pieces:
             queries = grouped[piece.first : piece.last]
             target = attended[piece.first : piece.last]
             if self._deterministic:
-                keys, values = _gathered(cache, piece, block_size)
+                keys, values = _by_head(_gathered(cache, piece))
                 _attend_each(queries, keys, values, target)
-            elif len(queries) == 1 and len(piece.runs) * _GATHERED_BLOCKS <= len(piece.blocks) + 2:
-                _attend_runs(queries[0], cache, piece.runs, target[0])
+            elif len(queries) == 1:
+                runs = [slots[first:last] for first, last in piece.runs]
+                if len(runs) * _GATHERED_BLOCKS > len(piece.blocks) + 2:
+                    runs = [_gathered(cache, piece)]
+                _attend_runs(queries[0], runs, target[0])
             else:
                 if len(piece.runs) == 1:
                     first, last = piece.runs[0]
-                    keys, values = cache[:, :, first:last]
+                    keys, values = _by_head(slots[first:last])
                 else:
-                    keys, values = _gathered(cache, piece, block_size)
+                    keys, values = _by_head(_gathered(cache, piece))
                 _attend_tiles(queries, keys, values, target)
         return attended.reshape(len(q), -1)
 
@@ -199,11 +205,15 @@ def _blas() -> Any:
     return threadpoolctl.ThreadpoolController()
 
 
-def _gathered(cache: Array, piece: Piece, block_size: int) -> Array:
-    """A copy of a sequence's keys and values: [2, heads, tokens, head_dim]."""
-    _, heads, _, head_dim = cache.shape
-    blocks = cache.reshape(2, heads, -1, block_size * head_dim).take(piece.blocks, axis=2)
-    return blocks.reshape(2, heads, -1, head_dim)[:, :, : piece.length]
+def _gathered(cache: Array, piece: Piece) -> Array:
+    """A copy of a sequence's keys and values: [tokens, 2, heads, head_dim]."""
+    blocks = cache.reshape(len(cache), -1).take(piece.blocks, 0)
+    return blocks.reshape(-1, *cache.shape[2:])[: piece.length]
+
+
+def _by_head(slots: Array) -> tuple[Array, Array]:
+    """The keys and the values of slots, [heads, tokens, head_dim] each, not copied."""
+    return slots[:, 0].swapaxes(0, 1), slots[:, 1].swapaxes(0, 1)
 
 
 def _softmax(scores: Array) -> Array:
@@ -214,23 +224,28 @@ def _softmax(scores: Array) -> Array:
     return sums
 
 
-def _attend_runs(query: Array, cache: Array, runs: list[tuple[int, int]], target: Array) -> None:
-    """One query of each head, [heads, group, head_dim], attends to keys that are not copied."""
-    if len(runs) == 1:
-        first, last = runs[0]
-        scores = query @ cache[0, :, first:last].swapaxes(1, 2)
-        sums = _softmax(scores)
-        np.matmul(scores, cache[1, :, first:last], out=target)
-        target /= sums
-        return
-    parts = [query @ cache[0, :, first:last].swapaxes(1, 2) for first, last in runs]
-    scores = np.concatenate(parts, -1)
+def _attend_runs(query: Array, runs: list[Array], target: Array) -> None:
+    """One query of each head, [heads, group, head_dim], attends to the slots of its sequence.
+
+    They are not copied.
+    """
+    each = [_by_head(slots) for slots in runs]
+    if sum(map(len, runs)) < _MANY_KEYS:
+        parts = [query @ keys.swapaxes(1, 2) for keys, _ in each]
+    else:
+        turned = np.ascontiguousarray(query.swapaxes(1, 2))
+        parts = [(keys @ turned).swapaxes(1, 2) for keys, _ in each]
+    scores = np.concatenate(parts, -1) if len(parts) > 1 else np.ascontiguousarray(parts[0])
     sums = _softmax(scores)
-    target[:] = 0
-    at = 0
-    for first, last in runs:
-        target += scores[..., at : at + last - first] @ cache[1, :, first:last]
-        at += last - first
+    if len(each) == 1:
+        np.matmul(scores, each[0][1], out=target)
+    else:
+        target[:] = 0
+        at = 0
+        for _, values in each:
+            length = values.shape[1]
+            target += scores[..., at : at + length] @ values
+            at += length
     target /= sums
 
 

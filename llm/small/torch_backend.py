@@ -98,6 +98,7 @@ class TorchBackend:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the device {device!r} cannot be used: {reason}") from error
+        self.dtype: str = dtype
         self.name = f"torch {dtype} on {device}"
         self.threads = threads or usable_cores()
         if threads:
@@ -126,8 +127,8 @@ class TorchBackend:
             put(weights.down),
         )
 
-    def cache(self, heads: int, slots: int, head_dim: int) -> Tensor:
-        shape = (2, heads, slots, head_dim)
+    def cache(self, blocks: int, block_size: int, heads: int, head_dim: int) -> Tensor:
+        shape = (blocks, block_size, 2, heads, head_dim)
         if self._device.type == "cpu":
             # PyTorch would write its zeros. These are the system's, page by page until they are
             # written over; numpy's are, too, but in pages of 2 MiB.
@@ -220,13 +221,12 @@ class TorchBackend:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, rows: Rows[Tensor]) -> Tensor:
         assert isinstance(rows, _TorchRows), "the rows are of another backend"
-        cache[0].index_copy_(1, rows.slots, k.transpose(0, 1))
-        cache[1].index_copy_(1, rows.slots, v.transpose(0, 1))
+        slots = cache.flatten(0, 1)
+        slots.index_copy_(0, rows.slots, self._torch.stack((k, v), 1))
         kv_heads, head_dim = k.shape[1:]
-        block_size = rows.batch.block_size
         attended = self._torch.empty_like(q)
         for decode in rows.decodes:
-            keys, values = self._gathered(cache, decode.blocks, len(decode.rows), block_size)
+            keys, values = self._gathered(cache, decode.blocks, len(decode.rows))
             longest = decode.mask.shape[-1]
             # The query heads that share a head of keys stand in for the rows of one sequence.
             queries = q.index_select(0, decode.rows).view(len(decode.rows), kv_heads, -1, head_dim)
@@ -242,9 +242,9 @@ class TorchBackend:
             piece = prefill.piece
             if len(piece.runs) == 1 and not self._deterministic:
                 first, last = piece.runs[0]
-                keys, values = cache[:, None, :, first:last]
+                keys, values = slots[None, first:last].permute(2, 0, 3, 1, 4)
             else:
-                keys, values = self._gathered(cache, prefill.blocks, 1, block_size)
+                keys, values = self._gathered(cache, prefill.blocks, 1)
             result = self._attend_piece(
                 q[piece.first : piece.last],
                 keys[:, :, : piece.length],
@@ -254,14 +254,10 @@ class TorchBackend:
             attended[piece.first : piece.last] = result
         return attended.view(len(q), -1)
 
-    def _gathered(
-        self, cache: Tensor, blocks: Tensor, sequences: int, block_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def _gathered(self, cache: Tensor, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """Copies of keys and of values: [sequences, heads, tokens, head_dim] each."""
-        _, heads, _, head_dim = cache.shape
-        blockwise = cache.view(2, heads, -1, block_size * head_dim)
-        taken = blockwise.index_select(2, blocks)
-        keys, values = taken.view(2, heads, sequences, -1, head_dim).transpose(1, 2)
+        taken = cache.flatten(1).index_select(0, blocks)
+        keys, values = taken.view(sequences, -1, *cache.shape[2:]).permute(2, 0, 3, 1, 4)
         return keys, values
 
     def _attend_piece(
