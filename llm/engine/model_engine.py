@@ -14,7 +14,7 @@ from dynbus.llm.embedding import Embedded, EmbedRequest, Pooling
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .constraint import NO_STRUCTURE, Constraint, Grammars
-from .interface import NO_EMBEDDINGS, EngineLimits, EngineLoad, Prefill, Step, StepFailed
+from .interface import NO_EMBEDDINGS, BlockTier, EngineLimits, EngineLoad, Prefill, Step, StepFailed
 from .model import Chunk, EmbeddingModel, Model, SharedModel
 from .pooling import StatePool
 from .request_pool import RequestPool
@@ -217,11 +217,23 @@ class ModelEngine:
     def release(self, hold_id: str) -> None:
         self._pool.release(hold_id)
 
+    def use_tier(self, tier: BlockTier) -> None:
+        """Keep in a tier what the cache has no room for; before the first request."""
+        self._pool.manager.tier = tier
+
     # Requests -------------------------------------------------------------------------
+
+    def check_request(self, request: GenerateRequest | EmbedRequest) -> None:
+        """Check what only this engine knows, before a request of any kind is taken in.
+
+        Raises:
+            ValueError: a value is not usable, and which.
+        """
 
     def _tokens(
         self, request: GenerateRequest | EmbedRequest, tokens: NDArray[np.uint32]
     ) -> _Sequence:
+        self.check_request(request)
         return _Sequence(
             request.token_ids,
             self.limits.block_size,
@@ -314,7 +326,8 @@ class ModelEngine:
             for scheduled, _ in plan.chunks
             if scheduled.is_ready and scheduled.sequence.pool is None
         ]
-        chunks = [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
+        size = self.limits.block_size
+        chunks = [_chunk(scheduled, tokens, size) for scheduled, tokens in plan.chunks]
         masks = self._fill([scheduled.sequence.sampler.constraint for scheduled in ready])
         states: NDArray[np.float32] | None = None
         try:
@@ -443,13 +456,17 @@ def _why_none(constraint: Constraint | None) -> str:
 _NO_EMBEDDING = "it has no embedding: its states are no numbers, or all zero"
 
 
-def _chunk(scheduled: ScheduledRequest[_Sequence], tokens: int) -> Chunk:
+def _chunk(scheduled: ScheduledRequest[_Sequence], tokens: int, block_size: int) -> Chunk:
     computed, pool = scheduled.computed, scheduled.sequence.pool
     is_last = scheduled.is_ready
+    blocks = scheduled.blocks
+    if scheduled.holds:
+        # It has those of its whole prompt.
+        blocks = blocks[: -(-computed // block_size)]
     return Chunk(
         scheduled.sequence.token_ids[computed - tokens : computed],
         computed - tokens,
-        scheduled.blocks,
+        blocks,
         is_last and pool is None,
         0 if pool is None else pool.wanted(tokens, is_last=is_last),
     )

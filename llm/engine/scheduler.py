@@ -369,9 +369,11 @@ class Scheduler(Generic[S]):
         assert has_room, "the blocks of a tier were taken back without room for them"
         end = found + kept
         filled = manager.tier.fill(table[found:], sequence.sequence_hashes[found:end])
-        end = found + filled
-        self._store(table, sequence, found, end)
-        return end * size
+        lost = table[found + filled :]
+        del table[found + filled :]
+        manager.release(lost)
+        self._store(table, sequence, found, len(table))
+        return len(table) * size
 
     def _kept_in_tier(self, tier: BlockTier, sequence: S, found: int, limit: int) -> int:
         """How many of the blocks behind those found the tier has, up to a limit."""

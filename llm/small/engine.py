@@ -193,13 +193,11 @@ class SmallEngine(ModelEngine):
             tokenizer=partial(_tokenizer_json, Path(path)),
         )
 
-    def add(self, request_id: str, request: GenerateRequest) -> None:
-        _refuse_adapter(request.lora_name)
-        super().add(request_id, request)
-
-    def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
-        _refuse_adapter(request.lora_name)
-        super().add_embedding(request_id, request)
+    def check_request(self, request: GenerateRequest | EmbedRequest) -> None:
+        if request.lora_name:
+            raise ValueError(
+                f"lora_name = {request.lora_name!r}: the small engine has no adapters: leave it out"
+            )
 
 
 def _tokenizer_json(path: Path) -> bytes:
@@ -214,8 +212,3 @@ def _tokenizer_json(path: Path) -> bytes:
         return Tokenizer.from_folder(path).to_json()
     with GgufFile.open(path) as file:
         return Tokenizer.from_gguf(file.metadata, origin=str(path)).to_json()
-
-
-def _refuse_adapter(name: str | None) -> None:
-    if name:
-        raise ValueError(f"lora_name = {name!r}: the small engine has no adapters: leave it out")
