@@ -21,7 +21,7 @@ from itertools import islice
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 
-from .interface import BlockTier, EvictedBlock
+from .interface import BlockTier, CachedBlock
 
 
 class BlockManager:
@@ -142,10 +142,16 @@ class BlockManager:
             gone = zip(self._unused[first:], self._evicted[-count:], strict=True)
             self.tier.evicted(
                 [
-                    EvictedBlock(block, sequence_hash, *self._origins.pop(block))
+                    CachedBlock(block, sequence_hash, *self._origins.pop(block))
                     for block, sequence_hash in gone
-                ]
+                ],
+                self._find_cached,
             )
+
+    def _find_cached(self, sequence_hash: int) -> CachedBlock | None:
+        """The block of a hash, where there is a tier."""
+        block = self._cached.get(sequence_hash)
+        return None if block is None else CachedBlock(block, sequence_hash, *self._origins[block])
 
     def store(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
@@ -367,8 +367,8 @@ class Listener(Protocol):
         ...
 
 
-class EvictedBlock(NamedTuple):
-    """A block that the cache has no room for any longer.
+class CachedBlock(NamedTuple):
+    """A block of an engine's cache.
 
     Attributes:
         block: where its contents are.
@@ -389,10 +389,15 @@ class BlockTier(Protocol):
     The engine's thread calls it, between computations: what it does, all requests wait for.
     """
 
-    def evicted(self, blocks: Sequence[EvictedBlock]) -> None:
+    def evicted(
+        self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
+    ) -> None:
         """These blocks are about to be written over: their contents are there until this returns.
 
         They are in the order in which they were evicted, the last ones of a prompt first.
+
+        Args:
+            cached: the block of a sequence hash that the cache goes on to have, if it does.
         """
         ...
 

@@ -102,6 +102,10 @@ class ModelEngine:
     def load(self) -> EngineLoad:
         return self._pool.load
 
+    def keep_evicted(self, tier: BlockTier) -> None:
+        """Have what the cache evicts go to a tier, and come back from it; before any request."""
+        self._pool.manager.tier = tier
+
     @property
     def is_waiting(self) -> bool:
         return self._pool.is_waiting
@@ -216,10 +220,6 @@ class ModelEngine:
 
     def release(self, hold_id: str) -> None:
         self._pool.release(hold_id)
-
-    def use_tier(self, tier: BlockTier) -> None:
-        """Keep in a tier what the cache has no room for; before the first request."""
-        self._pool.manager.tier = tier
 
     # Requests -------------------------------------------------------------------------
 

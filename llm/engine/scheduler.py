@@ -293,7 +293,9 @@ class Scheduler(Generic[S]):
             else:
                 self.waiting.remove(request)
             _insert(self.running, request)
-            cached = self._claim(request.blocks, request.sequence, found, request.caches)
+            # The last token is computed in any case.
+            most = (request.sequence.length - 1) // self._block_size if request.caches else 0
+            cached = self._claim(request.blocks, request.sequence, found, most)
             taken = min(taken, request.sequence.length - cached)
             if request.is_text:
                 text_budget -= taken
@@ -347,21 +349,21 @@ class Scheduler(Generic[S]):
             if found < blocks or blocks == limit:
                 return found, used
 
-    def _claim(self, table: list[int], sequence: S, found: int, caches: bool) -> int:
+    def _claim(self, table: list[int], sequence: S, found: int, most: int) -> int:
         """Give a request the cached blocks that it begins with.
 
         Args:
-            found: how many the cache has; more are brought back from the tier below.
+            found: how many the cache has.
+            most: up to so many in all are brought back from the tier below, as room allows.
 
         Returns:
             How many tokens are in its blocks.
         """
         manager, size = self._manager, self._block_size
         manager.claim(table, sequence.sequence_hashes, found)
-        if manager.tier is None or not caches:
+        if manager.tier is None:
             return found * size
-        # The last token is computed in any case.
-        limit = (sequence.length - 1) // size
+        limit = min(most, found + manager.free - manager.headroom)
         kept = self._kept_in_tier(manager.tier, sequence, found, limit)
         if not kept:
             return found * size
@@ -465,14 +467,13 @@ class Scheduler(Generic[S]):
             self._set_back(request)
 
     def hold(self, hold_id: str, sequence: S) -> None:
-        """Hold what is cached of a sequence."""
+        """Hold what is cached of a sequence, and what the tier below has of it."""
         self.is_stalled = False
         limit = sequence.length // self._block_size
         found, _ = self._cached_prefix(sequence, limit)
         table: list[int] = []
-        self._manager.claim(table, sequence.sequence_hashes, found)
+        tokens = self._claim(table, sequence, found, limit)
         self._manager.hold(hold_id, table)
-        tokens = found * self._block_size
         self._held.append(Held(hold_id, tuple(table), tokens, tokens))
         self._manager.release(table)
 
