@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar, Final, Protocol, get_args
 
@@ -262,7 +262,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 type(self),
                 node=prefill.component,
                 namespace=prefill.namespace,
-                routing=_PrefillRouting(router),
+                routing=_PrefillRouting(router, self._ids),
                 wait=0.0,
             )
             receiver = Receiver(
@@ -440,16 +440,28 @@ class _PrefillClient:
 
 
 class _PrefillRouting:
-    """A router of prompts that are computed while their first items come."""
+    """A router of prompts that are computed while their first items come.
+
+    Args:
+        own: ids of instances that are this one, which moves no blocks to itself.
+    """
 
     route_timeout: float | None = None
 
-    def __init__(self, router: KvRouter) -> None:
+    def __init__(self, router: KvRouter, own: Set[str]) -> None:
         self._router = router
+        self._own = own
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
-        """See `Router.route`."""
-        route = await self._router.route(request, instances)
+        """See `Router.route`.
+
+        Raises:
+            NoInstances: there is no other.
+        """
+        others = [one for one in instances if one.id not in self._own]
+        if not others:
+            raise NoInstances(f"no other instance serves {request.endpoint}", started=False)
+        route = await self._router.route(request, others)
         return route if route.observer is None else route._replace(observer=_Whole(route.observer))
 
 
