@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, Protocol, get_args
 import msgspec
 
 from dynbus import (
+    NoInstances,
     Reply,
     Route,
     RouteObserver,
