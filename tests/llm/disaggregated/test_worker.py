@@ -93,11 +93,8 @@ class Pair:
 
     async def start(self, node: str, **settings: Any) -> ActorInstance:
         instance = await self.kit.start(Engine, node=node, **self.model, **settings)
-        found = self.kit.caller.discovery
-        await wait_until(
-            lambda: bool(found.view.instances("test", node, asyncio.get_running_loop().time())),
-            what=f"{node} is found",
-        )
+        # Its first role has its own name.
+        await self.kit.caller.discovery.wait_for_instance(instance.name)
         return instance
 
     @property
@@ -177,7 +174,8 @@ def test_tokens_are_those_of_one_engine_and_no_prompt_is_computed_twice(
             figures = engine_of(decode).figures
             assert figures.remote[""] > len(requests)
             assert set(figures.remote) <= {"", "cached"}, figures.remote
-            assert engine_of(prefill).figures.served.keys() == {"done"}
+            # The first token of one is its last.
+            assert engine_of(prefill).figures.served["left"] <= 2
             await at_rest(pair, prefill, decode)
 
     run(story())
