@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
-from tests.conditions import wait_until
+from tests.conditions import eventually
 from tests.llm.disaggregated.agents import MemoryAgent, Wire
 from tests.llm.small.test_actor import served_folder
 from tests.llm.weights.tiny_models import VOCABULARY
@@ -134,7 +134,7 @@ def left_of(instance: ActorInstance) -> dict[str, object]:
 
 async def at_rest(pair: Pair, *instances: ActorInstance) -> None:
     try:
-        await wait_until(pair.rest(*instances), what="nothing is left")
+        await eventually(pair.rest(*instances), what="nothing is left")
     except BaseException:
         print([left_of(instance) for instance in instances])
         raise
@@ -291,7 +291,7 @@ def test_a_request_that_is_left_frees_all_on_both_sides(model: dict[str, Any], w
 
             if when == "before":
                 task = asyncio.ensure_future(tokens_of(pair.client, greedy(300, 200)))
-                await wait_until(lambda: bool(engine_of(decode).figures.open), what="it began")
+                await eventually(lambda: bool(engine_of(decode).figures.open), what="it began")
                 task.cancel()
                 await asyncio.wait({task})
             else:
@@ -300,7 +300,7 @@ def test_a_request_that_is_left_frees_all_on_both_sides(model: dict[str, Any], w
                     if when == "decoding":
                         await anext(stream)
             if when == "stalled":
-                await wait_until(
+                await eventually(
                     lambda: bool(engine_of(decode).figures.quarantined), what="it is given up"
                 )
                 pair.wire.become_quiet()
@@ -320,7 +320,7 @@ def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], afte
             pair.wire.stalls = bool(after)
 
             task = asyncio.ensure_future(tokens_of(pair.client, greedy(400)))
-            await wait_until(
+            await eventually(
                 lambda: bool(engine_of(prefill).figures.held if not after else pair.wire.agents),
                 what="it has begun",
             )
@@ -360,7 +360,7 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
                 state = await engine_of(instance).change_role(RoleChange(role))
                 assert state.role == role
                 before = rounds
-                await wait_until(lambda: rounds > before, what="requests are served")
+                await eventually(lambda: rounds > before, what="requests are served")
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(load)
