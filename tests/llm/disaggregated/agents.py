@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -25,12 +25,15 @@ class Wire:
         stalls: whether transfers begin and do not end; what they read arrives when they are told
             to be quiet, in the blocks that they had.
         moved: of each transfer that is done, its tokens.
+        granted, begun: called when a lease is granted, and when a transfer stalls.
         late: transfers that were given up, and whose bytes have not arrived.
     """
 
     def __init__(self) -> None:
         self.agents: dict[str, MemoryAgent] = {}
         self.fails = self.stalls = False
+        self.granted: Callable[[], object] | None = None
+        self.begun: Callable[[], object] | None = None
         self.moved: list[int] = []
         self.late: list[MemoryTransfer] = []
 
@@ -115,6 +118,8 @@ class MemoryTransfer:
                 self._end(None)
             else:
                 self.begun = True
+                if wire.begun is not None:
+                    wire.begun()
         try:
             async with asyncio.timeout(max(0.0, self.deadline - monotonic())):
                 await asyncio.shield(self.over)
@@ -160,6 +165,8 @@ class MemoryAgent:
         self.leases = LeaseTable(self.epoch)
 
     def grant(self, blocks: Sequence[int], *, tokens: int, seconds: float) -> Ticket:
+        if self.wire.granted is not None:
+            self.wire.granted()
         lease = self.leases.grant(blocks, seconds, monotonic())
         return Ticket(self.name, self.epoch, lease.lease_id, lease.blocks, tokens, seconds)
 

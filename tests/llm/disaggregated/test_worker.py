@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +15,10 @@ from tests.llm.disaggregated.agents import MemoryAgent, Wire
 from tests.llm.small.test_actor import served_folder
 from tests.llm.weights.tiny_models import VOCABULARY
 
+from dynbus import with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.disaggregated.messages import RoleChange
+from dynbus.llm.disaggregated.messages import Role, RoleChange, RoleState
 from dynbus.llm.disaggregated.receiving import Limits
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -113,6 +114,12 @@ class Pair:
 def engine_of(instance: ActorInstance) -> Engine:
     assert isinstance(instance.actor, Engine)
     return instance.actor
+
+
+def control_of(instance: ActorInstance) -> str:
+    """Under which id an instance changes its role."""
+    name = engine_of(instance)._control  # pyright: ignore[reportPrivateUsage]
+    return name.instance_id
 
 
 def left_of(instance: ActorInstance) -> dict[str, object]:
@@ -291,8 +298,7 @@ def test_a_request_that_is_left_frees_all_on_both_sides(model: dict[str, Any], w
 
             if when == "before":
                 task = asyncio.ensure_future(tokens_of(pair.client, greedy(300, 200)))
-                await eventually(lambda: bool(engine_of(decode).figures.open), what="it began")
-                task.cancel()
+                pair.wire.granted = lambda: task.cancel()
                 await asyncio.wait({task})
             else:
                 async with aclosing(pair.client.generate(greedy(300, 200))) as stream:
@@ -309,22 +315,33 @@ def test_a_request_that_is_left_frees_all_on_both_sides(model: dict[str, Any], w
     run(story())
 
 
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], after: int) -> None:
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], when: str) -> None:
     async def story() -> None:
         async with TestKit() as kit:
             pair = Pair(kit, model)
             prefill = await pair.start("prefill")
             decode = await pair.start("decode", disaggregation=REMOTE)
             wanted = await expected(kit, model, greedy(400), greedy(50, seed=2))
-            pair.wire.stalls = bool(after)
+            killed = asyncio.Event()
+
+            def die() -> None:
+                pair.wire.granted = None
+                for connection in (bus.data, bus.lane.connection):
+                    connection.disconnect()  # type: ignore[attr-defined]
+                killed.set()
+
+            bus = prefill.actor.runtime.bus
+            if when == "before":
+                die()
+            elif when == "during":
+                pair.wire.granted = die
+            else:
+                pair.wire.stalls = True
+                pair.wire.begun = die
 
             task = asyncio.ensure_future(tokens_of(pair.client, greedy(400)))
-            await eventually(
-                lambda: bool(engine_of(prefill).figures.held if not after else pair.wire.agents),
-                what="it has begun",
-            )
-            await kit.kill(prefill)
+            await killed.wait()
 
             assert await task == wanted[0]
             assert await tokens_of(pair.client, greedy(50, seed=2)) == wanted[1]
@@ -344,34 +361,35 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
             requests = [greedy(60 + 7 * n, 8, seed=n) for n in range(12)]
             wanted = await expected(kit, model, *requests)
             control = kit.client(Engine, node="hand_over")
-            done = anyio.Event()
-            rounds = 0
 
-            async def load() -> None:
-                nonlocal rounds
-                while not done.is_set():
-                    found = await asyncio.gather(
-                        *(tokens_of(pair.client, request) for request in requests)
-                    )
-                    assert found == wanted
-                    rounds += 1
+            async def served_while(change: Coroutine[Any, Any, RoleState] | None) -> None:
+                """Requests come, before and after the change that is made meanwhile."""
+                async with anyio.create_task_group() as tasks:
+                    first = [
+                        asyncio.ensure_future(tokens_of(pair.client, request))
+                        for request in requests[:6]
+                    ]
+                    if change is not None:
+                        tasks.start_soon(lambda: change)
+                    rest = [tokens_of(pair.client, request) for request in requests[6:]]
+                    assert await asyncio.gather(*first, *rest) == wanted
 
-            async def change(instance: ActorInstance, role: Any) -> None:
-                state = await engine_of(instance).change_role(RoleChange(role))
+            async def change(instance: ActorInstance, role: Role) -> RoleState:
+                client = with_options(control, instance=ids[instance])
+                state = await client.change_role(RoleChange(role))
                 assert state.role == role
-                before = rounds
-                await eventually(lambda: rounds > before, what="requests are served")
+                return state
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(load)
-                await change(three, "prefill")
-                await change(one, "decode")
-                await change(two, "both")
-                await change(one, "prefill")
-                await change(three, "decode")
-                done.set()
+            ids = {instance: control_of(instance) for instance in (one, two, three)}
+            await served_while(None)
+            await served_while(change(three, "prefill"))
+            await served_while(change(one, "decode"))
+            await served_while(change(two, "both"))
+            await served_while(change(one, "prefill"))
+            await served_while(change(three, "decode"))
             await at_rest(pair, one, two, three)
-            assert (await control.role()).role in ("prefill", "decode", "both")
+            states = [await with_options(control, instance=each).role() for each in ids.values()]
+            assert [state.role for state in states] == ["prefill", "both", "decode"]
 
     run(story())
 
