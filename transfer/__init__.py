@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         leases,
         quarantine,
         states,
+        transfers,
     )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "leases",
     "quarantine",
     "states",
+    "transfers",
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -23,8 +22,6 @@ from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
-    Cancelled,
-    DeadlineExceeded,
     DynbusError,
     Unavailable,
     describe_exception,
@@ -37,18 +34,18 @@ from .errors import InvalidTransfer, TransferFailed
 from .exchange import announced, check_agent_name, look_up
 from .layout import KvMemory
 from .leases import LeaseTable, Ticket
-from .links import Flow, Link, Moved, nixl_name
+from .links import Link, Moved, nixl_name
+from .pushing import Pushes
 from .quarantine import Quarantine
-from .states import Event, State
+from .reach import has_rdma, host_name, reaches_directly, transports
+from .transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 5.0
 """For which the threads of an agent that is closed are waited for."""
-IDLE_LINK_SECONDS: Final = 600.0
+IDLE_SECONDS: Final = 600.0
 """After which a link that nobody uses gives way when another is made."""
-
-_numbers = itertools.count(1)
 
 
 @dataclass
@@ -75,160 +72,14 @@ class TransferStatistics:
     quarantined_blocks: int = 0
 
 
-class Transfer:
-    """One transfer, from `TransferAgent.start` on.
-
-    Attributes:
-        number: that no other transfer of this process has.
-        operation: what the local side does.
-        peer: the name of the peer's agent.
-    """
-
-    def __init__(self, agent: TransferAgent, moved: Moved, ticket: Ticket, deadline: float) -> None:
-        self.number = next(_numbers)
-        self.operation = moved.operation
-        self.peer = ticket.agent
-        self._moved = moved
-        self._agent = agent
-        self._bus = agent.bus
-        self._flow = Flow(moved, self._ended_in_thread)
-        self._link: Link | None = None
-        self._begun = monotonic()
-        self._seconds: float | None = None
-        self._error: DynbusError | None = None
-        self._over = asyncio.Event()
-        self._quiet = asyncio.Event()
-        self._timer = self._bus.loop.call_later(
-            max(0.0, deadline - self._begun), self._expire, deadline - self._begun
-        )
-
-    def __repr__(self) -> str:
-        return f"<Transfer {self.number} {self.operation} {self.peer} [{self.state.value}]>"
-
-    @property
-    def state(self) -> State:
-        """Where it is."""
-        return self._flow.state
-
-    @property
-    def bytes(self) -> int:
-        """How many it moves; 0 before the peer's description is known."""
-        return self._flow.bytes
-
-    @property
-    def local_blocks(self) -> tuple[int, ...]:
-        """Those that are read or written here."""
-        return tuple(self._moved.local_blocks.tolist())
-
-    @property
-    def blocks(self) -> int:
-        """How many local blocks it touches."""
-        return self._moved.local_blocks.size
-
-    @property
-    def seconds(self) -> float:
-        """From its start to its end, or until now."""
-        return monotonic() - self._begun if self._seconds is None else self._seconds
-
-    async def result(self) -> None:
-        """Wait until all bytes are there. Whoever is cancelled here abandons the transfer.
-
-        After a READ the bytes may be used only once the source has settled the lease.
-
-        Raises:
-            TransferFailed: the link, the peer or NIXL failed.
-            PeerRestarted: the ticket is of an earlier life of the peer.
-            BadDescription: what the peer says of its memory is damaged, or cannot be.
-            LayoutMismatch: the peer's blocks cannot become those here.
-            InvalidTransfer: the peer has no such blocks.
-            DeadlineExceeded: its deadline, or the lease's time, is over.
-            Cancelled: `cancel` was called.
-        """
-        try:
-            await self._over.wait()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        if self._error is not None:
-            raise self._error
-
-    def cancel(self) -> None:
-        """Give the transfer up, at any time; what has ended stays as it is."""
-        self._abandon("cancelled", Cancelled(f"the {self.operation} was cancelled"))
-
-    async def quiet(self) -> None:
-        """Wait until nothing reads or writes its local memory any more, whatever its result.
-
-        That is at once for what is done; at most about `TransferConfig.quiet_seconds` after it was
-        abandoned otherwise.
-        """
-        await self._quiet.wait()
-
-    def begin(self, link: Link) -> None:
-        """Go by this link; its agent calls this."""
-        if not self._over.is_set():
-            self._link = link
-            link.start(self._flow)
-
-    def fail(self, error: DynbusError) -> None:
-        """It never had a link; its agent calls this."""
-        if not self._over.is_set():
-            self._flow.move(Event.DESTROYED)
-            self._finish("failed", error)
-            self._be_quiet()
-
-    def _expire(self, seconds: float) -> None:
-        self._abandon(
-            "expired",
-            DeadlineExceeded(f"the {self.operation} was not done within {max(0.0, seconds):.3g} s"),
-        )
-
-    def _abandon(self, result: str, error: DynbusError) -> None:
-        if self._over.is_set():
-            return
-        state = self._flow.move(Event.CANCEL)
-        if state in (State.DONE, State.FAILED):
-            # It has ended just now, and the news is on its way.
-            return
-        self._finish(result, error)
-        if state is State.QUIET:
-            self._be_quiet()
-        else:
-            assert self._link is not None
-            self._agent.hold_back(self, self._link)
-
-    def _ended_in_thread(self) -> None:
-        self._bus.to_main(self._ended)
-
-    def _ended(self) -> None:
-        if self._flow.state is State.DONE:
-            self._finish("done", None)
-        elif self._flow.state is State.FAILED:
-            self._finish("failed", self._flow.error)
-        self._be_quiet()
-
-    def _finish(self, result: str, error: DynbusError | None) -> None:
-        if self._over.is_set():
-            return
-        self._timer.cancel()
-        self._error = error
-        self._seconds = monotonic() - self._begun
-        self._over.set()
-        self._agent.count(self, result)
-
-    def _be_quiet(self) -> None:
-        if not self._quiet.is_set():
-            self._quiet.set()
-            self._agent.let_go(self)
-
-
 @dataclass
 class _Peer:
     """A life of a peer, and the way to it."""
 
     description: AgentDescription
-    link: Link
+    is_direct: bool
     used: float
+    link: Link | None = None
 
 
 class TransferAgent:
@@ -255,6 +106,7 @@ class TransferAgent:
         self._config = config
         self._counted = TransferStatistics()
         self._peers: dict[str, _Peer] = {}
+        self._readers: dict[str, _Peer] = {}
         self._links: dict[str, tuple[Link, asyncio.Event]] = {}
         self._lookups: dict[tuple[str, str], list[Transfer]] = {}
         self._open: dict[int, Transfer] = {}
@@ -263,6 +115,10 @@ class TransferAgent:
         self._made = 0
         self._is_closed = False
         self._watch: asyncio.TimerHandle | None = None
+        self._host = host_name()
+        self._pushes = Pushes(
+            bus, background, name, self.epoch, memory, config, self.leases, self._push
+        )
 
     def __repr__(self) -> str:
         return (
@@ -278,7 +134,7 @@ class TransferAgent:
             transfers=Counter(counted.transfers),
             bytes=counted.bytes,
             seconds=counted.seconds,
-            links=len(links),
+            links=len(links) + self._pushes.landings,
             destroyed_links=counted.destroyed_links + sum(link.destroyed for link in links),
             open_handles=sum(link.open_handles for link in links),
             quarantined_blocks=self.quarantine.blocks_held,
@@ -356,12 +212,13 @@ class TransferAgent:
         if self._is_closed:
             raise Unavailable(f"agent {self.name} is closed", started=False)
         moved = Moved(operation, theirs, ours, tokens, remote_start, local_start)
-        transfer = Transfer(self, moved, ticket, min(deadline, monotonic() + ticket.seconds))
+        transfer = Transfer(
+            self, moved, ticket, ticket.agent, min(deadline, monotonic() + ticket.seconds)
+        )
         self._open[transfer.number] = transfer
         peer = self._peers.get(ticket.agent)
         if peer is not None and peer.description.epoch == ticket.epoch:
-            peer.used = monotonic()
-            transfer.begin(peer.link)
+            self._begin(transfer, peer)
         else:
             self._find(ticket.agent, ticket.epoch, transfer)
         return transfer
@@ -399,10 +256,10 @@ class TransferAgent:
 
     async def _meet(self, agent: str, epoch: str) -> None:
         error: DynbusError = Unavailable(f"agent {self.name} is closed", started=False)
-        link: Link | None = None
+        peer: _Peer | None = None
         try:
             description = await look_up(self.bus, agent, epoch, seconds=self._config.lookup_seconds)
-            link = self._link_to(description)
+            peer = self._met(self._peers, description)
         except DynbusError as problem:
             error = problem
         except Exception as problem:
@@ -410,43 +267,74 @@ class TransferAgent:
             error = TransferFailed(f"agent {agent}: {describe_exception(problem)}")
         finally:
             for transfer in self._lookups.pop((agent, epoch)):
-                if link is None:
+                if peer is None:
                     transfer.fail(error)
                 else:
-                    transfer.begin(link)
+                    self._begin(transfer, peer)
 
-    def _link_to(self, description: AgentDescription) -> Link:
-        known = self._peers.pop(description.agent, None)
-        if known is not None:
-            # Another life of the peer: what goes on with the earlier one fails.
-            known.link.close()
+    def _met(self, peers: dict[str, _Peer], description: AgentDescription) -> _Peer:
+        """Know a life of a peer, in place of an earlier one: what goes on with that fails."""
         now = monotonic()
-        for name, peer in list(self._peers.items()):
-            if now - peer.used > IDLE_LINK_SECONDS and not peer.link.is_busy:
-                del self._peers[name]
-                peer.link.close()
-        self._made += 1
-        name = f"{nixl_name(self.name, self.epoch)}.{self._made}"
-        stopped = asyncio.Event()
-        link = Link(
-            name,
-            self.memory,
-            description,
-            self._config,
-            partial(self.bus.to_main, self._stopped, name),
+        for name, peer in list(peers.items()):
+            is_idle = peer.link is None or not peer.link.is_busy
+            if name == description.agent or (is_idle and now - peer.used > IDLE_SECONDS):
+                del peers[name]
+                if peer.link is not None:
+                    peer.link.close()
+        reads = self._config.reads
+        is_direct = reads == "direct" or (
+            reads == "auto"
+            and reaches_directly(
+                transports(self._config.ucx), self._host, description.host, has_rdma=has_rdma()
+            )
         )
-        self._links[name] = link, stopped
-        self._peers[description.agent] = _Peer(description, link, now)
-        return link
+        peers[description.agent] = peer = _Peer(description, is_direct, now)
+        return peer
+
+    def _begin(self, transfer: Transfer, peer: _Peer) -> None:
+        peer.used = monotonic()
+        if transfer.operation == "read" and not peer.is_direct:
+            self._pushes.pull(transfer)
+            return
+        if peer.link is None:
+            self._made += 1
+            name = f"{nixl_name(self.name, self.epoch)}.{self._made}"
+            peer.link = Link(
+                name,
+                self.memory,
+                peer.description,
+                self._config,
+                partial(self.bus.to_main, self._stopped, name),
+            )
+            self._links[name] = peer.link, asyncio.Event()
+        transfer.begin(peer.link)
+
+    def _push(self, landing: AgentDescription, moved: Moved, seconds: float) -> Transfer:
+        """Write to where a peer wants to read, which has asked for it."""
+        ours = _checked_ids("local", moved.local_blocks, self.memory.layout.blocks)
+        theirs = _checked_ids("remote", moved.remote_blocks, landing.layout.blocks)
+        if self._is_closed:
+            raise Unavailable(f"agent {self.name} is closed", started=False)
+        if not 0 < seconds < math.inf or moved.tokens < 1:
+            raise InvalidTransfer(f"{moved.tokens} tokens within {seconds:g} s are no transfer")
+        moved = replace(moved, local_blocks=ours, remote_blocks=theirs)
+        transfer = Transfer(self, moved, None, landing.agent, monotonic() + seconds)
+        self._open[transfer.number] = transfer
+        peer = self._readers.get(landing.agent)
+        if peer is None or peer.description != landing:
+            peer = self._met(self._readers, landing)
+        self._begin(transfer, peer)
+        return transfer
 
     def _stopped(self, name: str) -> None:
         link, stopped = self._links.pop(name)
         stopped.set()
         self._counted.destroyed_links += link.destroyed
-        peer = self._peers.get(link.peer.agent)
-        if peer is not None and peer.link is link:
-            # It broke by itself; another one is made when it is needed.
-            del self._peers[link.peer.agent]
+        for peers in (self._peers, self._readers):
+            peer = peers.get(link.peer.agent)
+            if peer is not None and peer.link is link:
+                # It broke by itself; another one is made when it is needed.
+                peer.link = None
 
     # Transfers tell ---------------------------------------------------------------------------
 
@@ -457,9 +345,9 @@ class TransferAgent:
             self._counted.bytes += transfer.bytes
             self._counted.seconds += transfer.seconds
 
-    def hold_back(self, transfer: Transfer, link: Link) -> None:
+    def hold_back(self, transfer: Transfer, way: str) -> None:
         """A transfer was abandoned, and its memory is not quiet."""
-        self.quarantine.hold(transfer.number, link.name, transfer.local_blocks, monotonic())
+        self.quarantine.hold(transfer.number, way, transfer.local_blocks, monotonic())
         if self._watch is None:
             self._watch = self.bus.loop.call_later(self._config.quiet_seconds, self._destroy_late)
 
@@ -473,6 +361,8 @@ class TransferAgent:
         for name in self.quarantine.links_to_destroy(monotonic(), self._config.quiet_seconds):
             if name in self._links:
                 self._links[name][0].destroy()
+            elif self._pushes.destroy(name):
+                self._counted.destroyed_links += 1
         if self.quarantine:
             self._watch = self.bus.loop.call_later(
                 self._config.quiet_seconds / 4, self._destroy_late
@@ -486,12 +376,14 @@ class TransferAgent:
         for transfer in list(self._open.values()):
             transfer.cancel()
         self._peers.clear()
+        self._readers.clear()
         ending = list(self._links.values())
         for link, _ in ending:
             link.close()
         with anyio.move_on_after(CLOSE_SECONDS, shield=True):
             for _, stopped in ending:
                 await stopped.wait()
+        await self._pushes.close()
         if self._watch is not None:
             self._watch.cancel()
         for link, _ in self._links.values():
@@ -517,21 +409,26 @@ async def open_agent(
     nixl()
     async with Background(f"transfers of {name}", bus.fail) as background:
         agent = TransferAgent(bus, background, name, memory, config)
-        home = await anyio.to_thread.run_sync(_open_home, agent, config)
+        home: NixlAgent | None = None
         try:
+            home = await anyio.to_thread.run_sync(_open_home, agent, config)
             description = AgentDescription(
-                name, agent.epoch, memory.layout, memory.regions, home.metadata()
+                name, agent.epoch, memory.layout, memory.regions, home.metadata(), host_name()
             )
+            # Peers may ask for something as soon as they know of it.
+            await bus.data.barrier()
             async with announced(bus, background, description):
                 try:
                     yield agent
                 finally:
                     await agent.close()
         finally:
-            with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
-                await anyio.to_thread.run_sync(home.close, abandon_on_cancel=True)
-            if closing.cancelled_caught:
-                logger.error("%r cannot be closed; its memory must stay as it is", home)
+            await agent.close()
+            if home is not None:
+                with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
+                    await anyio.to_thread.run_sync(home.close, abandon_on_cancel=True)
+                if closing.cancelled_caught:
+                    logger.error("%r cannot be closed; its memory must stay as it is", home)
 
 
 def _open_home(agent: TransferAgent, config: TransferConfig) -> NixlAgent:
@@ -543,7 +440,7 @@ def _open_home(agent: TransferAgent, config: TransferConfig) -> NixlAgent:
     return home
 
 
-def _checked_ids(side: str, blocks: Sequence[int], there_are: int) -> Indices:
+def _checked_ids(side: str, blocks: Sequence[int] | Indices, there_are: int) -> Indices:
     """Ids of blocks as an array.
 
     Raises:

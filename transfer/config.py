@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -24,6 +24,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             its peer is destroyed, which ends it for certain, and is made again when it is needed.
         idle_wait: the longest time for which the progress thread of an idle agent sleeps.
         lookup_seconds: how long the description of a peer is waited for.
+        reads: "direct" by this side, or "pushed" by the peer, which writes what this side wants to
+            read. Where UCX has TCP alone, "auto" has them pushed: a READ is slower there, and one
+            whose reader dies can take the process with it that it reads from.
         prepared: how many descriptors of one pair of memories are prepared in advance at most; 0
             for none. A pair that needs more is transferred without.
         ucx: settings of UCX for the agents of this process, without `UCX_`; values have no comma.
@@ -35,6 +38,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     quiet_seconds: float = 3.0
     idle_wait: float = 0.1
     lookup_seconds: float = 5.0
+    reads: Literal["auto", "direct", "pushed"] = "auto"
     prepared: int = 262_144
     ucx: Mapping[str, str] = {}
 
@@ -50,6 +54,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= self.slices_ahead <= 64:
             raise ConfigError(
                 f"TransferConfig.slices_ahead = {self.slices_ahead}: choose from 1 to 64"
+            )
+        if self.reads not in ("auto", "direct", "pushed"):
+            raise ConfigError(
+                f"TransferConfig.reads = {self.reads!r}: choose auto, direct or pushed"
             )
         if self.prepared < 0:
             raise ConfigError(f"TransferConfig.prepared = {self.prepared}: choose 0 or more")

@@ -33,6 +33,8 @@ class AgentDescription(msgspec.Struct, frozen=True):
     Attributes:
         epoch: which life; never used again.
         metadata: NIXL's own, opaque.
+        host: equal for agents that can read each other's memory without a network; empty where
+            that is not known.
     """
 
     agent: str
@@ -40,6 +42,7 @@ class AgentDescription(msgspec.Struct, frozen=True):
     layout: BlockLayout
     regions: tuple[Region, ...]
     metadata: bytes
+    host: str = ""
 
     def __post_init__(self) -> None:
         if not self.agent or not self.epoch:

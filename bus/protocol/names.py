@@ -27,6 +27,7 @@ KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 WORK: Final = "_work"
 DEAD: Final = "_dead"
+TRANSFER: Final = "_transfer"
 TRANSFER_BUCKET: Final = "dynbus_transfer_agents"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
@@ -216,6 +217,11 @@ def kv_election_subject(namespace: str, component: str) -> str:
 def transfer_agent_subject(agent: str) -> str:
     """Where the description of an agent of transfers is stored."""
     return f"$KV.{TRANSFER_BUCKET}.{agent}"
+
+
+def transfer_subject(agent: str, epoch: str) -> str:
+    """Where one life of an agent of transfers hears from its peers."""
+    return f"{agent}.{TRANSFER}.{epoch}"
 
 
 def work_subject(queue: EndpointName) -> str:

@@ -20,8 +20,9 @@ from dynbus.bus.errors import Cancelled, DynbusError
 from dynbus.kvrouter.routing.requests import OVERLAP_KEY, PEER_BLOCKS_KEY, PEER_KEY
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.agent import Transfer, TransferAgent
+from dynbus.transfer.agent import TransferAgent
 from dynbus.transfer.errors import BadDescription, LeaseLost
+from dynbus.transfer.transfers import Transfer
 
 from .cost import Rates, Verdict
 from .messages import LendRequest, Lent, Settled, SettleRequest

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
@@ -20,7 +21,7 @@ from dynbus.bus.errors import Cancelled, ConfigError, DeadlineExceeded, DynbusEr
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.names import transfer_agent_subject
 from dynbus.transfer import exchange
-from dynbus.transfer.agent import Transfer, TransferAgent, open_agent
+from dynbus.transfer.agent import TransferAgent, open_agent
 from dynbus.transfer.binding import Operation
 from dynbus.transfer.config import TransferConfig
 from dynbus.transfer.errors import (
@@ -32,11 +33,15 @@ from dynbus.transfer.errors import (
 )
 from dynbus.transfer.layout import BlockLayout, KvMemory
 from dynbus.transfer.leases import Ticket
+from dynbus.transfer.transfers import Transfer
 
 pytestmark = pytest.mark.anyio
 
 TCP = TransferConfig(ucx={"TLS": "tcp"}, quiet_seconds=1.0)
-CONFIGS = pytest.mark.parametrize("config", [TransferConfig(), TCP], ids=["default", "tcp"])
+DIRECT_TCP = TransferConfig(ucx={"TLS": "tcp"}, reads="direct")
+CONFIGS = pytest.mark.parametrize(
+    "config", [TransferConfig(), TCP, DIRECT_TCP], ids=["default", "tcp", "direct tcp"]
+)
 
 
 @asynccontextmanager
@@ -106,7 +111,7 @@ async def test_what_is_read_and_written_is_what_the_other_side_has(config: Trans
         assert {int(row) % layout.blocks for row in changed} <= {1, 5, 6}
     assert reading.bytes == 3 * layout.block_bytes
     assert (seen.transfers["read", "done"], seen.transfers["write", "done"]) == (1, 1)
-    assert (seen.bytes, seen.links) == (5 * layout.block_bytes, 1)
+    assert (seen.bytes, seen.links) == (5 * layout.block_bytes, 2 if config is TCP else 1)
     assert (seen.open_handles, seen.quarantined_blocks, seen.destroyed_links) == (0, 0, 0)
 
 
@@ -157,7 +162,7 @@ async def test_blocks_of_two_halves_of_the_heads_and_of_another_size_become_ours
 async def test_a_transfer_that_is_larger_than_a_slice_is_whole(config: TransferConfig) -> None:
     layout = small_layout(("block", "kv", "head", "token"), head_dim=1024, blocks=96)
     ours, theirs = filled(layout, 1), filled(layout, 2)
-    small = TransferConfig(ucx=config.ucx, slice_bytes=2**16)
+    small = msgspec.structs.replace(config, slice_bytes=2**16)
     blocks = random.Random(0).sample(range(96), 96)
 
     async with pair(ours, theirs, small) as (decode, prefill):
@@ -335,7 +340,7 @@ async def test_transfers_cancelled_at_any_phase_leave_no_block_and_no_handle(
     layout = small_layout(("block", "kv", "head", "token"), head_dim=2048, blocks=32)
     ours, theirs = filled(layout, 1), filled(layout, 2)
     chance = random.Random(7)
-    small = TransferConfig(ucx=config.ucx, slice_bytes=2**16)
+    small = msgspec.structs.replace(config, slice_bytes=2**16)
 
     async def one(decode: TransferAgent, ticket: Ticket) -> None:
         count = chance.randint(1, 16)

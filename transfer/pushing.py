@@ -1,0 +1,282 @@
+"""Reads that the peer carries out: it writes what this side wants to read.
+
+Over TCP alone UCX has the peer's process send what a READ asks for. That is slower than a WRITE of
+the peer, and when the reader dies meanwhile, UCX may abort the process that it reads from. A writer
+just gets an error.
+
+What is pushed lands in memory that an agent of its own has registered, one for each peer. It is
+destroyed when a peer that was told to stop does not say that it has: nothing lands after that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from dynbus.bus.background import Background
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import DynbusError, describe_exception, make_error
+from dynbus.bus.protocol.names import transfer_subject
+from dynbus.bus.transport import Message
+
+from . import messages
+from .binding import NixlAgent
+from .config import TransferConfig
+from .descriptors import AgentDescription, decode, encode
+from .errors import BadDescription, InvalidTransfer, LeaseLost, TransferFailed
+from .layout import KvMemory
+from .leases import LeaseTable
+from .links import Moved, nixl_name
+from .messages import Push, Pushed, Stop
+from .transfers import Transfer
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 5.0
+_NO_TIME: Final = 1e-9
+
+Write = Callable[[AgentDescription, Moved, float], Transfer]
+"""Begins to write to a landing, for so many seconds at most."""
+
+
+@dataclass
+class _Landing:
+    """Where one peer pushes to.
+
+    Attributes:
+        name: of its agent.
+        envelope: what the peer has to know of it.
+        transfers: that the peer was asked for and that are not over, by their numbers.
+    """
+
+    name: str
+    agent: NixlAgent
+    envelope: bytes
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+
+
+class Pushes:
+    """What an agent has peers push, and what it pushes for peers."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        background: Background,
+        name: str,
+        epoch: str,
+        memory: KvMemory,
+        config: TransferConfig,
+        leases: LeaseTable,
+        write: Write,
+    ) -> None:
+        self._bus = bus
+        self._background = background
+        self._name = name
+        self._epoch = epoch
+        self._memory = memory
+        self._config = config
+        self._leases = leases
+        self._write = write
+        self._made = 0
+        self._making: dict[str, anyio.Lock] = {}
+        self._landings: dict[str, _Landing] = {}
+        self._served: dict[tuple[str, str, int], Transfer] = {}
+        self._subscription = bus.data.subscribe(transfer_subject(name, epoch), self._heard)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Pushes {self._name} [{len(self._landings)} landings | {len(self._served)} served]>"
+        )
+
+    @property
+    def landings(self) -> int:
+        """How many peers may push at this moment."""
+        return len(self._landings)
+
+    # The reader -------------------------------------------------------------------------------
+
+    def pull(self, transfer: Transfer) -> None:
+        """Have the peer push what a transfer reads."""
+        self._background.start(self._pull, transfer, name=f"have {transfer.peer} push")
+
+    async def _pull(self, transfer: Transfer) -> None:
+        ticket, moved = transfer.ticket, transfer.moved
+        assert ticket is not None
+        try:
+            landing = await self._landing_of(transfer.peer)
+        except DynbusError as error:
+            transfer.fail(error)
+            return
+        if not transfer.begin_apart(landing.name, partial(self._stop, transfer)):
+            return
+        landing.transfers[transfer.number] = transfer
+        try:
+            push = Push(
+                transfer.number,
+                self._name,
+                self._epoch,
+                landing.envelope,
+                ticket,
+                tuple(moved.remote_blocks.tolist()),
+                tuple(moved.local_blocks.tolist()),
+                moved.tokens,
+                moved.remote_start,
+                moved.local_start,
+                transfer.deadline - monotonic(),
+            )
+            self._bus.data.publish(
+                transfer_subject(ticket.agent, ticket.epoch), messages.encode(push)
+            )
+        except DynbusError as error:
+            del landing.transfers[transfer.number]
+            transfer.end_apart(error)
+
+    async def _landing_of(self, peer: str) -> _Landing:
+        async with self._making.setdefault(peer, anyio.Lock()):
+            landing = self._landings.get(peer)
+            if landing is None:
+                self._made += 1
+                epoch = f"{self._epoch}>{self._made}"
+                landing = await anyio.to_thread.run_sync(self._make, epoch)
+                self._landings[peer] = landing
+            return landing
+
+    def _make(self, epoch: str) -> _Landing:
+        name = nixl_name(self._name, epoch)
+        agent = NixlAgent(name, wakes_every=self._config.idle_wait, ucx=self._config.ucx)
+        agent.register(self._memory.regions)
+        description = AgentDescription(
+            self._name, epoch, self._memory.layout, self._memory.regions, agent.metadata()
+        )
+        return _Landing(name, agent, encode(description))
+
+    def _stop(self, transfer: Transfer) -> None:
+        assert transfer.ticket is not None
+        try:
+            self._bus.data.publish(
+                transfer_subject(transfer.ticket.agent, transfer.ticket.epoch),
+                messages.encode(Stop(transfer.number, self._name, self._epoch)),
+            )
+        except DynbusError as error:
+            # The landing is destroyed in time.
+            logger.debug("%s was not told to stop: %s", transfer.peer, error)
+
+    def _pushed(self, told: Pushed) -> None:
+        for landing in self._landings.values():
+            transfer = landing.transfers.pop(told.number, None)
+            if transfer is not None:
+                error = make_error(told.code, told.message) if told.code else None
+                transfer.end_apart(error, told.bytes)
+
+    def destroy(self, name: str) -> bool:
+        """Destroy a landing, so that nothing lands there any more; False for no landing's name."""
+        for peer, landing in self._landings.items():
+            if landing.name == name:
+                del self._landings[peer]
+                self._background.start(self._destroy, peer, landing, name=f"destroy {name}")
+                return True
+        return False
+
+    async def _destroy(self, peer: str, landing: _Landing) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(landing.agent.close)
+        for transfer in landing.transfers.values():
+            transfer.end_apart(
+                TransferFailed(
+                    f"{peer} was told to stop pushing, and did not say that it has: "
+                    "nothing of it lands any more"
+                )
+            )
+
+    # The source -------------------------------------------------------------------------------
+
+    def _heard(self, message: Message) -> None:
+        try:
+            told = messages.decode(message.data)
+        except BadDescription as error:
+            logger.warning("%s: %s", message.subject, error)
+            return
+        if isinstance(told, Pushed):
+            self._pushed(told)
+        elif isinstance(told, Stop):
+            transfer = self._served.get((told.reader, told.epoch, told.number))
+            if transfer is not None:
+                transfer.cancel()
+        else:
+            self._push(told)
+
+    def _push(self, push: Push) -> None:
+        key = push.reader, push.epoch, push.number
+        if key in self._served:
+            return
+        try:
+            transfer = self._begin(push)
+        except DynbusError as error:
+            self._answer(push, 0, error)
+            return
+        except (TypeError, ValueError, OverflowError) as error:
+            self._answer(push, 0, BadDescription(describe_exception(error)))
+            return
+        self._served[key] = transfer
+        self._background.start(self._serve, push, transfer, name=f"push to {push.reader}")
+
+    def _begin(self, push: Push) -> Transfer:
+        ticket = push.ticket
+        lease = self._leases.extend(ticket.lease_id, ticket.epoch, _NO_TIME, monotonic())
+        if lease is None:
+            raise LeaseLost(f"{self._name} does not hold these blocks any more")
+        if not push.source_blocks or not set(push.source_blocks).issubset(lease.blocks):
+            raise InvalidTransfer("the lease is not of these blocks")
+        landing = decode(push.landing)
+        if landing.agent != push.reader:
+            raise BadDescription(f"{push.reader} has sent a description of {landing.agent}")
+        moved = Moved(
+            "write",
+            np.array(push.reader_blocks, np.int32),
+            np.array(push.source_blocks, np.int32),
+            push.tokens,
+            push.reader_start,
+            push.source_start,
+        )
+        return self._write(landing, moved, push.seconds)
+
+    async def _serve(self, push: Push, transfer: Transfer) -> None:
+        error: DynbusError | None = None
+        try:
+            await transfer.result()
+        except DynbusError as problem:
+            error = problem
+        finally:
+            with anyio.CancelScope(shield=True):
+                await transfer.quiet()
+            del self._served[push.reader, push.epoch, push.number]
+            self._answer(push, transfer.bytes, error)
+
+    def _answer(self, push: Push, size: int, error: DynbusError | None) -> None:
+        told = Pushed(push.number, size)
+        if error is not None:
+            told = Pushed(push.number, 0, error.code, error.message)
+        try:
+            self._bus.data.publish(transfer_subject(push.reader, push.epoch), messages.encode(told))
+        except DynbusError as problem:
+            logger.debug("%s was not answered: %s", push.reader, problem)
+
+    # Life -------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Destroy all landings, in bounded time; what was to land there has failed."""
+        self._subscription.unsubscribe()
+        landings, self._landings = self._landings, {}
+        with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+            for peer, landing in landings.items():
+                await anyio.to_thread.run_sync(landing.agent.close, abandon_on_cancel=True)
+                for transfer in landing.transfers.values():
+                    transfer.end_apart(TransferFailed(f"the way from {peer} is closed"))

@@ -1,0 +1,50 @@
+"""Whether UCX reaches a peer's memory by more than TCP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+_REACHING: Final = ("cma", "knem", "xpmem", "sm", "shm", "all", "rc", "dc", "ud", "ib", "mlx5")
+"""Transports, or their beginnings, that read a peer's memory without its help."""
+_RDMA: Final = Path("/sys/class/infiniband")
+
+
+def host_name() -> str:
+    """The same for all processes that can read each other's memory, if they are allowed to."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def reaches_directly(transports: str, ours: str, theirs: str, *, has_rdma: bool) -> bool:
+    """Whether a READ needs no help of the peer.
+
+    Args:
+        transports: `UCX_TLS`; empty for UCX's own choice.
+        ours, theirs: of `host_name`.
+        has_rdma: whether there is a device for RDMA here.
+    """
+    if transports and not transports.startswith("^"):
+        return any(
+            name.strip().startswith(_REACHING) or name.strip().startswith("cuda_ipc")
+            for name in transports.split(",")
+        )
+    return has_rdma or (bool(ours) and ours == theirs)
+
+
+def transports(ucx: Mapping[str, str]) -> str:
+    """`UCX_TLS` as it is in force for agents with these settings."""
+    return ucx.get("TLS") or os.environ.get("UCX_TLS", "")
+
+
+def has_rdma() -> bool:
+    """Whether there is a device for RDMA here."""
+    try:
+        return any(_RDMA.iterdir())
+    except OSError:
+        return False
