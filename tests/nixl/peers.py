@@ -31,12 +31,13 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Cancelled
-from dynbus.transfer.agent import Transfer, TransferAgent, open_agent
+from dynbus.transfer.agent import TransferAgent, open_agent
 from dynbus.transfer.checksums import checksums
 from dynbus.transfer.config import TransferConfig
 from dynbus.transfer.layout import BlockLayout, KvMemory
 from dynbus.transfer.leases import Ticket
 from dynbus.transfer.states import State
+from dynbus.transfer.transfers import Transfer
 
 ANSWER_SECONDS: Final = 60.0
 """For which the answer of a peer that is alive is waited for."""
