@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -336,7 +337,7 @@ class Link:
         self._way: _Way | None = None
         self._made = 0
         self._is_to_destroy = False
-        self._is_closing = False
+        self._closes_at = math.inf
         # A thread that NIXL keeps for ever must not keep the process.
         self._thread = threading.Thread(target=self._run, name=f"link {name}", daemon=True)
         self._thread.start()
@@ -361,15 +362,19 @@ class Link:
         self._is_to_destroy = True
 
     def close(self) -> None:
-        """Destroy the agent and end the thread; callable from any thread."""
-        self._is_closing = True
+        """Destroy the agent and end the thread; callable from any thread.
+
+        What was given up and is on its way may still arrive for a while before: a peer that sends
+        something over TCP may not survive that nobody is there to take it.
+        """
+        self._closes_at = time.monotonic() + self._config.quiet_seconds
         self._inbox.put(None)
 
     # In the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while self._closes_at == math.inf:
                 self._take(self._inbox.get())
                 self._work()
         finally:
@@ -387,7 +392,7 @@ class Link:
         """Go on until no transfer is left."""
         woke = time.monotonic()
         sleep = _FIRST_SLEEP
-        while self._flows and not self._is_closing:
+        while self._flows and time.monotonic() < self._closes_at:
             if self._is_to_destroy:
                 self._is_to_destroy = False
                 self.destroyed += 1
@@ -445,10 +450,11 @@ class Link:
             )
             return True
         self.open_handles = sum(flow.posted for flow in self._flows)
-        if all(flow.has_more() for flow in self._flows):
-            return happened
+        # Asked once: whoever cancels one meanwhile changes the answer.
         over = [flow for flow in self._flows if not flow.has_more()]
-        self._flows = [flow for flow in self._flows if flow.has_more()]
+        if not over:
+            return happened
+        self._flows = [flow for flow in self._flows if flow not in over]
         for flow in over:
             # What was given up before anything of it was posted is quiet already.
             flow.end(Event.CANCEL if flow.state is State.QUIET else Event.FINISHED)
