@@ -208,7 +208,7 @@ def test_an_engine_in_which_all_wait_has_no_work_and_has_lost_nothing() -> None:
     decode = Instance(blocks=8)
     decode.engine.reserve("a", GenerateRequest(prompt(2, 20, []), 4))
     decode.run()
-    decode.engine.add("b", GenerateRequest(prompt(3, 16, []), 4))
+    decode.engine.add("b", GenerateRequest(prompt(3, 16, []), 4, ignore_eos=True))
     decode.run()
 
     assert not decode.engine.has_work
@@ -401,7 +401,8 @@ def test_a_hold_that_is_released_before_its_request_has_room_never_begins() -> N
     instance = Instance(blocks=6)
     instance.engine.add("running", GenerateRequest(prompt(2, 16, []), 4, sampling=GREEDY))
     instance.step()
-    parked, held = GenerateRequest(PROMPT, 4), GenerateRequest(prompt(9, 9, []), 4)
+    parked = GenerateRequest(PROMPT, 4, ignore_eos=True)
+    held = GenerateRequest(prompt(9, 9, []), 4)
     instance.engine.reserve("a", parked)
     instance.engine.add_held("b", held)
 
