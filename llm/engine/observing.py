@@ -85,6 +85,8 @@ def _text(load: EngineLoad, limits: EngineLimits) -> str:
         f"{load.running} running, {load.waiting} waiting, "
         f"{load.active_blocks} of {limits.blocks} blocks"
     )
+    if load.held_blocks:
+        text += f", {load.held_blocks} held for transfers"
     if load.prompt_tokens:
         text += f", hit rate {load.cached_tokens / load.prompt_tokens:.2f}"
     return text
@@ -102,6 +104,11 @@ class _EngineMetrics:
             ),
             "blocks": metrics.gauge(
                 "engine.blocks", "{block}", "Blocks of KV caches, by whether requests use them."
+            ),
+            "held_blocks": metrics.gauge(
+                "engine.held_blocks",
+                "{block}",
+                "Blocks of KV caches that are held for transfers, each as often as it is held.",
             ),
             "tokens": metrics.counter(
                 "engine.tokens", "{token}", "Tokens of prompts and outputs, by what they are."
@@ -135,6 +142,7 @@ class _EngineMetrics:
             readings[key].put(
                 source, {(*labels, (label, name)): value for name, value in values.items()}
             )
+        readings["held_blocks"].put(source, {labels: load.held_blocks})
         readings["preemptions"].put(source, {labels: load.preempted})
         readings["failed_requests"].put(source, {labels: runner.failed_requests})
         if load.prompt_tokens:
