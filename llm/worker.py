@@ -20,9 +20,9 @@ from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
 from .models.source import LocalModel
-from .named import NamedWorker
 from .small.engine import BackendName, SmallConfig, SmallEngine
 from .small.torch_backend import DType
+from .tiers.worker import TieredWorker
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ MOCK_NAME: Final = "mock"
 """What a mock is called unless its user says otherwise."""
 
 
-class ModelWorker(NamedWorker, abstract=True):
+class ModelWorker(TieredWorker, abstract=True):
     """Serves a model under its name by tokens: completions, and chats where it has a template.
 
     A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
@@ -58,6 +58,10 @@ class ModelWorker(NamedWorker, abstract=True):
         default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
             model's files recommend.
         kv_events: whether blocks are found again by later requests, and routers are told of them.
+        host_memory_mib: memory of the host for blocks that the cache of `small` has no room for: a
+            prefix that is asked for again is copied back from there. 0 for none.
+        fetch_prefixes: whether `small` reads the blocks of a prefix that another instance holds,
+            where that is faster than computing them, and has others read its own.
         pooling: how `small` makes the embedding of a text: of the `mean` of its tokens' states, or
             of the `last`; `none` for no embeddings.
         speedup_ratio: how many times faster than the modelled engine a mock is.
@@ -90,9 +94,25 @@ class ModelWorker(NamedWorker, abstract=True):
         pooling: Literal["mean", "last", "none"] = "mean",
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        host_memory_mib: int = 0,
+        fetch_prefixes: bool = False,
     ) -> None:
         super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
         self.engine = engine
+        if host_memory_mib < 0:
+            raise ConfigError(f"host_memory_mib = {host_memory_mib}: set 0 for none, or more")
+        if engine == "mock" and (host_memory_mib or fetch_prefixes):
+            raise ConfigError(
+                "host_memory_mib and fetch_prefixes are for engine=small: a mock has no blocks to "
+                "keep or to read"
+            )
+        if not kv_events and (host_memory_mib or fetch_prefixes):
+            raise ConfigError(
+                "host_memory_mib and fetch_prefixes need kv_events: without them no block is found "
+                "again"
+            )
+        self.host_memory = host_memory_mib << 20
+        self.fetches_prefixes = fetch_prefixes
         of_mock = blocks or BLOCKS
         try:
             self._small = SmallConfig(
@@ -139,6 +159,7 @@ class ModelWorker(NamedWorker, abstract=True):
 
     async def stand_in(self) -> LocalModel:
         self.engine = "mock"
+        self.host_memory, self.fetches_prefixes = 0, False
         folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-")))
         await asyncio.to_thread(write_mock_model, folder)
         return LocalModel(folder, "folder", MOCK_NAME, MOCK_NAME)
@@ -159,6 +180,7 @@ class ModelWorker(NamedWorker, abstract=True):
             engine = SmallEngine(path, self._small, progress=self.loading)
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
+        self.keep_evicted(engine)
         logger.info("%s computes %s", engine.backend, path.name)
         return engine
 

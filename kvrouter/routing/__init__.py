@@ -7,7 +7,7 @@ A `KvRouter` routes the calls of a program, a `RouterActor` those of others. Bot
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import profiles
+    from . import profiles, requests
     from .active_load import ActiveLoad, RankLoad
     from .caches import Follower
     from .config import RouterConfig, RouterSettings
@@ -55,6 +55,7 @@ __all__ = [
     "open_router",
     "profiles",
     "read_profile",
+    "requests",
 ]
 
 if not TYPE_CHECKING:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar, Final, Protocol, get_args
 
 import msgspec
 
 from dynbus import (
-    NoInstances,
     Reply,
     Route,
     RouteObserver,
@@ -263,7 +262,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 type(self),
                 node=prefill.component,
                 namespace=prefill.namespace,
-                routing=_PrefillRouting(router, self._ids),
+                routing=_PrefillRouting(router),
                 wait=0.0,
             )
             receiver = Receiver(
@@ -441,28 +440,16 @@ class _PrefillClient:
 
 
 class _PrefillRouting:
-    """A router of prompts that are computed while their first items come.
-
-    Args:
-        own: ids of instances that are this one, which moves no blocks to itself.
-    """
+    """A router of prompts that are computed while their first items come."""
 
     route_timeout: float | None = None
 
-    def __init__(self, router: KvRouter, own: Set[str]) -> None:
+    def __init__(self, router: KvRouter) -> None:
         self._router = router
-        self._own = own
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
-        """See `Router.route`.
-
-        Raises:
-            NoInstances: there is no other.
-        """
-        others = [one for one in instances if one.id not in self._own]
-        if not others:
-            raise NoInstances(f"no other instance serves {request.endpoint}", started=False)
-        route = await self._router.route(request, others)
+        """See `Router.route`."""
+        route = await self._router.route(request, instances)
         return route if route.observer is None else route._replace(observer=_Whole(route.observer))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,6 +89,7 @@ class ModelEngine:
         self._pool: RequestPool[_Sequence] = RequestPool(limits, prefix_caching=prefix_caching)
         # Ends of requests whose first token, drawn elsewhere, was their last.
         self._outputs: list[tuple[str, Generated]] = []
+        self._prefill_listener: Callable[[int, float], object] | None = None
         if isinstance(model, SharedModel):
             self.memory = model.memory
 
@@ -105,6 +107,13 @@ class ModelEngine:
     def keep_evicted(self, tier: BlockTier) -> None:
         """Have what the cache evicts go to a tier, and come back from it; before any request."""
         self._pool.manager.tier = tier
+
+    def watch_prefill(self, listener: Callable[[int, float], object]) -> None:
+        """Tell how many tokens of prompts each step computes, and in how many seconds.
+
+        It is told by the engine's thread, of steps that computed prompts and little else.
+        """
+        self._prefill_listener = listener
 
     @property
     def is_waiting(self) -> bool:
@@ -221,6 +230,10 @@ class ModelEngine:
     def release(self, hold_id: str) -> None:
         self._pool.release(hold_id)
 
+    def use_tier(self, tier: BlockTier) -> None:
+        """Keep in a tier what the cache has no room for; before the first request."""
+        self._pool.manager.tier = tier
+
     # Requests -------------------------------------------------------------------------
 
     def check_request(self, request: GenerateRequest | EmbedRequest) -> None:
@@ -330,6 +343,7 @@ class ModelEngine:
         chunks = [_chunk(scheduled, tokens, size) for scheduled, tokens in plan.chunks]
         masks = self._fill([scheduled.sequence.sampler.constraint for scheduled in ready])
         states: NDArray[np.float32] | None = None
+        began = perf_counter()
         try:
             if self._embedding_model is not None and any(chunk.states for chunk in chunks):
                 logits, states = self._embedding_model.compute_with_states(chunks)
@@ -339,6 +353,8 @@ class ModelEngine:
             computed = {scheduled.id for scheduled, _ in plan.chunks}
             new = {scheduled.id for scheduled, _ in plan.chunks if not scheduled.generated}
             raise StepFailed(f"{type(error).__name__}: {error}", new or computed) from error
+        if self._prefill_listener is not None and plan.prefill_tokens > 4 * len(chunks):
+            self._prefill_listener(plan.prefill_tokens, perf_counter() - began)
         if masks is not None:
             masks.result()
         drawn = draw_tokens(

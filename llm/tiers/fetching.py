@@ -17,7 +17,7 @@ import anyio
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, DynbusError
-from dynbus.kvrouter.routing.requests import OVERLAP_KEY, PEER_BLOCKS_KEY, PEER_KEY
+from dynbus.kvrouter.routing import requests as routed
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.transfer.agent import TransferAgent
@@ -138,14 +138,14 @@ class PrefixFetcher:
         Returns:
             None where computing is faster, or nobody holds anything.
         """
-        peer = metadata.get(PEER_KEY)
+        peer = metadata.get(routed.PEER_KEY)
         if not peer or request.n != 1 or self.statistics.running >= MAX_FETCHES:
             return None
         size = self._rates.block_size
         # The last token is computed in any case.
         most = (len(request.token_ids) - 1) // size
-        blocks = min(most, _number(metadata.get(PEER_BLOCKS_KEY)))
-        lacking = blocks - _number(metadata.get(OVERLAP_KEY))
+        blocks = min(most, _number(metadata.get(routed.PEER_BLOCKS_KEY)))
+        lacking = blocks - _number(metadata.get(routed.OVERLAP_KEY))
         if lacking <= 0:
             return None
         verdict = self._rates.fetches(

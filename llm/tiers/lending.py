@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import anyio
 
@@ -20,6 +20,9 @@ MAX_LOANS: Final = 32
 """Prefixes that are lent at a time: they take blocks from the requests that run here."""
 MAX_SECONDS: Final = 60.0
 """For how long blocks are lent at most."""
+
+
+Link: TypeAlias = Callable[[Callable[[bool], None]], Callable[[], None]]
 
 
 class Holder(Protocol):
@@ -45,7 +48,7 @@ class Lender:
         self._agent = agent
         self._block_size = block_size
         self._numbers = count()
-        # By lease: set when the reader has settled.
+        # By lease: set when the reader has settled, or has left.
         self._open: dict[int, anyio.Event] = {}
         self._loans = 0
         self.lent_blocks = 0
@@ -58,10 +61,13 @@ class Lender:
         """How many prefixes are lent at this moment."""
         return self._loans
 
-    async def lend(self, request: LendRequest) -> AsyncGenerator[Lent]:
+    async def lend(self, request: LendRequest, link: Link) -> AsyncGenerator[Lent]:
         """Lease what is cached of a prefix; the only item tells of it.
 
         The blocks stay where they are until the lease is settled or over, or the caller leaves.
+
+        Args:
+            link: has a listener called when the caller leaves; gives what undoes that.
 
         Raises:
             InvalidRequest: the request makes no sense.
@@ -92,14 +98,14 @@ class Lender:
                 ),
             )
             try:
-                async for lent in self._lease(held, request):
+                async for lent in self._lease(held, request, link):
                     yield lent
             finally:
                 self._holder.release(hold_id)
         finally:
             self._loans -= 1
 
-    async def _lease(self, held: Held, request: LendRequest) -> AsyncGenerator[Lent]:
+    async def _lease(self, held: Held, request: LendRequest, link: Link) -> AsyncGenerator[Lent]:
         size = self._block_size
         first, last = request.start // size, held.computed // size
         if last <= first:
@@ -108,13 +114,15 @@ class Lender:
         ticket = self._agent.grant(
             held.blocks[first:last], tokens=(last - first) * size, seconds=request.seconds
         )
-        settled = self._open[ticket.lease_id] = anyio.Event()
+        ended = self._open[ticket.lease_id] = anyio.Event()
+        unlink = link(lambda _: ended.set())
         self.lent_blocks += last - first
         try:
             yield Lent(last * size, ticket)
             with anyio.move_on_after(request.seconds):
-                await settled.wait()
+                await ended.wait()
         finally:
+            unlink()
             del self._open[ticket.lease_id]
             self._agent.leases.release(ticket.lease_id, ticket.epoch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, cast
 
 import anyio
@@ -111,6 +111,11 @@ class Engine:
         self.released.append(hold_id)
 
 
+def stays(_: Callable[[bool], None]) -> Callable[[], None]:
+    """The link of a caller that does not leave."""
+    return lambda: None
+
+
 class Story:
     """Two instances: `b` holds the first blocks of the prompt, and `a` wants them."""
 
@@ -140,7 +145,7 @@ class Story:
             raise self.error
         if self.stalls:
             await anyio.sleep_forever()
-        lending = self.lender.lend(request)
+        lending = self.lender.lend(request, stays)
         try:
             async for lent in lending:
                 yield lent if self.lie is None else self.lie(lent)
@@ -372,7 +377,7 @@ def test_a_request_to_lend_that_makes_no_sense_is_refused(
         async with Background("test") as background:
             lender = Story(background).lender
             try:
-                await anext(lender.lend(request_))
+                await anext(lender.lend(request_, stays))
             except DynbusError as error:
                 assert lender.loans == 0
                 return f"{error.code} {error}"
@@ -387,11 +392,11 @@ def test_a_bounded_number_of_prefixes_is_lent_at_a_time() -> None:
     async def story() -> None:
         async with Background("test") as background:
             lender = Story(background).lender
-            loans = [lender.lend(LendRequest([1] * 32, 5.0)) for _ in range(MAX_LOANS)]
+            loans = [lender.lend(LendRequest([1] * 32, 5.0), stays) for _ in range(MAX_LOANS)]
             for loan in loans:
                 await anext(loan)
             with pytest.raises(Overloaded, match="lent already"):
-                await anext(lender.lend(LendRequest([1] * 32, 5.0)))
+                await anext(lender.lend(LendRequest([1] * 32, 5.0), stays))
             for loan in loans:
                 await loan.aclose()
             assert lender.loans == 0
@@ -403,7 +408,7 @@ def test_a_lease_that_nobody_settles_ends_with_its_time_and_cannot_be_settled_th
     async def story() -> None:
         async with Background("test") as background:
             told = Story(background)
-            lending = told.lender.lend(LendRequest([1] * 32, 2.0))
+            lending = told.lender.lend(LendRequest([1] * 32, 2.0), stays)
             lent = await anext(lending)
             assert lent.ticket is not None
             with pytest.raises(StopAsyncIteration):
@@ -416,11 +421,32 @@ def test_a_lease_that_nobody_settles_ends_with_its_time_and_cannot_be_settled_th
     run(story())
 
 
+def test_a_caller_that_leaves_has_its_blocks_freed_at_once() -> None:
+    async def story() -> None:
+        async with Background("test") as background:
+            told = Story(background)
+            listeners: list[Callable[[bool], None]] = []
+
+            def link(listener: Callable[[bool], None]) -> Callable[[], None]:
+                listeners.append(listener)
+                return listeners.clear
+
+            lending = told.lender.lend(LendRequest([1] * 32, 50.0), link)
+            await anext(lending)
+            listeners[0](False)
+            with pytest.raises(StopAsyncIteration):
+                await anext(lending)
+            assert told.lender.loans == 0
+            assert not listeners
+
+    run(story())
+
+
 def test_a_lease_is_settled_once_and_by_its_epoch_alone() -> None:
     async def story() -> list[bool]:
         async with Background("test") as background:
             told = Story(background)
-            lending = told.lender.lend(LendRequest([1] * 32, 2.0))
+            lending = told.lender.lend(LendRequest([1] * 32, 2.0), stays)
             ticket = (await anext(lending)).ticket
             assert ticket is not None
             epochs = ["another", ticket.epoch, ticket.epoch]

@@ -1,0 +1,171 @@
+"""`TieredWorker`: an engine whose blocks are kept elsewhere, too, and come from there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+
+from dynbus import Reply, handler
+from dynbus.actors.calling.clients import with_options
+from dynbus.bus.context import context
+from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
+from dynbus.kvrouter.routing import profiles
+from dynbus.llm.engine import ModelEngine
+from dynbus.llm.engine.interface import EngineLimits
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.named import NamedWorker
+from dynbus.transfer.agent import open_agent
+from dynbus.transfer.layout import KvMemory
+
+from .cost import Rates
+from .fetching import PrefixFetcher
+from .host_store import HostStore
+from .lending import Lender
+from .messages import LendRequest, Lent, Settled, SettleRequest
+from .observing import TierWatch
+
+
+class TieredWorker(NamedWorker, abstract=True):
+    """Keeps what its engine's cache evicts, and fetches prefixes that other instances hold.
+
+    A subclass says in its constructor which of the two it does; unless it does, neither costs
+    anything.
+
+    Attributes:
+        host_memory: bytes of the host's memory for evicted blocks; 0 for none.
+        fetches_prefixes: whether prefixes are fetched from other instances, and lent to them.
+    """
+
+    host_memory: int = 0
+    fetches_prefixes: bool = False
+
+    _rates: Rates | None = None
+    _store: HostStore | None = None
+    _lender: Lender | None = None
+    _fetcher: PrefixFetcher | None = None
+    _tier_exits: AsyncExitStack | None = None
+
+    def keep_evicted(self, engine: ModelEngine) -> None:
+        """Have a new engine keep what it evicts, and measure how fast it computes; for
+        `make_engine` of subclasses.
+
+        Raises:
+            ConfigError: not one block fits, or the engine's blocks are on a GPU.
+        """
+        if not self.host_memory and not self.fetches_prefixes:
+            return
+        memory = engine.memory
+        rates = self._rates = Rates(memory.layout.block_size, memory.layout.block_bytes)
+        engine.watch_prefill(rates.note_prefill)
+        if self.host_memory:
+            self._store = HostStore(memory, self.host_memory, rates)
+            engine.keep_evicted(self._store)
+
+    async def on_engine(self, limits: EngineLimits) -> None:
+        if not self.host_memory and not self.fetches_prefixes:
+            await super().on_engine(limits)
+            return
+        async with AsyncExitStack() as exits:
+            if self.fetches_prefixes:
+                await self._open_fetching(exits, limits)
+            watch = TierWatch(
+                self.runtime.bus, self.__dynbus_name__, self._store, self._fetcher, self._lender
+            )
+            await exits.enter_async_context(watch)
+            await super().on_engine(limits)
+            self._tier_exits = exits.pop_all()
+
+    async def _open_fetching(self, exits: AsyncExitStack, limits: EngineLimits) -> None:
+        runner, runtime, rates = self._running(), self.runtime, self._rates
+        try:
+            memory: KvMemory = runner.memory
+        except InvalidRequest as error:
+            raise ConfigError(
+                f"fetch_prefixes: {error}: leave it out, or take engine=small"
+            ) from None
+        if rates is None:
+            rates = self._rates = Rates(limits.block_size, memory.layout.block_bytes)
+        own = self.__dynbus_name__
+        agent = await exits.enter_async_context(
+            open_agent(runtime.bus, self._agent_of(own.instance_id), memory)
+        )
+        client = runtime.client(type(self), node=own.component, namespace=own.namespace, wait=0.0)
+        self._lender = Lender(runner, agent, limits.block_size)
+        self._fetcher = PrefixFetcher(
+            runner,
+            agent,
+            rates,
+            peer=lambda instance: with_options(client, instance=instance),
+            agent_of=self._agent_of,
+            background=runtime.bus.background,
+        )
+
+    def _agent_of(self, instance: str) -> str:
+        """The name of an instance's agent."""
+        own = self.__dynbus_name__
+        return f"{own.namespace}.{own.component}.{instance}.blocks"
+
+    async def on_stop(self) -> None:
+        try:
+            if self._tier_exits is not None:
+                with anyio.CancelScope(shield=True):
+                    await self._tier_exits.aclose()
+        finally:
+            await super().on_stop()
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        told = super().instance_metadata()
+        return told if self._fetcher is None else {**told, profiles.FETCHES_KEY: "true"}
+
+    # Fetching -------------------------------------------------------------------------
+
+    async def serve_request(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
+        fetcher, running = self._fetcher, context()
+        fetch = None
+        if fetcher is not None:
+            fetch = fetcher.plan(request, running.metadata, running.deadline)
+        if fetcher is None or fetch is None:
+            await super().serve_request(name, request, reply)
+            return
+        runner = self._running()
+        await runner.prepare(request)
+        unlink = running.link(lambda _: runner.cancel(name))
+        try:
+            if running.is_stopped():
+                return
+            runner.reserve(name, request, reply)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(fetcher.fetch, name, request, fetch)
+                await reply.ended()
+                # Of a request that has ended early nothing is fetched any more.
+                tasks.cancel_scope.cancel()
+        finally:
+            unlink()
+            runner.forget(name)
+
+    # Lending --------------------------------------------------------------------------
+
+    @handler(concurrency=None)
+    async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
+        """Lease the cached blocks of a prefix to another instance, until the call ends."""
+        lending: Any = self._lending().lend(request, context().link)
+        try:
+            async for lent in lending:
+                yield lent
+        finally:
+            await lending.aclose()
+
+    @handler(concurrency=None)
+    async def settle_prefix(self, request: SettleRequest) -> Settled:
+        """Whether a lease has held until now; it ends."""
+        return self._lending().settle(request)
+
+    def _lending(self) -> Lender:
+        if self._lender is None:
+            raise Unavailable("this instance lends no blocks: set fetch_prefixes")
+        return self._lender

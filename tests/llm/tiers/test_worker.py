@@ -1,0 +1,74 @@
+"""A worker that keeps blocks on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.llm.text.tiny_tokenizer import tiny_json
+from tests.llm.weights.tiny_models import TINY_MODELS
+
+from dynbus.bus.errors import ConfigError
+from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.worker import ModelWorker
+from dynbus.testing import TestKit, run
+
+
+class Worker(ModelWorker, namespace="llm"):
+    pass
+
+
+def test_a_worker_brings_back_from_the_host_what_its_cache_has_evicted(tmp_path: Path) -> None:
+    TINY_MODELS["llama"].write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(tiny_json())
+
+    async def story() -> tuple[list[list[Generated]], str]:
+        async with TestKit() as kit:
+            await kit.start(
+                Worker,
+                model=str(tmp_path),
+                backend="numpy",
+                deterministic=True,
+                block_size=4,
+                blocks=10,
+                max_num_seqs=1,
+                pooling="none",
+                host_memory_mib=1,
+            )
+            made: list[list[Generated]] = []
+            for first in (1, 2, 1):
+                request = GenerateRequest(
+                    [first] * 33,
+                    3,
+                    sampling=Sampling(temperature=0.0),
+                    ignore_eos=True,
+                )
+                made.append([item async for item in kit.client(Worker).generate(request)])
+            [instance] = kit.started.values()
+            worker = instance.actor
+            assert isinstance(worker, Worker)
+            store = worker._store
+            assert store is not None
+            return made, repr(store)
+
+    (first, _, again), shown = run(story())
+
+    tokens = [[one for item in items for one in item.token_ids] for items in (first, again)]
+    assert tokens[0] == tokens[1]
+    assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 32)
+    assert shown.startswith("<HostStore [")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"host_memory_mib": -1}, "host_memory_mib = -1: set 0 for none, or more"),
+        ({"host_memory_mib": 1, "engine": "mock"}, "are for engine=small"),
+        ({"fetch_prefixes": True, "engine": "mock"}, "are for engine=small"),
+        ({"fetch_prefixes": True, "kv_events": False}, "need kv_events"),
+        ({"host_memory_mib": 1, "kv_events": False}, "need kv_events"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Worker(**options)  # type: ignore[arg-type]  # bad on purpose

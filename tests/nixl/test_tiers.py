@@ -1,0 +1,202 @@
+"""Instances fetch the blocks of prefixes from each other over NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.conditions import eventually
+from tests.llm.text.tiny_tokenizer import tiny_json
+from tests.llm.weights.tiny_models import TINY_MODELS
+
+from dynbus import call_options
+from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.router import open_router
+from dynbus.llm.engine.interface import EngineLoad
+from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.tiers.fetching import PrefixFetcher
+from dynbus.llm.tiers.lending import Lender
+from dynbus.llm.tiers.messages import Settled, SettleRequest
+from dynbus.llm.worker import ModelWorker
+from dynbus.testing import TestKit
+
+SIZE = 4
+PROMPT = [1 + at % 50 for at in range(12 * SIZE + 1)]
+
+
+class Worker(ModelWorker, namespace="llm"):
+    @property
+    def fetcher(self) -> PrefixFetcher:
+        assert self._fetcher is not None
+        return self._fetcher
+
+    @property
+    def lender(self) -> Lender:
+        assert self._lender is not None
+        return self._lender
+
+    @property
+    def engine_load(self) -> EngineLoad:
+        return self._running().load
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    TINY_MODELS["llama"].write_folder(folder)
+    (folder / "tokenizer.json").write_bytes(tiny_json())
+    return str(folder)
+
+
+async def start(kit: TestKit, model: str, name: str, **options: Any) -> Worker:
+    await kit.start(
+        Worker,
+        instance_id=name,
+        model=model,
+        backend="numpy",
+        deterministic=True,
+        block_size=SIZE,
+        max_num_seqs=2,
+        context_length=64,
+        pooling="none",
+        fetch_prefixes=True,
+        **{"blocks": 32, **options},
+    )
+    worker = next(one.actor for one in kit.started.values() if one.actor.instance_id == name)
+    assert isinstance(worker, Worker)
+    assert worker._rates is not None
+    # A tiny model computes faster than anything is fetched.
+    worker._rates.note_prefill(1000, 1000.0)
+    worker._rates.note_prefill = lambda *_: None  # type: ignore[method-assign]
+    return worker
+
+
+async def generate(
+    kit: TestKit, instance: str, prompt: Sequence[int], peer: str = "", blocks: int = 12
+) -> list[Generated]:
+    metadata = {"kv_peer": peer, "kv_peer_blocks": str(blocks)} if peer else {}
+    with call_options(instance=instance, metadata=metadata):
+        return [item async for item in kit.client(Worker).generate(greedy(prompt))]
+
+
+def greedy(prompt: Sequence[int]) -> GenerateRequest:
+    return GenerateRequest(list(prompt), 6, sampling=Sampling(temperature=0.0), ignore_eos=True)
+
+
+def tokens_of(items: Sequence[Generated]) -> list[int]:
+    return [token for item in items for token in item.token_ids]
+
+
+async def at_rest(*workers: Worker) -> None:
+    """Wait until nothing is lent, read or held any more."""
+
+    def rests() -> bool:
+        return all(
+            worker.lender.loans == 0
+            and worker.fetcher.statistics.running == 0
+            and worker.engine_load.active_blocks == 0
+            for worker in workers
+        )
+
+    await eventually(rests, 10.0, what="blocks are still held")
+
+
+def test_a_prefix_that_a_peer_holds_is_read_from_it_and_gives_the_same_tokens(model: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            one, other = await start(kit, model, "one"), await start(kit, model, "other")
+            computed = await generate(kit, "one", PROMPT)
+
+            fetched = await generate(kit, "other", PROMPT, peer="one")
+            again = await generate(kit, "other", PROMPT, peer="one")
+
+            assert tokens_of(fetched) == tokens_of(again) == tokens_of(computed)
+            # What was fetched was not found in the cache, as its router expects.
+            assert [items[0].cached_tokens for items in (fetched, again)] == [0, 12 * SIZE]
+            assert other.fetcher.statistics.blocks == one.lender.lent_blocks == 12
+            await at_rest(one, other)
+
+    asyncio.run(story())
+
+
+def test_a_router_names_the_peer_that_has_evicted_the_prefix_to_its_host(model: str) -> None:
+    def to_other(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
+        return [float(each.rank.instance != "other") for each in candidates]
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            one = await start(kit, model, "one", blocks=16, host_memory_mib=1)
+            other = await start(kit, model, "other")
+            computed = await generate(kit, "one", PROMPT)
+            await generate(kit, "one", [token + 5 for token in PROMPT])
+            async with open_router(kit.caller, Worker, policy=to_other) as router:
+                overlaps = router.follower.overlaps if router.follower else None
+                assert overlaps is not None
+                hashes = block_hashes(PROMPT, SIZE)
+                await eventually(lambda: sum(overlaps(hashes).get(Rank("one", 0), ())) == 12)
+                on_host = overlaps(hashes)[Rank("one", 0)].host
+                engine = kit.client(Worker, routing=router)
+                with call_options(request_id="mine"):
+                    fetched = [item async for item in engine.generate(greedy(PROMPT))]
+                [decision] = router.decisions("mine")
+
+            assert on_host > 4
+            assert (decision.chosen, decision.peer) == (Rank("other", 0), Rank("one", 0))
+            assert decision.peer_overlap == 12
+            assert tokens_of(fetched) == tokens_of(computed)
+            assert other.fetcher.statistics.blocks == 12
+            await at_rest(one, other)
+
+    asyncio.run(story())
+
+
+def test_a_prefix_is_computed_where_its_peer_is_gone_or_does_not_vouch_for_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            one, other = await start(kit, model, "one"), await start(kit, model, "other")
+            computed = await generate(kit, "one", PROMPT)
+            monkeypatch.setattr(one.lender, "settle", lambda _: Settled(held=False))
+            unproven = await generate(kit, "other", PROMPT, peer="one")
+            later = await generate(kit, "other", PROMPT[1:], peer="nobody")
+
+            assert tokens_of(unproven) == tokens_of(computed)
+            assert later[-1].finish_reason == "length"
+            assert other.fetcher.statistics.results == {"LeaseLost": 1, "Unavailable": 1}
+            assert other.fetcher.statistics.blocks == 0
+            await at_rest(one, other)
+
+    asyncio.run(story())
+
+
+def test_a_caller_that_leaves_in_the_middle_of_a_fetch_has_all_freed(model: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            one, other = await start(kit, model, "one"), await start(kit, model, "other")
+            await generate(kit, "one", PROMPT)
+            settling = asyncio.Event()
+
+            async def never(request: SettleRequest) -> Settled:
+                settling.set()
+                await asyncio.Event().wait()
+                return Settled(held=True)
+
+            peer = other.fetcher._peer
+
+            class Slow:
+                def __init__(self, instance: str) -> None:
+                    self.lend_prefix = peer(instance).lend_prefix
+                    self.settle_prefix = never
+
+            other.fetcher._peer = Slow
+            call = asyncio.create_task(generate(kit, "other", PROMPT, peer="one"))
+            await settling.wait()
+            call.cancel()
+            await at_rest(one, other)
+
+    asyncio.run(story())
