@@ -7,6 +7,7 @@ round.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -190,6 +191,8 @@ def main(file: File | None, tcp: bool, rounds: int, seconds: float, only: str) -
     if tcp:
         os.environ["UCX_TLS"] = "tcp"
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    # What holds the event loop is measured.
+    logging.getLogger("dynbus").setLevel(logging.ERROR)
     console = Console(width=150)
     with Runner(loop_factory=new_event_loop) as runner:
         times, used = runner.run(run(tcp, rounds, seconds, only, Console(stderr=True)))

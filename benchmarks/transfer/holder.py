@@ -92,7 +92,8 @@ class Owner:
     def grant(self, blocks: Sequence[int]) -> bytes:
         """A ticket for blocks."""
         tokens = len(blocks) * tokens_of(self._agent.memory.layout.block_bytes)
-        return self._agent.grant(blocks, tokens=tokens, seconds=LEASE_SECONDS).encode()
+        ticket = self._agent.grant(blocks, tokens=tokens, seconds=LEASE_SECONDS, writable=True)
+        return ticket.encode()
 
     async def close(self) -> None:
         await self._opened.aclose()
