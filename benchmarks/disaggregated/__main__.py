@@ -35,7 +35,7 @@ ANSWER: Final = 4
 
 def engine(kind: str, **settings: Any) -> dict[str, Any]:
     """Settings of a node: float32 on one core, with room for all that is asked."""
-    return {"class": kind, "threads": 1, "blocks": 1024, **settings}
+    return {"class": kind, "model_name": kind, "threads": 1, "blocks": 1024, **settings}
 
 
 def parts(**settings: Any) -> dict[str, dict[str, Any]]:
@@ -159,15 +159,23 @@ def show_idle(found: Mapping[int, list[Idle]], console: Console) -> None:
     console.print(table)
     goals: list[tuple[str, float, Callable[[Idle], float], int]] = [
         ("TTFT of two engines to one, worst length", 1.1, lambda one: one.parted / one.whole, 0),
-        (f"first to second token to prefill, {LONG}", 0.05, lambda one: one.gap / one.whole, LONG),
+        (
+            f"first to second token to prefill, from {LONG}",
+            0.05,
+            lambda one: one.gap / one.whole,
+            LONG,
+        ),
         ("transfer to prefill, from 1,000", 0.05, lambda one: one.transfer / one.whole, 1000),
     ]
     for name, goal, ratio, least in goals:
-        worst = max(
+        found_at = [
             (median(ratio(one) for one in rows), length)
             for length, rows in found.items()
             if length >= least
-        )
+        ]
+        if not found_at:
+            continue
+        worst = max(found_at)
         reached = "" if worst[0] <= goal else ": NOT REACHED"
         console.print(f"{name}: {worst[0]:.3f} (at {worst[1]}), at most {goal}{reached}")
 

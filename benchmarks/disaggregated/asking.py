@@ -46,7 +46,7 @@ async def ask(engine: ModelWorker, tokens: list[int], count: int) -> Answer:
     request = GenerateRequest(tokens, count, sampling=Sampling(temperature=0), ignore_eos=True)
     answer = Answer(perf_counter(), [])
     async for item in engine.generate(request):
-        answer.tokens += [perf_counter()] * len(item.token_ids)
+        answer.tokens.extend([perf_counter()] * len(item.token_ids))
     return answer
 
 

@@ -21,6 +21,7 @@ from dynbus.bus.nats.server_process import run_server
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message
 
+ENGINES: Final = Path(__file__).with_name("engines.py")
 START_SECONDS: Final = 120.0
 
 Nodes = Mapping[str, Mapping[str, Any]]

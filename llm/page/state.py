@@ -31,8 +31,22 @@ MAX_CANDIDATES: Final = 8
 RECENT: Final = 100
 """Decisions of each model of which the hit rate is."""
 
+PREFILL: Final = "prefill"
+"""The endpoint of instances that compute prompts for those that a model is served by."""
+
 ASK_INTERVAL: Final = 0.5
 """Seconds for which what instances have answered is shown, however many look."""
+TRANSFERS: Final = (
+    "prompts_handed_over",
+    "prompts_fell_back",
+    "prompts_local",
+    "prompts_for_others",
+    "transferred_bytes",
+    "transfer_seconds",
+    "blocks_quarantined",
+)
+"""Figures of an instance that hands prompts over or has them computed, as it says them itself."""
+
 ANSWER_SECONDS: Final = 0.25
 """Seconds that instances have to answer."""
 
@@ -76,11 +90,14 @@ class PageState:
         for model in models:
             name = model.card.endpoint_name
             by_component.setdefault((name.namespace, name.component), []).append(model)
+        namespaces = {namespace for namespace, _ in by_component}
         found: dict[tuple[str, str], list[Instance]] = {place: [] for place in by_component}
         for one in self._runtime.discovery.view.everything():
             place = (one.record.namespace, one.record.component)
             if place in found:
                 found[place].append(one)
+            elif place[0] in namespaces and PREFILL in one.record.endpoints:
+                found.setdefault(place, []).append(one)
         answers = await self._survey.of(
             InstanceName(*place, one.id) for place, all_of in found.items() for one in all_of
         )
@@ -89,7 +106,7 @@ class PageState:
                 "now": unix_time(),
                 "models": [_model(model) for model in models],
                 "instances": [
-                    _instance(place, one, by_component[place], answers)
+                    _instance(place, one, by_component.get(place, ()), answers)
                     for place, all_of in found.items()
                     for one in sorted(all_of, key=lambda one: (one.record.started, one.id))
                 ],
@@ -147,6 +164,11 @@ def _instance(
         "waiting": answer.waiting if answer is not None else None,
         "status": dict(answer.status) if answer is not None else {},
     }
+    if PREFILL in record.endpoints:
+        told["role"] = PREFILL
+    figures = answer.counts.figures if answer is not None and answer.counts is not None else {}
+    if "transferred_bytes" in figures:
+        told["transfers"] = {name: figures.get(name, 0) for name in TRANSFERS}
     router = next((model.router for model in models if model.router is not None), None)
     if router is not None:
         # One that says what its router cannot use gets no calls, and has nothing to show.

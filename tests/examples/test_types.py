@@ -39,9 +39,10 @@ def _check(command: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_there_are_eight_examples() -> None:
+def test_there_are_nine_examples() -> None:
     assert NAMES == [
         "chat",
+        "disaggregated",
         "fanout",
         "hello",
         "http_front",

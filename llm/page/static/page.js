@@ -282,7 +282,8 @@ for (const button of document.querySelectorAll("nav button")) {
 
 // What the server tells ----------------------------------------------------------------------
 
-const lines = { hit: [], running: [] };
+const lines = { hit: [], running: [], transfers: [] };
+let moved = null;
 const open = new Set();
 let looking = false;
 
@@ -344,14 +345,18 @@ function showModels(state) {
 function showInstances(state) {
   const items = state.instances.map((one) => {
     const item = make("li", `instance${one.draining ? " draining" : ""}`);
-    const work = one.running === null ? "no answer" : `${one.running} running${one.waiting ? `, ${one.waiting} waiting` : ""}`;
+    const busy = one.running === null ? "no answer" : `${one.running} running${one.waiting ? `, ${one.waiting} waiting` : ""}`;
+    const work = one.role ? `${one.role}, ${busy}` : busy;
     const id = make("span", "id", one.id);
     id.title = `${one.component} ${one.id} at ${one.address || "an unknown address"}`;
     item.append(
       make("div", "top", chip(one.id), id, make("span", "what", one.draining ? `draining, ${work}` : work)),
     );
     if (one.cache?.total_blocks) item.append(...cacheOf(one.cache));
+    if (one.transfers) item.append(transfersOf(one.transfers));
     for (const [name, text] of Object.entries(one.status)) {
+      // Its figures are shown already.
+      if (name === "disaggregated" && one.transfers) continue;
       item.append(make("div", "under", make("span", "", `${name}: ${text}`)));
     }
     return item;
@@ -373,7 +378,48 @@ function cacheOf(cache) {
   return [make("div", "bar", used, kept), under];
 }
 
+/** Where the prompts of an instance were computed, and what was moved for it. */
+function transfersOf(one) {
+  const prompts = [];
+  if (one.prompts_handed_over) prompts.push(`${number(one.prompts_handed_over)} prompts handed over`);
+  if (one.prompts_fell_back) prompts.push(`${number(one.prompts_fell_back)} fell back`);
+  if (one.prompts_local) prompts.push(`${number(one.prompts_local)} computed here`);
+  if (one.prompts_for_others) prompts.push(`${number(one.prompts_for_others)} computed for others`);
+  const under = make("div", "under", make("span", "", prompts.join(", ") || "no prompts yet"));
+  if (one.transferred_bytes) {
+    const rate = one.transfer_seconds ? ` at ${gigabytes(one.transferred_bytes / one.transfer_seconds)}/s` : "";
+    under.append(make("span", "", `${gigabytes(one.transferred_bytes)} read${rate}`));
+  }
+  if (one.blocks_quarantined) under.append(quarantine(one.blocks_quarantined));
+  return under;
+}
+
+function quarantine(blocks) {
+  return make("span", "bad", `${blocks.toLocaleString("en")} ${blocks === 1 ? "block" : "blocks"} in quarantine`);
+}
+
+/** How fast blocks move: those since the last look, or all where there are none. */
+function showTransfers(state) {
+  const told = state.instances.map((one) => one.transfers).filter(Boolean);
+  $("transfers").hidden = !told.length;
+  if (!told.length) return;
+  const sum = (name) => told.reduce((all, one) => all + one[name], 0);
+  const now = { bytes: sum("transferred_bytes"), seconds: sum("transfer_seconds") };
+  const since = moved && now.seconds > moved.seconds && now.bytes >= moved.bytes ? moved : { bytes: 0, seconds: 0 };
+  const rate = now.seconds > since.seconds ? (now.bytes - since.bytes) / (now.seconds - since.seconds) : 0;
+  const isNew = !moved || now.bytes !== moved.bytes;
+  moved = now;
+  $("transfer-rate").textContent = now.bytes ? `${gigabytes(rate)}/s` : "–";
+  const blocks = sum("blocks_quarantined");
+  $("transfer-facts").replaceChildren(
+    `${gigabytes(now.bytes)} of KV blocks read, `,
+    blocks ? quarantine(blocks) : "0 blocks in quarantine",
+  );
+  draw($("transfer-line"), lines.transfers, isNew ? rate / 1e9 : 0, 0);
+}
+
 function showFigures(state) {
+  showTransfers(state);
   const rate = state.hit_rate;
   const count = state.instances.reduce((sum, one) => sum + (one.running || 0), 0);
   $("hit-rate").textContent = rate === null ? "–" : `${Math.round(100 * rate)} %`;
@@ -508,6 +554,10 @@ function candidatesOf(one) {
 
 function number(value) {
   return value >= 100 ? value.toFixed(0) : Number(value.toPrecision(3)).toString();
+}
+
+function gigabytes(bytes) {
+  return bytes < 1e8 ? `${number(bytes / 1e6)} MB` : `${number(bytes / 1e9)} GB`;
 }
 
 function seconds(value) {

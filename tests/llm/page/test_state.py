@@ -140,6 +140,41 @@ def test_instances_of_a_model_without_a_router_are_told_too() -> None:
     assert state["routing"] == []
 
 
+def test_instances_that_compute_prompts_for_a_model_are_told_with_what_is_moved() -> None:
+    class Prefill(Actor, namespace="llm"):
+        @handler
+        async def prefill(self, prompt: Prompt) -> Prompt:
+            return prompt
+
+    class Other(Actor, namespace="elsewhere"):
+        @handler
+        async def prefill(self, prompt: Prompt) -> Prompt:
+            return prompt
+
+    async def story() -> dict[str, Any]:
+        async with TestKit() as kit, opened(kit, 1) as model:
+            await kit.start(Prefill, instance_id="filling")
+            await kit.start(Other, instance_id="other")
+            read = {"transferred_bytes": 2e9, "transfer_seconds": 0.5, "blocks_quarantined": 3}
+            bus = kit.started["engine-0"].actor.runtime.bus
+            bus.status.put_figures("hand-overs", "llm.Engine@engine-0", read)
+            return await state_of(kit, model)
+
+    state = run(story())
+
+    engine, filling = sorted(state["instances"], key=lambda one: str(one["component"]))
+    assert (filling["component"], filling["role"], filling["models"]) == (
+        "llm.Prefill",
+        "prefill",
+        [],
+    )
+    assert "transfers" not in filling
+    assert "role" not in engine
+    assert engine["transfers"]["transferred_bytes"] == 2e9
+    assert engine["transfers"]["blocks_quarantined"] == 3
+    assert engine["transfers"]["prompts_handed_over"] == 0
+
+
 def test_a_decision_says_who_could_have_got_the_request_and_what_came_of_it() -> None:
     async def story() -> dict[str, Any]:
         async with TestKit() as kit, opened(kit, 2) as model:
