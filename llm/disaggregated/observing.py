@@ -38,7 +38,7 @@ class HandOverFigures:
         bytes, blocks, seconds: of those that are done.
         quarantined: blocks into which transfers may still write that were given up; 0 at rest.
         held: requests whose prompt was computed here for others, and is held; 0 at rest.
-        served: prompts that were computed here for others, by "done" and "lost".
+        served: prompts that were computed here for others, by whether they were "read", or "left".
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ goes while the engine runs."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Final, Literal, TypeAlias
 
@@ -72,6 +72,9 @@ class RoleInstance:
         metadata: what is announced of it.
         events: what its routers are to know of the cache; None for an engine without events.
         life: entered before it is announced, and left after its drain.
+
+    Attributes:
+        retire: called before its drain, while it is found still; None for nothing to do then.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RoleInstance:
         life: Callable[[RoleInstance], AbstractAsyncContextManager[None]],
     ) -> None:
         self.duty: Duty = duty
+        self.retire: Callable[[], Awaitable[None]] | None = None
         self._runtime = runtime
         self._metadata = metadata
         self._events = events
@@ -118,6 +122,13 @@ class RoleInstance:
 
     def instance_metadata(self) -> Mapping[str, str]:
         return self._metadata()
+
+    async def stop(self, grace: float) -> None:
+        """Withdraw it, and let its calls finish within `grace` seconds."""
+        if self.retire is not None:
+            with anyio.move_on_after(grace):
+                await self.retire()
+        await self.instance.stop(grace)
 
     async def on_stop(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -187,7 +198,7 @@ class Roles:
 
     async def _drain(self, one: RoleInstance) -> None:
         try:
-            await one.instance.stop(DRAIN_GRACE)
+            await one.stop(DRAIN_GRACE)
         except Exception:
             logger.exception("%r did not stop cleanly", one)
         finally:
@@ -208,7 +219,7 @@ class Roles:
         try:
             async with anyio.create_task_group() as tasks:
                 for one in everything:
-                    tasks.start_soon(self._close_one, one.instance)
+                    tasks.start_soon(self._close_one, one)
         finally:
             everything += [control] if control is not None else []
             with anyio.CancelScope(shield=True):
@@ -217,12 +228,12 @@ class Roles:
                     await one.instance.stop(0.0)
                     await one.instance.stopped.wait()
 
-    async def _close_one(self, instance: ServedInstance) -> None:
+    async def _close_one(self, one: RoleInstance) -> None:
         grace = min(self._runtime.bus.config.drain_grace, STOP_GRACE)
         try:
-            await instance.stop(grace)
-            # One that drains already is waited for.
             with anyio.move_on_after(grace):
-                await instance.stopped.wait()
+                await one.stop(grace)
+                # One that drains already is waited for.
+                await one.instance.stopped.wait()
         except Exception:
-            logger.exception("%r did not stop cleanly", instance)
+            logger.exception("%r did not stop cleanly", one)

@@ -115,26 +115,27 @@ class Sender:
         if wanted.hand_over in self._open:
             raise InvalidRequest(f"the hand-over {wanted.hand_over} is going on already")
         leases = self._open[wanted.hand_over] = _Leases(self._granter.leases)
-        result = "lost"
+        has_all = False
         self._figures.held += 1
         # Whoever is asked to stop leaves at once: nobody reads what it computes.
         unlink = call.link(lambda _: self._stop(name, leases))
         try:
             self._runner.add_held(name, wanted.request)
             async for item in self._compute(name, wanted, leases):
+                has_all = item.first is not None
                 yield item
             with anyio.move_on_after(self._lease):
                 await leases.over()
             if leases.open and not call.is_stopped():
                 raise LeaseLost(f"nobody has read the prompt within {self._lease:g} s")
-            result = "lost" if leases.open else "done"
         finally:
             unlink()
+            # Whoever has read it all may leave before it is told that this is over.
+            self._figures.served["read" if has_all and not leases.open else "left"] += 1
             leases.release()
             self._runner.release(name)
             del self._open[wanted.hand_over]
             self._figures.held -= 1
-            self._figures.served[result] += 1
 
     def _stop(self, name: str, leases: _Leases) -> None:
         self._runner.cancel(name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, ClassVar, Final, Protocol, get_args
 
 import msgspec
 
 from dynbus import (
+    NoInstances,
     Reply,
     Route,
     RouteObserver,
@@ -24,6 +25,7 @@ from dynbus.bus.errors import ConfigError, DynbusError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.records.instance_view import Instance
+from dynbus.bus.work_queue import WorkQueue
 from dynbus.kvrouter import KvRouter, RequestFields, open_router
 from dynbus.kvrouter.radix import Rank
 from dynbus.llm.engine.interface import EngineLimits, EngineLoad
@@ -40,6 +42,7 @@ from .messages import (
     Offer,
     OfferAnswer,
     Prefilled,
+    PrefillJob,
     PrefillRequest,
     Role,
     RoleChange,
@@ -48,6 +51,7 @@ from .messages import (
     Settlement,
 )
 from .observing import HandOverFigures, HandOverWatch, TransferSpans
+from .queued import JobTaker
 from .receiving import Limits, Mover, Receiver, Receiving
 from .roles import Duty, RoleEvents, RoleInstance, Roles
 from .sending import Granter, Sender
@@ -108,6 +112,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     _receiver: Receiver | None = None
     _router: KvRouter | None = None
     _saturation = Saturation()
+    _waiting = 0
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
@@ -183,6 +188,9 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             role = self._roles_text
             await exits.enter_async_context(HandOverWatch(bus, name, self.figures, role))
             self._limits_of_engine = limits
+            self._queue = WorkQueue(
+                bus, EndpointName(*self._component(self.prefill_node), "prefill")
+            )
             roles = self._roles = Roles(self.runtime, self._make_role)
             exits.push_async_callback(roles.close)
             await roles.change(self._first_role)
@@ -219,7 +227,11 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         self._ids.add(instance_id)
         handlers = type(self).__dynbus_handlers__
         endpoints = [make_endpoint(getattr(self, name), handlers[name]) for name in _SERVED[duty]]
-        lives = {"decode": self._decoding, "control": self._controlling}
+        lives = {
+            "prefill": self._prefilling,
+            "decode": self._decoding,
+            "control": self._controlling,
+        }
         has_events = duty != "control" and self._limits_of_engine.has_events
         return RoleInstance(
             self.runtime,
@@ -228,7 +240,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             map(self.__dynbus_endpoint__, endpoints),
             self.instance_metadata,
             self._events if has_events else None,
-            lives.get(duty, _nothing),
+            lives[duty],
         )
 
     @asynccontextmanager
@@ -244,6 +256,22 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             lease=self.hand_over_limits.lease,
         )
         yield
+
+    @asynccontextmanager
+    async def _prefilling(self, role: RoleInstance) -> AsyncGenerator[None]:
+        """Take jobs, where prompts go by the work queue."""
+        taker = JobTaker(
+            self._queue,
+            _DecodeClient(self._control_client()),
+            role.instance.id,
+            lambda: self._settings.current.through == "queue",
+        )
+        work = taker.start(self.runtime.background)
+        role.retire = taker.retire
+        try:
+            yield
+        finally:
+            await work.end()
 
     @asynccontextmanager
     async def _decoding(self, role: RoleInstance) -> AsyncGenerator[None]:
@@ -262,7 +290,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 type(self),
                 node=prefill.component,
                 namespace=prefill.namespace,
-                routing=_PrefillRouting(router),
+                routing=_PrefillRouting(router, self._ids),
                 wait=0.0,
             )
             receiver = Receiver(
@@ -274,6 +302,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 self.figures,
                 TransferSpans(runtime.bus.telemetry, name),
                 instance=self._control.instance_id,
+                put=self._put,
             )
             ended = asyncio.Event()
             try:
@@ -288,6 +317,10 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 ended.set()
                 if self._receiver is receiver:
                     self._receiver = self._router = None
+
+    async def _put(self, job: PrefillJob, deadline: float) -> None:
+        data = msgspec.json.encode(job)
+        await self._queue.put(data, job_id=job.hand_over, deadline=deadline)
 
     def _control_client(self) -> DisaggregatedWorker:
         """All instances, whatever they serve."""
@@ -329,6 +362,9 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             self.figures.computed_here(reason or "no_prefill")
             await super().serve_request(name, request, reply)
             return
+        queued = self._settings.current.through == "queue"
+        if queued:
+            await self._look_at_queue()
         size = self._running().limits.block_size
         expected = _whole(context().metadata.get(OVERLAP_KEY, "")) * size
         if not self._decide(request, expected, router).remote:
@@ -345,7 +381,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             random_id(),
             request,
             reply,
-            queued=False,
+            queued=queued,
             is_worth=is_worth,
             time_left=running.time_left(),
         )
@@ -369,6 +405,11 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             self.figures.computed_here(str(decision.reason))
         return decision
 
+    async def _look_at_queue(self) -> None:
+        """See how many jobs wait; without an answer it is as it was."""
+        with suppress(DynbusError):
+            self._waiting = (await self._queue.depth()).waiting
+
     def _prefill_load(self, router: KvRouter) -> PrefillLoad:
         prefill, now = self._component(self.prefill_node), monotonic()
         found = self.runtime.discovery.view.instances(*prefill, now)
@@ -377,7 +418,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         runner = self._running()
         return PrefillLoad(
             len(there),
-            max(0, sum(load.requests for load in loads) - len(there)),
+            # Of those that were sent, each instance computes one.
+            max(0, sum(load.requests for load in loads) - len(there)) + self._waiting,
             sum(load.prefill_tokens for load in loads),
             runner.load.running,
             _share(runner.load, runner.limits),
@@ -419,11 +461,6 @@ _FIELDS: Final = RequestFields(
 )
 
 
-@asynccontextmanager
-async def _nothing(role: RoleInstance) -> AsyncGenerator[None]:
-    yield
-
-
 class _PrefillClient:
     """The prefill instances; see `Peers`."""
 
@@ -439,17 +476,39 @@ class _PrefillClient:
         return await with_options(self._control, instance=instance).settle(settlement)
 
 
+class _DecodeClient:
+    """The decode instances; see `Offers`."""
+
+    def __init__(self, control: DisaggregatedWorker) -> None:
+        self._control = control
+
+    async def offer(self, offer: Offer, instance: str) -> OfferAnswer:
+        return await with_options(self._control, instance=instance, timeout=None).offer(offer)
+
+
 class _PrefillRouting:
-    """A router of prompts that are computed while their first items come."""
+    """A router of prompts that are computed while their first items come.
+
+    Args:
+        own: ids of instances that are this one, which moves no blocks to itself.
+    """
 
     route_timeout: float | None = None
 
-    def __init__(self, router: KvRouter) -> None:
+    def __init__(self, router: KvRouter, own: Set[str]) -> None:
         self._router = router
+        self._own = own
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
-        """See `Router.route`."""
-        route = await self._router.route(request, instances)
+        """See `Router.route`.
+
+        Raises:
+            NoInstances: there is no other.
+        """
+        others = [one for one in instances if one.id not in self._own]
+        if not others:
+            raise NoInstances(f"no other instance serves {request.endpoint}", started=False)
+        route = await self._router.route(request, others)
         return route if route.observer is None else route._replace(observer=_Whole(route.observer))
 
 

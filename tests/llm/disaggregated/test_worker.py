@@ -1,0 +1,455 @@
+"""Disaggregated serving in one process: what comes out is what one engine alone gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+from tests.conditions import eventually
+from tests.llm.disaggregated.agents import MemoryAgent, Wire
+from tests.llm.small.test_actor import served_folder
+from tests.llm.weights.tiny_models import VOCABULARY
+
+from dynbus import with_options
+from dynbus.actors.runtime import ActorInstance
+from dynbus.bus.errors import ConfigError
+from dynbus.llm.disaggregated.messages import Role, RoleChange, RoleState
+from dynbus.llm.disaggregated.receiving import Limits
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
+from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.models.records import read_cards
+from dynbus.llm.worker import ModelWorker
+from dynbus.testing import TestKit, run
+from dynbus.transfer.layout import KvMemory
+
+
+class Engine(DisaggregatedWorker, namespace="test"):
+    """Moves blocks within this process."""
+
+    wire: ClassVar[Wire]
+    hand_over_limits = Limits(hand_over=20.0, queue=5.0, transfer=5.0, lease=10.0, settle=2.0)
+
+    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[MemoryAgent]:
+        return self.wire.agent(str(self.__dynbus_name__), memory)
+
+
+class Whole(ModelWorker, namespace="test"):
+    """Serves all of a request itself."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": str(served_folder(tmp_path / "tiny")),
+        "backend": "numpy",
+        "block_size": 16,
+        "blocks": 128,
+        "deterministic": True,
+        "max_num_batched_tokens": 128,
+    }
+
+
+REMOTE = {"mode": "remote"}
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [4 + (7 * seed + 3 * at + at * at // 5) % (VOCABULARY - 8) for at in range(length)]
+
+
+def greedy(length: int, tokens: int = 12, seed: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        prompt(length, seed), tokens, sampling=Sampling(temperature=0), ignore_eos=True
+    )
+
+
+def seeded(length: int, tokens: int = 12, seed: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        prompt(length, seed),
+        tokens,
+        sampling=Sampling(temperature=1.0, seed=seed, top_k=40, repetition_penalty=1.1),
+        ignore_eos=True,
+    )
+
+
+async def items_of(client: Any, request: GenerateRequest) -> list[Generated]:
+    return [item async for item in client.generate(request)]
+
+
+async def tokens_of(client: Any, request: GenerateRequest) -> list[int]:
+    return [token for item in await items_of(client, request) for token in item.token_ids]
+
+
+class Pair:
+    """A prefill instance and a decode instance."""
+
+    def __init__(self, kit: TestKit, model: dict[str, Any]) -> None:
+        self.kit = kit
+        self.model = model
+        self.wire = Engine.wire = Wire()
+
+    async def start(self, node: str, **settings: Any) -> ActorInstance:
+        instance = await self.kit.start(Engine, node=node, **self.model, **settings)
+        # Its first role has its own name.
+        await self.kit.caller.discovery.wait_for_instance(instance.name)
+        return instance
+
+    @property
+    def client(self) -> Engine:
+        return self.kit.client(Engine, node="decode")
+
+    def rest(self, *instances: ActorInstance) -> Callable[[], bool]:
+        """Whether nothing is left of any request."""
+
+        def is_at_rest() -> bool:
+            return all(left_of(instance) == {} for instance in instances)
+
+        return is_at_rest
+
+
+def engine_of(instance: ActorInstance) -> Engine:
+    assert isinstance(instance.actor, Engine)
+    return instance.actor
+
+
+def control_of(instance: ActorInstance) -> str:
+    """Under which id an instance changes its role."""
+    name = engine_of(instance)._control  # pyright: ignore[reportPrivateUsage]
+    return name.instance_id
+
+
+def left_of(instance: ActorInstance) -> dict[str, object]:
+    """What an instance still holds for requests; nothing at rest."""
+    actor = engine_of(instance)
+    runner = actor._running()  # pyright: ignore[reportPrivateUsage]
+    figures = actor.figures
+    agent = actor.wire.agents[str(instance.name)]
+    found = {
+        "active blocks": runner.load.active_blocks,
+        "running": runner.load.running,
+        "open": figures.open,
+        "quarantined": figures.quarantined,
+        "held": figures.held,
+        "leases": len(agent.leases),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+async def at_rest(pair: Pair, *instances: ActorInstance) -> None:
+    try:
+        await eventually(pair.rest(*instances), what="nothing is left")
+    except BaseException:
+        print([left_of(instance) for instance in instances])
+        raise
+
+
+async def expected(kit: TestKit, model: dict[str, Any], *requests: GenerateRequest) -> list[Any]:
+    """What one engine alone gives."""
+    await kit.start(Whole, **model, model_name="whole")
+    client = kit.client(Whole)
+    return [await tokens_of(client, request) for request in requests]
+
+
+def test_tokens_are_those_of_one_engine_and_no_prompt_is_computed_twice(
+    model: dict[str, Any],
+) -> None:
+    requests = [
+        *(greedy(length) for length in (1, 15, 16, 17, 100, 300)),
+        *(seeded(length, seed=length) for length in (16, 33, 250)),
+        greedy(40, tokens=1),
+        greedy(300, seed=9),
+    ]
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            wanted = await expected(kit, model, *requests)
+
+            found = [await tokens_of(pair.client, request) for request in requests]
+            together = await asyncio.gather(
+                *(tokens_of(pair.client, request) for request in requests)
+            )
+
+            assert found == wanted
+            assert together == wanted
+            figures = engine_of(decode).figures
+            assert figures.remote[""] > len(requests)
+            assert set(figures.remote) <= {"", "cached"}, figures.remote
+            # The first token of one is its last.
+            assert engine_of(prefill).figures.served["left"] <= 2
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_prompts_go_by_the_work_queue_too(model: dict[str, Any]) -> None:
+    requests = [greedy(100), seeded(200, seed=3), *(greedy(40 + n, seed=n) for n in range(6))]
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            by_queue = {**REMOTE, "through": "queue"}
+            prefill = await pair.start("prefill", disaggregation=by_queue)
+            decode = await pair.start("decode", disaggregation=by_queue)
+            wanted = await expected(kit, model, *requests)
+
+            found = await asyncio.gather(*(tokens_of(pair.client, request) for request in requests))
+
+            assert found == wanted
+            assert engine_of(decode).figures.remote[""] == len(requests)
+            queue = engine_of(prefill)._queue  # pyright: ignore[reportPrivateUsage]
+
+            async def is_empty() -> bool:
+                return (await queue.depth()).jobs == 0
+
+            await eventually(is_empty, what="no job is left")
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_a_job_that_nobody_takes_is_computed_here(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation={**REMOTE, "through": "queue"})
+            [wanted] = await expected(kit, model, greedy(100))
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+            assert engine_of(decode).figures.remote == {"too_slow": 1}
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_blocks_that_are_here_are_not_moved(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            await pair.start("prefill")
+            await pair.start("decode", disaggregation=REMOTE)
+            shared = prompt(160)
+
+            await tokens_of(pair.client, GenerateRequest(shared, 4, ignore_eos=True))
+            first = sum(pair.wire.moved)
+            await tokens_of(
+                pair.client, GenerateRequest([*shared, *prompt(40, 5)], 4, ignore_eos=True)
+            )
+
+            assert first == 160
+            assert sum(pair.wire.moved) - first == 40
+
+    run(story())
+
+
+def test_front_ends_find_those_that_decode(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            await pair.start("prefill")
+            instance = await pair.start("decode")
+            jetstream = instance.actor.runtime.bus.data.jetstream
+            cards = [stored.card for stored in await read_cards(jetstream, "tiny")]
+            assert {card.endpoint for card in cards} == {
+                "test.decode.generate",
+                "test.decode.embed",
+            }
+
+    run(story())
+
+
+def test_without_a_prefill_instance_prompts_are_computed_here(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            [wanted] = await expected(kit, model, greedy(100))
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+            assert engine_of(decode).figures.local == {"no_prefill": 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize("fault", ["fails", "stalls"])
+def test_a_transfer_that_does_not_come_is_made_up_for_and_its_blocks_stay_until_it_is_quiet(
+    model: dict[str, Any], fault: str
+) -> None:
+    requests = [greedy(100), seeded(200, seed=3), greedy(300, seed=4)]
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            wanted = await expected(kit, model, *requests)
+            setattr(pair.wire, fault, True)
+
+            found = await asyncio.gather(*(tokens_of(pair.client, request) for request in requests))
+
+            assert found == wanted
+            figures = engine_of(decode).figures
+            assert figures.remote == {"transfer_failed": 3}
+            if fault == "stalls":
+                assert figures.quarantined
+                # What arrives late finds the blocks as they were.
+                setattr(pair.wire, fault, False)
+                pair.wire.become_quiet()
+                assert await tokens_of(pair.client, greedy(100)) == wanted[0]
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_the_first_token_is_shown_before_the_blocks_are_read(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            await pair.start("prefill")
+            await pair.start("decode", disaggregation=REMOTE)
+            [wanted] = await expected(kit, model, greedy(300))
+            pair.wire.stalls = True
+
+            async with aclosing(pair.client.generate(greedy(300))) as stream:
+                first = await anext(stream)
+                assert not pair.wire.moved
+                assert first.cached_tokens == 0
+                rest = [token async for item in stream for token in item.token_ids]
+
+            assert [*first.token_ids, *rest] == wanted
+
+    run(story())
+
+
+@pytest.mark.parametrize("when", ["before", "stalled", "decoding"])
+def test_a_request_that_is_left_frees_all_on_both_sides(model: dict[str, Any], when: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            pair.wire.stalls = when == "stalled"
+
+            if when == "before":
+                task = asyncio.ensure_future(tokens_of(pair.client, greedy(300, 200)))
+                pair.wire.granted = lambda: task.cancel()
+                await asyncio.wait({task})
+            else:
+                async with aclosing(pair.client.generate(greedy(300, 200))) as stream:
+                    await anext(stream)
+                    if when == "decoding":
+                        await anext(stream)
+            if when == "stalled":
+                await eventually(
+                    lambda: bool(engine_of(decode).figures.quarantined), what="it is given up"
+                )
+                pair.wire.become_quiet()
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], when: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            wanted = await expected(kit, model, greedy(400), greedy(50, seed=2))
+            killed = asyncio.Event()
+
+            def die() -> None:
+                pair.wire.granted = None
+                for connection in (bus.data, bus.lane.connection):
+                    connection.disconnect()  # type: ignore[attr-defined]
+                killed.set()
+
+            bus = prefill.actor.runtime.bus
+            if when == "before":
+                die()
+            elif when == "during":
+                pair.wire.granted = die
+            else:
+                pair.wire.stalls = True
+                pair.wire.begun = die
+
+            task = asyncio.ensure_future(tokens_of(pair.client, greedy(400)))
+            await killed.wait()
+
+            assert await task == wanted[0]
+            assert await tokens_of(pair.client, greedy(50, seed=2)) == wanted[1]
+            pair.wire.become_quiet()
+            await at_rest(pair, decode)
+
+    run(story())
+
+
+def test_instances_change_their_roles_under_load_without_an_error(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            one = await pair.start("prefill")
+            two = await pair.start("decode", disaggregation=REMOTE)
+            three = await pair.start("decode", disaggregation=REMOTE)
+            requests = [greedy(60 + 7 * n, 8, seed=n) for n in range(12)]
+            wanted = await expected(kit, model, *requests)
+            control = kit.client(Engine, node="hand_over")
+
+            async def served_while(change: Coroutine[Any, Any, RoleState] | None) -> None:
+                """Requests come, before and after the change that is made meanwhile."""
+                async with anyio.create_task_group() as tasks:
+                    first = [
+                        asyncio.ensure_future(tokens_of(pair.client, request))
+                        for request in requests[:6]
+                    ]
+                    if change is not None:
+                        tasks.start_soon(lambda: change)
+                    rest = [tokens_of(pair.client, request) for request in requests[6:]]
+                    assert await asyncio.gather(*first, *rest) == wanted
+
+            async def change(instance: ActorInstance, role: Role) -> RoleState:
+                client = with_options(control, instance=ids[instance])
+                state = await client.change_role(RoleChange(role))
+                assert state.role == role
+                return state
+
+            ids = {instance: control_of(instance) for instance in (one, two, three)}
+            await served_while(None)
+            await served_while(change(three, "prefill"))
+            await served_while(change(one, "decode"))
+            await served_while(change(two, "both"))
+            await served_while(change(one, "prefill"))
+            await served_while(change(three, "decode"))
+            await at_rest(pair, one, two, three)
+            states = [await with_options(control, instance=each).role() for each in ids.values()]
+            assert [state.role for state in states] == ["prefill", "both", "decode"]
+
+    run(story())
+
+
+def test_a_worker_without_a_role_says_how_it_gets_one(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            Pair(kit, model)
+            await kit.start(Engine, node="engine", **model)
+
+    with pytest.raises(ConfigError, match="has no role: name its node prefill or decode"):
+        run(story())
+
+
+def test_an_engine_whose_blocks_stay_is_refused(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            Pair(kit, model)
+            await kit.start(Engine, node="decode", engine="mock")
+
+    with pytest.raises(ConfigError, match="cannot hand prompts over"):
+        run(story())
