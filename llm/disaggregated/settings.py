@@ -3,18 +3,48 @@ watch."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_type_hints
 
+import anyio
 import msgspec
 
 from dynbus.bus.bus import Bus
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.records.reading import read_latest
+from dynbus.bus.transport import (
+    REPLICAS,
+    JetStream,
+    NoStream,
+    OrderedConsumer,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    WrongLastSequence,
+)
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS: Final = 1 << 40
+BUCKET: Final = "dynbus_disaggregation"
+WRITES: Final = 5
+RETRY_PAUSE: Final = 0.5
+READ_TIMEOUT: Final = 10.0
+CLOSE_SECONDS: Final = 2.0
+
+STREAM: Final = StreamConfig(
+    name=f"KV_{BUCKET}",
+    subjects=(f"$KV.{BUCKET}.>",),
+    limits=StreamLimits(
+        max_messages_per_subject=1, max_bytes=8 * 1024 * 1024, max_message_size=16 * 1024
+    ),
+    replicas=REPLICAS,
+    description="dynbus: settings of disaggregated serving, one record for each component",
+)
 
 
 class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +97,7 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
             if not (math.isfinite(value) and 0 <= value <= 1):
                 raise ConfigError(f"{name} = {value} is not usable: give a number from 0 to 1")
 
-    def changed(self, changes: dict[str, Any]) -> Self:
+    def changed(self, changes: Mapping[str, Any]) -> Self:
         """These settings with some of another value.
 
         Raises:
@@ -89,6 +119,134 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
             raise ConfigError(f"settings of disaggregated serving: {error}") from None
 
 
+def parse_changes(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Settings from what a person has typed.
+
+    Raises:
+        ConfigError: there is no such setting, or it cannot have that value.
+    """
+    own = DisaggregationSettings()
+    types = get_type_hints(DisaggregationSettings)
+    values: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name in types:
+            try:
+                values[name] = msgspec.convert(text, types[name], strict=False)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{name} = {text!r} is not usable: {error}") from None
+        else:
+            values[name] = text
+    changed = own.changed(values)
+    return {name: getattr(changed, name) for name in values}
+
+
+class StoredSettings(NamedTuple):
+    """The record of a component.
+
+    Attributes:
+        changes: what it says, of the settings that this version knows.
+        revision: of the record; 0 where there is none.
+    """
+
+    changes: Mapping[str, Any]
+    revision: int
+
+    def over(self, own: DisaggregationSettings) -> DisaggregationSettings:
+        """What holds where a worker has settings of its own.
+
+        Raises:
+            ConfigError: the record has a value that cannot be.
+        """
+        return own.changed(self.changes)
+
+
+NOTHING_STORED: Final = StoredSettings({}, 0)
+
+
+def _read(stored: StoredMessage | None) -> StoredSettings:
+    """What a record says.
+
+    Raises:
+        ConfigError: it is no record of settings.
+    """
+    if stored is None:
+        return NOTHING_STORED
+    if stored.is_marker:
+        return StoredSettings({}, stored.sequence)
+    try:
+        found = msgspec.json.decode(stored.data, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the record {stored.subject} is no JSON object: {error}") from None
+    known = DisaggregationSettings.__struct_fields__
+    # A later version may have more of them.
+    return StoredSettings({n: value for n, value in found.items() if n in known}, stored.sequence)
+
+
+def _subject(component: ComponentName) -> str:
+    return f"$KV.{BUCKET}.{component}"
+
+
+async def read_settings(jetstream: JetStream, component: ComponentName) -> StoredSettings:
+    """The record of a component.
+
+    Raises:
+        ConfigError: it is no record of settings.
+        Unavailable: the server does not answer.
+    """
+    try:
+        return _read(await jetstream.last(STREAM.name, _subject(component)))
+    except NoStream:
+        return NOTHING_STORED
+
+
+async def stored_components(jetstream: JetStream) -> list[ComponentName]:
+    """The components that have a record, in order."""
+    try:
+        found = await read_latest(jetstream, STREAM.name, timeout=READ_TIMEOUT)
+    except NoStream:
+        return []
+    names = (subject.removeprefix(f"$KV.{BUCKET}.") for subject in found)
+    return sorted(ComponentName.parse(name) for name in names if name.count(".") == 1)
+
+
+async def change_settings(
+    jetstream: JetStream,
+    component: ComponentName,
+    changes: Mapping[str, Any],
+    unset: Collection[str] = (),
+) -> StoredSettings:
+    """Change the record of a component; workers follow it within a second.
+
+    Args:
+        unset: settings that are each worker's own again.
+
+    Raises:
+        ConfigError: there is no such setting, or it cannot have that value; nothing is changed.
+        Unavailable: the server does not answer, or others change the record all the time.
+    """
+    own = DisaggregationSettings()
+    own.changed(changes)
+    own.changed({name: getattr(own, name, None) for name in unset})
+    for _ in range(WRITES):
+        try:
+            before = await read_settings(jetstream, component)
+            after = {**before.changes, **changes}
+            for name in unset:
+                after.pop(name, None)
+            revision = await jetstream.publish(
+                _subject(component),
+                msgspec.json.encode(after),
+                expected_last_subject_sequence=before.revision,
+            )
+        except NoStream:
+            await jetstream.ensure_stream(STREAM)
+        except WrongLastSequence:
+            continue
+        else:
+            return StoredSettings(after, revision)
+    raise Unavailable(f"the settings of {component} change under every write: try again")
+
+
 class LiveSettings:
     """The settings that hold for a component at this moment.
 
@@ -97,9 +255,52 @@ class LiveSettings:
         revision: of the record; 0 where there is none.
     """
 
-    def __init__(self, own: DisaggregationSettings) -> None:
+    def __init__(self, component: ComponentName, own: DisaggregationSettings) -> None:
         self.current = own
         self.revision = 0
+        self._component = component
+        self._own = own
+        self._heard = False
+
+    def __repr__(self) -> str:
+        return f"<LiveSettings {self._component} [revision: {self.revision}]>"
+
+    async def follow(self, jetstream: JetStream) -> OrderedConsumer:
+        """Begin to follow the record.
+
+        Raises:
+            DynbusError: that is not possible now.
+        """
+        await jetstream.ensure_stream(STREAM)
+        return await jetstream.consume(
+            STREAM.name,
+            self._take,
+            subject=_subject(self._component),
+            last_per_subject=True,
+            on_restart=self._begin_again,
+            on_caught_up=self._caught_up,
+        )
+
+    def _begin_again(self) -> None:
+        self._heard = False
+
+    def _caught_up(self) -> None:
+        if not self._heard:
+            # The bucket was made again, without the record.
+            self._apply(NOTHING_STORED)
+
+    def _take(self, stored: StoredMessage) -> None:
+        self._heard = True
+        try:
+            self._apply(_read(stored))
+        except ConfigError as error:
+            logger.warning("%r: revision %d is ignored: %s", self, stored.sequence, error)
+
+    def _apply(self, stored: StoredSettings) -> None:
+        after = stored.over(self._own)
+        if after != self.current:
+            logger.info("%r: now %s", self, after)
+        self.current, self.revision = after, stored.revision
 
 
 @asynccontextmanager
@@ -115,4 +316,29 @@ async def follow_settings(
     Args:
         own: what holds where the record says nothing.
     """
-    yield LiveSettings(own)
+    live = LiveSettings(component, own)
+
+    async def follow() -> None:
+        consumer: OrderedConsumer | None = None
+        told = ""
+        try:
+            while consumer is None:
+                try:
+                    consumer = await live.follow(bus.data.jetstream)
+                except DynbusError as error:
+                    level = logging.DEBUG if str(error) == told else logging.WARNING
+                    told = str(error)
+                    logger.log(level, "%r: cannot be followed yet: %s", live, error)
+                    await anyio.sleep(RETRY_PAUSE)
+            await anyio.sleep_forever()
+        finally:
+            if consumer is not None:
+                with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+                    await consumer.stop()
+
+    work = bus.background.start(follow, name=f"follow the settings of {component}")
+    try:
+        yield live
+    finally:
+        with anyio.CancelScope(shield=True):
+            await work.end()

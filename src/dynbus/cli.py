@@ -28,6 +28,8 @@ OWN: Final[Mapping[str, str]] = {
     "bench": "Measure your own server.",
     "call": "Call an endpoint.",
     "chat": "Talk to a model.",
+    "disagg": "Tune disaggregated serving.",
+    "dlq": "Look after jobs that failed for good.",
     "docs": "Document what actors read and write.",
     "doctor": "Check the server and this machine.",
     "graph": "Draw who calls whom.",

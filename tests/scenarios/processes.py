@@ -107,6 +107,10 @@ class Processes:
         """The same, not awaited; `pause` is the seconds between two items of a stream."""
         return self._start("caller_process", url, actor, str(streams), str(pause))
 
+    def begin_taker(self, url: str, ledger: Path) -> Process:
+        """A taker of jobs, which writes into `ledger` what it begins and has done."""
+        return self._start("taker", url, str(ledger))
+
     async def version(self, url: str, version: str, instance_id: str) -> Process:
         """A process that serves one of `versions.VERSIONS`, once it is announced."""
         process = self._start("versions", url, version, instance_id)
