@@ -1,0 +1,84 @@
+"""Disaggregated serving over NIXL: tokens are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conditions import eventually
+from tests.llm.disaggregated.test_worker import REMOTE, greedy, seeded, tokens_of
+from tests.llm.small.test_actor import served_folder
+
+from dynbus import Runtime
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
+from dynbus.llm.worker import ModelWorker
+
+
+class Engine(DisaggregatedWorker, namespace="nixl"):
+    """Moves its blocks by NIXL."""
+
+
+class Whole(ModelWorker, namespace="nixl"):
+    """Serves all of a request itself."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": str(served_folder(tmp_path / "tiny")),
+        "backend": "numpy",
+        "block_size": 16,
+        "blocks": 256,
+        "deterministic": True,
+        "max_num_batched_tokens": 128,
+    }
+
+
+def test_two_workers_on_one_server_give_the_tokens_of_one(
+    nats_server: RunningServer, model: dict[str, Any]
+) -> None:
+    requests = [
+        *(greedy(length, seed=length) for length in (1, 16, 17, 100, 400)),
+        *(seeded(length, seed=length) for length in (33, 250)),
+    ]
+
+    async def story() -> None:
+        url = nats_server.url
+        async with (
+            Runtime.connect(url) as one,
+            Runtime.connect(url) as two,
+            Runtime.connect(url) as three,
+            Runtime.connect(url) as caller,
+        ):
+            prefill = await one.start(Engine, node="prefill", **model)
+            decode = await two.start(Engine, node="decode", disaggregation=REMOTE, **model)
+            await three.start(Whole, **model, model_name="whole")
+            whole = caller.client(Whole, wait=10.0)
+            client = caller.client(Engine, node="decode", wait=10.0)
+            wanted = [await tokens_of(whole, request) for request in requests]
+
+            found = await asyncio.gather(*(tokens_of(client, request) for request in requests))
+
+            assert found == wanted
+            assert isinstance(decode.actor, Engine)
+            assert isinstance(prefill.actor, Engine)
+            figures = decode.actor.figures
+            print(figures.describe(), figures.remote, figures.local)
+            assert figures.remote[""] == len(requests)
+            assert figures.bytes
+            sides = (prefill.actor, decode.actor)
+
+            def is_at_rest() -> bool:
+                return not any(
+                    side._running().load.active_blocks  # pyright: ignore[reportPrivateUsage]
+                    or side.figures.held
+                    or side.figures.quarantined
+                    for side in sides
+                )
+
+            await eventually(is_at_rest, what="nothing is left")
+
+    asyncio.run(story())
