@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks at the figures."""
 
+NOT_COUNTED: Final = ("cached", "cancelled")
+"""Ends of hand-overs that are no failures: the prompt was here, or the request ended before."""
+
 STATUS_KEY: Final = "disaggregated"
 
 
@@ -48,6 +51,18 @@ class HandOverFigures:
         self.served: Counter[str] = Counter()
         self.open = self.bytes = self.blocks = self.quarantined = self.held = 0
         self.seconds = self.first_seconds = self.hand_over_seconds = 0.0
+
+    @property
+    def handed_over(self) -> int:
+        """Prompts that came from elsewhere as a whole."""
+        return self.remote[""]
+
+    @property
+    def fell_back(self) -> int:
+        """Prompts that were to come from elsewhere, and were computed here in part or whole."""
+        return sum(
+            count for reason, count in self.remote.items() if reason not in ("", *NOT_COUNTED)
+        )
 
     def computed_here(self, reason: str) -> None:
         """A prompt is computed here, without a hand-over."""
@@ -85,11 +100,12 @@ class HandOverFigures:
 
     def describe(self) -> str:
         """One line for people."""
-        handed = self.remote[""]
-        fell_back = sum(self.remote.values()) - handed
-        text = f"{handed} prompts handed over, {fell_back} not, {sum(self.local.values())} local"
+        text = (
+            f"{self.handed_over} prompts handed over, {self.fell_back} fell back, "
+            f"{sum(self.local.values())} local"
+        )
         if self.seconds:
-            text += f", {self.bytes / self.seconds / 1e9:.2f} GB/s"
+            text += f", {self.bytes / self.seconds / 1e9:.3g} GB/s"
         if self.quarantined:
             text += f", {self.quarantined} blocks in quarantine"
         if served := sum(self.served.values()):
@@ -168,13 +184,12 @@ class HandOverWatch(Openable):
         role = self._role()
         text = f"{role}: {figures.describe()}" if role else figures.describe()
         status.put(self._name, self._about, {STATUS_KEY: text})
-        handed = figures.remote[""]
         status.put_figures(
             self._name,
             self._instance,
             {
-                "prompts_handed_over": handed,
-                "prompts_fell_back": sum(figures.remote.values()) - handed,
+                "prompts_handed_over": figures.handed_over,
+                "prompts_fell_back": figures.fell_back,
                 "prompts_local": sum(figures.local.values()),
                 "prompts_for_others": sum(figures.served.values()),
                 "transferred_bytes": figures.bytes,
