@@ -33,8 +33,10 @@ async def deployed(nodes: Nodes) -> AsyncGenerator[Runtime]:
     """Run these nodes of `engines.py` until the block ends; each process computes on one core."""
     with tempfile.TemporaryDirectory(prefix="disaggregated-") as name:
         folder = Path(name)
-        # JSON is YAML.
-        (folder / "nodes.yaml").write_text(json.dumps(nodes))
+        # Of a class that no node has, an instance would start. JSON is YAML.
+        unused = {"Part", "Whole"} - {settings["class"] for settings in nodes.values()}
+        settings = {**nodes, **{kind: {"workers": 0} for kind in unused}}
+        (folder / "nodes.yaml").write_text(json.dumps(settings))
         server = await run_server(store_dir=folder / "store")
         with (folder / "run.log").open("wb") as log:
             run = await asyncio.create_subprocess_exec(

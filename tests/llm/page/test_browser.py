@@ -5,6 +5,7 @@ Needs Chromium and its driver, such as Debian's `chromium` and `chromium-driver`
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,6 +155,42 @@ async def test_hostile_text_of_a_model_is_shown_as_text(driver: webdriver.Chrome
     # The page's own script alone.
     assert markup == 1
     assert title == "dynbus"
+
+
+async def test_blocks_that_move_and_those_in_quarantine_are_shown(
+    driver: webdriver.Chrome,
+) -> None:
+    moved = {
+        "prompts_handed_over": 12,
+        "prompts_fell_back": 1,
+        "prompts_local": 0,
+        "prompts_for_others": 0,
+        "transferred_bytes": 3e9,
+        "transfer_seconds": 0.5,
+        "blocks_quarantined": 7,
+    }
+    idle = {"running": 0, "waiting": 0, "models": [], "status": {}}
+    state = {
+        "models": [],
+        "hit_rate": None,
+        "routing": [],
+        "instances": [
+            {**idle, "id": "a", "component": "llm.decode", "transfers": moved},
+            {**idle, "id": "b", "component": "llm.prefill", "role": "prefill"},
+        ],
+    }
+
+    def story(page: Page) -> list[str]:
+        shown = f"show({json.dumps(state)});"
+        told = page.run(f"{shown} return ['transfers', 'instances'].map((id) => $(id).innerText);")
+        return cast("list[str]", told)
+
+    (figure, instances), _ = await in_browser(driver, story)
+
+    assert "6 GB/s" in figure
+    assert "3 GB of KV blocks read, 7 blocks in quarantine" in figure
+    assert "12 prompts handed over, 1 fell back" in instances
+    assert "prefill, 0 running" in instances
 
 
 async def test_a_failure_is_told_where_the_answer_would_be(driver: webdriver.Chrome) -> None:
