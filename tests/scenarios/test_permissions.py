@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,8 +14,13 @@ from tests.conditions import eventually
 
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
+from dynbus.bus.bus import Bus
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import PermissionDenied, Unavailable
 from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.work_queue import JobEnd, WorkQueue
 
 from .observation import begun_at, leftovers, no_handler_runs
 from .workload import Count, Relay, Source, Text, Wait
@@ -224,3 +230,54 @@ async def refusals(
     wanted = [*(subscribe or []), *(publish or [])]
     await plain.close()
     return {subject for subject in wanted if subject.lower() in refused}
+
+
+QUEUE = EndpointName("demo", "Printer", "print")
+
+
+def of_queues(role: str) -> list[str]:
+    """What the page allows beside the table to who uses the queue of `demo.Printer.print`."""
+    section = PAGE.read_text().partition("Who puts jobs into the queue of")[2].partition("\n\n")[0]
+    putting, taking = section.partition("A taker publishes")[::2]
+    listed = re.findall(r"`([^`]+)`", putting if role == "putting" else putting + taking)
+    stream = "DYNBUS_WORK_demo+Printer+print"
+    subjects = [subject for subject in listed if subject.startswith(("$JS.", "demo.Printer._"))]
+    # What the client's column of the table has.
+    return ["demo.*.*.*", *(re.sub(r"\bQ\b", stream, subject) for subject in subjects)]
+
+
+async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_path: Path) -> None:
+    roles = {"putting": of_queues("putting"), "taking": of_queues("taking")}
+    entries = [
+        f'{{ user: "{role}", password: "secret", permissions: {{ '
+        f"publish: {{ allow: [{', '.join(map(json.dumps, subjects))}] }}, "
+        f'subscribe: {{ allow: ["_R.{role}.>"] }} }} }}'
+        for role, subjects in roles.items()
+    ]
+    config = "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+    server = await run_server(store_dir=tmp_path / "nats-server", config=config)
+    buses = {
+        role: await Bus.connect(BusConfig(servers=(url_of(server, role),), principal=role))
+        for role in roles
+    }
+    putting, taking = (WorkQueue(buses[role], QUEUE) for role in roles)
+    try:
+        await putting.put(b"", job_id="one")
+        await putting.put(b"", job_id="two")
+        assert (await putting.depth()).jobs == 2
+        async with taking.take() as taker:
+            await (await anext(taker)).ack()
+            await (await anext(taker)).bury("no paper")
+        assert taking.ended == {JobEnd.DONE: 1, JobEnd.DEAD: 1}
+
+        assert (await putting.depth(max_age=0.0)).jobs == 0
+        log = server.log.read_text()
+        assert "iolation" not in log, log[-2000:]
+        with pytest.raises((PermissionDenied, Unavailable)):
+            await buses["putting"].data.jetstream.publish(
+                "demo.Printer._dead.print.0123456789abcdef", b"forged", timeout=1.0
+            )
+    finally:
+        for bus in buses.values():
+            await bus.close()
+        await server.stop()
