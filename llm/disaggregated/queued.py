@@ -89,7 +89,8 @@ class JobTaker:
             self._ended.set()
 
     async def _take(self) -> None:
-        async with task_group() as tasks, self._queue.take(JOBS_AT_A_TIME) as taker:
+        # The jobs end inside of the block that holds them: leaving that one gives them back.
+        async with self._queue.take(JOBS_AT_A_TIME) as taker, task_group() as tasks:
             self._taker = taker
             try:
                 async for job in taker:
