@@ -41,6 +41,10 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     seconds: float
 
 
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """Nothing but a reason for the server to say that nobody hears it any more."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Gives up what `Push` asked for."""
 
@@ -63,7 +67,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
     message: str = ""
 
 
-Told: TypeAlias = Push | Stop | Pushed
+Told: TypeAlias = Push | Here | Stop | Pushed
 
 _decoder: Final[msgspec.msgpack.Decoder[Told]] = msgspec.msgpack.Decoder(Told)
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -25,6 +25,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, describe_exception, make_error
 from dynbus.bus.protocol.names import transfer_subject
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message
 
 from . import messages
@@ -35,29 +36,40 @@ from .errors import BadDescription, InvalidTransfer, LeaseLost, TransferFailed
 from .layout import KvMemory
 from .leases import LeaseTable
 from .links import Moved, nixl_name
-from .messages import Push, Pushed, Stop
+from .messages import Here, Push, Pushed, Stop, Told
 from .transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.25
+"""After which a peer that is gone is noticed while it should push."""
 _NO_TIME: Final = 1e-9
 
 Write = Callable[[AgentDescription, Moved, float], Transfer]
 """Begins to write to a landing, for so many seconds at most."""
 
 
+class _Life(NamedTuple):
+    """Of a peer."""
+
+    agent: str
+    epoch: str
+
+
 @dataclass
 class _Landing:
-    """Where one peer pushes to.
+    """Where one life of a peer pushes to.
 
     Attributes:
         name: of its agent.
+        token: under which the server says that nobody hears the peer's subject any more.
         envelope: what the peer has to know of it.
         transfers: that the peer was asked for and that are not over, by their numbers.
     """
 
     name: str
+    token: str
     agent: NixlAgent
     envelope: bytes
     transfers: dict[int, Transfer] = field(default_factory=dict)
@@ -86,8 +98,9 @@ class Pushes:
         self._leases = leases
         self._write = write
         self._made = 0
-        self._making: dict[str, anyio.Lock] = {}
-        self._landings: dict[str, _Landing] = {}
+        self._making: dict[_Life, anyio.Lock] = {}
+        self._landings: dict[_Life, _Landing] = {}
+        self._is_watching = False
         self._served: dict[tuple[str, str, int], Transfer] = {}
         self._subscription = bus.data.subscribe(transfer_subject(name, epoch), self._heard)
 
@@ -111,7 +124,7 @@ class Pushes:
         ticket, moved = transfer.ticket, transfer.moved
         assert ticket is not None
         try:
-            landing = await self._landing_of(transfer.peer)
+            landing = await self._landing_of(_Life(ticket.agent, ticket.epoch))
         except DynbusError as error:
             transfer.fail(error)
             return
@@ -132,21 +145,48 @@ class Pushes:
                 moved.local_start,
                 transfer.deadline - monotonic(),
             )
-            self._bus.data.publish(
-                transfer_subject(ticket.agent, ticket.epoch), messages.encode(push)
-            )
+            self._tell(_Life(ticket.agent, ticket.epoch), push, landing)
         except DynbusError as error:
             del landing.transfers[transfer.number]
             transfer.end_apart(error)
+            return
+        if not self._is_watching:
+            self._is_watching = True
+            self._background.start(self._watch, name=f"{self._name} watches who pushes")
 
-    async def _landing_of(self, peer: str) -> _Landing:
-        async with self._making.setdefault(peer, anyio.Lock()):
-            landing = self._landings.get(peer)
+    def _tell(self, life: _Life, told: Told, landing: _Landing | None = None) -> None:
+        """Send a message; with a landing, hear if nobody gets it."""
+        reply = "" if landing is None else self._bus.replies.bounce(landing.token)
+        self._bus.data.publish(transfer_subject(*life), messages.encode(told), reply=reply)
+
+    async def _watch(self) -> None:
+        """See that those who push are there, for as long as any does."""
+        try:
+            while any(landing.transfers for landing in self._landings.values()):
+                await anyio.sleep(_LOOK_SECONDS)
+                for life, landing in list(self._landings.items()):
+                    if landing.transfers:
+                        self._tell(life, Here(), landing)
+        finally:
+            self._is_watching = False
+
+    def _gone(self, life: _Life, landing: _Landing) -> None:
+        if self._landings.get(life) is landing:
+            self._remove(life, landing, f"agent {life.agent} is gone from the bus")
+
+    async def _landing_of(self, life: _Life) -> _Landing:
+        async with self._making.setdefault(life, anyio.Lock()):
+            landing = self._landings.get(life)
             if landing is None:
+                for other, known in list(self._landings.items()):
+                    if other.agent == life.agent:
+                        self._making.pop(other, None)
+                        self._remove(other, known, f"agent {life.agent} has another life")
                 self._made += 1
                 epoch = f"{self._epoch}>{self._made}"
                 landing = await anyio.to_thread.run_sync(self._make, epoch)
-                self._landings[peer] = landing
+                self._landings[life] = landing
+                self._bus.bounce_handlers[landing.token] = partial(self._gone, life, landing)
             return landing
 
     def _make(self, epoch: str) -> _Landing:
@@ -156,14 +196,14 @@ class Pushes:
         description = AgentDescription(
             self._name, epoch, self._memory.layout, self._memory.regions, agent.metadata()
         )
-        return _Landing(name, agent, encode(description))
+        return _Landing(name, random_id(), agent, encode(description))
 
     def _stop(self, transfer: Transfer) -> None:
         assert transfer.ticket is not None
         try:
-            self._bus.data.publish(
-                transfer_subject(transfer.ticket.agent, transfer.ticket.epoch),
-                messages.encode(Stop(transfer.number, self._name, self._epoch)),
+            self._tell(
+                _Life(transfer.ticket.agent, transfer.ticket.epoch),
+                Stop(transfer.number, self._name, self._epoch),
             )
         except DynbusError as error:
             # The landing is destroyed in time.
@@ -178,23 +218,23 @@ class Pushes:
 
     def destroy(self, name: str) -> bool:
         """Destroy a landing, so that nothing lands there any more; False for no landing's name."""
-        for peer, landing in self._landings.items():
+        for life, landing in self._landings.items():
             if landing.name == name:
-                del self._landings[peer]
-                self._background.start(self._destroy, peer, landing, name=f"destroy {name}")
+                why = f"{life.agent} was told to stop pushing, and did not say that it has"
+                self._remove(life, landing, why)
                 return True
         return False
 
-    async def _destroy(self, peer: str, landing: _Landing) -> None:
+    def _remove(self, life: _Life, landing: _Landing, why: str) -> None:
+        del self._landings[life]
+        del self._bus.bounce_handlers[landing.token]
+        self._background.start(self._destroy, landing, why, name=f"destroy {landing.name}")
+
+    async def _destroy(self, landing: _Landing, why: str) -> None:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(landing.agent.close)
         for transfer in landing.transfers.values():
-            transfer.end_apart(
-                TransferFailed(
-                    f"{peer} was told to stop pushing, and did not say that it has: "
-                    "nothing of it lands any more"
-                )
-            )
+            transfer.end_apart(TransferFailed(f"{why}: nothing of it lands any more"))
 
     # The source -------------------------------------------------------------------------------
 
@@ -210,7 +250,7 @@ class Pushes:
             transfer = self._served.get((told.reader, told.epoch, told.number))
             if transfer is not None:
                 transfer.cancel()
-        else:
+        elif isinstance(told, Push):
             self._push(told)
 
     def _push(self, push: Push) -> None:
@@ -265,7 +305,7 @@ class Pushes:
         if error is not None:
             told = Pushed(push.number, 0, error.code, error.message)
         try:
-            self._bus.data.publish(transfer_subject(push.reader, push.epoch), messages.encode(told))
+            self._tell(_Life(push.reader, push.epoch), told)
         except DynbusError as problem:
             logger.debug("%s was not answered: %s", push.reader, problem)
 
@@ -276,7 +316,8 @@ class Pushes:
         self._subscription.unsubscribe()
         landings, self._landings = self._landings, {}
         with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
-            for peer, landing in landings.items():
+            for life, landing in landings.items():
+                del self._bus.bounce_handlers[landing.token]
                 await anyio.to_thread.run_sync(landing.agent.close, abandon_on_cancel=True)
                 for transfer in landing.transfers.values():
-                    transfer.end_apart(TransferFailed(f"the way from {peer} is closed"))
+                    transfer.end_apart(TransferFailed(f"the way from {life.agent} is closed"))
