@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-_REACHING: Final = ("cma", "knem", "xpmem", "sm", "shm", "all", "rc", "dc", "ud", "ib", "mlx5")
+_REACHING: Final = ("cma", "knem", "xpmem", "sm", "shm", "all", "rc", "dc", "ud", "ib", "srd")
 """Transports, or their beginnings, that read a peer's memory without its help."""
 _RDMA: Final = Path("/sys/class/infiniband")
 

@@ -1,0 +1,32 @@
+"""Whether a read needs no help of the peer."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynbus.transfer.reach import reaches_directly
+
+
+@pytest.mark.parametrize(
+    ("transports", "theirs", "has_rdma", "reaches"),
+    [
+        ("tcp", "here", True, False),
+        ("tcp,self", "here", False, False),
+        ("posix,sysv,tcp", "here", False, False),
+        ("cma,tcp", "here", False, True),
+        ("tcp, sm", "here", False, True),
+        ("rc_x,tcp", "there", True, True),
+        ("all", "there", False, True),
+        ("", "here", False, True),
+        ("^cma", "here", False, True),
+        ("", "there", False, False),
+        ("", "there", True, True),
+        ("", "", False, False),
+    ],
+)
+def test_a_read_is_direct_where_more_than_tcp_reaches_the_peer(
+    transports: str, theirs: str, has_rdma: bool, reaches: bool
+) -> None:
+    ours = "" if not theirs else "here"
+
+    assert reaches_directly(transports, ours, theirs, has_rdma=has_rdma) is reaches
