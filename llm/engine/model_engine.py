@@ -174,7 +174,6 @@ class ModelEngine:
         scheduled = self._pool.parked(request_id)
         if scheduled is None:
             return
-        prompt = scheduled.sequence.length
         if first is None:
             self._pool.scheduler.deliver(scheduled, computed, goes_on=False)
             return
@@ -183,7 +182,7 @@ class ModelEngine:
         except ValueError:
             self._pool.cancel(request_id)
             raise
-        self._pool.scheduler.deliver(scheduled, min(computed, prompt), goes_on=True)
+        self._pool.scheduler.deliver(scheduled, computed, goes_on=True)
         constraint = scheduled.sequence.sampler.constraint
         scheduled.sequence.append(token_id)
         scheduled.generated += 1

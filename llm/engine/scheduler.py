@@ -183,9 +183,11 @@ class Scheduler(Generic[S]):
         prefill_tokens = context_tokens = preempted = 0
         chunks: list[tuple[ScheduledRequest[S], int]] = []
         at = 0
-        while at < len(self.running) and budget and len(chunks) < self._max_num_seqs:
+        # Some may be parked, and more may run than have a place when their prompts have come.
+        chooses = self._parked > 0 or len(self.running) > self._max_num_seqs
+        while at < len(self.running) and budget:
             request = self.running[at]
-            if request.is_parked:
+            if chooses and (request.is_parked or len(chunks) == self._max_num_seqs):
                 at += 1
                 continue
             length = request.sequence.length
@@ -197,10 +199,12 @@ class Scheduler(Generic[S]):
                 if not taken:
                     at += 1
                     continue
-            preempted += self._make_room(request, request.computed + taken)
-            if at == len(self.running) or self.running[at] is not request:
-                # It was the last one that could, and has lost its own blocks.
-                continue
+            gone = self._make_room(request, request.computed + taken)
+            if gone:
+                preempted += gone
+                if at == len(self.running) or self.running[at] is not request:
+                    # It was the last one that could, and has lost its own blocks.
+                    continue
             if request.generated and lacking == 1:
                 context_tokens += length
             else:
@@ -216,9 +220,10 @@ class Scheduler(Generic[S]):
         else:
             prefill_tokens += self._admit(budget, text_budget, text_places, chunks, admitted)
             self.is_stalled = not chunks
-        for request, _ in chunks:
-            if request.holds:
-                self._tell_held(request)
+        if self._manager.pins:
+            for request, _ in chunks:
+                if request.holds:
+                    self._tell_held(request)
         return StepPlan(chunks, prefill_tokens, context_tokens, preempted, admitted)
 
     def _make_room(self, request: ScheduledRequest[S], tokens: int) -> int:
@@ -458,6 +463,7 @@ class Scheduler(Generic[S]):
             return
         self._parked -= 1
         length = request.sequence.length
+        computed = min(computed, length)
         is_whole = goes_on and computed == length
         tokens = length if is_whole else computed // self._block_size * self._block_size
         if tokens > request.computed:

@@ -348,6 +348,22 @@ def test_a_second_delivery_and_one_for_nobody_change_nothing() -> None:
     assert tokens_of(decode.items("a")) == tokens_of(decode.items("b")) == tokens_of(alone(request))
 
 
+@pytest.mark.parametrize("computed", [-5, 10_000])
+def test_a_delivery_of_impossibly_many_tokens_is_one_of_all_or_none(computed: int) -> None:
+    source, decode = Instance(), Instance()
+    request = GenerateRequest(PROMPT, 4, sampling=GREEDY)
+    decode.engine.reserve("a", request)
+    decode.run()
+    source.engine.add_held("a", request)
+    source.run()
+    move(source, decode, "a", 0, len(PROMPT))
+
+    decode.engine.deliver("a", computed, None)
+    decode.run()
+
+    assert tokens_of(decode.items("a")) == tokens_of(alone(request))
+
+
 def test_several_continuations_and_an_id_that_is_in_use_are_refused() -> None:
     engine = Instance().engine
     engine.add("running", GenerateRequest(PROMPT, 4))
