@@ -86,7 +86,8 @@ class Job:
         """Say that it is done; on return the server has confirmed that nobody gets it again.
 
         Raises:
-            UnknownOutcome: no confirmation came in 30 seconds; another taker may get it.
+            UnknownOutcome: no confirmation came in 30 seconds, or before the bus was closed;
+                another taker may get it.
         """
         await self._settle(self._taker.finish)
 
@@ -226,7 +227,7 @@ class Taker:
             async with anyio.create_task_group() as tasks:
                 for job in list(self._held.values()):
                     if not job.is_settled:
-                        tasks.start_soon(job.give_back)
+                        tasks.start_soon(self._let_go, job)
             while self._settling:
                 self._changed.clear()
                 await self._changed.wait()
@@ -234,6 +235,13 @@ class Taker:
             self._stop_listening()
             for work in self._works:
                 work.cancel()
+
+    async def _let_go(self, job: Job) -> None:
+        try:
+            await job.give_back()
+        except (DynbusError, RuntimeError) as error:
+            # The bus is closed already, and with it what kept the job alive.
+            logger.debug("%r was not given back: %s", job, error)
 
     # Jobs that come --------------------------------------------------------------------
 
@@ -307,13 +315,15 @@ class Taker:
     async def settle(self, job: Job, how: Callable[[Job], Awaitable[None]]) -> None:
         """Carry `how` out in the background, so that nobody who is cancelled stops it halfway, and
         wait for it."""
-        failures: list[DynbusError] = []
+        outcomes: list[DynbusError | None] = []
 
         async def run() -> None:
             try:
                 await how(job)
             except DynbusError as error:
-                failures.append(error)
+                outcomes.append(error)
+            else:
+                outcomes.append(None)
             finally:
                 self._settling -= 1
                 self._held.pop(_key(job.delivery), None)
@@ -322,8 +332,13 @@ class Taker:
         work = self._background.start(run, name=f"settle job {job.job_id}")
         self._settling += 1
         await work.wait()
-        if failures:
-            raise failures[0]
+        if not outcomes:
+            raise UnknownOutcome(
+                f"the bus was closed before the queue {self._jobs.name} had confirmed what became "
+                f"of job {job.job_id}: another taker may get it"
+            )
+        if outcomes[0] is not None:
+            raise outcomes[0]
 
     async def finish(self, job: Job) -> None:
         """See `Job.ack`."""

@@ -13,7 +13,13 @@ from dynbus.bus.background import task_group
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import ConfigError, DeadlineExceeded, Overloaded, PayloadTooLarge
+from dynbus.bus.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Overloaded,
+    PayloadTooLarge,
+    UnknownOutcome,
+)
 from dynbus.bus.protocol.names import EndpointName, dead_letter_stream, work_stream, work_subject
 from dynbus.bus.work_queue import (
     DeadLetters,
@@ -29,7 +35,7 @@ from .conftest import Bus, eventually
 
 pytestmark = pytest.mark.anyio
 
-QUICK = WorkQueueConfig(ack_wait=1.0, retry_delay=0.0, in_memory=True)
+QUICK = WorkQueueConfig(ack_wait=0.6, retry_delay=0.0, in_memory=True)
 
 
 async def presence(bus: Bus) -> Presence:
@@ -143,7 +149,7 @@ async def test_a_held_job_is_kept_alive_and_one_of_a_frozen_taker_goes_to_anothe
 
     async with queue.take() as taker, WorkQueue(frozen, name, QUICK).take() as other:
         job = await next_job(other)
-        with anyio.move_on_after(2.5) as waiting:
+        with anyio.move_on_after(1.5) as waiting:
             await anext(taker)
         assert waiting.cancelled_caught, "it was kept alive for 2.5 ack_waits"
         assert not job.is_doubtful
@@ -346,6 +352,23 @@ async def test_a_job_whose_task_is_cancelled_goes_back_at_once(queue: WorkQueue)
 
     assert again.tries == 2
     assert queue.ended == {JobEnd.RETURNED: 1, JobEnd.DONE: 1}
+
+
+async def test_a_job_is_not_taken_for_done_when_the_bus_closes_before_that_is_confirmed(
+    queue: WorkQueue, name: EndpointName, bus: Bus
+) -> None:
+    other = await presence(bus)
+    await other.data.background.open()
+    await queue.put(b"", job_id="one")
+
+    async with WorkQueue(other, name, QUICK).take() as taker:
+        job = await next_job(taker)
+        acking = asyncio.ensure_future(job.ack())
+        await asyncio.sleep(0)
+        await other.background.close()
+        with pytest.raises(UnknownOutcome, match="the bus was closed before"):
+            await acking
+    await other.close()
 
 
 async def test_plain_nats_clients_may_put_jobs_and_bad_ones_are_dead_letters(
