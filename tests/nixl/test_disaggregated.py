@@ -10,6 +10,7 @@ import pytest
 from tests.conditions import eventually
 from tests.llm.disaggregated.test_worker import REMOTE, greedy, seeded, tokens_of
 from tests.llm.small.test_actor import served_folder
+from tests.nixl.serving import requests_of, running, serve_while_killing
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
@@ -82,3 +83,41 @@ def test_two_workers_on_one_server_give_the_tokens_of_one(
             await eventually(is_at_rest, what="nothing is left")
 
     asyncio.run(story())
+
+
+async def tokens_of_one(url: str, model: dict[str, Any], count: int) -> list[list[int]]:
+    """What one engine that does both gives."""
+    async with Runtime.connect(url) as runtime:
+        await runtime.start(Whole, **model, model_name="whole")
+        client = runtime.client(Whole, wait=10.0)
+        return [await tokens_of(client, request) for request in requests_of(count)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "requests", "kills", "workers"),
+    [
+        pytest.param(24, 60, 2, 2, id="60 requests"),
+        pytest.param(200, 10_000, 200, 2, id="10_000 requests", marks=pytest.mark.soak),
+    ],
+)
+def test_tokens_are_those_of_one_engine_while_instances_are_killed(
+    nats_server: RunningServer,
+    model: dict[str, Any],
+    tmp_path: Path,
+    kinds: int,
+    requests: int,
+    kills: int,
+    workers: int,
+) -> None:
+    url = nats_server.url
+    wanted = asyncio.run(tokens_of_one(url, model, kinds))
+
+    with running(tmp_path, url, model, workers):
+        outcome = asyncio.run(
+            serve_while_killing(url, wanted, requests=requests, kills=kills, workers=workers)
+        )
+
+    print(outcome)
+    assert (outcome.right, outcome.wrong) == (requests, 0)
+    assert outcome.kills == kills
+    assert outcome.left == 0

@@ -1,0 +1,181 @@
+"""Prefill and decode instances in processes of their own, which tests kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from tests.conditions import PATIENCE, Stopwatch
+from tests.llm.disaggregated.test_worker import greedy, seeded
+
+from dynbus import Runtime, with_options
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
+from dynbus.llm.generation import GenerateRequest
+
+ACTORS = """
+from dynbus.llm.disaggregated.receiving import Limits
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
+
+
+class Engine(DisaggregatedWorker, namespace="killed"):
+    hand_over_limits = Limits(hand_over=20.0, queue=5.0, transfer=5.0, lease=10.0, settle=2.0)
+"""
+
+
+@contextmanager
+def running(folder: Path, url: str, model: dict[str, Any], workers: int) -> Generator[None]:
+    """A run of so many instances of each role."""
+    (folder / "engines.py").write_text(ACTORS)
+    nodes = {
+        "prefill": {"class": "Engine", "workers": workers, **model},
+        "decode": {
+            "class": "Engine",
+            "workers": workers,
+            **model,
+            "disaggregation": {"mode": "remote"},
+        },
+    }
+    (folder / "run.yaml").write_bytes(msgspec.json.encode(nodes))
+    command = [sys.executable, "-m", "dynbus", "run", "engines.py", "-f", "run.yaml"]
+    with (folder / "run.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--nats", url], stdout=log, stderr=log, cwd=folder, env=dict(os.environ)
+        )
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def found(runtime: Runtime, node: str) -> list[tuple[str, int]]:
+    """The instances of a role, each with its process."""
+    there = runtime.discovery.view.instances("killed", node, monotonic())
+    return [(one.id, int(one.record.address.rpartition(":")[2])) for one in there]
+
+
+async def until_found(runtime: Runtime, workers: int) -> None:
+    watch = Stopwatch()
+    while any(len(found(runtime, node)) < workers for node in ("prefill", "decode")):
+        watch.check(PATIENCE, "both roles have their instances")
+        await anyio.sleep(0.05)
+
+
+async def tokens_of(client: Any, request: GenerateRequest) -> list[int]:
+    """All tokens of a request, which is gone on with when its instance dies."""
+    tokens: list[int] = []
+    wanted = request.max_tokens
+    assert wanted is not None
+    watch = Stopwatch()
+    while len(tokens) < wanted:
+        rest = request.continued(tokens) if tokens else request
+        try:
+            async for item in client.generate(rest):
+                tokens += item.token_ids
+        except DynbusError:
+            watch.check(2 * PATIENCE, "a request is served")
+            await anyio.sleep(0.05)
+    return tokens
+
+
+class Engine(DisaggregatedWorker, namespace="killed"):
+    """What the processes run."""
+
+
+class Outcome(msgspec.Struct):
+    """What came of a run with kills.
+
+    Attributes:
+        right, wrong: requests.
+        kills: of instances.
+        left: blocks that are held or in use, and requests that run, five seconds after the end.
+    """
+
+    right: int = 0
+    wrong: int = 0
+    kills: int = 0
+    left: int = -1
+
+
+def requests_of(count: int) -> list[GenerateRequest]:
+    """Different requests, greedy and seeded."""
+    make = (greedy, seeded)
+    return [make[n % 2](30 + 37 * n % 400, 6 + n % 7, seed=n) for n in range(count)]
+
+
+async def serve_while_killing(
+    url: str, wanted: Sequence[list[int]], *, requests: int, kills: int, workers: int, seed: int = 1
+) -> Outcome:
+    """Send requests, eight at a time, and kill instances of either role meanwhile."""
+    outcome, chance = Outcome(), random.Random(seed)
+    kinds = requests_of(len(wanted))
+    async with Runtime.connect(url) as runtime:
+        runtime.discovery.begin()
+        await until_found(runtime, workers)
+        client = runtime.client(Engine, node="decode", wait=30.0)
+        numbers = iter(range(requests))
+        every = max(1, requests // (kills + 1))
+
+        async def send() -> None:
+            for number in numbers:
+                if number and number % every == 0 and outcome.kills < kills:
+                    await kill()
+                at = number % len(wanted)
+                tokens = await tokens_of(client, kinds[at])
+                if tokens == wanted[at]:
+                    outcome.right += 1
+                else:
+                    outcome.wrong += 1
+
+        async def kill() -> None:
+            watch, before = Stopwatch(), outcome.kills
+            while outcome.kills == before:
+                watch.check(PATIENCE, "there is an instance to kill")
+                there = found(runtime, chance.choice(("prefill", "decode")))
+                # The records of those that were killed are there for a while.
+                with suppress(ProcessLookupError, IndexError):
+                    os.kill(chance.choice(there)[1], signal.SIGKILL)
+                    outcome.kills += 1
+                    break
+                await anyio.sleep(0.05)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(send)
+        await until_found(runtime, workers)
+        outcome.left = await left_in(runtime)
+    return outcome
+
+
+async def left_in(runtime: Runtime, seconds: float = 5.0) -> int:
+    """Blocks and requests that instances still have when so many seconds are over, at the latest;
+    0 as soon as there are none."""
+    watch = Stopwatch()
+    while True:
+        left = 0
+        for node in ("prefill", "decode"):
+            client = runtime.client(Engine, node=node)
+            for instance, _ in found(runtime, node):
+                try:
+                    load = await with_options(client, instance=instance).load_metrics()
+                except DynbusError:
+                    # It was killed; its record is there for a while.
+                    continue
+                left += load.kv_active_blocks + load.request_active_slots
+        if not left or watch.seconds() > seconds:
+            return left
+        await anyio.sleep(0.05)
