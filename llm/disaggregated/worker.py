@@ -126,6 +126,11 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     # Its life -------------------------------------------------------------------------------
 
     async def on_start(self) -> None:
+        if self.fetches_prefixes:
+            raise ConfigError(
+                f"fetch_prefixes: {type(self).__name__} has its prompts from prefill instances: "
+                "leave it out, or take a ModelWorker"
+            )
         self._first_role = self._configured_role()
         self._own_settings = self._configured_settings()
         self.figures = HandOverFigures()

@@ -63,8 +63,8 @@ class BlockCopier:
             pieces.length.tolist(),
             strict=True,
         ):
-            own = ours[region][offset : offset + length]
-            other = theirs[other_region][other_offset : other_offset + length]
+            own: Bytes = ours[region][offset : offset + length]
+            other: Bytes = theirs[other_region][other_offset : other_offset + length]
             if to_store:
                 other[:] = own
             else:

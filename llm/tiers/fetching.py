@@ -97,7 +97,7 @@ class PrefixFetcher:
         runner: of the engine.
         agent: which reads into the engine's memory.
         rates: measured; they decide.
-        peer: an instance by its id.
+        peer: gives an instance by its id.
         agent_of: the name of an instance's agent, by its id.
         background: where what is left of given-up transfers is waited for.
 
@@ -118,7 +118,7 @@ class PrefixFetcher:
         self._runner = runner
         self._agent = agent
         self._rates = rates
-        self._peer = peer
+        self.peer = peer
         self._agent_of = agent_of
         self._background = background
         self.statistics = FetchStatistics()
@@ -216,7 +216,7 @@ class PrefixFetcher:
         start = held.computed
         if start >= fetch.tokens:
             return start
-        peer = self._peer(fetch.peer)
+        peer = self.peer(fetch.peer)
         began = monotonic()
         wanted = LendRequest(
             request.token_ids[: fetch.tokens],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from tests.conditions import eventually
@@ -18,6 +17,7 @@ from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.llm.engine.interface import EngineLoad
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.tiers.cost import Estimate
 from dynbus.llm.tiers.fetching import PrefixFetcher
 from dynbus.llm.tiers.lending import Lender
 from dynbus.llm.tiers.messages import Settled, SettleRequest
@@ -28,7 +28,19 @@ SIZE = 4
 PROMPT = [1 + at % 50 for at in range(12 * SIZE + 1)]
 
 
+class Slow(Estimate):
+    """An estimate that nothing changes."""
+
+    def note(self, value: float) -> None:
+        """It stays."""
+
+
 class Worker(ModelWorker, namespace="llm"):
+    def compute_slowly(self) -> None:
+        """Have it believe so: a tiny model computes faster than anything is fetched."""
+        assert self._rates is not None
+        self._rates.prefill = Slow(1.0)
+
     @property
     def fetcher(self) -> PrefixFetcher:
         assert self._fetcher is not None
@@ -52,7 +64,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-async def start(kit: TestKit, model: str, name: str, **options: Any) -> Worker:
+async def start(
+    kit: TestKit, model: str, name: str, *, blocks: int = 32, host_memory_mib: int = 0
+) -> Worker:
     await kit.start(
         Worker,
         instance_id=name,
@@ -64,14 +78,12 @@ async def start(kit: TestKit, model: str, name: str, **options: Any) -> Worker:
         context_length=64,
         pooling="none",
         fetch_prefixes=True,
-        **{"blocks": 32, **options},
+        blocks=blocks,
+        host_memory_mib=host_memory_mib,
     )
     worker = next(one.actor for one in kit.started.values() if one.actor.instance_id == name)
     assert isinstance(worker, Worker)
-    assert worker._rates is not None
-    # A tiny model computes faster than anything is fetched.
-    worker._rates.note_prefill(1000, 1000.0)
-    worker._rates.note_prefill = lambda *_: None  # type: ignore[method-assign]
+    worker.compute_slowly()
     return worker
 
 
@@ -161,7 +173,12 @@ def test_a_prefix_is_computed_where_its_peer_is_gone_or_does_not_vouch_for_it(
         async with TestKit() as kit:
             one, other = await start(kit, model, "one"), await start(kit, model, "other")
             computed = await generate(kit, "one", PROMPT)
-            monkeypatch.setattr(one.lender, "settle", lambda _: Settled(held=False))
+
+            def denies(_: SettleRequest) -> Settled:
+                return Settled(held=False)
+
+            monkeypatch.setattr(one.lender, "settle", denies)
+
             unproven = await generate(kit, "other", PROMPT, peer="one")
             later = await generate(kit, "other", PROMPT[1:], peer="nobody")
 
@@ -186,14 +203,14 @@ def test_a_caller_that_leaves_in_the_middle_of_a_fetch_has_all_freed(model: str)
                 await asyncio.Event().wait()
                 return Settled(held=True)
 
-            peer = other.fetcher._peer
+            peer = other.fetcher.peer
 
-            class Slow:
+            class Silent:
                 def __init__(self, instance: str) -> None:
                     self.lend_prefix = peer(instance).lend_prefix
                     self.settle_prefix = never
 
-            other.fetcher._peer = Slow
+            other.fetcher.peer = Silent
             call = asyncio.create_task(generate(kit, "other", PROMPT, peer="one"))
             await settling.wait()
             call.cancel()

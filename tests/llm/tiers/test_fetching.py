@@ -256,7 +256,10 @@ def lies(lent: Lent) -> list[Lent]:
 
 @pytest.mark.parametrize("number", range(5))
 def test_a_peer_that_lends_what_cannot_be_is_not_read_from(number: int) -> None:
-    story = run(failing("lie", lambda lent: lies(lent)[number]))
+    def lie(lent: Lent) -> Lent:
+        return lies(lent)[number]
+
+    story = run(failing("lie", lie))
 
     assert story.engine.delivered == [2 * SIZE]
     assert not story.memory.started

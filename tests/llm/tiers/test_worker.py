@@ -9,12 +9,21 @@ from tests.llm.text.tiny_tokenizer import tiny_json
 from tests.llm.weights.tiny_models import TINY_MODELS
 
 from dynbus.bus.errors import ConfigError
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.tiers.host_store import HostStore
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 
 
 class Worker(ModelWorker, namespace="llm"):
+    @property
+    def store(self) -> HostStore:
+        assert self._store is not None
+        return self._store
+
+
+class Split(DisaggregatedWorker, namespace="llm"):
     pass
 
 
@@ -47,9 +56,7 @@ def test_a_worker_brings_back_from_the_host_what_its_cache_has_evicted(tmp_path:
             [instance] = kit.started.values()
             worker = instance.actor
             assert isinstance(worker, Worker)
-            store = worker._store
-            assert store is not None
-            return made, repr(store)
+            return made, repr(worker.store)
 
     (first, _, again), shown = run(story())
 
@@ -72,3 +79,10 @@ def test_a_worker_brings_back_from_the_host_what_its_cache_has_evicted(tmp_path:
 def test_options_that_cannot_be_are_refused(options: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Worker(**options)  # type: ignore[arg-type]  # bad on purpose
+
+
+def test_a_worker_that_has_its_prompts_from_others_fetches_none_beside() -> None:
+    worker = Split(fetch_prefixes=True)
+
+    with pytest.raises(ConfigError, match="leave it out, or take a ModelWorker"):
+        run(worker.on_start())

@@ -1,0 +1,1 @@
+"""Prefixes that are fetched from a peer, against those that are computed."""
