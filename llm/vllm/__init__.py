@@ -5,6 +5,15 @@ in processes of its own, which end with this one; its KV-cache events come over 
 else has.
 """
 
-from .actor import Adapter, AdapterAt, Sleep, VllmWorker, WakeUp
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .actor import Adapter, AdapterAt, Sleep, VllmWorker, WakeUp
 
 __all__ = ["Adapter", "AdapterAt", "Sleep", "VllmWorker", "WakeUp"]
+
+if not TYPE_CHECKING:
+    # vLLM's own processes import the connector alone.
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(__name__, "actor")

@@ -5,30 +5,50 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import anyio
 import anyio.to_thread
 import msgspec
+from msgspec.structs import replace
 
-from dynbus import handler
+from dynbus import Reply, handler
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
+from dynbus.bus.context import context
+from dynbus.bus.errors import Cancelled, ConfigError, InvalidRequest, Unavailable
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.kvrouter.routing import profiles
+from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker
 
-from .engine import VllmEngine
-from .starting import EngineFolder, StartProgress, check_arguments, maps_of_processes, weight_files
+from .engine import Held, VllmEngine
+from .handing_over import ComputedPrompt, HandedOver, HandOver, KvIdentity, PromptToCompute
+from .requests import PromptRequest
+from .starting import (
+    EngineFolder,
+    HandOverSettings,
+    StartProgress,
+    check_arguments,
+    maps_of_processes,
+    reachable_address,
+    weight_files,
+)
 
 if TYPE_CHECKING:
+    from dynbus.kvrouter import KvRouter
     from dynbus.kvrouter.engines.engine_events import EngineEvents
+
+    from .remote_prefill import RemotePrefill
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +56,14 @@ LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks at how far the engine is in its start."""
 TOLD_EVERY: Final = 15.0
 """Seconds without news after which it is said how far that is."""
+
+LONGEST_PREFILL: Final = 120.0
+"""Seconds for which a call that waits for a prompt, or for what becomes of it, may be silent."""
+
+MIN_LEASE: Final = 6
+"""vLLM renews a lease six times, in whole seconds."""
+
+Role = Literal["none", "prefill", "decode"]
 
 _OWNED: Final = {
     "served_model_name": "give model_name",
@@ -74,6 +102,19 @@ class WakeUp(msgspec.Struct, frozen=True):
     tags: list[str] | None = None
 
 
+@dataclass(slots=True)
+class _Computed:
+    """A prompt that is computed for a decode engine.
+
+    Attributes:
+        name: of its request in the engine.
+        held: what was handed over; None where nothing was.
+    """
+
+    name: str
+    held: Held | None = None
+
+
 class VllmWorker(NamedWorker, namespace="llm"):
     """Serves a model with vLLM, by tokens, and registers it under its name.
 
@@ -91,6 +132,14 @@ class VllmWorker(NamedWorker, namespace="llm"):
         tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
             `register_llm`. A `reasoning_parser` that is named is vLLM's own too: an output that has
             a form has it behind its reasoning.
+        disaggregation: `prefill` computes prompts for decode engines and is no model of its own;
+            `decode` has long prompts computed by prefill engines; `none` does all by itself. `auto`
+            goes by the name of the node: one that runs as `prefill` or `decode` is that.
+        prefill_node: of a decode engine: the node of its prefill engines, or
+            `namespace.component`.
+        disaggregation_settings: when a decode engine has prompts computed elsewhere, unless the
+            settings of the component say otherwise: fields of `DisaggregationSettings`.
+        kv_lease: whole seconds for which a prefill engine holds what nobody reads.
         engine: arguments of vLLM's, by their names.
 
     Raises:
@@ -106,6 +155,10 @@ class VllmWorker(NamedWorker, namespace="llm"):
         lora_modules: dict[str, str] | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        disaggregation: Literal["auto", "none", "prefill", "decode"] = "auto",
+        prefill_node: str = "prefill",
+        disaggregation_settings: dict[str, Any] | None = None,
+        kv_lease: int = 30,
         **engine: Any,
     ) -> None:
         super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
@@ -119,6 +172,17 @@ class VllmWorker(NamedWorker, namespace="llm"):
             # The form of an output begins behind its reasoning.
             self._arguments = {"reasoning_parser": named, **self._arguments}
         self._kv_events = kv_events
+        if kv_lease < MIN_LEASE:
+            raise ConfigError(f"kv_lease = {kv_lease} is not usable: give {MIN_LEASE} or more")
+        self._asked_role = disaggregation
+        self._prefill_node = prefill_node
+        self._settings = DisaggregationSettings().changed(disaggregation_settings or {})
+        self._lease = kv_lease
+        self._role: Role = "none"
+        self._identity: KvIdentity | None = None
+        self._remote: RemotePrefill | None = None
+        self._computed: dict[str, _Computed] = {}
+        self._exits = AsyncExitStack()
         self._vllm: VllmEngine | None = None
         self._folder: EngineFolder | None = None
         self._events: EngineEvents | None = None
@@ -126,17 +190,43 @@ class VllmWorker(NamedWorker, namespace="llm"):
         self._changing_adapters = anyio.Lock()
 
     async def find_model(self) -> LocalModel | None:
+        self._role = self._role_here()
         # Before gigabytes are had in vain.
-        await anyio.to_thread.run_sync(check_arguments, self._arguments, abandon_on_cancel=True)
+        check = partial(check_arguments, self._arguments, hands_over=self._role != "none")
+        await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
         return await super().find_model()
+
+    def _role_here(self) -> Role:
+        """What this engine does of a request.
+
+        Raises:
+            ConfigError: something that it is to do does not go together.
+        """
+        role = self._asked_role
+        if role == "auto":
+            node = self.__dynbus_name__.component
+            role = node if node == "prefill" or node == "decode" else "none"
+        if role == "prefill" and self._lora_modules:
+            raise ConfigError("lora_modules: a prefill engine serves no adapters, decode ones do")
+        return role
 
     def make_engine(self) -> VllmEngine:
         started = monotonic()
         logger.info("vLLM starts for %s", self.found.origin)
         folder = self._folder = EngineFolder()
+        hand_over = None
+        if self._role != "none":
+            host = reachable_address(self.runtime.bus.data.server_name)
+            hand_over = HandOverSettings(self._role == "prefill", self._lease, host)
         self._vllm = VllmEngine.start(
-            str(self.found.path), self._arguments, folder, kv_events=self._kv_events
+            str(self.found.path),
+            self._arguments,
+            folder,
+            kv_events=self._kv_events,
+            hand_over=hand_over,
         )
+        if hand_over is not None:
+            self._identity = KvIdentity.of(self._vllm.llm.vllm_config, self.found.path)
         logger.info("vLLM is ready after %.1f s", monotonic() - started)
         return self._vllm
 
@@ -184,11 +274,25 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 logger.info("vLLM has been starting for %.0f s: %s", now - began, phase)
                 told = now
 
+    async def on_stop(self) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._exits.aclose()
+        finally:
+            await super().on_stop()
+
     @property
     def only_embeds(self) -> bool:
         return self._engine().only_embeds
 
     async def on_engine(self, limits: EngineLimits) -> None:
+        if self._role != "none" and self.only_embeds:
+            raise ConfigError("a model that makes embeddings has no prompts to hand over")
+        if self._role == "prefill":
+            # Whoever asks for the model asks a decode engine.
+            return
+        if self._role == "decode":
+            self._remote = await self._exits.enter_async_context(self._remote_prefill())
         if self.only_embeds:
             tasks = await self._engine().llm.get_supported_tasks()
             if "embed" not in tasks:
@@ -212,6 +316,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 profiles.TOTAL_BLOCKS_KEY: str(limits.blocks // ranks),
                 profiles.MAX_BATCHED_TOKENS_KEY: str(limits.max_num_batched_tokens // ranks),
             }
+        if self._role == "prefill" and self._identity is not None:
+            own[profiles.TAGS_KEY] = self._identity.tag
         if engine.adapters:
             own[profiles.LORAS_KEY] = ",".join(sorted(engine.adapters))
         return {**super().instance_metadata(), **own}
@@ -226,6 +332,122 @@ class VllmWorker(NamedWorker, namespace="llm"):
         if self._events is not None:
             self._events.cleared()
 
+    # Prompts that others compute, and that are computed for others -----------------------
+
+    def _remote_prefill(self) -> AbstractAsyncContextManager[RemotePrefill]:
+        """What has prompts computed elsewhere."""
+        from .remote_prefill import prefill_component, remote_prefill
+
+        assert self._identity is not None, "it is read when the engine is ready"
+        runtime, own = self.runtime, self.__dynbus_name__
+        prefill = prefill_component(
+            self._prefill_node, ComponentName(own.namespace, own.component)
+        )
+
+        def client(router: KvRouter | None) -> VllmWorker:
+            return runtime.client(
+                VllmWorker, node=prefill.component, namespace=prefill.namespace, routing=router
+            )
+
+        telemetry = runtime.bus.telemetry
+        spans = telemetry is not None and telemetry.tracer_provider is not None
+        return remote_prefill(
+            runtime,
+            prefill,
+            client,
+            self._engine(),
+            self._running(),
+            self._identity,
+            self._settings,
+            telemetry.tracer_of(own) if telemetry is not None and spans else None,
+        )
+
+    async def serve(self, name: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
+        remote = self._remote
+        if remote is not None and remote.wants(request):
+            await remote.serve(name, request, reply)
+        else:
+            await super().serve(name, request, reply)
+
+    @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
+    async def prefill(self, request: PromptToCompute, reply: Reply[ComputedPrompt]) -> None:
+        """Compute a prompt and its first token for a decode engine, and hold what is computed while
+        the call is open: until it is handed over, and then for its lease."""
+        self._check_role("prefill")
+        engine, runner, running = self._engine(), self._running(), context()
+        if request.hand_over in self._computed:
+            raise InvalidRequest(f"hand-over {request.hand_over!r} is there already")
+        name = f"{running.id}.{next(self._engine_numbers)}"
+        computed = self._computed[request.hand_over] = _Computed(name)
+
+        def tell(first: Generated) -> ComputedPrompt:
+            reason = engine.holding[name].finish_reason
+            return ComputedPrompt(self.instance_id, replace(first, finish_reason=reason))
+
+        unlink = running.link(lambda _: reply.fail(Cancelled("the call was stopped")))
+        try:
+            fields = {one: getattr(request.request, one) for one in request.request.__struct_fields__}
+            runner.submit(name, PromptRequest(**fields), reply.converting(tell))
+            await reply.ended()
+        finally:
+            unlink()
+            runner.forget(name)
+            held = engine.holding.pop(name, None)
+            if held is not None or computed.held is None:
+                del self._computed[request.hand_over]
+            if held is not None:
+                self._free(name, held)
+
+    @handler(concurrency=None)
+    async def hand_over(self, request: HandOver) -> HandedOver:
+        """Hand over a prompt that is held; from now on the caller's vLLM says when it has it."""
+        self._check_role("prefill")
+        computed = self._computed.get(request.hand_over)
+        held = None if computed is None else self._engine().holding.pop(computed.name, None)
+        if computed is None or held is None:
+            raise InvalidRequest(f"nothing is held for hand-over {request.hand_over!r}")
+        computed.held = held
+        now = monotonic()
+        for key, one in list(self._computed.items()):
+            if one.held is not None and one.held.until < now:
+                del self._computed[key]
+        return HandedOver(held.kv_transfer_params, max(0.0, held.until - now))
+
+    @handler(concurrency=None, idempotent=True)
+    async def give_back(self, request: HandOver) -> None:
+        """Free a prompt that was handed over, and that nobody reads."""
+        computed = self._computed.pop(request.hand_over, None)
+        if computed is not None and computed.held is not None:
+            self._free(computed.name, computed.held)
+
+    def _free(self, name: str, held: Held) -> None:
+        async def free() -> None:
+            try:
+                await self._engine().free(name, held.kv_transfer_params)
+            except Exception:
+                # They are free when their lease is over.
+                logger.exception("%s: its blocks cannot be freed now", name)
+
+        self.runtime.background.start(free, name=f"free the prompt of {name}")
+
+    @handler(concurrency=None, idempotent=True)
+    async def kv_identity(self) -> KvIdentity:
+        """What decode engines must have in common with this one to read what it computes."""
+        if self._identity is None:
+            raise InvalidRequest(
+                f"{type(self).__name__} runs with disaggregation=none: it hands over nothing"
+            )
+        return self._identity
+
+    def _check_role(self, wanted: Role) -> None:
+        if self._role != wanted:
+            raise InvalidRequest(
+                f"{self.__dynbus_name__} runs with disaggregation={self._role}: ask one that runs "
+                f"with disaggregation={wanted}"
+            )
+
+    # What operators do ------------------------------------------------------------------
+
     @handler
     async def reset_prefix_cache(self) -> bool:
         """Forget all blocks that no request uses; False where requests use some."""
@@ -237,6 +459,10 @@ class VllmWorker(NamedWorker, namespace="llm"):
     @handler
     async def sleep(self, request: Sleep) -> None:
         """Give the memory of the device to others; running requests are aborted."""
+        if self._role == "prefill":
+            raise InvalidRequest(
+                "a prefill engine does not sleep: others may be reading its memory; stop it"
+            )
         await self._engine().llm.sleep(request.level)
         self._cleared()
 
@@ -252,6 +478,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
             await self._load_adapter(request.name, request.path)
 
     async def _load_adapter(self, name: str, path: str) -> None:
+        if self._role == "prefill":
+            raise InvalidRequest("a prefill engine serves no adapters: load it in decode engines")
         try:
             check_lora_name(name)
         except ConfigError as error:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import anyio
 import anyio.to_thread
+import msgspec
 from anyio.abc import TaskGroup
 
 from dynbus.bus.background import task_group
@@ -30,13 +32,23 @@ from dynbus.llm.engine.interface import (
     Step,
 )
 from dynbus.llm.engine.requests import check_embedding, check_request
-from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
 
-from .requests import FINISH_REASONS, embedded, generated, pooling_params, sampling_params
-from .starting import EngineFolder, start_vllm, vllm_module
+from .requests import (
+    FINISH_REASONS,
+    PromptRequest,
+    ReadingRequest,
+    embedded,
+    generated,
+    pooling_params,
+    sampling_params,
+)
+from .starting import EngineFolder, HandOverSettings, start_vllm, vllm_module
 
 if TYPE_CHECKING:
     from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+
+logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL: Final = 0.5
 """Seconds between two looks at whether the engine's processes are there."""
@@ -44,6 +56,21 @@ UNLOAD_KNOWN_AFTER: Final = 10.0
 """Seconds after which whoever asks for an adapter should know that it was unloaded."""
 STOP_TIMEOUT: Final = 10.0
 """Seconds that the engine's processes have to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A prompt that an engine has computed, and holds for another.
+
+    Attributes:
+        kv_transfer_params: for vLLM of the other.
+        finish_reason: "stop" where its first token ends the output.
+        until: how long at least, on the monotonic clock.
+    """
+
+    kv_transfer_params: dict[str, Any]
+    finish_reason: FinishReason
+    until: float
 
 
 class EngineGone(Exception):
@@ -60,6 +87,8 @@ class VllmEngine(RunningEngine):
         adapters: LoRA adapters by name, as vLLM knows them.
         unloaded: when adapters were unloaded that are not loaded now, by their names.
         report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
+        lease: seconds for which it holds the blocks of a prompt for another engine.
+        holding: what it holds for other engines, by the ids of its requests.
     """
 
     def __init__(self, llm: Any, folder: EngineFolder, counts: list[RankLoad]) -> None:
@@ -72,6 +101,7 @@ class VllmEngine(RunningEngine):
         self.adapters: dict[str, Any] = {}
         self.unloaded: dict[str, float] = {}
         self.report_mode: Callable[[], str] | None = None
+        self.holding: dict[str, Held] = {}
         self.limits = EngineLimits(
             block_size=cache.block_size,
             # Of all ranks together, each of which has so many.
@@ -82,21 +112,33 @@ class VllmEngine(RunningEngine):
             has_events=events is not None and events.enable_kv_cache_events,
             vocabulary=model.get_vocab_size(),
         )
+        transfer = config.kv_transfer_config
+        self.lease: float = (
+            0.0 if transfer is None else transfer.get_from_extra_config("kv_lease_duration", 0)
+        )
         self._folder = folder
         self._counts = counts
         self._adapter_numbers = 0
+        self._stepper: VllmStepper | None = None
 
     def __repr__(self) -> str:
         return f"<VllmEngine {self.llm.model_config.model}>"
 
     @classmethod
     def start(
-        cls, model: str, arguments: Mapping[str, Any], folder: EngineFolder, *, kv_events: bool
+        cls,
+        model: str,
+        arguments: Mapping[str, Any],
+        folder: EngineFolder,
+        *,
+        kv_events: bool,
+        hand_over: HandOverSettings | None = None,
     ) -> VllmEngine:
         """Start vLLM; takes from seconds to minutes, and belongs into a thread.
 
         Args:
             folder: for what it needs while it runs; removed with it, also where it does not start.
+            hand_over: how it hands over KV caches; None where it does not.
 
         Raises:
             ConfigError: an argument is none of vLLM's, or does not fit.
@@ -109,6 +151,7 @@ class VllmEngine(RunningEngine):
                 arguments,
                 folder,
                 kv_events=kv_events,
+                hand_over=hand_over,
                 stat_logger=lambda: counting(counts),
             )
             return cls(llm, folder, counts)
@@ -145,7 +188,33 @@ class VllmEngine(RunningEngine):
         )
 
     def stepper(self, listener: Listener) -> VllmStepper:
-        return VllmStepper(self, listener)
+        self._stepper = VllmStepper(self, listener)
+        return self._stepper
+
+    # KV caches that are handed over ---------------------------------------------------
+
+    async def own_output(self, request_id: str) -> None:
+        """Wait until it has made something for a request, or has it no longer: by then it has
+        read what it will read for it."""
+        asked = None if self._stepper is None else self._stepper.find(request_id)
+        if asked is not None:
+            await asked.decided.wait()
+
+    def compute(self, request_id: str) -> bool:
+        """Compute the prompt of a request that waits for what another engine has computed.
+
+        Returns:
+            Whether it waited. Blocks that may still be written into are not used for others.
+        """
+        return self._stepper is not None and self._stepper.compute(request_id)
+
+    async def free(self, request_id: str, params: Mapping[str, Any]) -> None:
+        """Have the engine that holds the prompt of a request free it: this one or another.
+
+        Args:
+            params: as that engine gave them; not to be used any more.
+        """
+        await self.llm.notify_kv_transfer_request_rejected(f"{request_id}-free", dict(params))
 
     async def load_adapter(self, name: str, path: str) -> bool:
         """Load a LoRA adapter, in place of one of the same name.
@@ -217,12 +286,22 @@ class _Asked:
         sampling: of each continuation, by its name in vLLM; of a text to embed its pooling.
         options: what else `AsyncLLM.generate` or `AsyncLLM.encode` gets.
         has_output: whether something was made for it.
+        shown: its first token, which was sent already, and comes once more; None without one.
+        reads: whether vLLM was told to read what another engine has computed.
+        decided: set once something was made for it, or it has ended.
+        attempts: how often vLLM was given it anew.
+        open: continuations that have not ended.
     """
 
     request: EngineRequest
     sampling: dict[str, Any]
     options: dict[str, Any]
     has_output: bool = False
+    shown: int | None = None
+    reads: bool = False
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    attempts: int = 0
+    open: int = 1
 
 
 class VllmStepper:
@@ -253,9 +332,24 @@ class VllmStepper:
             self._begin(self._tasks, request_id)
 
     def cancel(self, request_id: str) -> None:
-        asked = self._asked.pop(request_id, None)
+        asked = self._end(request_id)
         if asked is not None:
             self._abort(*asked.sampling)
+
+    def find(self, request_id: str) -> _Asked | None:
+        """A request that vLLM has."""
+        return self._asked.get(request_id)
+
+    def compute(self, request_id: str) -> bool:
+        """Give vLLM a request anew that waits for blocks; whether it did."""
+        asked = self._asked.get(request_id)
+        if asked is None or asked.has_output or not asked.reads:
+            return False
+        request = cast("ReadingRequest", asked.request)
+        self._begin_anew(
+            request_id, asked, msgspec.structs.replace(request, kv_transfer_params=None)
+        )
+        return True
 
     async def run(self) -> None:
         engine = self._engine
@@ -316,7 +410,29 @@ class VllmStepper:
             f"{request_id}-{number}": sampling_params(request, number, report)
             for number in range(request.n)
         }
-        return _Asked(request, sampling, options)
+        asked = _Asked(request, sampling, options, open=request.n)
+        if isinstance(request, ReadingRequest):
+            asked.shown = request.shown
+            asked.reads = request.kv_transfer_params is not None
+        return asked
+
+    def _begin_anew(self, request_id: str, former: _Asked, request: GenerateRequest) -> None:
+        """Give vLLM another request in place of one that it has, of one continuation."""
+        assert self._tasks is not None, "vLLM has it already"
+        self._abort(*former.sampling)
+        attempts = former.attempts + 1
+        prompt = {**former.options["prompt"], "prompt_token_ids": request.token_ids}
+        asked = _Asked(
+            request,
+            {f"{request_id}-0-{attempts}": sampling_params(request, 0, None)},
+            {**former.options, "prompt": prompt},
+            has_output=former.has_output,
+            shown=request.shown if isinstance(request, ReadingRequest) else None,
+            decided=former.decided,
+            attempts=attempts,
+        )
+        self._asked[request_id] = asked
+        self._begin(self._tasks, request_id)
 
     def _options(self, request: EngineRequest) -> dict[str, Any]:
         """What vLLM gets for a request of either kind.
@@ -383,7 +499,7 @@ class VllmStepper:
                 pooling_params=asked.sampling[request_id], request_id=request_id, **asked.options
             ):
                 if self._asked.get(request_id) is asked and output.finished:
-                    del self._asked[request_id]
+                    self._end(request_id)
                     self._embedded.append((request_id, embedded(output)))
                     self._news.set()
             if self._asked.get(request_id) is asked:
@@ -420,19 +536,59 @@ class VllmStepper:
         cached = None
         if not asked.has_output:
             asked.has_output = True
-            cached = output.num_cached_tokens or 0
-            self._prefilled.append(Prefill(request_id, cached, 1))
-        item = generated(made, cast("GenerateRequest", asked.request), index, cached)
+            asked.decided.set()
+            if not asked.reads:
+                cached = output.num_cached_tokens or 0
+            self._prefilled.append(Prefill(request_id, cached or 0, 1))
+        request = cast("GenerateRequest", asked.request)
+        item = generated(made, request, index, cached)
+        if asked.shown is not None and item.token_ids:
+            shown, asked.shown = asked.shown, None
+            if item.token_ids[0] != shown:
+                self._go_on_from(request_id, asked, shown)
+                return
+            item = _without_first(item)
+        if isinstance(request, PromptRequest):
+            if output.kv_transfer_params is None or item.finish_reason is None:
+                self._fail(request_id, "vLLM does not hold what it has computed")
+                return
+            until = monotonic() + self._engine.lease
+            held = Held(output.kv_transfer_params, item.finish_reason, until)
+            self._engine.holding[request_id] = held
+            # It is open for as long as somebody may read what is held.
+            item = msgspec.structs.replace(item, finish_reason=None)
         self._outputs.append((request_id, item))
         self._news.set()
+        if reason is not None:
+            asked.open -= 1
+            if not asked.open:
+                self._end(request_id)
+
+    def _go_on_from(self, request_id: str, asked: _Asked, shown: int) -> None:
+        """Go on from the first token that was sent: this engine would draw another, as engines that
+        round otherwise do."""
+        logger.warning("%s: the engine that computed the prompt drew another token", request_id)
+        request = cast("ReadingRequest", asked.request)
+        rest = request.continued([shown], request.index)
+        rest = msgspec.structs.replace(rest, kv_transfer_params=None, shown=None)
+        try:
+            self._begin_anew(request_id, asked, rest)
+        except ValueError as error:
+            self._fail(request_id, str(error))
 
     def _refuse(self, request_id: str, asked: _Asked, error: Exception) -> None:
         if self._asked.get(request_id) is asked:
-            del self._asked[request_id]
+            self._end(request_id)
             self._listener.on_refused(request_id, error)
 
-    def _fail(self, request_id: str, reason: str) -> None:
+    def _end(self, request_id: str) -> _Asked | None:
         asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked.decided.set()
+        return asked
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        asked = self._end(request_id)
         if asked is not None:
             self._failures.append((request_id, reason))
             self._abort(*asked.sampling)
@@ -440,6 +596,12 @@ class VllmStepper:
     def _abort(self, *names: str) -> None:
         self._aborted += names
         self._news.set()
+
+
+def _without_first(item: Generated) -> Generated:
+    """An item without its first token."""
+    logprobs = None if item.logprobs is None else item.logprobs[1:]
+    return msgspec.structs.replace(item, token_ids=item.token_ids[1:], logprobs=logprobs)
 
 
 # How busy it is -----------------------------------------------------------------------------

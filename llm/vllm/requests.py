@@ -25,6 +25,26 @@ FINISH_REASONS: Final[Mapping[str, FinishReason]] = {
 }
 
 
+class PromptRequest(GenerateRequest, frozen=True):
+    """A request whose prompt is computed here, and its first token, for an engine that reads the
+    KV cache of it and goes on."""
+
+
+class ReadingRequest(GenerateRequest, frozen=True):
+    """A request whose prompt another engine has computed.
+
+    Attributes:
+        kv_transfer_params: where that holds the KV cache, as its vLLM says it; to be used once. None
+            where it is computed here after all.
+        held_until: when it may hold it no longer, by `time.monotonic` of this machine.
+        shown: the first token, which was sent already; None where it was not.
+    """
+
+    kv_transfer_params: dict[str, Any] | None = None
+    held_until: float = 0.0
+    shown: int | None = None
+
+
 def sampling_params(request: GenerateRequest, number: int, report: str | None) -> Any:
     """vLLM's parameters for one continuation.
 
@@ -37,6 +57,10 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
             "structured: vLLM does not go on with an output whose form has begun; ask for it anew"
         )
     given, module = request.sampling, vllm_module("sampling_params")
+    most, least = request.max_tokens, request.min_tokens
+    if isinstance(request, PromptRequest):
+        most, least = 1, min(1, least)
+    extra = {} if report is None else {"kv_cache_report_mode": report}
     return module.SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k,
@@ -50,14 +74,26 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
         logprobs=given.logprobs,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
-        max_tokens=request.max_tokens,
-        min_tokens=request.min_tokens,
+        max_tokens=most,
+        min_tokens=least,
         # Whoever asks turns tokens into text, and applies stop strings to it.
         detokenize=False,
         output_kind=module.RequestOutputKind.DELTA,
-        extra_args=None if report is None else {"kv_cache_report_mode": report},
+        extra_args={**extra, **_transfer(request)} or None,
         structured_outputs=_structured(module, request.structured),
     )
+
+
+def _transfer(request: GenerateRequest) -> dict[str, Any]:
+    """What vLLM's connector is told of a request."""
+    if isinstance(request, PromptRequest):
+        return {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    if isinstance(request, ReadingRequest) and request.kv_transfer_params is not None:
+        given = {**request.kv_transfer_params, "remote_blocks_expiry_time": request.held_until}
+        # What was in the cache of that engine is not what was in this one's.
+        given.pop("remote_prefill_cached_tokens", None)
+        return {"kv_transfer_params": given}
+    return {}
 
 
 def _structured(module: Any, structured: StructuredOutput | None) -> Any:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import fcntl
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
@@ -24,8 +26,28 @@ import pydantic
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, describe_exception
 
+from .connector import HOST_KEY
+from .connector import __name__ as CONNECTOR_MODULE
+
 CPU_BLOCK: Final = 32
 """vLLM's attention on CPUs takes blocks of a multiple of so many tokens."""
+
+_NIXL: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverSettings:
+    """How an engine hands over KV caches to other engines, or has them from others.
+
+    Attributes:
+        is_prefill: whether it computes prompts for others.
+        lease: whole seconds for which it holds the blocks of a prompt for whoever reads them.
+        host: the address of this machine for the other engines.
+    """
+
+    is_prefill: bool
+    lease: int
+    host: str
 
 
 def vllm_module(name: str) -> Any:
@@ -39,6 +61,7 @@ def start_vllm(
     folder: EngineFolder,
     *,
     kv_events: bool,
+    hand_over: HandOverSettings | None = None,
     stat_logger: Callable[[], type],
 ) -> Any:
     """An `AsyncLLM` that runs; takes from seconds to minutes, and belongs into a thread.
@@ -46,6 +69,7 @@ def start_vllm(
     Args:
         model: the path of its files.
         folder: for what it needs while it runs.
+        hand_over: how it hands over KV caches; None where it does not.
         stat_logger: makes the class that vLLM tells how busy its ranks are.
 
     Raises:
@@ -56,6 +80,8 @@ def start_vllm(
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = vllm_module("v1.engine.async_llm").AsyncLLM
     given = engine_arguments(model, arguments, folder.path if kv_events else None)
+    if hand_over is not None:
+        _connect(given, hand_over)
     _keep_messages_in(folder.path)
     _keep_sockets_in(folder.path)
     config = _config(given)
@@ -79,12 +105,16 @@ def start_vllm(
     return started
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any], *, hands_over: bool = False) -> None:
     """Have vLLM's parser read its arguments before anything else is done for them; it takes the
     seconds that vLLM takes to be imported.
 
+    Args:
+        hands_over: whether it hands over KV caches, or has them from others.
+
     Raises:
-        ConfigError: vLLM is not installed, or an argument is none of its own or cannot be read.
+        ConfigError: vLLM or what it needs is not installed, or an argument is none of its own or
+            cannot be read.
     """
     try:
         vllm_module("v1.engine.async_llm")
@@ -92,7 +122,82 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"vLLM cannot be imported: {error}; install it, see docs/guides/vllm.md"
         ) from error
+    if hands_over:
+        _check_nixl()
     _parse("model", arguments)
+
+
+def _check_nixl() -> None:
+    """Make sure that KV caches can be handed over here.
+
+    Raises:
+        ConfigError: NIXL is not installed, or vLLM is too old.
+    """
+    if not _is_there(_NIXL):
+        raise ConfigError(
+            f"vLLM {vllm_module('').__version__} has another NIXL connector than the one that "
+            "dynbus gives requests to: take 0.32, or give disaggregation=none"
+        )
+    if not vllm_module("distributed.nixl_utils").is_nixl_available():
+        raise ConfigError(
+            "KV caches are handed over by NIXL, which is not installed: install it, see "
+            "docs/guides/vllm.md, or give disaggregation=none"
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _connect(given: Any, settings: HandOverSettings) -> None:
+    """Have vLLM hand over KV caches by its NIXL connector, as `connector` loads it.
+
+    Raises:
+        ConfigError: its user has chosen another connector.
+    """
+    own = given.kv_transfer_config
+    if own is not None and own.kv_connector is not None:
+        raise ConfigError(
+            f"disaggregation uses vLLM's NixlConnector, and kv_transfer_config names "
+            f"{own.kv_connector}: leave kv_connector out of it, or give disaggregation=none"
+        )
+    more: dict[str, Any] = {} if own is None else {"kv_buffer_device": own.kv_buffer_device}
+    extra: dict[str, Any] = {} if own is None else own.kv_connector_extra_config
+    given.kv_transfer_config = vllm_module("config").KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_producer" if settings.is_prefill else "kv_consumer",
+        # A request whose blocks do not come is computed here.
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            **extra,
+            "kv_lease_duration": settings.lease,
+            HOST_KEY: settings.host,
+        },
+        **more,
+    )
+
+
+def reachable_address(server: str) -> str:
+    """The address of this machine for the machines that are on the same bus.
+
+    Args:
+        server: host and port of the NATS server that this process is connected to; empty for none.
+    """
+    given = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+    if given or not server:
+        return given or "127.0.0.1"
+    host, _, port = server.rpartition(":")
+    # No packet is sent: the system says which of its addresses it would come from.
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as towards:
+        towards.connect(address)
+        own: str = towards.getsockname()[0]
+        return own
 
 
 def _parse(model: str, arguments: Mapping[str, Any]) -> Any:

@@ -1,0 +1,138 @@
+"""vLLM's own NIXL connector, as engines that hand over KV caches have it.
+
+It is loaded in the processes of an engine, by its path, and adds three things to what vLLM has:
+
+- blocks that a prefill engine may have given to others by the time that their read ends are not
+  taken: vLLM itself would go on with whatever it has read;
+- an idle agent uses no core: NIXL's own thread of progress would poll without a pause;
+- the address at which other engines ask for its agents is one that they can reach, and has a port
+  that is free.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+HOST_KEY: Final = "dynbus_host"
+"""In `kv_connector_extra_config`: the address of this machine for other engines."""
+
+PROGRESS_INTERVAL_US: Final = 1000
+"""How long NIXL's thread of progress waits for events at most. It is 0 unless it is set, which
+takes a whole core of each engine."""
+
+_STOCK: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+# The logger of vLLM's processes.
+logger = logging.getLogger("vllm.dynbus.connector")
+
+
+class _TimelyReads:
+    """Goes before vLLM's worker side: a read that has ended too late counts as failed."""
+
+    _recving_metadata: dict[str, Any]
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        stock: Any = super()
+        if any(meta.local_block_ids) and _is_late(meta):
+            logger.warning("the blocks for %s are computed here: their lease is over", req_id)
+            failing: Any = self
+            failing._handle_failed_transfer(
+                req_id, None, failing._recv_failures, record_failed_transfer=False
+            )
+            return
+        stock._read_blocks_for_req(req_id, meta)
+
+    def _pop_done_transfers(self, transfers: dict[str, Any]) -> tuple[set[str], set[str]]:
+        stock: Any = super()
+        done, failed = stock._pop_done_transfers(transfers)
+        for req_id in done - failed:
+            if _is_late(self._recving_metadata.get(req_id)):
+                logger.warning("the blocks for %s came after their lease: they are not used", req_id)
+                failed.add(req_id)
+        return done, failed
+
+
+def _is_late(meta: Any) -> bool:
+    """Whether the blocks that a request reads may belong to somebody else by now."""
+    until = None if meta is None or meta.remote is None else meta.remote.blocks_expiry_time
+    return until is not None and time.monotonic() >= until
+
+
+@contextmanager
+def _waiting_progress() -> Generator[None]:
+    """Have the agents that are made in the block wait for events in place of polling."""
+    agent = importlib.import_module("vllm.distributed.nixl_utils").NixlWrapper
+    if agent is None:
+        yield  # which vLLM says better
+        return
+    module: Any = sys.modules[agent.__module__]
+    bindings = module.nixlBind
+    module.nixlBind = _Bindings(bindings)
+    try:
+        yield
+    finally:
+        module.nixlBind = bindings
+
+
+class _Bindings:
+    """NIXL's bindings, whose agents wait."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - as NIXL calls it
+        config.pthrDelay = PROGRESS_INTERVAL_US
+        return self._bindings.nixlAgent(name, config)
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as bound:
+        bound.bind((host, 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+@cache
+def _connector() -> type:
+    """The connector's class: that of vLLM cannot be named before vLLM is imported."""
+    stock: Any = importlib.import_module(f"{_STOCK}.connector")
+    worker_side: Any = importlib.import_module(f"{_STOCK}.pull_worker").NixlPullConnectorWorker
+    roles: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    worker: Any = type("TimelyWorker", (_TimelyReads, worker_side), {})
+
+    def __init__(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:  # noqa: N807
+        if role is roles.KVConnectorRole.WORKER:
+            stock.NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+            with _waiting_progress():
+                self.connector_worker = worker(vllm_config, self.engine_id, kv_cache_config)
+            return
+        stock.NixlPullConnector.__init__(self, vllm_config, role, kv_cache_config)
+        host = vllm_config.kv_transfer_config.get_from_extra_config(HOST_KEY, "127.0.0.1")
+        scheduler = self.connector_scheduler
+        scheduler.side_channel_host = host
+        scheduler.side_channel_port = _free_port(host)
+
+    # By this name vLLM knows which layout of its cache it wants.
+    return type("NixlConnector", (stock.NixlPullConnector,), {"__init__": __init__})
+
+
+if TYPE_CHECKING:
+    NixlConnector: type
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "NixlConnector":
+            return _connector()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

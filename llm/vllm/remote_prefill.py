@@ -1,0 +1,368 @@
+"""The decode side of disaggregated serving with vLLM: prompts that prefill engines compute.
+
+A prefill engine computes a prompt and its first token, which is sent at once. The decode engine
+asks it to hand over the KV cache, reads that by vLLM's own connector, draws the first token once
+more, and goes on. The call to the prefill engine is open until then: whatever ends it before has
+the decode engine compute the prompt itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+import anyio
+import msgspec
+
+from dynbus import Reply, Runtime, call_options
+from dynbus.bus.context import context
+from dynbus.bus.errors import ConfigError, DynbusError, NoInstances, describe_exception
+from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.kvrouter import KvRouter, RequestFields, open_router
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing.requests import OVERLAP_KEY, REQUIRED_KEY
+from dynbus.llm.disaggregated.decision import (
+    PrefillDecision,
+    PrefillLoad,
+    PrefillRequest,
+    Saturation,
+    decide,
+)
+from dynbus.llm.disaggregated.settings import DisaggregationSettings, LiveSettings, follow_settings
+from dynbus.llm.engine.requests import check_request
+from dynbus.llm.engine.runner import EngineRunner
+from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
+
+from .engine import VllmEngine
+from .handing_over import ComputedPrompt, HandedOver, HandOver, KvIdentity, PromptToCompute
+from .requests import ReadingRequest, sampling_params
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+logger = logging.getLogger(__name__)
+
+PREFILL_TIMEOUT: Final = 60.0
+"""Seconds within which a prompt is computed elsewhere; then it is computed here."""
+HAND_OVER_TIMEOUT: Final = 2.0
+"""Seconds within which a prefill engine answers what is not computing."""
+LEASE_MARGIN: Final = 0.2
+"""The part of the time for which blocks are held in which nothing is read any more."""
+
+FIELDS: Final = RequestFields(
+    token_ids="request.token_ids",
+    lora_name="request.lora_name",
+    salt="request.cache_salt",
+    expected_output_tokens="request.max_tokens",
+)
+"""Where the router finds the prompt in a call of `prefill`."""
+
+
+class PrefillClient(Protocol):
+    """The endpoints of a prefill engine."""
+
+    def prefill(self, request: PromptToCompute) -> AsyncGenerator[ComputedPrompt, None]: ...
+    async def hand_over(self, request: HandOver) -> HandedOver: ...
+    async def give_back(self, request: HandOver) -> None: ...
+    async def kv_identity(self) -> KvIdentity: ...
+
+
+@asynccontextmanager
+async def remote_prefill(
+    runtime: Runtime,
+    prefill: ComponentName,
+    client: Callable[[KvRouter | None], PrefillClient],
+    engine: VllmEngine,
+    runner: EngineRunner,
+    identity: KvIdentity,
+    settings: DisaggregationSettings,
+    tracer: Tracer | None,
+) -> AsyncGenerator[RemotePrefill]:
+    """Have prompts computed by the instances of a component while the block runs.
+
+    Args:
+        prefill: the component of the prefill engines.
+        client: makes a client of theirs, with a router or without one.
+        settings: what holds where nobody has changed it for the component.
+        tracer: for spans; None for none.
+    """
+    async with (
+        open_router(runtime, str(prefill), fields=FIELDS) as router,
+        follow_settings(runtime.bus, prefill, settings) as live,
+    ):
+        yield RemotePrefill(
+            runtime, prefill, client, router, engine, runner, identity, live, tracer
+        )
+
+
+class RemotePrefill:
+    """Serves requests of a decode engine whose prompts other engines compute."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prefill: ComponentName,
+        client: Callable[[KvRouter | None], PrefillClient],
+        router: KvRouter,
+        engine: VllmEngine,
+        runner: EngineRunner,
+        identity: KvIdentity,
+        live: LiveSettings,
+        tracer: Tracer | None,
+    ) -> None:
+        self._runtime = runtime
+        self._prefill = prefill
+        self._routed, self._direct = client(router), client(None)
+        self._router = router
+        self._engine = engine
+        self._runner = runner
+        self._identity = identity
+        self._live = live
+        self._tracer = tracer
+        self._saturation = Saturation()
+        self._compared: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<RemotePrefill by {self._prefill}>"
+
+    # Where a prompt is computed -------------------------------------------------------
+
+    def wants(self, request: GenerateRequest) -> bool:
+        """Whether the prompt of a request is to be computed elsewhere."""
+        if request.n > 1 or request.lora_name is not None:
+            # A KV cache is handed over once, and each engine has adapters of its own.
+            return False
+        try:
+            check_request(request, self._engine.limits)
+            sampling_params(request, 0, None)
+        except Exception:  # noqa: BLE001 - the own engine refuses it, and says why
+            return False
+        decision = self.decide(request)
+        logger.debug("%s", decision.describe())
+        return decision.remote
+
+    def decide(self, request: GenerateRequest) -> PrefillDecision:
+        """Where the prompt of a request is computed that may be computed elsewhere."""
+        told = context().metadata.get(OVERLAP_KEY, "")
+        blocks = int(told) if told.isascii() and told.isdigit() else 0
+        cached = blocks * self._engine.limits.block_size
+        instances = self._runtime.instance_ids(str(self._prefill))
+        loads = [self._router.load(Rank(one, 0)) for one in instances]
+        load, limits = self._runner.load, self._runner.limits
+        decision = decide(
+            self._live.current,
+            PrefillRequest(len(request.token_ids), min(cached, len(request.token_ids))),
+            PrefillLoad(
+                len(instances),
+                sum(one.requests for one in loads),
+                sum(one.prefill_tokens for one in loads),
+                load.running,
+                max(load.running / limits.max_num_seqs, load.active_blocks / limits.blocks),
+            ),
+            self._saturation,
+        )
+        self._saturation = decision.saturation
+        return decision
+
+    # One request ----------------------------------------------------------------------
+
+    async def serve(self, name: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
+        """Serve a request whose prompt is to be computed elsewhere, to its end.
+
+        Args:
+            name: of the request in the engine.
+        """
+        request = _drawn_alike(request)
+        hand_over = f"{name}.{random_id()}"
+        came: tuple[ComputedPrompt, AsyncGenerator[ComputedPrompt, None]] | None = None
+        stopped = anyio.CancelScope()
+        unlink = context().link(lambda _: stopped.cancel())
+        try:
+            with stopped:
+                came = await self._compute(hand_over, request)
+        finally:
+            unlink()
+        if stopped.cancelled_caught:
+            reply.push(Generated([], request.index, finish_reason="cancelled"))
+            reply.end()
+            return
+        if came is None:
+            await self._go_on(name, request, reply, None)
+            return
+        prompt, stream = came
+        async with aclosing(stream):
+            first = prompt.first
+            shown = None if request.structured is not None else first.token_ids[0]
+            reason = self._ended_by(request, first)
+            if reason is not None or shown is not None:
+                reply.push(Generated(first.token_ids, request.index, first.logprobs, reason))
+            if reason is not None:
+                reply.end()
+                return
+            reading = await self._take_over(hand_over, prompt.instance, request, shown)
+            await self._go_on(name, reading, reply, stream)
+
+    def _ended_by(self, request: GenerateRequest, first: Generated) -> FinishReason | None:
+        """Why the first token ends the output; None where it does not."""
+        if first.finish_reason == "stop":
+            return "stop"
+        length = len(request.token_ids) + 1
+        is_last = request.max_tokens == 1 or length >= self._engine.limits.context_length
+        return "length" if is_last else None
+
+    async def _compute(
+        self, hand_over: str, request: GenerateRequest
+    ) -> tuple[ComputedPrompt, AsyncGenerator[ComputedPrompt, None]] | None:
+        """Have a prompt computed elsewhere; None where it has to be computed here."""
+        wanted = msgspec.structs.replace(request, max_tokens=1, stream=True)
+        with call_options(metadata={REQUIRED_KEY: self._identity.tag}, retries=1):
+            stream = self._routed.prefill(PromptToCompute(hand_over, wanted))
+        prompt = None
+        try:
+            with anyio.move_on_after(PREFILL_TIMEOUT):
+                prompt = await anext(stream, None)
+        except NoInstances as error:
+            await self._say_what_differs(error)
+        except DynbusError as error:
+            logger.info("a prompt is computed here: %s", describe_exception(error))
+        finally:
+            if prompt is None:
+                with anyio.CancelScope(shield=True):
+                    await stream.aclose()
+        if prompt is None or len(prompt.first.token_ids) != 1:
+            return None
+        return prompt, stream
+
+    async def _say_what_differs(self, error: NoInstances) -> None:
+        """Say once of each prefill engine why it cannot be asked."""
+        instances = set(self._runtime.instance_ids(str(self._prefill))) - self._compared
+        self._compared |= instances
+        for instance in sorted(instances):
+            try:
+                with anyio.move_on_after(HAND_OVER_TIMEOUT), call_options(instance=instance):
+                    differences = self._identity.differences(await self._direct.kv_identity())
+                    logger.error(
+                        "%s@%s cannot compute prompts for this engine: %s",
+                        self._prefill,
+                        instance,
+                        "; ".join(differences) or error,
+                    )
+            except DynbusError:
+                self._compared.discard(instance)
+
+    async def _take_over(
+        self, hand_over: str, instance: str, request: GenerateRequest, shown: int | None
+    ) -> ReadingRequest:
+        """The request with what it is to read; without it where nobody hands it over."""
+        asked = time.monotonic()
+        given: HandedOver | None = None
+        try:
+            with anyio.move_on_after(HAND_OVER_TIMEOUT), call_options(instance=instance):
+                given = await self._direct.hand_over(HandOver(hand_over))
+        except DynbusError as error:
+            logger.info("a prompt is computed here: %s", describe_exception(error))
+        finally:
+            if given is None:
+                # It may have been handed over to nobody.
+                self._runtime.background.start(
+                    self._give_back, hand_over, instance, name="give back a prompt"
+                )
+        fields = {name: getattr(request, name) for name in GenerateRequest.__struct_fields__}
+        if given is None:
+            return ReadingRequest(**fields, shown=shown)
+        return ReadingRequest(
+            **fields,
+            kv_transfer_params=given.kv_transfer_params,
+            # It is held for so long from later on.
+            held_until=asked + given.seconds * (1.0 - LEASE_MARGIN),
+            shown=shown,
+        )
+
+    async def _give_back(self, hand_over: str, instance: str) -> None:
+        try:
+            with anyio.move_on_after(HAND_OVER_TIMEOUT), call_options(instance=instance):
+                await self._direct.give_back(HandOver(hand_over))
+        except DynbusError as error:
+            # It is held no longer than its lease.
+            logger.debug("a prompt was not given back: %s", describe_exception(error))
+
+    async def _go_on(
+        self,
+        name: str,
+        request: GenerateRequest,
+        reply: Reply[Generated],
+        stream: AsyncGenerator[ComputedPrompt, None] | None,
+    ) -> None:
+        """Decode, and compute the prompt where it is not handed over."""
+        self._runner.submit(name, request, reply)
+        if stream is None or not isinstance(request, ReadingRequest):
+            await reply.ended()
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow_transfer, name, request, stream)
+            await reply.ended()
+            tasks.cancel_scope.cancel()
+
+    async def _follow_transfer(
+        self, name: str, request: ReadingRequest, stream: AsyncGenerator[ComputedPrompt, None]
+    ) -> None:
+        """Have a prompt computed here when what was handed over does not come."""
+        span = None if self._tracer is None else self._tracer.start_span("transfer")
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._compute_when_lost, name, request, stream)
+                await self._engine.own_output(name)
+                tasks.cancel_scope.cancel()
+        finally:
+            if span is not None:
+                span.end()
+            with anyio.CancelScope(shield=True):
+                await stream.aclose()
+
+    async def _compute_when_lost(
+        self, name: str, request: ReadingRequest, stream: AsyncGenerator[ComputedPrompt, None]
+    ) -> None:
+        why = "it did not come in time"
+        try:
+            with anyio.move_on_after(max(0.0, request.held_until - time.monotonic())):
+                async for _ in stream:
+                    pass
+                why = "it is held no longer"
+        except DynbusError as error:
+            why = describe_exception(error)
+        if self._engine.compute(name):
+            logger.warning("%s: the prompt is computed here after all: %s", name, why)
+
+
+def _drawn_alike(request: GenerateRequest) -> GenerateRequest:
+    """The request with a seed, where engines would draw different first tokens without one."""
+    sampling = request.sampling
+    if sampling.temperature == 0 or sampling.seed is not None:
+        return request
+    seeded = msgspec.structs.replace(sampling, seed=secrets.randbits(62))
+    return msgspec.structs.replace(request, sampling=seeded)
+
+
+def prefill_component(named: str, own: ComponentName) -> ComponentName:
+    """The component of the prefill engines.
+
+    Args:
+        named: a node in the own namespace, or `namespace.component`.
+
+    Raises:
+        ConfigError: it is neither, or the decode engine itself.
+    """
+    found = ComponentName.parse(named) if "." in named else ComponentName(own.namespace, named)
+    if found == own:
+        raise ConfigError(
+            f"prefill_node = {named!r} is the decode engine itself: name the node that runs with "
+            "disaggregation=prefill"
+        )
+    return found
+
+
