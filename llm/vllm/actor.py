@@ -202,10 +202,11 @@ class VllmWorker(NamedWorker, namespace="llm"):
         Raises:
             ConfigError: something that it is to do does not go together.
         """
-        role = self._asked_role
-        if role == "auto":
-            node = self.__dynbus_name__.component
-            role = node if node == "prefill" or node == "decode" else "none"
+        role: Role = "none"
+        if self._asked_role != "auto":
+            role = self._asked_role
+        elif (node := self.__dynbus_name__.component) in ("prefill", "decode"):
+            role = "prefill" if node == "prefill" else "decode"
         if role == "prefill" and self._lora_modules:
             raise ConfigError("lora_modules: a prefill engine serves no adapters, decode ones do")
         return role
@@ -340,9 +341,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
         assert self._identity is not None, "it is read when the engine is ready"
         runtime, own = self.runtime, self.__dynbus_name__
-        prefill = prefill_component(
-            self._prefill_node, ComponentName(own.namespace, own.component)
-        )
+        prefill = prefill_component(self._prefill_node, ComponentName(own.namespace, own.component))
 
         def client(router: KvRouter | None) -> VllmWorker:
             return runtime.client(
@@ -386,17 +385,18 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
         unlink = running.link(lambda _: reply.fail(Cancelled("the call was stopped")))
         try:
-            fields = {one: getattr(request.request, one) for one in request.request.__struct_fields__}
+            fields = {
+                one: getattr(request.request, one) for one in request.request.__struct_fields__
+            }
             runner.submit(name, PromptRequest(**fields), reply.converting(tell))
             await reply.ended()
         finally:
             unlink()
             runner.forget(name)
-            held = engine.holding.pop(name, None)
-            if held is not None or computed.held is None:
+            engine.holding.pop(name, None)
+            if computed.held is None:
                 del self._computed[request.hand_over]
-            if held is not None:
-                self._free(name, held)
+                self._free(name)
 
     @handler(concurrency=None)
     async def hand_over(self, request: HandOver) -> HandedOver:
@@ -418,12 +418,12 @@ class VllmWorker(NamedWorker, namespace="llm"):
         """Free a prompt that was handed over, and that nobody reads."""
         computed = self._computed.pop(request.hand_over, None)
         if computed is not None and computed.held is not None:
-            self._free(computed.name, computed.held)
+            self._free(computed.name)
 
-    def _free(self, name: str, held: Held) -> None:
+    def _free(self, name: str) -> None:
         async def free() -> None:
             try:
-                await self._engine().free(name, held.kv_transfer_params)
+                await self._engine().free(name)
             except Exception:
                 # They are free when their lease is over.
                 logger.exception("%s: its blocks cannot be freed now", name)

@@ -34,6 +34,7 @@ from dynbus.llm.engine.interface import (
 from dynbus.llm.engine.requests import check_embedding, check_request
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
 
+from .connector import FREE
 from .requests import (
     FINISH_REASONS,
     PromptRequest,
@@ -208,13 +209,22 @@ class VllmEngine(RunningEngine):
         """
         return self._stepper is not None and self._stepper.compute(request_id)
 
-    async def free(self, request_id: str, params: Mapping[str, Any]) -> None:
-        """Have the engine that holds the prompt of a request free it: this one or another.
-
-        Args:
-            params: as that engine gave them; not to be used any more.
-        """
-        await self.llm.notify_kv_transfer_request_rejected(f"{request_id}-free", dict(params))
+    async def free(self, request_id: str) -> None:
+        """Free the prompt of a request that was computed for another engine, where it is held."""
+        for rank in range(self.ranks):
+            params = {
+                "do_remote_prefill": True,
+                "remote_block_ids": [],
+                "remote_engine_id": "",
+                "remote_request_id": f"{request_id}-0",
+                "remote_host": FREE,
+                "remote_port": 0,
+            }
+            await self.llm.notify_kv_transfer_request_rejected(
+                f"{request_id}-free-{rank}",
+                params,
+                data_parallel_rank=rank if self.ranks > 1 else None,
+            )
 
     async def load_adapter(self, name: str, path: str) -> bool:
         """Load a LoRA adapter, in place of one of the same name.

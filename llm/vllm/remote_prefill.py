@@ -364,5 +364,3 @@ def prefill_component(named: str, own: ComponentName) -> ComponentName:
             "disaggregation=prefill"
         )
     return found
-
-

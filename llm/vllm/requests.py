@@ -34,8 +34,8 @@ class ReadingRequest(GenerateRequest, frozen=True):
     """A request whose prompt another engine has computed.
 
     Attributes:
-        kv_transfer_params: where that holds the KV cache, as its vLLM says it; to be used once. None
-            where it is computed here after all.
+        kv_transfer_params: where that holds the KV cache, as its vLLM says it; to be used once.
+            None where it is computed here after all.
         held_until: when it may hold it no longer, by `time.monotonic` of this machine.
         shown: the first token, which was sent already; None where it was not.
     """

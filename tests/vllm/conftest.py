@@ -11,10 +11,10 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from tests.conditions import PATIENCE
@@ -35,20 +35,21 @@ START_TIMEOUT: Final = 240.0
 ACTORS: Final = """
     from dynbus.llm.vllm import VllmWorker
 
-    class Engine(VllmWorker, namespace="vllm"):
+    class Engine(VllmWorker, namespace="{namespace}"):
         pass
 """
-OPTIONS: Final = (
-    "--Engine.dtype=float32",
-    "--Engine.max_model_len=1024",
-    "--Engine.enforce_eager=true",
-    "--Engine.max_num_seqs=16",
-    "--Engine.block_size=32",
-    "--Engine.num_gpu_blocks_override=96",
-    "--Engine.enable_lora=true",
-    "--Engine.max_lora_rank=8",
-    "--Engine.max_loras=2",
-)
+ENGINE: Final[Mapping[str, Any]] = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "enforce_eager": True,
+    "max_num_seqs": 16,
+    "block_size": 32,
+    "num_gpu_blocks_override": 96,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "max_loras": 2,
+}
+OPTIONS: Final = tuple(f"--Engine.{name}={value}" for name, value in ENGINE.items())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,8 +72,10 @@ class Run:
         log: what it has written.
     """
 
-    def __init__(self, folder: Path, url: str, options: Sequence[str]) -> None:
-        (folder / "actors.py").write_text(textwrap.dedent(ACTORS))
+    def __init__(
+        self, folder: Path, url: str, options: Sequence[str], *, namespace: str = "vllm"
+    ) -> None:
+        (folder / "actors.py").write_text(textwrap.dedent(ACTORS.format(namespace=namespace)))
         self.log = folder / "run.log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
