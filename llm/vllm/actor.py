@@ -22,6 +22,7 @@ from dynbus.bus.context import context
 from dynbus.bus.errors import Cancelled, ConfigError, InvalidRequest, Unavailable
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.kvrouter.routing import profiles
+from dynbus.llm.disaggregated.observing import HandOverFigures, HandOverWatch
 from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
@@ -132,13 +133,13 @@ class VllmWorker(NamedWorker, namespace="llm"):
         tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
             `register_llm`. A `reasoning_parser` that is named is vLLM's own too: an output that has
             a form has it behind its reasoning.
-        disaggregation: `prefill` computes prompts for decode engines and is no model of its own;
-            `decode` has long prompts computed by prefill engines; `none` does all by itself. `auto`
-            goes by the name of the node: one that runs as `prefill` or `decode` is that.
+        role: `prefill` computes prompts for decode engines and is no model of its own; `decode` has
+            long prompts computed by prefill engines; `none` does all by itself. `auto` goes by the
+            name of the node: one that runs as `prefill` or `decode` is that.
         prefill_node: of a decode engine: the node of its prefill engines, or
             `namespace.component`.
-        disaggregation_settings: when a decode engine has prompts computed elsewhere, unless the
-            settings of the component say otherwise: fields of `DisaggregationSettings`.
+        disaggregation: when a decode engine has prompts computed elsewhere, unless the record of
+            its component says otherwise: fields of `DisaggregationSettings`.
         kv_lease: whole seconds for which a prefill engine holds what nobody reads.
         engine: arguments of vLLM's, by their names.
 
@@ -155,9 +156,9 @@ class VllmWorker(NamedWorker, namespace="llm"):
         lora_modules: dict[str, str] | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
-        disaggregation: Literal["auto", "none", "prefill", "decode"] = "auto",
+        role: Literal["auto", "none", "prefill", "decode"] = "auto",
         prefill_node: str = "prefill",
-        disaggregation_settings: dict[str, Any] | None = None,
+        disaggregation: dict[str, Any] | None = None,
         kv_lease: int = 30,
         **engine: Any,
     ) -> None:
@@ -174,13 +175,14 @@ class VllmWorker(NamedWorker, namespace="llm"):
         self._kv_events = kv_events
         if kv_lease < MIN_LEASE:
             raise ConfigError(f"kv_lease = {kv_lease} is not usable: give {MIN_LEASE} or more")
-        self._asked_role = disaggregation
+        self._asked_role = role
         self._prefill_node = prefill_node
-        self._settings = DisaggregationSettings().changed(disaggregation_settings or {})
+        self._settings = DisaggregationSettings().changed(disaggregation or {})
         self._lease = kv_lease
         self._role: Role = "none"
         self._identity: KvIdentity | None = None
         self._remote: RemotePrefill | None = None
+        self.figures = HandOverFigures()
         self._computed: dict[str, _Computed] = {}
         self._exits = AsyncExitStack()
         self._vllm: VllmEngine | None = None
@@ -289,11 +291,27 @@ class VllmWorker(NamedWorker, namespace="llm"):
     async def on_engine(self, limits: EngineLimits) -> None:
         if self._role != "none" and self.only_embeds:
             raise ConfigError("a model that makes embeddings has no prompts to hand over")
-        if self._role == "prefill":
-            # Whoever asks for the model asks a decode engine.
+        try:
+            await self._take_role()
+            if self._role != "prefill":
+                await self._register(limits)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._exits.aclose()
+            raise
+
+    async def _take_role(self) -> None:
+        """Begin with what the engine does beside serving requests from beginning to end."""
+        if self._role == "none":
             return
+        name = self.__dynbus_name__
+        watch = HandOverWatch(self.runtime.bus, name, self.figures, lambda: self._role)
+        await self._exits.enter_async_context(watch)
         if self._role == "decode":
             self._remote = await self._exits.enter_async_context(self._remote_prefill())
+
+    async def _register(self, limits: EngineLimits) -> None:
+        """Have front ends find the model, and those of its adapters."""
         if self.only_embeds:
             tasks = await self._engine().llm.get_supported_tasks()
             if "embed" not in tasks:
@@ -348,25 +366,26 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 VllmWorker, node=prefill.component, namespace=prefill.namespace, routing=router
             )
 
-        telemetry = runtime.bus.telemetry
-        spans = telemetry is not None and telemetry.tracer_provider is not None
         return remote_prefill(
             runtime,
+            own,
             prefill,
             client,
             self._engine(),
             self._running(),
             self._identity,
             self._settings,
-            telemetry.tracer_of(own) if telemetry is not None and spans else None,
+            self.figures,
         )
 
-    async def serve(self, name: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
-        remote = self._remote
-        if remote is not None and remote.wants(request):
-            await remote.serve(name, request, reply)
-        else:
-            await super().serve(name, request, reply)
+    async def serve_request(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
+        remote, serve = self._remote, super().serve_request
+        if remote is None or not remote.wants(request):
+            await serve(name, request, reply)
+            return
+        await remote.serve(name, request, reply, lambda one: serve(name, one, reply))
 
     @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
     async def prefill(self, request: PromptToCompute, reply: Reply[ComputedPrompt]) -> None:
@@ -376,7 +395,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         engine, runner, running = self._engine(), self._running(), context()
         if request.hand_over in self._computed:
             raise InvalidRequest(f"hand-over {request.hand_over!r} is there already")
-        name = f"{running.id}.{next(self._engine_numbers)}"
+        name = self._new_name()
         computed = self._computed[request.hand_over] = _Computed(name)
 
         def tell(first: Generated) -> ComputedPrompt:
@@ -384,6 +403,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
             return ComputedPrompt(self.instance_id, replace(first, finish_reason=reason))
 
         unlink = running.link(lambda _: reply.fail(Cancelled("the call was stopped")))
+        self.figures.held += 1
         try:
             fields = {
                 one: getattr(request.request, one) for one in request.request.__struct_fields__
@@ -393,6 +413,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
         finally:
             unlink()
             runner.forget(name)
+            self.figures.held -= 1
+            self.figures.served["lost" if computed.held is None else "done"] += 1
             engine.holding.pop(name, None)
             if computed.held is None:
                 del self._computed[request.hand_over]
@@ -435,15 +457,15 @@ class VllmWorker(NamedWorker, namespace="llm"):
         """What decode engines must have in common with this one to read what it computes."""
         if self._identity is None:
             raise InvalidRequest(
-                f"{type(self).__name__} runs with disaggregation=none: it hands over nothing"
+                f"{type(self).__name__} runs with role=none: it hands over nothing"
             )
         return self._identity
 
     def _check_role(self, wanted: Role) -> None:
         if self._role != wanted:
             raise InvalidRequest(
-                f"{self.__dynbus_name__} runs with disaggregation={self._role}: ask one that runs "
-                f"with disaggregation={wanted}"
+                f"{self.__dynbus_name__} runs with role={self._role}: ask one that runs "
+                f"with role={wanted}"
             )
 
     # What operators do ------------------------------------------------------------------

@@ -210,7 +210,9 @@ class VllmEngine(RunningEngine):
         return self._stepper is not None and self._stepper.compute(request_id)
 
     async def free(self, request_id: str) -> None:
-        """Free the prompt of a request that was computed for another engine, where it is held."""
+        """Free the prompt of a request that was computed for another engine, where it is held; one
+        that is still computed is not held."""
+        await self.llm.abort(f"{request_id}-0")
         for rank in range(self.ranks):
             params = {
                 "do_remote_prefill": True,
@@ -498,6 +500,9 @@ class VllmStepper:
                 elif not output.finished:
                     # It was cancelled before vLLM had it.
                     self._abort(name)
+                elif isinstance(asked.request, PromptRequest):
+                    # The same, and nobody else knows that it is held.
+                    await self._engine.free(request_id)
             if self._asked.get(request_id) is asked and (output is None or not output.finished):
                 self._fail(request_id, "vLLM ended its stream without a finish reason")
 
@@ -558,6 +563,8 @@ class VllmStepper:
                 self._go_on_from(request_id, asked, shown)
                 return
             item = _without_first(item)
+            if not item.token_ids and item.finish_reason is None:
+                return
         if isinstance(request, PromptRequest):
             if output.kv_transfer_params is None or item.finish_reason is None:
                 self._fail(request_id, "vLLM does not hold what it has computed")

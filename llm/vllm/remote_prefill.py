@@ -11,17 +11,24 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import anyio
 import msgspec
 
 from dynbus import Reply, Runtime, call_options
+from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
-from dynbus.bus.errors import ConfigError, DynbusError, NoInstances, describe_exception
-from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    InvalidRequest,
+    NoInstances,
+    describe_exception,
+)
+from dynbus.bus.protocol.names import ComponentName, InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.kvrouter import KvRouter, RequestFields, open_router
 from dynbus.kvrouter.radix.index import Rank
@@ -33,6 +40,8 @@ from dynbus.llm.disaggregated.decision import (
     Saturation,
     decide,
 )
+from dynbus.llm.disaggregated.hand_over import Reason
+from dynbus.llm.disaggregated.observing import HandOverFigures, TransferSpans
 from dynbus.llm.disaggregated.settings import DisaggregationSettings, LiveSettings, follow_settings
 from dynbus.llm.engine.requests import check_request
 from dynbus.llm.engine.runner import EngineRunner
@@ -41,9 +50,6 @@ from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
 from .engine import VllmEngine
 from .handing_over import ComputedPrompt, HandedOver, HandOver, KvIdentity, PromptToCompute
 from .requests import ReadingRequest, sampling_params
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +69,10 @@ FIELDS: Final = RequestFields(
 """Where the router finds the prompt in a call of `prefill`."""
 
 
+Decode: TypeAlias = Callable[[GenerateRequest], Awaitable[None]]
+"""Gives a request to the own engine, and waits until its stream has ended."""
+
+
 class PrefillClient(Protocol):
     """The endpoints of a prefill engine."""
 
@@ -75,28 +85,30 @@ class PrefillClient(Protocol):
 @asynccontextmanager
 async def remote_prefill(
     runtime: Runtime,
+    own: InstanceName,
     prefill: ComponentName,
     client: Callable[[KvRouter | None], PrefillClient],
     engine: VllmEngine,
     runner: EngineRunner,
     identity: KvIdentity,
     settings: DisaggregationSettings,
-    tracer: Tracer | None,
+    figures: HandOverFigures,
 ) -> AsyncGenerator[RemotePrefill]:
     """Have prompts computed by the instances of a component while the block runs.
 
     Args:
+        own: the decode instance.
         prefill: the component of the prefill engines.
         client: makes a client of theirs, with a router or without one.
-        settings: what holds where nobody has changed it for the component.
-        tracer: for spans; None for none.
+        settings: what holds where the record of the own component says nothing.
     """
+    component = ComponentName(own.namespace, own.component)
     async with (
         open_router(runtime, str(prefill), fields=FIELDS) as router,
-        follow_settings(runtime.bus, prefill, settings) as live,
+        follow_settings(runtime.bus, component, settings) as live,
     ):
         yield RemotePrefill(
-            runtime, prefill, client, router, engine, runner, identity, live, tracer
+            runtime, own, prefill, client, router, engine, runner, identity, live, figures
         )
 
 
@@ -106,6 +118,7 @@ class RemotePrefill:
     def __init__(
         self,
         runtime: Runtime,
+        own: InstanceName,
         prefill: ComponentName,
         client: Callable[[KvRouter | None], PrefillClient],
         router: KvRouter,
@@ -113,7 +126,7 @@ class RemotePrefill:
         runner: EngineRunner,
         identity: KvIdentity,
         live: LiveSettings,
-        tracer: Tracer | None,
+        figures: HandOverFigures,
     ) -> None:
         self._runtime = runtime
         self._prefill = prefill
@@ -123,7 +136,8 @@ class RemotePrefill:
         self._runner = runner
         self._identity = identity
         self._live = live
-        self._tracer = tracer
+        self._figures = figures
+        self._spans = TransferSpans(runtime.bus.telemetry, own)
         self._saturation = Saturation()
         self._compared: set[str] = set()
 
@@ -134,17 +148,26 @@ class RemotePrefill:
 
     def wants(self, request: GenerateRequest) -> bool:
         """Whether the prompt of a request is to be computed elsewhere."""
-        if request.n > 1 or request.lora_name is not None:
-            # A KV cache is handed over once, and each engine has adapters of its own.
-            return False
+        reason = self._local_reason(request)
+        if reason:
+            self._figures.computed_here(reason)
+        return not reason
+
+    def _local_reason(self, request: GenerateRequest) -> str:
+        """Why the prompt of a request is computed here; empty where it is not."""
+        if request.n > 1:
+            # What is computed is handed over once.
+            return "several_continuations"
+        if request.lora_name is not None:
+            return "adapter"
         try:
             check_request(request, self._engine.limits)
             sampling_params(request, 0, None)
         except Exception:  # noqa: BLE001 - the own engine refuses it, and says why
-            return False
+            return "refused"
         decision = self.decide(request)
         logger.debug("%s", decision.describe())
-        return decision.remote
+        return "" if decision.remote else str(decision.reason)
 
     def decide(self, request: GenerateRequest) -> PrefillDecision:
         """Where the prompt of a request is computed that may be computed elsewhere."""
@@ -171,41 +194,57 @@ class RemotePrefill:
 
     # One request ----------------------------------------------------------------------
 
-    async def serve(self, name: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
+    async def serve(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated], decode: Decode
+    ) -> None:
         """Serve a request whose prompt is to be computed elsewhere, to its end.
 
         Args:
             name: of the request in the engine.
         """
         request = _drawn_alike(request)
+        attempt = _Attempt(self._figures)
         hand_over = f"{name}.{random_id()}"
-        came: tuple[ComputedPrompt, AsyncGenerator[ComputedPrompt, None]] | None = None
         stopped = anyio.CancelScope()
         unlink = context().link(lambda _: stopped.cancel())
+        came = None
         try:
             with stopped:
-                came = await self._compute(hand_over, request)
-        finally:
-            unlink()
-        if stopped.cancelled_caught:
-            reply.push(Generated([], request.index, finish_reason="cancelled"))
-            reply.end()
-            return
-        if came is None:
-            await self._go_on(name, request, reply, None)
-            return
-        prompt, stream = came
-        async with aclosing(stream):
-            first = prompt.first
-            shown = None if request.structured is not None else first.token_ids[0]
-            reason = self._ended_by(request, first)
-            if reason is not None or shown is not None:
-                reply.push(Generated(first.token_ids, request.index, first.logprobs, reason))
-            if reason is not None:
+                came = await self._compute(hand_over, request, attempt)
+            if stopped.cancelled_caught:
+                reply.push(Generated([], request.index, finish_reason="cancelled"))
                 reply.end()
                 return
-            reading = await self._take_over(hand_over, prompt.instance, request, shown)
-            await self._go_on(name, reading, reply, stream)
+            unlink()
+            if came is None:
+                attempt.end("bad_answer")
+                await decode(request)
+                return
+            prompt, stream = came
+            async with aclosing(stream):
+                self._figures.first_token(monotonic() - attempt.began)
+                first = prompt.first
+                shown = None if request.structured is not None else first.token_ids[0]
+                reason = self._ended_by(request, first)
+                if reason is not None or shown is not None:
+                    reply.push(Generated(first.token_ids, request.index, first.logprobs, reason))
+                if reason is not None:
+                    attempt.end("")
+                    reply.end()
+                    return
+                reading = await self._take_over(hand_over, prompt.instance, request, shown)
+                if reading.kv_transfer_params is None:
+                    attempt.end("lease_lost")
+                    await decode(reading)
+                    return
+                async with anyio.create_task_group() as tasks:
+                    # It begins when the engine has the request.
+                    tasks.start_soon(self._follow_transfer, name, reading, stream, attempt)
+                    await decode(reading)
+                    tasks.cancel_scope.cancel()
+        finally:
+            unlink()
+            attempt.end("")
 
     def _ended_by(self, request: GenerateRequest, first: Generated) -> FinishReason | None:
         """Why the first token ends the output; None where it does not."""
@@ -216,7 +255,7 @@ class RemotePrefill:
         return "length" if is_last else None
 
     async def _compute(
-        self, hand_over: str, request: GenerateRequest
+        self, hand_over: str, request: GenerateRequest, attempt: _Attempt
     ) -> tuple[ComputedPrompt, AsyncGenerator[ComputedPrompt, None]] | None:
         """Have a prompt computed elsewhere; None where it has to be computed here."""
         wanted = msgspec.structs.replace(request, max_tokens=1, stream=True)
@@ -226,15 +265,26 @@ class RemotePrefill:
         try:
             with anyio.move_on_after(PREFILL_TIMEOUT):
                 prompt = await anext(stream, None)
+            if prompt is None:
+                attempt.end("too_slow")
         except NoInstances as error:
+            attempt.end("no_instances")
             await self._say_what_differs(error)
+        except InvalidRequest as error:
+            attempt.end("refused")
+            logger.info("a prompt is computed here: %s", describe_exception(error))
         except DynbusError as error:
+            attempt.end("prefill_lost")
             logger.info("a prompt is computed here: %s", describe_exception(error))
         finally:
             if prompt is None:
                 with anyio.CancelScope(shield=True):
                     await stream.aclose()
-        if prompt is None or len(prompt.first.token_ids) != 1:
+        if prompt is None:
+            return None
+        if len(prompt.first.token_ids) != 1:
+            attempt.end("bad_answer")
+            await stream.aclose()
             return None
         return prompt, stream
 
@@ -243,17 +293,21 @@ class RemotePrefill:
         instances = set(self._runtime.instance_ids(str(self._prefill))) - self._compared
         self._compared |= instances
         for instance in sorted(instances):
+            why = ""
             try:
                 with anyio.move_on_after(HAND_OVER_TIMEOUT), call_options(instance=instance):
-                    differences = self._identity.differences(await self._direct.kv_identity())
-                    logger.error(
-                        "%s@%s cannot compute prompts for this engine: %s",
-                        self._prefill,
-                        instance,
-                        "; ".join(differences) or error,
-                    )
+                    why = "; ".join(self._identity.differences(await self._direct.kv_identity()))
+            except InvalidRequest as refusal:
+                why = refusal.message
             except DynbusError:
                 self._compared.discard(instance)
+                continue
+            logger.error(
+                "%s@%s cannot compute prompts for this engine: %s",
+                self._prefill,
+                instance,
+                why or error.message,
+            )
 
     async def _take_over(
         self, hand_over: str, instance: str, request: GenerateRequest, shown: int | None
@@ -291,52 +345,68 @@ class RemotePrefill:
             # It is held no longer than its lease.
             logger.debug("a prompt was not given back: %s", describe_exception(error))
 
-    async def _go_on(
+    async def _follow_transfer(
         self,
         name: str,
-        request: GenerateRequest,
-        reply: Reply[Generated],
-        stream: AsyncGenerator[ComputedPrompt, None] | None,
-    ) -> None:
-        """Decode, and compute the prompt where it is not handed over."""
-        self._runner.submit(name, request, reply)
-        if stream is None or not isinstance(request, ReadingRequest):
-            await reply.ended()
-            return
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._follow_transfer, name, request, stream)
-            await reply.ended()
-            tasks.cancel_scope.cancel()
-
-    async def _follow_transfer(
-        self, name: str, request: ReadingRequest, stream: AsyncGenerator[ComputedPrompt, None]
+        request: ReadingRequest,
+        stream: AsyncGenerator[ComputedPrompt, None],
+        attempt: _Attempt,
     ) -> None:
         """Have a prompt computed here when what was handed over does not come."""
-        span = None if self._tracer is None else self._tracer.start_span("transfer")
+        span = self._spans.begin()
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._compute_when_lost, name, request, stream)
+                tasks.start_soon(self._compute_when_lost, name, request, stream, attempt)
                 await self._engine.own_output(name)
                 tasks.cancel_scope.cancel()
+            attempt.end("")
         finally:
-            if span is not None:
-                span.end()
+            span.end(failed=attempt.detail)
             with anyio.CancelScope(shield=True):
                 await stream.aclose()
 
     async def _compute_when_lost(
-        self, name: str, request: ReadingRequest, stream: AsyncGenerator[ComputedPrompt, None]
+        self,
+        name: str,
+        request: ReadingRequest,
+        stream: AsyncGenerator[ComputedPrompt, None],
+        attempt: _Attempt,
     ) -> None:
+        reason: Reason = "too_slow"
         why = "it did not come in time"
         try:
             with anyio.move_on_after(max(0.0, request.held_until - time.monotonic())):
                 async for _ in stream:
                     pass
-                why = "it is held no longer"
+                reason, why = "lease_lost", "it is held no longer"
         except DynbusError as error:
-            why = describe_exception(error)
+            reason, why = "prefill_lost", describe_exception(error)
         if self._engine.compute(name):
+            attempt.end(reason, why)
             logger.warning("%s: the prompt is computed here after all: %s", name, why)
+
+
+class _Attempt:
+    """One request whose prompt was to be computed elsewhere, for operators.
+
+    Attributes:
+        began: when, on the monotonic clock.
+        detail: why it came to nothing; empty where it did not.
+    """
+
+    def __init__(self, figures: HandOverFigures) -> None:
+        self.began = monotonic()
+        self.detail = ""
+        self._figures = figures
+        self._is_open = True
+        figures.began()
+
+    def end(self, reason: Reason, detail: str = "") -> None:
+        """It is over; the first time counts."""
+        if self._is_open:
+            self._is_open = False
+            self.detail = detail or reason
+            self._figures.ended(reason, monotonic() - self.began)
 
 
 def _drawn_alike(request: GenerateRequest) -> GenerateRequest:
@@ -361,6 +431,6 @@ def prefill_component(named: str, own: ComponentName) -> ComponentName:
     if found == own:
         raise ConfigError(
             f"prefill_node = {named!r} is the decode engine itself: name the node that runs with "
-            "disaggregation=prefill"
+            "role=prefill"
         )
     return found

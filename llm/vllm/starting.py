@@ -136,12 +136,12 @@ def _check_nixl() -> None:
     if not _is_there(_NIXL):
         raise ConfigError(
             f"vLLM {vllm_module('').__version__} has another NIXL connector than the one that "
-            "dynbus gives requests to: take 0.32, or give disaggregation=none"
+            "dynbus gives requests to: take 0.32, or give role=none"
         )
     if not vllm_module("distributed.nixl_utils").is_nixl_available():
         raise ConfigError(
             "KV caches are handed over by NIXL, which is not installed: install it, see "
-            "docs/guides/vllm.md, or give disaggregation=none"
+            "docs/guides/vllm.md, or give role=none"
         )
 
 
@@ -161,8 +161,8 @@ def _connect(given: Any, settings: HandOverSettings) -> None:
     own = given.kv_transfer_config
     if own is not None and own.kv_connector is not None:
         raise ConfigError(
-            f"disaggregation uses vLLM's NixlConnector, and kv_transfer_config names "
-            f"{own.kv_connector}: leave kv_connector out of it, or give disaggregation=none"
+            f"role uses vLLM's NixlConnector, and kv_transfer_config names "
+            f"{own.kv_connector}: leave kv_connector out of it, or give role=none"
         )
     more: dict[str, Any] = {} if own is None else {"kv_buffer_device": own.kv_buffer_device}
     extra: dict[str, Any] = {} if own is None else own.kv_connector_extra_config
