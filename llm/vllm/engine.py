@@ -194,12 +194,24 @@ class VllmEngine(RunningEngine):
 
     # KV caches that are handed over ---------------------------------------------------
 
-    async def own_output(self, request_id: str) -> None:
-        """Wait until it has made something for a request, or has it no longer: by then it has
-        read what it will read for it."""
+    async def own_output(self, request_id: str) -> bool:
+        """Wait until it has made something for a request, or has it no longer.
+
+        Returns:
+            Whether it has made something, and so has read what it will read.
+        """
         asked = None if self._stepper is None else self._stepper.find(request_id)
-        if asked is not None:
-            await asked.decided.wait()
+        if asked is None:
+            return False
+        await asked.decided.wait()
+        return asked.has_output
+
+    async def aborted(self, request_id: str) -> None:
+        """Wait until nothing is used any more that is read for a request which was given up."""
+        if self._stepper is not None:
+            await self._stepper.left(request_id)
+        # Whatever it was told before, it has done when it answers.
+        await self.llm.is_sleeping()
 
     def compute(self, request_id: str) -> bool:
         """Compute the prompt of a request that waits for what another engine has computed.
@@ -323,6 +335,7 @@ class VllmStepper:
         self._engine = engine
         self._listener = listener
         self._asked: dict[str, _Asked] = {}
+        self._followed: dict[str, asyncio.Event] = {}
         self._tasks: TaskGroup | None = None
         self._early: list[str] = []
         self._outputs: list[tuple[str, Generated]] = []
@@ -351,6 +364,12 @@ class VllmStepper:
     def find(self, request_id: str) -> _Asked | None:
         """A request that vLLM has."""
         return self._asked.get(request_id)
+
+    async def left(self, request_id: str) -> None:
+        """Wait until vLLM says nothing more of a request, as it was given it first."""
+        followed = self._followed.get(f"{request_id}-0")
+        if followed is not None:
+            await followed.wait()
 
     def compute(self, request_id: str) -> bool:
         """Give vLLM a request anew that waits for blocks; whether it did."""
@@ -485,10 +504,17 @@ class VllmStepper:
             tasks.start_soon(self._embed, request_id, asked)
             return
         for number, name in enumerate(asked.sampling):
+            self._followed[name] = asyncio.Event()
             tasks.start_soon(self._follow, request_id, asked, name, asked.request.index + number)
 
     async def _follow(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
         """Read what vLLM makes for one continuation."""
+        try:
+            await self._read(request_id, asked, name, index)
+        finally:
+            self._followed.pop(name).set()
+
+    async def _read(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
         generate = self._engine.llm.generate
         output: Any = None
         with self._ending(request_id, asked):

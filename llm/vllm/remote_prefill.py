@@ -237,11 +237,15 @@ class RemotePrefill:
                     attempt.end("lease_lost")
                     await decode(reading)
                     return
-                async with anyio.create_task_group() as tasks:
-                    # It begins when the engine has the request.
-                    tasks.start_soon(self._follow_transfer, name, reading, stream, attempt)
-                    await decode(reading)
-                    tasks.cancel_scope.cancel()
+                try:
+                    async with anyio.create_task_group() as tasks:
+                        # It begins when the engine has the request.
+                        tasks.start_soon(self._follow_transfer, name, reading, stream, attempt)
+                        await decode(reading)
+                        tasks.cancel_scope.cancel()
+                finally:
+                    if not attempt.has_arrived:
+                        self._later(self._abandon, name, hand_over, prompt.instance)
         finally:
             unlink()
             attempt.end("")
@@ -323,9 +327,7 @@ class RemotePrefill:
         finally:
             if given is None:
                 # It may have been handed over to nobody.
-                self._runtime.background.start(
-                    self._give_back, hand_over, instance, name="give back a prompt"
-                )
+                self._later(self._give_back, hand_over, instance)
         fields = {name: getattr(request, name) for name in GenerateRequest.__struct_fields__}
         if given is None:
             return ReadingRequest(**fields, shown=shown)
@@ -336,6 +338,19 @@ class RemotePrefill:
             held_until=asked + given.seconds * (1.0 - LEASE_MARGIN),
             shown=shown,
         )
+
+    def _later(self, function: Callable[..., Awaitable[None]], *args: str) -> None:
+        self._runtime.background.start(function, *args, name="give back a prompt")
+
+    async def _abandon(self, name: str, hand_over: str, instance: str) -> None:
+        """Give back a prompt that the own engine was told to read: once it uses nothing of it."""
+        try:
+            with anyio.fail_after(PREFILL_TIMEOUT):
+                await self._engine.aborted(name)
+        except Exception as error:  # noqa: BLE001 - an engine that has failed, or does not answer
+            logger.debug("%s: its prompt is left to its lease: %s", name, error)
+            return
+        await self._give_back(hand_over, instance)
 
     async def _give_back(self, hand_over: str, instance: str) -> None:
         try:
@@ -357,9 +372,10 @@ class RemotePrefill:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._compute_when_lost, name, request, stream, attempt)
-                await self._engine.own_output(name)
+                has_output = await self._engine.own_output(name)
                 tasks.cancel_scope.cancel()
-            attempt.end("")
+            if has_output:
+                attempt.arrived()
         finally:
             span.end(failed=attempt.detail)
             with anyio.CancelScope(shield=True):
@@ -392,14 +408,21 @@ class _Attempt:
     Attributes:
         began: when, on the monotonic clock.
         detail: why it came to nothing; empty where it did not.
+        has_arrived: whether the own engine has what was computed.
     """
 
     def __init__(self, figures: HandOverFigures) -> None:
         self.began = monotonic()
         self.detail = ""
+        self.has_arrived = False
         self._figures = figures
         self._is_open = True
         figures.began()
+
+    def arrived(self) -> None:
+        """The own engine goes on from what was computed, unless it was given up before."""
+        self.has_arrived = self._is_open
+        self.end("")
 
     def end(self, reason: Reason, detail: str = "") -> None:
         """It is over; the first time counts."""
