@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .policies import COST_FUNCTIONS, Policy
     from .profiles import InstanceProfile, read_profile
     from .queue import SchedulingRequest, Ticket
-    from .requests import DP_RANK_KEY, Constraints, RequestFields
+    from .requests import DP_RANK_KEY, OVERLAP_KEY, REQUIRED_KEY, Constraints, RequestFields
     from .router import KvRouter, open_router
     from .router_actor import DecisionQuery, PolicyChoice, PolicyReport, RouterActor
     from .scheduler import KvScheduler, SchedulerStatistics
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "COST_FUNCTIONS",
     "DP_RANK_KEY",
+    "OVERLAP_KEY",
+    "REQUIRED_KEY",
     "ActiveLoad",
     "Candidate",
     "Constraints",

@@ -84,6 +84,7 @@ class VllmEngine(RunningEngine):
     Attributes:
         llm: the engine itself, with all that it can beside generating.
         only_embeds: whether it makes embeddings, and no tokens.
+        is_cpu: whether it computes on CPUs.
         ranks: how many data-parallel ranks it has.
         adapters: LoRA adapters by name, as vLLM knows them.
         unloaded: when adapters were unloaded that are not loaded now, by their names.
@@ -98,6 +99,7 @@ class VllmEngine(RunningEngine):
         events = config.kv_events_config
         self.llm = llm
         self.only_embeds: bool = model.runner_type == "pooling"
+        self.is_cpu: bool = vllm_module("platforms").current_platform.is_cpu()
         self.ranks: int = config.parallel_config.data_parallel_size
         self.adapters: dict[str, Any] = {}
         self.unloaded: dict[str, float] = {}
@@ -608,9 +610,9 @@ class VllmStepper:
                 self._end(request_id)
 
     def _go_on_from(self, request_id: str, asked: _Asked, shown: int) -> None:
-        """Go on from the first token that was sent: this engine would draw another, as engines that
-        round otherwise do."""
-        logger.warning("%s: the engine that computed the prompt drew another token", request_id)
+        """Go on from the first token that was sent: this engine has drawn another, as engines do
+        that round otherwise, or draw at random."""
+        logger.debug("%s: the engine that computed the prompt drew another token", request_id)
         request = cast("ReadingRequest", asked.request)
         rest = request.continued([shown], request.index)
         rest = msgspec.structs.replace(rest, kv_transfer_params=None, shown=None)

@@ -31,8 +31,8 @@ from dynbus.bus.errors import (
 from dynbus.bus.protocol.names import ComponentName, InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.kvrouter import KvRouter, RequestFields, open_router
-from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.requests import OVERLAP_KEY, REQUIRED_KEY
+from dynbus.kvrouter.radix import Rank
+from dynbus.kvrouter.routing import OVERLAP_KEY, REQUIRED_KEY
 from dynbus.llm.disaggregated.decision import (
     PrefillDecision,
     PrefillLoad,
@@ -202,7 +202,8 @@ class RemotePrefill:
         Args:
             name: of the request in the engine.
         """
-        request = _drawn_alike(request)
+        if not self._engine.is_cpu:
+            request = _drawn_alike(request)
         attempt = _Attempt(self._figures)
         hand_over = f"{name}.{random_id()}"
         stopped = anyio.CancelScope()
@@ -433,7 +434,10 @@ class _Attempt:
 
 
 def _drawn_alike(request: GenerateRequest) -> GenerateRequest:
-    """The request with a seed, where engines would draw different first tokens without one."""
+    """The request with a seed, where engines would draw different first tokens without one.
+
+    On CPUs it has none: vLLM fails there with a seeded request whose prompt takes several steps.
+    """
     sampling = request.sampling
     if sampling.temperature == 0 or sampling.seed is not None:
         return request

@@ -36,7 +36,8 @@ def pair(
     """A prefill engine and a decode engine, by the names of their nodes."""
     folder = tmp_path_factory.mktemp("pair")
     engine = {**ENGINE, "class": "Engine", "model": str(tiny_model), "model_name": "pair"}
-    engine["enable_lora"] = False
+    # On CPUs vLLM fails with seeded requests whose prompts are computed in several steps.
+    engine |= {"enable_lora": False, "max_num_batched_tokens": 8192}
     nodes = {
         "prefill": {**engine, "kv_lease": LEASE},
         "decode": {**engine, "disaggregation": {"local_prompt_tokens": 64}},
@@ -93,21 +94,18 @@ def asked_for(name: str, length: int, sampling: Sampling = GREEDY) -> GenerateRe
     return GenerateRequest(prompt(name, length), 24, sampling=sampling, ignore_eos=True)
 
 
-async def test_tokens_are_those_of_one_engine(
-    pair: Run, fleet: Run, nats_server: RunningServer
-) -> None:
+async def test_tokens_are_those_of_one_engine(pair: Run, nats_server: RunningServer) -> None:
     """Greedy and seeded, alone and beside others, and with what both engines have of a prompt."""
     async with calling(pair, nats_server.url) as both:
-        aggregated = both.runtime.client(Engine)
-        await eventually(lambda: both.runtime.instance_ids(Engine), START_TIMEOUT, what="fleet")
         # The first contact of two engines takes longer than others.
         await items_of(both.decode, asked_for("contact", 100))
         requests = [
             asked_for(f"equal {n}", 100 + 80 * n, Sampling(seed=n, logprobs=1) if n % 2 else GREEDY)
             for n in range(8)
         ]
+        expected = [await items_of(both.prefill, one) for one in requests]
+        assert await both.prefill.reset_prefix_cache()
         made = await asyncio.gather(*(items_of(both.decode, one) for one in requests))
-        expected = [await items_of(aggregated, one) for one in requests]
         again = [await items_of(both.decode, one) for one in requests[:3]]
         random = await items_of(both.decode, asked_for("random", 90, Sampling()))
         short = await items_of(both.decode, asked_for("short", 40))
