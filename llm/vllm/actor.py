@@ -66,6 +66,9 @@ MIN_LEASE: Final = 6
 
 Role = Literal["none", "prefill", "decode"]
 
+_ROLES: Final[Mapping[str, Role]] = {"prefill": "prefill", "decode": "decode"}
+"""What engines are that run as nodes of these names."""
+
 _OWNED: Final = {
     "served_model_name": "give model_name",
     "kv_events_config": "give kv_events",
@@ -175,7 +178,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         self._kv_events = kv_events
         if kv_lease < MIN_LEASE:
             raise ConfigError(f"kv_lease = {kv_lease} is not usable: give {MIN_LEASE} or more")
-        self._asked_role = role
+        self._asked_role: Role | Literal["auto"] = role
         self._prefill_node = prefill_node
         self._settings = DisaggregationSettings().changed(disaggregation or {})
         self._lease = kv_lease
@@ -204,11 +207,9 @@ class VllmWorker(NamedWorker, namespace="llm"):
         Raises:
             ConfigError: something that it is to do does not go together.
         """
-        role: Role = "none"
+        role: Role = _ROLES.get(self.__dynbus_name__.component, "none")
         if self._asked_role != "auto":
             role = self._asked_role
-        elif (node := self.__dynbus_name__.component) in ("prefill", "decode"):
-            role = "prefill" if node == "prefill" else "decode"
         if role == "prefill" and self._lora_modules:
             raise ConfigError("lora_modules: a prefill engine serves no adapters, decode ones do")
         return role

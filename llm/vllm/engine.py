@@ -228,7 +228,7 @@ class VllmEngine(RunningEngine):
         that is still computed is not held."""
         await self.llm.abort(f"{request_id}-0")
         for rank in range(self.ranks):
-            params = {
+            params: dict[str, Any] = {
                 "do_remote_prefill": True,
                 "remote_block_ids": [],
                 "remote_engine_id": "",
