@@ -101,7 +101,7 @@ class NixlAgent:
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         settings = ",".join(f"{key}={value}" for key, value in ucx.items())
         try:
-            self._agent = self._nixl.nixlAgent(name, config)
+            self._agent: Any = self._nixl.nixlAgent(name, config)
             self._agent.createBackend(_BACKEND, {"engine_config": settings} if settings else {})
         except _errors() as error:
             raise _told(f"agent {name} cannot be made", error) from error

@@ -72,7 +72,7 @@ class _Landing:
     token: str
     agent: NixlAgent
     envelope: bytes
-    transfers: dict[int, Transfer] = field(default_factory=dict)
+    transfers: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
 
 
 class Pushes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -69,7 +70,8 @@ async def pair(
 
 def lend(agent: TransferAgent, blocks: Sequence[int], **changed: Any) -> Ticket:
     tokens = len(blocks) * agent.memory.layout.block_size
-    return agent.grant(blocks, **{"tokens": tokens, "seconds": PATIENCE, **changed})
+    given: dict[str, Any] = {"tokens": tokens, "seconds": PATIENCE, **changed}
+    return agent.grant(blocks, **given)
 
 
 def begin(
@@ -80,7 +82,7 @@ def begin(
     **changed: Any,
 ) -> Transfer:
     tokens = len(local) * agent.memory.layout.block_size
-    given = {"tokens": tokens, "deadline": monotonic() + PATIENCE, **changed}
+    given: dict[str, Any] = {"tokens": tokens, "deadline": monotonic() + PATIENCE, **changed}
     return agent.start(operation, ticket, ticket.blocks, local, **given)
 
 
@@ -390,3 +392,34 @@ async def test_an_agent_that_is_closed_ends_what_goes_on_and_takes_no_more() -> 
         await transfer.quiet()
     with pytest.raises(Unavailable):
         begin(decode, "read", ticket, range(64))
+
+
+@CONFIGS
+async def test_agents_that_know_each_other_and_have_nothing_to_do_use_no_core(
+    config: TransferConfig,
+) -> None:
+    """Under 1 % of a core for each of several, with their links."""
+    async with on_bus() as bus, AsyncExitStack() as exits:
+        agents = [
+            await exits.enter_async_context(
+                open_agent(bus, f"ns.Idle.{number}", filled(small_layout()), config)
+            )
+            for number in range(4)
+        ]
+        for reader in agents:
+            for source in agents:
+                if source is not reader:
+                    await begin(reader, "read", lend(source, [1]), [2]).result()
+                    ticket = lend(source, [3], writable=True)
+                    await begin(reader, "write", ticket, [4]).result()
+
+        async def is_idle() -> bool:
+            spent, began = time.process_time(), time.monotonic()
+            await asyncio.sleep(0.5)
+            took = time.monotonic() - began
+            return (time.process_time() - spent) / took < 0.01 * len(agents)
+
+        for _ in range(20):
+            if await is_idle():
+                return
+        pytest.fail("idle agents take a core's time")
