@@ -256,7 +256,7 @@ class LiveSettings:
     """
 
     def __init__(self, component: ComponentName, own: DisaggregationSettings) -> None:
-        self.current = own
+        self.current: DisaggregationSettings = own
         self.revision = 0
         self._component = component
         self._own = own
