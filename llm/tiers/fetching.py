@@ -171,7 +171,8 @@ class PrefixFetcher:
             held = await self._runner.next_held(request_id)
             computed = held.computed
             computed = await self._try_to_read(request, fetch, held, reading)
-        except Cancelled:
+        except DynbusError:
+            # Its caller is told by the engine, which has refused or lost the request.
             pass
         finally:
             statistics.running -= 1

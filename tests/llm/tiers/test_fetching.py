@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from dynbus.bus.background import Background
-from dynbus.bus.errors import Cancelled, DynbusError, NoInstances, Overloaded
+from dynbus.bus.errors import Cancelled, DynbusError, InvalidRequest, NoInstances, Overloaded
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.tiers.cost import Rates
@@ -297,11 +297,16 @@ def test_whoever_is_cancelled_in_the_middle_leaves_nothing_behind() -> None:
     run(story())
 
 
-def test_a_request_that_ends_before_it_has_blocks_is_no_failure_of_the_peer() -> None:
+@pytest.mark.parametrize(
+    "error", [Cancelled("the request was cancelled"), InvalidRequest("it is too long")]
+)
+def test_a_request_that_ends_before_it_has_blocks_is_no_failure_of_the_peer(
+    error: DynbusError,
+) -> None:
     async def story() -> Story:
         async with Background("test") as background:
             told = Story(background)
-            told.engine.error = Cancelled("the request was cancelled")
+            told.engine.error = error
             await told.fetch()
             return told
 
