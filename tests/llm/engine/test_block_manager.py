@@ -124,6 +124,20 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_told() -> None:
     assert manager.free == 8
 
 
+def test_a_held_block_is_neither_found_free_nor_evicted_after_its_request_has_ended() -> None:
+    manager = BlockManager(4)
+    table = filled(manager, [1, 2])
+    assert manager.grow(table, 3)
+    manager.hold("h", table)
+    manager.release(table)
+
+    assert not manager.grow([], 2)
+    assert manager.prefix([1, 2], 2) == (2, 2)
+    manager.end_hold("h")
+    assert manager.grow([], 4)
+    assert manager.pins == 0
+
+
 class Manager(RuleBasedStateMachine):
     """Requests over a small tree of prefixes, beside the events that were told."""
 
@@ -132,6 +146,8 @@ class Manager(RuleBasedStateMachine):
         self.manager = BlockManager(12)
         self.requests: list[tuple[list[int], list[int]]] = []
         self.ids: dict[int, int] = {}
+        self.holds: dict[str, list[int]] = {}
+        self.count = 0
         self.told: list[KvEvent] = []
 
     @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=6))
@@ -144,6 +160,7 @@ class Manager(RuleBasedStateMachine):
         self.manager.claim(table, hashes, found)
         assert table == [self.ids[block] for block in hashes[:found]]
         assert self.manager.grow(table, len(hashes))
+        assert self.held.isdisjoint(table[found:])
         parent = hashes[found - 1] if found else None
         self.manager.store(table, found, hashes[found:], hashes[found:], parent)
         assert len(table) == len(hashes)
@@ -170,6 +187,7 @@ class Manager(RuleBasedStateMachine):
 
         assert grown == (free >= 2)
         assert len(table) == before + 2 * grown
+        assert self.held.isdisjoint(table[before:])
         self.note_events({})
 
     @precondition(lambda self: bool(self.requests))
@@ -179,11 +197,34 @@ class Manager(RuleBasedStateMachine):
         self.manager.release(table)
         assert not table
 
+    @property
+    def held(self) -> set[int]:
+        return {block for blocks in self.holds.values() for block in blocks}
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(pick=st.integers(0, 99), count=st.integers(0, 6))
+    def hold(self, pick: int, count: int) -> None:
+        table, _ = self.requests[pick % len(self.requests)]
+        self.count += 1
+        self.holds[str(self.count)] = table[:count]
+        self.manager.hold(str(self.count), table[:count])
+        assert self.manager.holds(str(self.count))
+
+    @precondition(lambda self: bool(self.holds))
+    @rule(pick=st.integers(0, 99))
+    def end_hold(self, pick: int) -> None:
+        name = list(self.holds)[pick % len(self.holds)]
+        del self.holds[name]
+        for _ in range(2):
+            self.manager.end_hold(name)
+        assert not self.manager.holds(name)
+
     @invariant()
     def every_block_is_counted_once(self) -> None:
         used = {block for table, _ in self.requests for block in table}
 
-        assert self.manager.active == len(used)
+        assert self.manager.active == len(used | self.held)
+        assert self.manager.pins == sum(map(len, self.holds.values()))
 
     @invariant()
     def only_cached_blocks_are_shared(self) -> None:

@@ -40,8 +40,8 @@ def move(source: KvMemory, theirs: Held, to: KvMemory, ours: Held, first: int, l
     )
     for at in range(len(pieces)):
         ctypes.memmove(
-            to.regions[pieces.local_region[at]].address + int(pieces.local_offset[at]),
-            source.regions[pieces.remote_region[at]].address + int(pieces.remote_offset[at]),
+            to.regions[int(pieces.local_region[at])].address + int(pieces.local_offset[at]),
+            source.regions[int(pieces.remote_region[at])].address + int(pieces.remote_offset[at]),
             int(pieces.length[at]),
         )
 
