@@ -22,6 +22,7 @@ from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
+    ConfigError,
     DynbusError,
     Unavailable,
     describe_exception,
@@ -31,7 +32,7 @@ from .binding import Indices, NixlAgent, Operation, nixl
 from .config import TransferConfig
 from .descriptors import AgentDescription
 from .errors import InvalidTransfer, TransferFailed
-from .exchange import announced, check_agent_name, look_up
+from .exchange import announced, check_agent_name, check_life, look_up
 from .layout import KvMemory
 from .leases import LeaseTable, Ticket
 from .links import Link, Moved, nixl_name
@@ -63,7 +64,9 @@ class TransferStatistics:
         quarantined_blocks: local blocks that abandoned transfers may still touch; 0 at rest.
     """
 
-    transfers: Counter[tuple[Operation, str]] = field(default_factory=Counter)
+    transfers: Counter[tuple[Operation, str]] = field(
+        default_factory=Counter[tuple[Operation, str]]
+    )
     bytes: int = 0
     seconds: float = 0.0
     links: int = 0
@@ -227,6 +230,10 @@ class TransferAgent:
         self, operation: Operation, ticket: Ticket, blocks: Sequence[int]
     ) -> Indices:
         if self._ticket is not ticket:
+            try:
+                check_life(ticket.agent, ticket.epoch)
+            except ConfigError as error:
+                raise InvalidTransfer(f"the ticket is not of an agent: {error}") from error
             # Many transfers may be of one ticket, and of few of its blocks each.
             self._leased = np.zeros(max(ticket.blocks) + 1, bool)
             self._leased[np.array(ticket.blocks)] = True

@@ -78,6 +78,16 @@ def check_agent_name(name: str) -> str:
     return name
 
 
+def check_life(agent: str, epoch: str) -> None:
+    """Check the names of a life that somebody else has told, before they are used in a subject.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    check_agent_name(agent)
+    check_token("epoch", epoch)
+
+
 @asynccontextmanager
 async def announced(
     bus: Bus, background: Background, description: AgentDescription

@@ -23,7 +23,7 @@ import numpy as np
 from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError, describe_exception, make_error
+from dynbus.bus.errors import ConfigError, DynbusError, describe_exception, make_error
 from dynbus.bus.protocol.names import transfer_subject
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message
@@ -33,6 +33,7 @@ from .binding import NixlAgent
 from .config import TransferConfig
 from .descriptors import AgentDescription, decode, encode
 from .errors import BadDescription, InvalidTransfer, LeaseLost, TransferFailed
+from .exchange import check_life
 from .layout import KvMemory
 from .leases import LeaseTable
 from .links import Moved, nixl_name
@@ -256,6 +257,12 @@ class Pushes:
     def _push(self, push: Push) -> None:
         key = push.reader, push.epoch, push.number
         if key in self._served:
+            return
+        try:
+            check_life(push.reader, push.epoch)
+        except ConfigError as error:
+            # It cannot even be answered.
+            logger.warning("%s is asked to push to nobody: %s", self._name, error)
             return
         try:
             transfer = self._begin(push)

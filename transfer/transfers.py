@@ -11,6 +11,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError
 
+from .binding import Operation
 from .leases import Ticket
 from .links import Flow, Link, Moved
 from .states import Event, State
@@ -50,7 +51,7 @@ class Transfer:
         self, owner: Owner, moved: Moved, ticket: Ticket | None, peer: str, deadline: float
     ) -> None:
         self.number = next(_numbers)
-        self.operation = moved.operation
+        self.operation: Operation = moved.operation
         self.peer = peer
         self.moved = moved
         self.ticket = ticket

@@ -25,6 +25,7 @@ from dynbus.transfer import exchange
 from dynbus.transfer.agent import TransferAgent, open_agent
 from dynbus.transfer.binding import Operation
 from dynbus.transfer.config import TransferConfig
+from dynbus.transfer.descriptors import decode, encode
 from dynbus.transfer.errors import (
     BadDescription,
     InvalidTransfer,
@@ -32,7 +33,7 @@ from dynbus.transfer.errors import (
     PeerRestarted,
     TransferFailed,
 )
-from dynbus.transfer.layout import BlockLayout, KvMemory
+from dynbus.transfer.layout import BlockLayout, KvMemory, Region
 from dynbus.transfer.leases import Ticket
 from dynbus.transfer.transfers import Transfer
 
@@ -274,6 +275,44 @@ async def test_more_tokens_than_the_peer_has_blocks_for_are_refused_by_its_layou
 
     with pytest.raises(InvalidTransfer, match="remote"):
         await begin(ours, "read", lend(theirs, [1]), [3, 4], tokens=8).result()
+
+
+@pytest.mark.parametrize("changed", [{"agent": "a b.*"}, {"agent": "x\r\nPUB y"}, {"epoch": "*"}])
+async def test_a_ticket_of_a_name_that_is_no_agents_is_refused(
+    opened: tuple[TransferAgent, TransferAgent], changed: dict[str, str]
+) -> None:
+    ours, theirs = opened
+    ticket = msgspec.structs.replace(lend(theirs, [1]), **changed)
+
+    with pytest.raises(InvalidTransfer, match="not of an agent"):
+        begin(ours, "read", ticket, [3])
+
+
+@CONFIGS
+async def test_a_peer_that_lies_about_its_memory_fails_its_own_transfers_alone(
+    config: TransferConfig,
+) -> None:
+    async with pair(filled(small_layout()), filled(small_layout()), config) as (ours, theirs):
+        jetstream = ours.bus.data.jetstream
+        told = await jetstream.last(exchange.STREAM.name, transfer_agent_subject(theirs.name))
+        assert told is not None
+        honest = decode(told.data)
+        far = [msgspec.structs.replace(one, address=one.address + 2**40) for one in honest.regions]
+        lies: list[dict[str, Any]] = [
+            {"regions": tuple(far)},
+            {"metadata": b"x" * 300},
+            {"regions": (Region(4096, 2**30, 0, "VRAM"), *honest.regions[1:])},
+        ]
+        for number, lie in enumerate(lies):
+            name, epoch = f"ns.Liar.{number}", "lie"
+            lying = msgspec.structs.replace(honest, agent=name, epoch=epoch, **lie)
+            await jetstream.publish(transfer_agent_subject(name), encode(lying))
+            transfer = begin(ours, "read", Ticket(name, epoch, 1, (1,), 4, PATIENCE), [3])
+            with pytest.raises((TransferFailed, InvalidTransfer)):
+                await transfer.result()
+            await transfer.quiet()
+        await begin(ours, "read", lend(theirs, [1]), [3]).result()
+        assert at_rest(ours)
 
 
 async def test_an_agent_has_a_name_that_can_be_a_subject() -> None:
