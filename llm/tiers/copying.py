@@ -63,12 +63,12 @@ class BlockCopier:
             pieces.length.tolist(),
             strict=True,
         ):
-            own: Bytes = ours[region][offset : offset + length]
-            other: Bytes = theirs[other_region][other_offset : other_offset + length]
+            here = slice(offset, offset + length)
+            there = slice(other_offset, other_offset + length)
             if to_store:
-                other[:] = own
+                theirs[other_region][there] = ours[region][here]
             else:
-                own[:] = other
+                ours[region][here] = theirs[other_region][there]
 
 
 def _bytes_of(memory: KvMemory, region: int) -> Bytes:
