@@ -31,6 +31,8 @@ LENGTHS: Final = (128, 512, 1000, 1500, 3000, 6000)
 LONG: Final = 1500
 CHUNKS: Final = (128, 256, 512)
 ANSWER: Final = 4
+PATIENCE: Final = 300.0
+"""Seconds that prompts may wait in line."""
 
 
 def engine(kind: str, **settings: Any) -> dict[str, Any]:
@@ -69,8 +71,8 @@ async def idle(rounds: int, lengths: tuple[int, ...]) -> dict[int, list[Idle]]:
     found: dict[int, list[Idle]] = {length: [] for length in lengths}
     nodes = {**parts(), "whole": engine("Whole")}
     async with deployed(nodes) as runtime:
-        whole = runtime.client(Whole, node="whole")
-        decode = runtime.client(Part, node="decode")
+        whole = runtime.client(Whole, node="whole", timeout=PATIENCE)
+        decode = runtime.client(Part, node="decode", timeout=PATIENCE)
         for one in (whole, decode):
             await ask(one, prompt(random, 600), ANSWER)
         for _ in range(rounds):
@@ -120,7 +122,7 @@ async def load(
     firsts: list[float] = []
 
     async with deployed(nodes) as runtime:
-        client = runtime.client(asked[0], node=asked[1])
+        client = runtime.client(asked[0], node=asked[1], timeout=PATIENCE)
         await asyncio.gather(*(ask(client, prompt(random, 600), ANSWER) for _ in range(2)))
 
         async def one() -> None:

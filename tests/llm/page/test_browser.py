@@ -169,8 +169,8 @@ async def test_blocks_that_move_and_those_in_quarantine_are_shown(
         "transfer_seconds": 0.5,
         "blocks_quarantined": 7,
     }
-    idle = {"running": 0, "waiting": 0, "models": [], "status": {}}
-    state = {
+    idle: dict[str, Any] = {"running": 0, "waiting": 0, "models": [], "status": {}}
+    state: dict[str, Any] = {
         "models": [],
         "hit_rate": None,
         "routing": [],
