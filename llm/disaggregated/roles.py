@@ -183,11 +183,11 @@ class Roles:
                 raise
             self._serves |= started
             self._role = role
-            for duty in [one for one in self._serves if one not in wanted]:
-                self._withdraw(self._serves.pop(duty))
-            if self._is_closed:
-                for duty in list(self._serves):
-                    self._withdraw(self._serves.pop(duty))
+            kept: tuple[Duty, ...] = () if self._is_closed else wanted
+            for duty, one in list(self._serves.items()):
+                if duty not in kept:
+                    del self._serves[duty]
+                    self._withdraw(one)
             return self.state
 
     def _withdraw(self, one: RoleInstance) -> None:

@@ -146,12 +146,9 @@ class Sender:
         self, name: str, wanted: PrefillRequest, leases: _Leases
     ) -> AsyncGenerator[Prefilled]:
         prompt, offered = len(wanted.request.token_ids), wanted.cached
-        computed = -1
-        while computed < prompt:
-            held = await self._runner.next_held(name)
-            is_first, computed = computed < 0, held.computed
-            if computed >= prompt:
-                break
+        is_first = True
+        while (held := await self._runner.next_held(name)).computed < prompt:
+            computed = held.computed
             if computed - offered >= LEAST_TOKENS:
                 ticket = leases.grant(self._grant(held.blocks, offered, computed))
                 yield Prefilled(computed, offered, ticket, self._instance)
@@ -159,6 +156,7 @@ class Sender:
             elif is_first:
                 # It has begun.
                 yield Prefilled(max(offered, computed), instance=self._instance)
+            is_first = False
         first = await self._runner.first(name)
         ticket = leases.grant(self._grant(held.blocks, offered, prompt))
         yield Prefilled(prompt, offered, ticket, self._instance, first)

@@ -55,7 +55,7 @@ from .queued import JobTaker
 from .receiving import Limits, Mover, Receiver, Receiving
 from .roles import Duty, RoleEvents, RoleInstance, Roles
 from .sending import Granter, Sender
-from .settings import DisaggregationSettings, follow_settings
+from .settings import DisaggregationSettings, LiveSettings, follow_settings
 
 OVERLAP_KEY: Final = "kv_overlap_blocks"
 """In the metadata of a routed call: the blocks of the prompt that the router expects here."""
@@ -112,6 +112,15 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     _receiver: Receiver | None = None
     _router: KvRouter | None = None
     _saturation = Saturation()
+    _settings: LiveSettings
+    _queue: WorkQueue
+    _control: InstanceName
+    _limits_of_engine: EngineLimits
+    _first_role: Role
+    _own_settings: DisaggregationSettings
+    figures: HandOverFigures
+    _events: RoleEvents
+    _ids: set[str]
     _waiting = 0
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
@@ -144,10 +153,11 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         Raises:
             ConfigError: nothing says it.
         """
-        given = self.config.get("role", "")
+        given: Any = self.config.get("role", "")
         if not given:
             component = self.__dynbus_name__.component
-            given = {self.prefill_node: "prefill", self.decode_node: "decode"}.get(component, "")
+            by_node: dict[str, Role] = {self.prefill_node: "prefill", self.decode_node: "decode"}
+            given = by_node.get(component, "")
         if given not in get_args(Role):
             raise ConfigError(
                 f"{type(self).__name__} has no role: name its node {self.prefill_node} or "
@@ -166,7 +176,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 raise ConfigError(f"disaggregation = {given!r} is no JSON: {error}") from None
         if not isinstance(given, Mapping):
             raise ConfigError(f"disaggregation = {given!r}: give settings by their names")
-        return DisaggregationSettings().changed(dict(given))
+        changes: dict[str, Any] = {**given}
+        return DisaggregationSettings().changed(changes)
 
     def event_sink(self) -> AbstractAsyncContextManager[EventSink | None]:
         @asynccontextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError
 from dynbus.transfer.errors import TransferFailed
-from dynbus.transfer.layout import KvMemory, plan
+from dynbus.transfer.layout import KvMemory, Region, plan
 from dynbus.transfer.leases import LeaseTable, Ticket
 
 
@@ -90,7 +90,7 @@ class MemoryTransfer:
             local_start=local_start,
             remote_start=remote_start,
         )
-        rows = zip(
+        rows: Iterable[tuple[int, int, int, int, int]] = zip(
             pieces.local_region.tolist(),
             pieces.local_offset.tolist(),
             pieces.remote_region.tolist(),
@@ -98,12 +98,10 @@ class MemoryTransfer:
             pieces.length.tolist(),
             strict=True,
         )
+        ours: tuple[Region, ...] = self.agent.memory.regions
+        theirs: tuple[Region, ...] = peer.memory.regions
         for to, at, region, offset, length in rows:
-            ctypes.memmove(
-                self.agent.memory.regions[to].address + at,
-                peer.memory.regions[region].address + offset,
-                length,
-            )
+            ctypes.memmove(ours[to].address + at, theirs[region].address + offset, length)
 
     async def result(self) -> None:
         wire = self.agent.wire
