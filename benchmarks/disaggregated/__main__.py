@@ -195,6 +195,9 @@ def show_load(found: Mapping[str, Load], console: Console) -> None:
             f"{1e3 * median(one.firsts):.0f}",
         )
     console.print(table)
+    parted, *whole = (one.gap_ms(99) for one in found.values())
+    reached = "" if parted < min(whole) else ": NOT REACHED"
+    console.print(f"p99 to the best of the others: {parted / min(whole):.2f}, below 1{reached}")
 
 
 @click.command()
