@@ -229,10 +229,6 @@ class ModelEngine:
     def release(self, hold_id: str) -> None:
         self._pool.release(hold_id)
 
-    def use_tier(self, tier: BlockTier) -> None:
-        """Keep in a tier what the cache has no room for; before the first request."""
-        self._pool.manager.tier = tier
-
     # Requests -------------------------------------------------------------------------
 
     def check_request(self, request: GenerateRequest | EmbedRequest) -> None:

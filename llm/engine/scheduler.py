@@ -359,7 +359,7 @@ class Scheduler(Generic[S]):
 
         Args:
             found: how many the cache has.
-            most: up to so many more are brought back from the tier below, as room allows.
+            most: up to so many in all are brought back from the tier below, as room allows.
 
         Returns:
             How many tokens are in its blocks.
@@ -479,9 +479,8 @@ class Scheduler(Generic[S]):
         found, _ = self._cached_prefix(sequence, limit)
         table: list[int] = []
         tokens = self._claim(table, sequence, found, limit)
-        held = table[: tokens // self._block_size]
-        self._manager.hold(hold_id, held)
-        self._held.append(Held(hold_id, tuple(held), tokens, tokens))
+        self._manager.hold(hold_id, table)
+        self._held.append(Held(hold_id, tuple(table), tokens, tokens))
         self._manager.release(table)
 
     def end_hold(self, hold_id: str) -> None:

@@ -469,11 +469,27 @@ class Pages:
         return []
 
 
+def test_a_prefix_that_is_in_the_tier_below_is_held_too() -> None:
+    instance = Instance(blocks=8)
+    instance.engine.keep_evicted(Pages(instance.model))  # type: ignore[arg-type]
+    wanted = GenerateRequest(prompt(2, 20, []), 1)
+    instance.engine.add("a", wanted)
+    instance.engine.add("b", GenerateRequest(prompt(9, 28, []), 1))
+    instance.run()
+
+    instance.engine.hold("h", wanted)
+    instance.run()
+
+    held = instance.held["h"]
+    assert held.computed == 20
+    assert instance.model.pages[list(held.blocks)].ravel().tolist() == wanted.token_ids
+
+
 @pytest.mark.parametrize("loses", [0, 1, 9])
 def test_what_was_evicted_comes_back_from_the_tier_below(loses: int) -> None:
     instance = Instance(blocks=8)
     tier = Pages(instance.model, loses=loses)
-    instance.engine.use_tier(tier)  # type: ignore[arg-type]
+    instance.engine.keep_evicted(tier)  # type: ignore[arg-type]
     requests = [GenerateRequest(prompt(first, 20, []), 6, sampling=GREEDY) for first in (2, 7, 11)]
 
     for turn in range(2):
