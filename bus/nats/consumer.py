@@ -70,7 +70,7 @@ class NatsOrderedConsumer:
         self._caught_up = False
         self._subscription: Subscription | None = None
         self._consumer = ""
-        self._delivered = 0
+        self._delivered: int = 0
         self._heard = 0.0
         self._wake = asyncio.Event()
         self._work: Work | None = None

@@ -166,9 +166,9 @@ def _instance(
     }
     if PREFILL in record.endpoints:
         told["role"] = PREFILL
-    figures = answer.counts.figures if answer is not None and answer.counts is not None else {}
-    if "transferred_bytes" in figures:
-        told["transfers"] = {name: figures.get(name, 0) for name in TRANSFERS}
+    counts = answer.counts if answer is not None else None
+    if counts is not None and "transferred_bytes" in counts.figures:
+        told["transfers"] = {name: counts.figures.get(name, 0) for name in TRANSFERS}
     router = next((model.router for model in models if model.router is not None), None)
     if router is not None:
         # One that says what its router cannot use gets no calls, and has nothing to show.

@@ -98,53 +98,54 @@ def registered(name: str, memory: KvMemory) -> NixlAgent:
     return home
 
 
-def moved(region: Region, by: int) -> Region:
-    return Region(region.address + by, region.size)
+Lie = Callable[[AgentDescription], dict[str, Any]]
+
+
+def of_regions(lie: Callable[[Region], Region]) -> Lie:
+    return lambda truth: {"regions": tuple(lie(one) for one in truth.regions)}
+
+
+def says(**told: Any) -> Lie:
+    return lambda _: told
+
+
+def has_fewer_regions(truth: AgentDescription) -> dict[str, Any]:
+    return {"regions": truth.regions[:1]}
+
+
+def cuts_its_metadata(truth: AgentDescription) -> dict[str, Any]:
+    return {"metadata": truth.metadata[:-9]}
+
+
+def has_terabytes(truth: AgentDescription) -> dict[str, Any]:
+    return {
+        "layout": msgspec.structs.replace(
+            truth.layout, blocks=2**31 - 1, strides=(16, 2**40, 2**41, 2**36)
+        ),
+        "regions": tuple(Region(one.address, 2**43) for one in truth.regions),
+    }
 
 
 @pytest.mark.parametrize(
     ("lie", "told"),
     [
-        (lambda truth: {"regions": tuple(moved(one, 2**30) for one in truth.regions)}, "NotFound"),
-        (lambda truth: {"regions": tuple(moved(one, 64) for one in truth.regions)}, "NotFound"),
-        (lambda truth: {"regions": truth.regions[:1]}, "2 regions does not fit into 1"),
-        (
-            lambda truth: {"regions": tuple(Region(one.address, 16) for one in truth.regions)},
-            "region 0 has 16 bytes",
-        ),
-        (
-            lambda truth: {
-                "regions": tuple(Region(one.address, one.size, 7) for one in truth.regions)
-            },
-            "NotFound",
-        ),
-        (
-            lambda truth: {
-                "regions": tuple(Region(one.address, one.size, 0, "VRAM") for one in truth.regions)
-            },
-            "NotFound",
-        ),
-        (lambda _: {"layout": small_layout(blocks=64, head_dim=2)}, "head_dim is 2 there"),
-        (lambda _: {"layout": small_layout(blocks=64, dtype="int8")}, "dtype is int8 there"),
-        (lambda _: {"metadata": b""}, "cannot be added"),
-        (lambda _: {"metadata": bytes(500)}, "cannot be added"),
-        (lambda truth: {"metadata": truth.metadata[:-9]}, "cannot be added"),
-        (lambda _: {"epoch": "later"}, "has restarted"),
-        (lambda _: {"agent": "ns.Honest.1"}, "describes ns.Honest.1"),
-        (
-            lambda truth: {
-                "layout": msgspec.structs.replace(
-                    truth.layout, blocks=2**31 - 1, strides=(16, 2**40, 2**41, 2**36)
-                ),
-                "regions": tuple(Region(one.address, 2**43) for one in truth.regions),
-            },
-            "NotFound",
-        ),
+        (of_regions(lambda one: Region(one.address + 2**30, one.size)), "NotFound"),
+        (of_regions(lambda one: Region(one.address + 64, one.size)), "NotFound"),
+        (has_fewer_regions, "2 regions does not fit into 1"),
+        (of_regions(lambda one: Region(one.address, 16)), "region 0 has 16 bytes"),
+        (of_regions(lambda one: Region(one.address, one.size, 7)), "NotFound"),
+        (of_regions(lambda one: Region(one.address, one.size, 0, "VRAM")), "NotFound"),
+        (says(layout=small_layout(blocks=64, head_dim=2)), "head_dim is 2 there"),
+        (says(layout=small_layout(blocks=64, dtype="int8")), "dtype is int8 there"),
+        (says(metadata=b""), "cannot be added"),
+        (says(metadata=bytes(500)), "cannot be added"),
+        (cuts_its_metadata, "cannot be added"),
+        (says(epoch="later"), "has restarted"),
+        (says(agent="ns.Honest.1"), "describes ns.Honest.1"),
+        (has_terabytes, "NotFound"),
     ],
 )
-async def test_a_lie_is_an_error_of_the_read(
-    lie: Callable[[AgentDescription], dict[str, Any]], told: str
-) -> None:
+async def test_a_lie_is_an_error_of_the_read(lie: Lie, told: str) -> None:
     async with lying() as liar:
         await liar.says(**lie(liar.truth))
 
