@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import queue
@@ -277,6 +278,9 @@ class Worker:
         # What the actor itself serves beside comes after it.
         instance = next(iter(runtime.instances.values()))
         self._announced = True
+        # What the actor has imported and loaded stays. With vLLM a collection that looks at it all
+        # takes a third of a second, in which no thread runs, the control lane's neither.
+        gc.freeze()
         self._channel.send(InstanceReady(instance.id))
         lane = runtime.bus.lane
         # On the lane: it goes on while a handler blocks this loop, and ends with the lane.

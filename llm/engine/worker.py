@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import count
@@ -16,6 +17,7 @@ from dynbus.bus.errors import Cancelled, Unavailable
 from dynbus.kvrouter.routing import profiles
 from dynbus.kvrouter.stream import KvEventPublisher
 from dynbus.llm.embedding import Embedded, EmbedRequest
+from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
@@ -64,8 +66,9 @@ class EngineWorker(Actor, abstract=True):
     async def on_start(self) -> None:
         self._engine_numbers = count()
         # Who stops the start does not wait for the thread: loading may take minutes.
-        engine = await anyio.to_thread.run_sync(self.make_engine, abandon_on_cancel=True)
+        engine = await anyio.to_thread.run_sync(self._make_engine, abandon_on_cancel=True)
         async with AsyncExitStack() as exits:
+            exits.enter_context(rare_collections())
             if isinstance(engine, RunningEngine):
                 exits.push_async_callback(engine.aclose)
             sink: EventSink | None = None
@@ -90,6 +93,12 @@ class EngineWorker(Actor, abstract=True):
             with anyio.CancelScope(shield=True):
                 await EngineWorker.on_stop(self)
             raise
+
+    def _make_engine(self) -> Engine | RunningEngine:
+        engine = self.make_engine()
+        # Whoever freezes what the process has then keeps nothing that loading has left.
+        gc.collect()
+        return engine
 
     async def on_stop(self) -> None:
         if self._engine_exits is not None:

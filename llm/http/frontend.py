@@ -15,6 +15,7 @@ from dynbus.actors import Actor, Runtime
 from dynbus.actors.declaring.handlers import handler
 from dynbus.bus.background import Openable
 from dynbus.kvrouter.routing import RouterConfig
+from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
@@ -22,7 +23,6 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
 
 from .application import Application, Page, Response
-from .garbage import rare_collections
 from .server import HttpServer
 from .settings import HttpSettings
 from .shared import Caller, Shared

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -32,6 +33,8 @@ from dynbus.actors.running.child_messages import (
 )
 from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.worker import Channel
+from dynbus.actors.runtime import Runtime
+from dynbus.bus.nats.server_process import RunningServer
 
 LOAD = LoadActor(
     PlannedNode(
@@ -44,6 +47,19 @@ LOAD = LoadActor(
     settings=WorkerSettings(["/a"], {"servers": "nats://h:1"}, "json"),
 )
 ENDED_WITHIN = 60.0
+
+LOADING = """
+import gc
+from dynbus import Actor, handler
+
+class Loading(Actor):
+    async def on_start(self):
+        self.weights = [{"layer": []}]
+
+    @handler
+    async def is_looked_at(self) -> bool:
+        return any(found is self.weights for found in gc.get_objects())
+"""
 
 
 class Parent:
@@ -219,6 +235,38 @@ def test_a_worker_that_cannot_load_its_actor_says_so_and_ends_with_the_code(
     assert isinstance(report, InstanceFailed)
     assert report.message == "ModuleNotFoundError: No module named 'not_there'"
     assert (report.code, code) == (5, 5)
+
+
+def test_what_an_actor_has_loaded_is_never_looked_at_for_garbage(
+    nats_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", sys_path())
+    (tmp_path / "loading.py").write_text(LOADING)
+    settings = WorkerSettings([str(tmp_path), *sys.path], {"servers": nats_server.url}, "json")
+    namespace = f"test{uuid4().hex}"
+    node = PlannedNode(address=f"{namespace}.Loading", actor="loading:Loading", depth=0)
+    process, parent_end = start_worker(tmp_path)
+
+    async def story() -> bool:
+        async with Runtime.connect(nats_server.url) as runtime:
+            endpoint = await runtime.endpoint(f"{namespace}.Loading.is_looked_at").client()
+            await endpoint.wait_for_instances(timeout=ENDED_WITHIN)
+            return bool(await endpoint.random())
+
+    try:
+        with parent_end, parent_end.makefile("rb") as lines:
+            parent_end.settimeout(ENDED_WITHIN)
+            parent_end.sendall(msgspec.json.encode(LoadActor(node, settings)) + b"\n")
+            assert msgspec.json.decode(lines.readline(), type=Report) == ActorLoaded()
+            parent_end.sendall(msgspec.json.encode(StartInstance()) + b"\n")
+            report = msgspec.json.decode(lines.readline(), type=Report)
+            assert isinstance(report, InstanceReady), report
+            is_looked_at = asyncio.run(story())
+    finally:
+        process.kill()
+        process.wait(60)
+
+    assert not is_looked_at
 
 
 def sys_path() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +17,7 @@ from tests.llm.engine.engines import CountingEngine
 from dynbus.bus.errors import ConfigError, Draining, HandlerError, InvalidRequest
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.llm.engine import Engine, EngineWorker, LoadMetrics
+from dynbus.llm.garbage import THRESHOLDS
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.mock.actor import MockWorker
 from dynbus.testing import Telemetry, TestKit, run
@@ -67,6 +69,18 @@ def test_a_worker_serves_its_engine() -> None:
             assert [token for item in mine for token in item.token_ids] == [0, 1, 2, 3]
             assert mine[-1].finish_reason == "length"
     assert not loaded_on_the_loop
+
+
+def test_full_collections_are_rare_while_an_engine_is_served() -> None:
+    before = gc.get_threshold()
+
+    async def story() -> tuple[int, int, int]:
+        async with TestKit() as kit:
+            await kit.start(Worker)
+            return gc.get_threshold()
+
+    assert run(story()) == THRESHOLDS
+    assert gc.get_threshold() == before
 
 
 def test_an_engine_says_how_busy_it_is() -> None:
