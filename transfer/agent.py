@@ -36,7 +36,7 @@ from .exchange import announced, check_agent_name, check_life, look_up
 from .layout import KvMemory
 from .leases import LeaseTable, Ticket
 from .links import Link, Moved, nixl_name
-from .pushing import Pushes
+from .pushing import Pushes, life_of
 from .quarantine import Quarantine
 from .reach import has_rdma, host_name, reaches_directly, transports
 from .transfers import Transfer
@@ -84,6 +84,11 @@ class _Peer:
     used: float
     link: Link | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing goes on with it."""
+        return self.link is None or not self.link.is_busy
+
 
 class TransferAgent:
     """The agent of a process, from `open_agent`.
@@ -114,7 +119,7 @@ class TransferAgent:
         self._lookups: dict[tuple[str, str], list[Transfer]] = {}
         self._open: dict[int, Transfer] = {}
         self._ticket: Ticket | None = None
-        self._leased: NDArray[np.bool_] = np.empty(0, bool)
+        self._leased: Indices = np.empty(0, np.int32)
         self._made = 0
         self._is_closed = False
         self._watch: asyncio.TimerHandle | None = None
@@ -234,12 +239,12 @@ class TransferAgent:
                 check_life(ticket.agent, ticket.epoch)
             except ConfigError as error:
                 raise InvalidTransfer(f"the ticket is not of an agent: {error}") from error
-            # Many transfers may be of one ticket, and of few of its blocks each.
-            self._leased = np.zeros(max(ticket.blocks) + 1, bool)
-            self._leased[np.array(ticket.blocks)] = True
+            # Many transfers may be of one ticket, and of few of its blocks each. Nothing here may
+            # take time or memory by how large an id is: the peer chooses it.
+            self._leased = np.array(sorted(ticket.blocks), np.int32)
             self._ticket = ticket
-        ids = _checked_ids("remote", blocks, self._leased.size)
-        if not self._leased[ids].all():
+        ids = _checked_ids("remote", blocks, int(self._leased[-1]) + 1)
+        if not (self._leased[np.searchsorted(self._leased, ids)] == ids).all():
             raise InvalidTransfer(f"the ticket is not of all of the remote blocks {_told(ids)}")
         if operation == "write" and not ticket.writable:
             raise InvalidTransfer(f"the ticket of {ticket.agent} is for reading")
@@ -283,11 +288,12 @@ class TransferAgent:
         """Know a life of a peer, in place of an earlier one: what goes on with that fails."""
         now = monotonic()
         for name, peer in list(peers.items()):
-            is_idle = peer.link is None or not peer.link.is_busy
-            if name == description.agent or (is_idle and now - peer.used > IDLE_SECONDS):
-                del peers[name]
-                if peer.link is not None:
-                    peer.link.close()
+            if name == description.agent or (peer.is_idle and now - peer.used > IDLE_SECONDS):
+                _forget(peers, peer)
+            elif peer.is_idle:
+                # Nothing else tells of those that are gone.
+                answer = partial(_answered, peers, peer)
+                self._pushes.ask_for(life_of(peer.description), answer)
         reads = self._config.reads
         is_direct = reads == "direct" or (
             reads == "auto"
@@ -447,6 +453,19 @@ def _open_home(agent: TransferAgent, config: TransferConfig) -> NixlAgent:
     return home
 
 
+def _forget(peers: dict[str, _Peer], peer: _Peer) -> None:
+    """Close the link to a life of a peer; another one is made when it is needed."""
+    del peers[peer.description.agent]
+    if peer.link is not None:
+        peer.link.close()
+
+
+def _answered(peers: dict[str, _Peer], peer: _Peer, there: bool | None) -> None:
+    """Whether a peer is on the bus still."""
+    if there is False and peer.is_idle and peers.get(peer.description.agent) is peer:
+        _forget(peers, peer)
+
+
 def _checked_ids(side: str, blocks: Sequence[int] | Indices, there_are: int) -> Indices:
     """Ids of blocks as an array.
 
@@ -459,8 +478,10 @@ def _checked_ids(side: str, blocks: Sequence[int] | Indices, there_are: int) -> 
     if given.min() < 0 or given.max() >= there_are:
         raise InvalidTransfer(f"{side} blocks {_told(given)} are not all below {there_are}")
     ids: Indices = given.astype(np.int32)
-    if ids.size > 1 and (uses := np.bincount(ids)).max() > 1:
-        raise InvalidTransfer(f"{side} block {uses.argmax()} is given twice")
+    if ids.size > 1:
+        ordered = np.sort(ids)
+        if (again := ordered[1:] == ordered[:-1]).any():
+            raise InvalidTransfer(f"{side} block {ordered[again.argmax()]} is given twice")
     return ids
 
 

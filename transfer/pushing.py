@@ -26,6 +26,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, describe_exception, make_error
 from dynbus.bus.protocol.names import transfer_subject
 from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.presence import ask_subject
 from dynbus.bus.transport import Message
 
 from . import messages
@@ -46,16 +47,23 @@ _CLOSE_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.25
 """After which a peer that is gone is noticed while it should push."""
 _NO_TIME: Final = 1e-9
+_NUMBER: Final = ">"
+"""Between the epoch of an agent and the number of its landing."""
 
 Write = Callable[[AgentDescription, Moved, float], Transfer]
 """Begins to write to a landing, for so many seconds at most."""
 
 
-class _Life(NamedTuple):
+class Life(NamedTuple):
     """Of a peer."""
 
     agent: str
     epoch: str
+
+
+def life_of(description: AgentDescription) -> Life:
+    """Which life of an agent a description is of; a landing's has its number in the epoch."""
+    return Life(description.agent, description.epoch.partition(_NUMBER)[0])
 
 
 @dataclass
@@ -99,8 +107,8 @@ class Pushes:
         self._leases = leases
         self._write = write
         self._made = 0
-        self._making: dict[_Life, anyio.Lock] = {}
-        self._landings: dict[_Life, _Landing] = {}
+        self._making: dict[Life, anyio.Lock] = {}
+        self._landings: dict[Life, _Landing] = {}
         self._is_watching = False
         self._served: dict[tuple[str, str, int], Transfer] = {}
         self._subscription = bus.data.subscribe(transfer_subject(name, epoch), self._heard)
@@ -125,7 +133,7 @@ class Pushes:
         ticket, moved = transfer.ticket, transfer.moved
         assert ticket is not None
         try:
-            landing = await self._landing_of(_Life(ticket.agent, ticket.epoch))
+            landing = await self._landing_of(Life(ticket.agent, ticket.epoch))
         except DynbusError as error:
             transfer.fail(error)
             return
@@ -146,7 +154,7 @@ class Pushes:
                 moved.local_start,
                 transfer.deadline - monotonic(),
             )
-            self._tell(_Life(ticket.agent, ticket.epoch), push, landing)
+            self._tell(Life(ticket.agent, ticket.epoch), push, landing)
         except DynbusError as error:
             del landing.transfers[transfer.number]
             transfer.end_apart(error)
@@ -155,7 +163,7 @@ class Pushes:
             self._is_watching = True
             self._background.start(self._watch, name=f"{self._name} watches who pushes")
 
-    def _tell(self, life: _Life, told: Told, landing: _Landing | None = None) -> None:
+    def _tell(self, life: Life, told: Told, landing: _Landing | None = None) -> None:
         """Send a message; with a landing, hear if nobody gets it."""
         reply = "" if landing is None else self._bus.replies.bounce(landing.token)
         self._bus.data.publish(transfer_subject(*life), messages.encode(told), reply=reply)
@@ -171,24 +179,39 @@ class Pushes:
         finally:
             self._is_watching = False
 
-    def _gone(self, life: _Life, landing: _Landing) -> None:
+    def _gone(self, life: Life, landing: _Landing) -> None:
         if self._landings.get(life) is landing:
             self._remove(life, landing, f"agent {life.agent} is gone from the bus")
 
-    async def _landing_of(self, life: _Life) -> _Landing:
+    async def _landing_of(self, life: Life) -> _Landing:
         async with self._making.setdefault(life, anyio.Lock()):
             landing = self._landings.get(life)
             if landing is None:
                 for other, known in list(self._landings.items()):
                     if other.agent == life.agent:
-                        self._making.pop(other, None)
                         self._remove(other, known, f"agent {life.agent} has another life")
+                self._ask_for_others()
                 self._made += 1
-                epoch = f"{self._epoch}>{self._made}"
+                epoch = f"{self._epoch}{_NUMBER}{self._made}"
                 landing = await anyio.to_thread.run_sync(self._make, epoch)
                 self._landings[life] = landing
                 self._bus.bounce_handlers[landing.token] = partial(self._gone, life, landing)
             return landing
+
+    def _ask_for_others(self) -> None:
+        """Remove the landings of peers that are gone: nothing else tells of those that are idle."""
+        for life, landing in self._landings.items():
+            if not landing.transfers:
+                self.ask_for(life, partial(self._answered, life, landing))
+
+    def _answered(self, life: Life, landing: _Landing, there: bool | None) -> None:
+        if there is False and not landing.transfers:
+            self._gone(life, landing)
+
+    def ask_for(self, life: Life, answer: Callable[[bool | None], None]) -> None:
+        """Ask whether a life of an agent is on the bus still: see `presence.ask`."""
+        here = messages.encode(Here())
+        ask_subject(self._bus, transfer_subject(*life), lambda _: here, answer)
 
     def _make(self, epoch: str) -> _Landing:
         name = nixl_name(self._name, epoch)
@@ -203,7 +226,7 @@ class Pushes:
         assert transfer.ticket is not None
         try:
             self._tell(
-                _Life(transfer.ticket.agent, transfer.ticket.epoch),
+                Life(transfer.ticket.agent, transfer.ticket.epoch),
                 Stop(transfer.number, self._name, self._epoch),
             )
         except DynbusError as error:
@@ -226,8 +249,10 @@ class Pushes:
                 return True
         return False
 
-    def _remove(self, life: _Life, landing: _Landing, why: str) -> None:
+    def _remove(self, life: Life, landing: _Landing, why: str) -> None:
         del self._landings[life]
+        if (making := self._making.get(life)) is not None and not making.locked():
+            del self._making[life]
         del self._bus.bounce_handlers[landing.token]
         self._background.start(self._destroy, landing, why, name=f"destroy {landing.name}")
 
@@ -283,8 +308,11 @@ class Pushes:
         if not push.source_blocks or not set(push.source_blocks).issubset(lease.blocks):
             raise InvalidTransfer("the lease is not of these blocks")
         landing = decode(push.landing)
-        if landing.agent != push.reader:
-            raise BadDescription(f"{push.reader} has sent a description of {landing.agent}")
+        if (landing.agent, life_of(landing).epoch) != (push.reader, push.epoch):
+            raise BadDescription(
+                f"{push.reader} of epoch {push.epoch} has sent a description of {landing.agent} "
+                f"of epoch {landing.epoch}"
+            )
         moved = Moved(
             "write",
             np.array(push.reader_blocks, np.int32),
@@ -312,7 +340,7 @@ class Pushes:
         if error is not None:
             told = Pushed(push.number, 0, error.code, error.message)
         try:
-            self._tell(_Life(push.reader, push.epoch), told)
+            self._tell(Life(push.reader, push.epoch), told)
         except DynbusError as problem:
             logger.debug("%s was not answered: %s", push.reader, problem)
 

@@ -30,6 +30,24 @@ def ask(bus: Bus, instance: InstanceName, answer: Callable[[bool | None], None])
         answer: called once: False when nobody listens, True when somebody does, which a frozen
             process does too, None when the connection broke meanwhile.
     """
+
+    def question(token: str) -> bytes:
+        return encode_batch(bus.replies.base, token, 0, [Ping(0)])
+
+    ask_subject(bus, instance.control_subject, question, answer)
+
+
+def ask_subject(
+    bus: Bus,
+    subject: str,
+    question: Callable[[str], bytes],
+    answer: Callable[[bool | None], None],
+) -> None:
+    """Ask whether anybody listens to a subject; otherwise like `ask`.
+
+    Args:
+        question: what is sent there, given the token of the question.
+    """
     if bus.data.state is not ConnectionState.CONNECTED:
         bus.loop.call_soon(answer, None)
         return
@@ -49,8 +67,7 @@ def ask(bus: Bus, instance: InstanceName, answer: Callable[[bool | None], None])
 
     timer = bus.loop.call_later(ANSWER_SECONDS, nothing_came)
     bus.bounce_handlers[token] = nobody_listens
-    data = encode_batch(bus.replies.base, token, 0, [Ping(0)])
-    bus.data.publish(instance.control_subject, data, reply=bus.replies.bounce(token))
+    bus.data.publish(subject, question(token), reply=bus.replies.bounce(token))
 
 
 async def is_there(bus: Bus, instance: InstanceName) -> bool | None:

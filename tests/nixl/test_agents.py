@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import tracemalloc
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -215,6 +216,38 @@ async def test_a_life_that_has_ended_without_another_fails_its_transfers() -> No
             await transfer.result()
         await transfer.quiet()
         assert at_rest(decode)
+
+
+@pytest.mark.parametrize("config", [TransferConfig(), TCP], ids=["default", "tcp"])
+async def test_peers_that_are_gone_leave_nothing_once_another_is_met(
+    config: TransferConfig,
+) -> None:
+    layout = small_layout()
+    async with on_bus() as bus, open_agent(bus, "ns.Decode.1", filled(layout), config) as decode:
+        for life in range(3):
+            name = f"ns.Prefill.{life}"
+            async with open_agent(bus, name, filled(layout), config) as prefill:
+                await begin(decode, "read", lend(prefill, [1]), [2]).result()
+
+                def has_one_link() -> bool:
+                    return decode.statistics.links == 1
+
+                await eventually(has_one_link, what="those that are gone have no link")
+
+
+async def test_a_ticket_with_the_largest_id_is_refused_without_memory_for_all_below(
+    opened: tuple[TransferAgent, TransferAgent],
+) -> None:
+    ours, theirs = opened
+    ticket = msgspec.structs.replace(lend(theirs, [1]), blocks=(1, 2**31 - 1))
+
+    tracemalloc.start()
+    with suppress(DynbusError):
+        await begin(ours, "read", ticket, [3, 4]).result()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most < 2**24
 
 
 async def test_what_cannot_become_ours_is_refused() -> None:
