@@ -102,7 +102,7 @@ class JobTaker:
         """Have a job computed; it is done when its prompt is handed over, or nobody waits."""
         try:
             wanted = msgspec.json.decode(job.data, type=PrefillJob)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             await job.bury(f"it is no prefill job: {error}")
             return
         try:

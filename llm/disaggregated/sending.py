@@ -46,11 +46,15 @@ class _Leases:
         return ticket
 
     def settle(self, settlement: Settlement) -> bool:
+        if settlement.lease_id not in self.open or settlement.epoch != self._table.epoch:
+            # Whoever asks holds a ticket of another prompt, or of another life.
+            return False
         held = self._table.settle(settlement.lease_id, settlement.epoch, monotonic())
-        if settlement.lease_id in self.open:
+        if held:
             self.open.discard(settlement.lease_id)
-            self.lost |= not held
-            self.changed.set()
+        # One that has run out stays open, and is released with the prompt.
+        self.lost |= not held
+        self.changed.set()
         return held
 
     async def over(self) -> None:

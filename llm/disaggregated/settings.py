@@ -175,7 +175,7 @@ def _read(stored: StoredMessage | None) -> StoredSettings:
         return StoredSettings({}, stored.sequence)
     try:
         found = msgspec.json.decode(stored.data, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the record {stored.subject} is no JSON object: {error}") from None
     known = DisaggregationSettings.__struct_fields__
     # A later version may have more of them.

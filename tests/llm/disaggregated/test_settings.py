@@ -110,7 +110,11 @@ async def test_what_is_no_settings_is_ignored_and_those_before_hold(bus: Bus) ->
     await change_settings(js, DECODE, {"max_queue_length": 9})
     async with follow_settings(bus, DECODE, OWN) as live:
         await eventually(lambda: live.current.max_queue_length == 9)
-        for bad in (b"", b"[]", b'{"max_queue_length": -1}', b'{"mode": 5}', b"\xff"):
+        bads = (
+            *(b"", b"[]", b'{"max_queue_length": -1}', b'{"mode": 5}', b"\xff"),
+            *(b'{"mode": "\xff"}', b'{"later": ' + 10_000 * b"["),
+        )
+        for bad in bads:
             await js.publish(subject, bad)
         # A later version's record may say more.
         await js.publish(subject, b'{"max_queue_length": 3, "of_later": true}')

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
+import msgspec
 import pytest
 from tests.conditions import eventually
 from tests.llm.disaggregated.agents import MemoryAgent, Wire
@@ -17,15 +18,25 @@ from tests.llm.weights.tiny_models import VOCABULARY
 
 from dynbus import with_options
 from dynbus.actors.runtime import ActorInstance
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.disaggregated.messages import Role, RoleChange, RoleState
+from dynbus.llm.disaggregated.messages import (
+    PrefillJob,
+    PrefillRequest,
+    Role,
+    RoleChange,
+    RoleState,
+    Settlement,
+)
 from dynbus.llm.disaggregated.receiving import Limits
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.models.records import read_cards
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
+from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.layout import KvMemory
+from dynbus.transfer.leases import Ticket
 
 
 class Engine(DisaggregatedWorker, namespace="test"):
@@ -204,6 +215,71 @@ def test_prompts_go_by_the_work_queue_too(model: dict[str, Any]) -> None:
             assert found == wanted
             assert engine_of(decode).figures.remote[""] == len(requests)
             queue = engine_of(prefill)._queue  # pyright: ignore[reportPrivateUsage]
+
+            async def is_empty() -> bool:
+                return (await queue.depth()).jobs == 0
+
+            await eventually(is_empty, what="no job is left")
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_a_lease_that_is_settled_too_late_or_by_somebody_else_leaves_nothing(
+    model: dict[str, Any],
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            control = kit.client(Engine, node="hand_over")
+            table = engine_of(prefill).wire.agents[str(prefill.name)].leases
+            wanted = PrefillRequest("one", greedy(300))
+
+            async with aclosing(kit.client(Engine, node="prefill").prefill(wanted)) as items:
+                tickets: list[Ticket] = []
+                async for item in items:
+                    tickets += [] if item.ticket is None else [item.ticket]
+                    if item.first is not None:
+                        break
+                first, second, *_ = tickets
+                foreign = Settlement("one", first.lease_id, "of another life")
+                assert not (await control.settle(foreign)).held
+                in_time = Settlement("one", first.lease_id, first.epoch)
+                assert (await control.settle(in_time)).held
+                assert not (await control.settle(in_time)).held
+                # So much later, all of them have run out.
+                table.held(second.lease_id, second.epoch, monotonic() + 60)
+                too_late = Settlement("one", second.lease_id, second.epoch)
+                assert not (await control.settle(too_late)).held
+                with pytest.raises(LeaseLost):
+                    await anext(items)
+
+            await at_rest(pair, prefill)
+
+    run(story())
+
+
+def test_a_job_that_is_none_becomes_a_dead_letter_and_the_next_one_is_taken(
+    model: dict[str, Any],
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            by_queue = {**REMOTE, "through": "queue"}
+            prefill = await pair.start("prefill", disaggregation=by_queue)
+            decode = await pair.start("decode", disaggregation=by_queue)
+            [wanted] = await expected(kit, model, greedy(100))
+            queue = engine_of(decode)._queue  # pyright: ignore[reportPrivateUsage]
+            deep = b'{"later": ' + 10_000 * b"["
+            for number, data in enumerate((b"", b"[]", b'{"hand_over": "\xff"}', deep)):
+                await queue.put(data, job_id=f"bad {number}".replace(" ", "-"))
+            nobodys = msgspec.json.encode(PrefillJob("of-nobody", "a b.>*"))
+            await queue.put(nobodys, job_id="of-nobody")
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+
+            assert engine_of(decode).figures.remote == {"": 1}
 
             async def is_empty() -> bool:
                 return (await queue.depth()).jobs == 0
