@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeAlias
 
+from dynbus.llm.engine.interface import ANY_TOKENS
 from dynbus.llm.generation import Generated
 
 from .messages import Prefilled
@@ -148,6 +149,7 @@ class HandOver:
         prompt_tokens: of the request.
         queued: whether a prefill instance takes the job out of the work queue, in place of being
             chosen.
+        vocabulary: of the own model; token ids are below it.
 
     Attributes:
         reason: why the prompt is computed here after all; empty where it is not.
@@ -156,7 +158,9 @@ class HandOver:
         settled: tokens of the prompt that are here and proven, from the first on.
     """
 
-    def __init__(self, prompt_tokens: int, *, queued: bool = False) -> None:
+    def __init__(
+        self, prompt_tokens: int, *, queued: bool = False, vocabulary: int = ANY_TOKENS
+    ) -> None:
         self.phase = Phase.LOCAL
         self.reason: Reason = ""
         self.detail = ""
@@ -164,6 +168,7 @@ class HandOver:
         self.first: Generated | None = None
         self._prompt_tokens = prompt_tokens
         self._queued = queued
+        self._vocabulary = vocabulary
         self._parts: list[_Part] = []
         self._offered = 0
         self._calls = self._leaves = False
@@ -246,6 +251,11 @@ class HandOver:
                 return f"only {end} tokens came of {self._prompt_tokens}"
             if len(item.first.token_ids) != 1 or item.first.finish_reason == "cancelled":
                 return "the first token is not one"
+            if not 0 <= item.first.token_ids[0] < self._vocabulary:
+                return (
+                    f"the first token is {item.first.token_ids[0]}, and the model here has "
+                    f"{self._vocabulary} tokens"
+                )
         return ""
 
     def read(self, part: int) -> list[Action]:

@@ -215,7 +215,9 @@ class Receiving:
         self._is_worth = is_worth
         self._queued = queued
         self._time_left = time_left
-        self.machine = HandOver(len(request.token_ids), queued=queued)
+        self.machine = HandOver(
+            len(request.token_ids), queued=queued, vocabulary=receiver.runner.limits.vocabulary
+        )
         self._tasks: TaskGroup | None = None
         self._held: Held | None = None
         self._instance = ""

@@ -29,6 +29,7 @@ from dynbus.transfer.leases import Ticket
 
 FIRST = Generated([7], finish_reason="length")
 PROMPT = 48
+VOCABULARY = 160
 
 
 def ticket(start: int, stop: int) -> Ticket:
@@ -41,7 +42,7 @@ def chunk(start: int, stop: int, first: Generated | None = None) -> Prefilled:
 
 
 def began(*, cached: int = 0, queued: bool = False) -> HandOver:
-    one = HandOver(PROMPT, queued=queued)
+    one = HandOver(PROMPT, queued=queued, vocabulary=VOCABULARY)
     one.begin()
     one.reserved(cached)
     return one
@@ -152,6 +153,8 @@ def test_a_prompt_that_is_cached_after_all_is_computed_here() -> None:
         Prefilled(32, 0, ticket(0, 32), first=FIRST),
         Prefilled(PROMPT, 0, ticket(0, PROMPT), first=Generated([])),
         Prefilled(PROMPT, 0, ticket(0, PROMPT), first=Generated([1, 2])),
+        Prefilled(PROMPT, 0, ticket(0, PROMPT), first=Generated([VOCABULARY])),
+        Prefilled(PROMPT, 0, ticket(0, PROMPT), first=Generated([-1])),
         Prefilled(PROMPT, 0, first=FIRST),
     ],
 )
