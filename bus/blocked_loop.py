@@ -29,7 +29,8 @@ SHOWN_FRAMES: Final = 12
 logger = logging.getLogger(__name__)
 
 OWN_FOLDERS: Final = tuple(
-    f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("actors", "bus", "compat")
+    f"{Path(__file__).parents[1] / folder}{os.sep}"
+    for folder in ("actors", "bus", "compat", "transfer")
 )
 """Where our own code is: what a user is shown begins with the first line elsewhere."""
 
