@@ -21,12 +21,14 @@ class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         request: whose prompt and first token are wanted.
         cached: tokens of the prompt, from the first on, that the reader has; they are not offered.
         kv_transfer_params: what vLLM's own connector is to know; None for blocks under leases.
+        model: the fingerprint of the reader's, which has to be the same; empty where it has none.
     """
 
     hand_over: str
     request: GenerateRequest
     cached: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    model: str = ""
 
 
 class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -198,6 +198,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         async with AsyncExitStack() as exits:
             agent = await exits.enter_async_context(self.transfer_agent(memory))
             self._agent = agent
+            await self.read_fingerprint()
             self._settings = await exits.enter_async_context(
                 follow_settings(bus, self._component(self.decode_node), self._own_settings)
             )
@@ -312,7 +313,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             receiver = Receiver(
                 self._running(),
                 self._agent,
-                _PrefillClient(client, self._control_client()),
+                _PrefillClient(client, self._control_client(), self._fingerprint),
                 runtime.background,
                 self.hand_over_limits,
                 self.figures,
@@ -456,8 +457,12 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         """How far a prompt is computed, with leases on its blocks, and its first token at last.
 
         It ends when all leases are settled; whoever leaves it before has all freed at once.
+
+        Raises:
+            InvalidRequest: the caller computes another model.
         """
         assert self._sender is not None
+        self.check_same_model(request.model)
         async for item in self._sender.prefill(self._new_name(), request, context()):
             yield item
 
@@ -478,13 +483,21 @@ _FIELDS: Final = RequestFields(
 
 
 class _PrefillClient:
-    """The prefill instances; see `Peers`."""
+    """The prefill instances; see `Peers`.
 
-    def __init__(self, prefill: DisaggregatedWorker, control: DisaggregatedWorker) -> None:
+    Args:
+        model: the fingerprint of the decode instance's.
+    """
+
+    def __init__(
+        self, prefill: DisaggregatedWorker, control: DisaggregatedWorker, model: str
+    ) -> None:
         self._prefill = prefill
         self._control = control
+        self._model = model
 
     def prefill(self, request: PrefillRequest, instance: str) -> AsyncGenerator[Prefilled, None]:
+        request = msgspec.structs.replace(request, model=self._model)
         client = with_options(self._prefill, instance=instance) if instance else self._prefill
         return client.prefill(request)
 

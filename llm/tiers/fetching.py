@@ -100,6 +100,7 @@ class PrefixFetcher:
         peer: gives an instance by its id.
         agent_of: the name of an instance's agent, by its id.
         background: where what is left of given-up transfers is waited for.
+        model: its fingerprint, which peers compare with their own; empty for none.
 
     Attributes:
         statistics: figures.
@@ -114,12 +115,14 @@ class PrefixFetcher:
         peer: Callable[[str], Peer],
         agent_of: Callable[[str], str],
         background: Background,
+        model: str = "",
     ) -> None:
         self._runner = runner
         self._agent = agent
         self._rates = rates
         self.peer = peer
         self._agent_of = agent_of
+        self._model = model
         self._background = background
         self.statistics = FetchStatistics()
 
@@ -225,6 +228,7 @@ class PrefixFetcher:
             start,
             request.lora_name,
             request.cache_salt,
+            self._model,
         )
         async with aclosing(peer.lend_prefix(wanted)) as lending:
             lent = await anext(lending)

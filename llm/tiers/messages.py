@@ -16,6 +16,7 @@ class LendRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         start: how many of these tokens the reader has already; whole blocks.
         seconds: for how long the blocks are wanted at most.
         lora_name, cache_salt: of the request, without which the blocks are others.
+        model: the fingerprint of the reader's, which has to be the same; empty where it has none.
     """
 
     token_ids: list[int]
@@ -23,6 +24,7 @@ class LendRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int = 0
     lora_name: str | None = None
     cache_salt: str | None = None
+    model: str = ""
 
 
 class Lent(msgspec.Struct, frozen=True, omit_defaults=True):

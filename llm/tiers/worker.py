@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from dynbus.llm.engine import ModelEngine
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.named import NamedWorker
+from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.transfer.agent import open_agent
 from dynbus.transfer.layout import KvMemory
 
@@ -42,6 +44,7 @@ class TieredWorker(NamedWorker, abstract=True):
     host_memory: int = 0
     fetches_prefixes: bool = False
 
+    _fingerprint: str = ""
     _rates: Rates | None = None
     _store: HostStore | None = None
     _lender: Lender | None = None
@@ -88,6 +91,7 @@ class TieredWorker(NamedWorker, abstract=True):
             ) from None
         if rates is None:
             rates = self._rates = Rates(limits.block_size, memory.layout.block_bytes)
+        await self.read_fingerprint()
         own = self.__dynbus_name__
         agent = await exits.enter_async_context(
             open_agent(runtime.bus, self._agent_of(own.instance_id), memory)
@@ -100,8 +104,31 @@ class TieredWorker(NamedWorker, abstract=True):
             rates,
             peer=lambda instance: with_options(client, instance=instance),
             agent_of=self._agent_of,
+            model=self._fingerprint,
             background=runtime.bus.background,
         )
+
+    async def read_fingerprint(self) -> str:
+        """The fingerprint of the model, with which peers' are compared from now on.
+
+        Raises:
+            OSError: its files cannot be read.
+        """
+        self._fingerprint = await asyncio.to_thread(fingerprint, self.found.path)
+        return self._fingerprint
+
+    def check_same_model(self, theirs: str) -> None:
+        """Check that a peer computes this model, by its fingerprint; one without is believed.
+
+        Raises:
+            InvalidRequest: it computes another one, whose blocks mean something else.
+        """
+        if theirs and self._fingerprint and theirs != self._fingerprint:
+            raise InvalidRequest(
+                f"this instance computes {self.found.path.name} of fingerprint "
+                f"{self._fingerprint[:8]}, and the one that asks a model of {theirs[:8]}: give "
+                "both the same files"
+            )
 
     def _agent_of(self, instance: str) -> str:
         """The name of an instance's agent."""
@@ -153,6 +180,7 @@ class TieredWorker(NamedWorker, abstract=True):
     @handler(concurrency=None)
     async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
         """Lease the cached blocks of a prefix to another instance, until the call ends."""
+        self.check_same_model(request.model)
         lending: Any = self._lending().lend(request, context().link)
         try:
             async for lent in lending:

@@ -14,7 +14,7 @@ import pytest
 from tests.conditions import eventually
 from tests.llm.disaggregated.agents import MemoryAgent, Wire
 from tests.llm.small.test_actor import served_folder
-from tests.llm.weights.tiny_models import VOCABULARY
+from tests.llm.weights.tiny_models import VOCABULARY, TinyModel
 
 from dynbus import with_options
 from dynbus.actors.runtime import ActorInstance
@@ -104,7 +104,7 @@ class Pair:
         self.wire = Engine.wire = Wire()
 
     async def start(self, node: str, **settings: Any) -> ActorInstance:
-        instance = await self.kit.start(Engine, node=node, **self.model, **settings)
+        instance = await self.kit.start(Engine, node=node, **{**self.model, **settings})
         # Its first role has its own name.
         await self.kit.caller.discovery.wait_for_instance(instance.name)
         return instance
@@ -288,6 +288,29 @@ def test_a_job_that_is_none_becomes_a_dead_letter_and_the_next_one_is_taken(
             await at_rest(pair, prefill, decode)
 
     run(story())
+
+
+@pytest.mark.parametrize("through", ["direct", "queue"])
+def test_nothing_is_taken_of_an_instance_with_another_model_of_the_same_shapes(
+    model: dict[str, Any], tmp_path: Path, through: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = served_folder(tmp_path / "other")
+    TinyModel("tuned", "llama").write_folder(other)
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            settings = {**REMOTE, "through": through}
+            prefill = await pair.start("prefill", disaggregation=settings, model=str(other))
+            decode = await pair.start("decode", disaggregation=settings)
+            [wanted] = await expected(kit, model, greedy(100))
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+            assert engine_of(decode).figures.remote == {"refused": 1}
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+    assert "give both the same files" in caplog.text
 
 
 def test_a_job_that_nobody_takes_is_computed_here(model: dict[str, Any]) -> None:

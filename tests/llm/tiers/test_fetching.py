@@ -138,9 +138,11 @@ class Story:
             peer=lambda _: self,
             agent_of=lambda name: f"agent of {name}",
             background=background,
+            model="of a",
         )
 
     async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
+        assert request.model == "of a"
         if self.error is not None:
             raise self.error
         if self.stalls:
