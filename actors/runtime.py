@@ -144,6 +144,10 @@ class Actor(DeclaredActor, abstract=True):
         """What serves a handler: the endpoint made of it, or another in its place."""
         return endpoint
 
+    async def __dynbus_drain__(self, grace: float) -> None:
+        """Let calls finish within `grace` seconds that come by other names than the instance's;
+        only for an instance that is not announced itself."""
+
     async def on_start(self) -> None:
         """Runs before the instance is announced; an exception here stops it."""
 
@@ -228,6 +232,7 @@ class ActorInstance(ServedInstance):
             self.actor,
             id_was_given=bool(instance_id) and not id_is_random,
             announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
+            drain=self.actor.__dynbus_drain__,
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]

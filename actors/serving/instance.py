@@ -100,6 +100,8 @@ class ServedInstance:
         id_was_given: others could have the id too, so they are asked for it.
         announced: False for an instance that nobody finds: it serves no endpoint and has no lease,
             and all else of its life is the same.
+        drain: for one that is not announced: awaited with the seconds of its drain, in which the
+            calls of what it serves under other names finish.
         ended: called with the instance when it has stopped after it was ready.
 
     Attributes:
@@ -119,6 +121,7 @@ class ServedInstance:
         *,
         id_was_given: bool = False,
         announced: bool = True,
+        drain: Callable[[float], Awaitable[None]] | None = None,
         ended: Callable[[ServedInstance], object],
     ) -> None:
         self.name = name
@@ -134,6 +137,8 @@ class ServedInstance:
         self._served = served
         self._id_was_given = id_was_given
         self._on_end = ended
+        self._drain_elsewhere = drain
+        self._hurried = anyio.Event()
         self._keeper: LeaseKeeper | None = None
         self._metadata: dict[str, str] | None = None
         self._services: ServiceResponder | None = None
@@ -219,6 +224,7 @@ class ServedInstance:
     def stop_now(self) -> None:
         """End what is still running in a drain, `on_stop` after `HURRIED_TIMEOUT` seconds."""
         self._object.hurry()
+        self._hurried.set()
         self.server.end_all("the instance was stopped")
 
     async def serve_also(self, endpoints: Iterable[Endpoint]) -> None:
@@ -361,6 +367,7 @@ class ServedInstance:
     async def _drain(self) -> None:
         keeper = self._keeper
         if keeper is None:
+            await self._drain_what_is_elsewhere()
             return
         self._bus.lane.call(lambda: keeper.change(draining=True))
         if load := self.server.execution.load:
@@ -369,6 +376,20 @@ class ServedInstance:
                 *(self.name, load, round(self._grace, 1)),
             )
         await self.server.drain(self._grace)
+
+    async def _drain_what_is_elsewhere(self) -> None:
+        drain = self._drain_elsewhere
+        if drain is None or self._hurried.is_set():
+            return
+        async with anyio.create_task_group() as tasks:
+
+            async def run() -> None:
+                await drain(self._grace)
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(run)
+            await self._hurried.wait()
+            tasks.cancel_scope.cancel()
 
     async def _withdraw(self) -> None:
         for end in self._end_listening:

@@ -114,10 +114,16 @@ class OfferAnswer(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class RoleChange(msgspec.Struct, frozen=True):
-    """What an instance is to serve from now on."""
+class RoleChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an instance is to serve from now on.
+
+    Attributes:
+        grace: seconds that calls have to finish of what is given up, before other instances take
+            them over; `drain_grace` of the process unless given.
+    """
 
     role: Role
+    grace: float | None = None
 
 
 class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -125,8 +131,10 @@ class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         role: that was asked for last.
-        serves: what it is found for now; calls that it is not found for any more may still run.
+        serves: what it is found for now.
+        draining: what it is not found for any more, while calls of it still run.
     """
 
     role: Role
     serves: list[Literal["prefill", "decode"]] = []
+    draining: list[Literal["prefill", "decode"]] = []

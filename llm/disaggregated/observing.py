@@ -118,16 +118,22 @@ class HandOverWatch(Openable):
 
     Args:
         role: what the instance serves now, in a word.
+        shown: under which name it is found now, where that changes with what it serves.
     """
 
     def __init__(
-        self, bus: Bus, name: InstanceName, figures: HandOverFigures, role: Callable[[], str]
+        self,
+        bus: Bus,
+        name: InstanceName,
+        figures: HandOverFigures,
+        role: Callable[[], str],
+        shown: Callable[[], InstanceName] | None = None,
     ) -> None:
         super().__init__(bus.background)
         namespace, component, instance_id = name
         self._name = f"hand-overs of {namespace}.{component}/{instance_id}"
         self._about = f"{namespace}.{component}/{instance_id}"
-        self._instance = str(name)
+        self._shown = shown or (lambda: name)
         self._bus = bus
         self._figures = figures
         self._role = role
@@ -186,7 +192,7 @@ class HandOverWatch(Openable):
         status.put(self._name, self._about, {STATUS_KEY: text})
         status.put_figures(
             self._name,
-            self._instance,
+            str(self._shown()),
             {
                 "prompts_handed_over": figures.handed_over,
                 "prompts_fell_back": figures.fell_back,

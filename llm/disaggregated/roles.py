@@ -12,6 +12,7 @@ import anyio
 
 from dynbus.actors import Runtime
 from dynbus.actors.serving.instance import ServedInstance
+from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.kvrouter.events import KvEvent
@@ -29,12 +30,6 @@ DUTIES: Final[Mapping[Role, tuple[Duty, ...]]] = {
     "decode": ("control", "decode"),
     "both": ("control", "prefill", "decode"),
 }
-
-DRAIN_GRACE: Final = 3600.0
-"""Seconds that calls have to finish when an instance changes its role: its engine stays."""
-
-STOP_GRACE: Final = 25.0
-"""Seconds that they have at most when it stops: less than an actor's `on_stop` may take."""
 
 
 class RoleEvents:
@@ -125,10 +120,11 @@ class RoleInstance:
 
     async def stop(self, grace: float) -> None:
         """Withdraw it, and let its calls finish within `grace` seconds."""
+        until = monotonic() + grace
         if self.retire is not None:
             with anyio.move_on_after(grace):
                 await self.retire()
-        await self.instance.stop(grace)
+        await self.instance.stop(max(0.0, until - monotonic()))
 
     async def on_stop(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -157,13 +153,27 @@ class Roles:
     @property
     def state(self) -> RoleState:
         """What is served."""
-        return RoleState(self._role, [one for one in ("prefill", "decode") if one in self._serves])
+        leaving = {one.duty for one in self._leaving}
+        return RoleState(
+            self._role,
+            [one for one in ("prefill", "decode") if one in self._serves],
+            [one for one in ("prefill", "decode") if one in leaving],
+        )
 
-    async def change(self, role: Role) -> RoleState:
+    @property
+    def shown(self) -> InstanceName | None:
+        """Under which name operators look for what the instance does; decode goes first."""
+        for duty in ("decode", "prefill"):
+            if duty in self._serves:
+                return self._serves[duty].instance.name
+        return None
+
+    async def change(self, role: Role, grace: float) -> RoleState:
         """Serve this role from now on.
 
         What is new is found by others when this returns. What is given up is found no more, and
-        its calls finish.
+        its calls finish within `grace` seconds; those that do not end with `Draining`, as at the
+        stop of any instance, and are retried or continued by other instances.
 
         Raises:
             DynbusError: what is new cannot be served; nothing is changed then.
@@ -179,61 +189,68 @@ class Roles:
                         started[duty] = made
             except BaseException:
                 for one in started.values():
-                    self._withdraw(one)
+                    self._withdraw(one, 0.0)
                 raise
             self._serves |= started
             self._role = role
-            kept: tuple[Duty, ...] = () if self._is_closed else wanted
+            kept: tuple[Duty, ...] = ("control",) if self._is_closed else wanted
             for duty, one in list(self._serves.items()):
                 if duty not in kept:
                     del self._serves[duty]
-                    self._withdraw(one)
+                    self._withdraw(one, grace)
             return self.state
 
-    def _withdraw(self, one: RoleInstance) -> None:
+    def _withdraw(self, one: RoleInstance, grace: float) -> None:
         """Stop a role, when its calls have ended."""
         self._leaving.add(one)
         name = f"the drain of {one.instance.name}"
-        self._runtime.background.start(self._drain, one, name=name)
+        self._runtime.background.start(self._leave, one, grace, name=name)
 
-    async def _drain(self, one: RoleInstance) -> None:
+    async def _leave(self, one: RoleInstance, grace: float) -> None:
         try:
-            await one.stop(DRAIN_GRACE)
+            await one.stop(grace)
         except Exception:
             logger.exception("%r did not stop cleanly", one)
         finally:
-            self._leaving.discard(one)
+            if one.instance.stopped.is_set():
+                self._leaving.discard(one)
 
     def report_broken(self, reason: str) -> None:
         """The engine serves nothing any longer; to be called from any thread."""
         for one in [*self._serves.values(), *self._leaving]:
             one.instance.report_broken(reason)
 
+    async def drain(self, grace: float) -> None:
+        """Withdraw all, and let their calls finish within `grace` seconds."""
+        self._is_closed = True
+        # Leases are settled until nobody reads any more.
+        leaving = [one for duty, one in self._serves.items() if duty != "control"]
+        self._serves = {duty: one for duty, one in self._serves.items() if duty == "control"}
+        self._leaving.update(leaving)
+        async with anyio.create_task_group() as tasks:
+            for one in list(self._leaving):
+                tasks.start_soon(self._drain_one, one, grace)
+
+    async def _drain_one(self, one: RoleInstance, grace: float) -> None:
+        with anyio.move_on_after(grace):
+            await self._leave(one, grace)
+            # One that drains already is waited for.
+            await one.instance.stopped.wait()
+
     async def close(self) -> None:
-        """Withdraw all, and wait for their calls as long as there is time."""
+        """Withdraw what is left at once."""
         self._is_closed = True
         # Leases are settled until nobody reads any more.
         control = self._serves.pop("control", None)
         everything = [*self._serves.values(), *self._leaving]
         self._serves.clear()
-        try:
-            async with anyio.create_task_group() as tasks:
-                for one in everything:
-                    tasks.start_soon(self._close_one, one)
-        finally:
-            everything += [control] if control is not None else []
-            with anyio.CancelScope(shield=True):
-                for one in everything:
-                    one.instance.stop_now()
+        everything += [control] if control is not None else []
+        with anyio.CancelScope(shield=True):
+            for one in everything:
+                one.instance.stop_now()
+            for one in everything:
+                try:
                     await one.instance.stop(0.0)
-                    await one.instance.stopped.wait()
-
-    async def _close_one(self, one: RoleInstance) -> None:
-        grace = min(self._runtime.bus.config.drain_grace, STOP_GRACE)
-        try:
-            with anyio.move_on_after(grace):
-                await one.stop(grace)
-                # One that drains already is waited for.
+                except Exception:
+                    logger.exception("%r did not stop cleanly", one)
                 await one.instance.stopped.wait()
-        except Exception:
-            logger.exception("%r did not stop cleanly", one)

@@ -202,16 +202,20 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             self._settings = await exits.enter_async_context(
                 follow_settings(bus, self._component(self.decode_node), self._own_settings)
             )
-            role = self._roles_text
-            await exits.enter_async_context(HandOverWatch(bus, name, self.figures, role))
+            watch = HandOverWatch(bus, name, self.figures, self._roles_text, self._shown)
+            await exits.enter_async_context(watch)
             self._limits_of_engine = limits
             self._queue = WorkQueue(
                 bus, EndpointName(*self._component(self.prefill_node), "prefill")
             )
             roles = self._roles = Roles(self.runtime, self._make_role)
             exits.push_async_callback(roles.close)
-            await roles.change(self._first_role)
+            await roles.change(self._first_role, 0.0)
             self._exits_of_roles = exits.pop_all()
+
+    async def __dynbus_drain__(self, grace: float) -> None:
+        if self._roles is not None:
+            await self._roles.drain(grace)
 
     async def on_stop(self) -> None:
         try:
@@ -230,6 +234,10 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
 
     def _roles_text(self) -> str:
         return " and ".join(self._roles.state.serves) if self._roles is not None else ""
+
+    def _shown(self) -> InstanceName:
+        """Where operators find it now."""
+        return (self._roles.shown if self._roles is not None else None) or self.__dynbus_name__
 
     # Roles ----------------------------------------------------------------------------------
 
@@ -363,10 +371,17 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
 
     @handler(idempotent=True)
     async def change_role(self, change: RoleChange) -> RoleState:
-        """Serve another role from now on: what is new is found when this returns, and the calls of
-        what is given up finish."""
+        """Serve another role from now on: what is new is found when this returns. The calls of what
+        is given up have `grace` seconds to finish; then other instances take them over.
+
+        Raises:
+            InvalidRequest: `grace` is no number of seconds.
+        """
         assert self._roles is not None
-        return await self._roles.change(change.role)
+        grace = self.runtime.bus.config.drain_grace if change.grace is None else change.grace
+        if not 0 <= grace < float("inf"):
+            raise InvalidRequest(f"grace = {grace:g}: give seconds, 0 or more")
+        return await self._roles.change(change.role, grace)
 
     # Decode ---------------------------------------------------------------------------------
 

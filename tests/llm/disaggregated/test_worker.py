@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from tests.llm.weights.tiny_models import VOCABULARY, TinyModel
 from dynbus import with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, Draining, InvalidRequest, StreamLost
 from dynbus.llm.disaggregated.messages import (
     PrefillJob,
     PrefillRequest,
@@ -34,6 +35,7 @@ from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.models.records import read_cards
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
+from dynbus.transfer.binding import nixl
 from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import Ticket
@@ -47,6 +49,10 @@ class Engine(DisaggregatedWorker, namespace="test"):
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[MemoryAgent]:
         return self.wire.agent(str(self.__dynbus_name__), memory)
+
+
+class OverNixl(DisaggregatedWorker, namespace="test"):
+    """Moves blocks as workers do unless told otherwise."""
 
 
 class Whole(ModelWorker, namespace="test"):
@@ -518,6 +524,13 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
                 client = with_options(control, instance=ids[instance])
                 state = await client.change_role(RoleChange(role))
                 assert state.role == role
+                # What it did and does is shown where it is found now.
+                shown = engine_of(instance)._shown()  # pyright: ignore[reportPrivateUsage]
+                assert shown.component == ("prefill" if role == "prefill" else "decode")
+                status = instance.actor.runtime.bus.status
+                await eventually(
+                    lambda: "prompts_local" in status.figures(str(shown)), what="figures are there"
+                )
                 return state
 
             ids = {instance: control_of(instance) for instance in (one, two, three)}
@@ -534,6 +547,60 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
     run(story())
 
 
+@pytest.mark.parametrize("how", ["change", "stop"])
+def test_calls_of_a_role_that_is_given_up_have_the_grace_of_a_drain(
+    model: dict[str, Any], how: str
+) -> None:
+    async def story(grace: float) -> list[int]:
+        tokens: list[int] = []
+        async with TestKit(drain_grace=grace) as kit:
+            pair = Pair(kit, model)
+            await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            here = with_options(pair.client, instance=decode.id)
+            pair.wire.stalls = True
+            async with (
+                anyio.create_task_group() as tasks,
+                aclosing(here.generate(greedy(300, 20))) as stream,
+            ):
+                tokens += (await anext(stream)).token_ids
+                if how == "stop":
+                    tasks.start_soon(decode.stop)
+                    await eventually(
+                        lambda: bool(decode.state.value == "draining"), what="it drains"
+                    )
+                else:
+                    control = with_options(
+                        kit.client(Engine, node="hand_over"), instance=control_of(decode)
+                    )
+                    state = await control.change_role(RoleChange("prefill"))
+                    assert (state.serves, state.draining) == (["prefill"], ["decode"])
+                with suppress(StreamLost, Draining):
+                    async for item in stream:
+                        tokens += item.token_ids
+            pair.wire.become_quiet()
+            if how == "change":
+                await at_rest(pair, decode)
+        return tokens
+
+    # A transfer that does not come is given up after 5 s.
+    assert len(run(story(60.0))) == 20
+    assert len(run(story(0.2))) == 1
+
+
+def test_a_grace_that_is_none_is_refused(model: dict[str, Any]) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            one = await pair.start("prefill")
+            control = with_options(kit.client(Engine, node="hand_over"), instance=control_of(one))
+            for grace in (-1.0, float("inf"), float("nan")):
+                with pytest.raises(InvalidRequest, match="grace"):
+                    await control.change_role(RoleChange("decode", grace))
+
+    run(story())
+
+
 def test_a_worker_without_a_role_says_how_it_gets_one(model: dict[str, Any]) -> None:
     async def story() -> None:
         async with TestKit() as kit:
@@ -542,6 +609,24 @@ def test_a_worker_without_a_role_says_how_it_gets_one(model: dict[str, Any]) -> 
 
     with pytest.raises(ConfigError, match="has no role: name its node prefill or decode"):
         run(story())
+
+
+def test_a_missing_nixl_stops_the_start_with_the_remedy(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is None there cannot be imported.
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    nixl.cache_clear()
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(OverNixl, node="decode", **model)
+
+    try:
+        with pytest.raises(ConfigError, match=r"NIXL: pip install .*\[transfer\]"):
+            run(story())
+    finally:
+        nixl.cache_clear()
 
 
 def test_an_engine_whose_blocks_stay_is_refused(model: dict[str, Any]) -> None:
