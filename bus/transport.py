@@ -408,8 +408,13 @@ class JetStream(Protocol):
         """
         ...
 
-    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
+    async def purge(
+        self, stream: str, subject: str = "", *, up_to: int = 0, timeout: float = 5.0
+    ) -> int:
         """Drop the messages of a subject (wildcards allowed), or all; returns how many.
+
+        Args:
+            up_to: the last sequence that is dropped; 0 for no such limit.
 
         Raises:
             NoStream: the stream does not exist.

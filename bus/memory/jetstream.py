@@ -427,8 +427,13 @@ class MemoryJetStream:
     ) -> StoredMessage | None:
         return await self._look(stream, "MSG.GET", lambda held: held.last(subject), timeout)
 
-    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
-        return await self._look(stream, "PURGE", lambda held: held.purge(subject or ">"), timeout)
+    async def purge(
+        self, stream: str, subject: str = "", *, up_to: int = 0, timeout: float = 5.0
+    ) -> int:
+        def drop(held: MemoryStream) -> int:
+            return held.purge(subject or ">", up_to)
+
+        return await self._look(stream, "PURGE", drop, timeout)
 
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
         return await self._look(stream, "INFO", MemoryStream.info, timeout)

@@ -135,9 +135,13 @@ class MemoryStream:
         first = next(iter(self._records), last + 1 if last else 0)
         return StreamInfo(len(self._records), self._bytes, first, last, self.created)
 
-    def purge(self, pattern: str) -> int:
-        """Drop the messages whose subject `pattern` names; returns how many."""
-        gone = self.after(1, pattern)
+    def purge(self, pattern: str, up_to: int = 0) -> int:
+        """Drop the messages whose subject `pattern` names; returns how many.
+
+        Args:
+            up_to: the last sequence that is dropped; 0 for no such limit.
+        """
+        gone = [one for one in self.after(1, pattern) if not up_to or one <= up_to]
         for sequence in gone:
             self._remove(sequence)
         return len(gone)

@@ -248,8 +248,13 @@ class NatsJetStream:
                 base64.b64decode(message.get("data", "")),
             )
 
-    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
-        which = {"filter": subject} if subject else {}
+    async def purge(
+        self, stream: str, subject: str = "", *, up_to: int = 0, timeout: float = 5.0
+    ) -> int:
+        which: dict[str, Any] = {"filter": subject} if subject else {}
+        if up_to:
+            # The server keeps the one that it is told.
+            which["seq"] = up_to + 1
         call = f"STREAM.PURGE.{stream}"
         answer = await self.api(call, which, timeout=timeout)
         with reading(call):

@@ -179,9 +179,9 @@ class DeadLetters:
         await self.purge(letter)
 
     async def purge(self, letter: DeadLetter) -> None:
-        """Drop a letter; one that is gone is no error."""
+        """Drop a letter; one that is gone is no error, and a later one of the same job stays."""
         subject = dead_letter_subject(*letter.queue, letter.letter_id)
-        await self._jetstream.purge(self._stream, subject)
+        await self._jetstream.purge(self._stream, subject, up_to=letter.sequence)
 
     async def _read(self, subject: str) -> list[DeadLetter]:
         try:

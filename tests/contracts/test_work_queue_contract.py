@@ -263,6 +263,24 @@ async def test_a_job_that_is_refused_is_a_dead_letter_and_can_be_tried_again(
         await letters.get(one.letter_id)
 
 
+async def test_a_job_that_dies_again_before_its_letter_is_dropped_has_a_letter_still(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    letters = DeadLetters(here.data.jetstream, name.namespace)
+    await queue.put(b"page", job_id="one")
+    async with queue.take() as taker:
+        await (await next_job(taker)).bury("the page is not there")
+        [first] = await letters.find()
+        await letters.retry(first)
+        await (await next_job(taker)).bury("it is not there either")
+
+    # Whoever was slow to drop the letter that was tried again drops none that came since.
+    await letters.purge(first)
+
+    [second] = await letters.find()
+    assert second.error == "it is not there either"
+
+
 async def test_a_job_past_its_deadline_is_dropped_and_not_begun(queue: WorkQueue) -> None:
     await queue.put(b"", job_id="late", deadline=monotonic() + 0.2)
     await queue.put(b"", job_id="in-time", deadline=monotonic() + 60)
