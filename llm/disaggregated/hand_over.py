@@ -24,6 +24,7 @@ from .messages import Prefilled
 Reason = Literal[
     "",
     "cached",
+    "own_job",
     "no_instances",
     "refused",
     "prefill_lost",

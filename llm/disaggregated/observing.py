@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks at the figures."""
 
-NOT_COUNTED: Final = ("cached", "cancelled")
-"""Ends of hand-overs that are no failures: the prompt was here, or the request ended before."""
+NOT_COUNTED: Final = ("cached", "own_job", "cancelled")
+"""Ends of hand-overs that are no failures: the prompt was here, the instance took
+its own job, or the request ended before."""
 
 STATUS_KEY: Final = "disaggregated"
 

@@ -50,7 +50,7 @@ from .messages import (
     Settled,
     Settlement,
 )
-from .observing import HandOverFigures, TransferSpan, TransferSpans
+from .observing import NOT_COUNTED, HandOverFigures, TransferSpan, TransferSpans
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +176,18 @@ class Receiver:
     def __repr__(self) -> str:
         return f"<Receiver [{len(self.open)} hand-overs]>"
 
-    async def offer(self, offer: Offer) -> OfferAnswer:
-        """A prefill instance has taken a job: it computes it now, or is told that nobody waits."""
+    async def offer(self, offer: Offer, *, is_own: bool = False) -> OfferAnswer:
+        """A prefill instance has taken a job: it computes it now, or is told that nobody waits.
+
+        Args:
+            is_own: whether it is this instance, which moves no blocks to itself.
+        """
         receiving = self.open.get(offer.hand_over)
         if receiving is None:
             return OfferAnswer(done=False, reason="nobody waits for it any more")
+        if is_own:
+            receiving.compute_here()
+            return OfferAnswer(done=False, reason="it computes its own prompt where it decodes")
         return await receiving.offered(offer)
 
 
@@ -267,7 +274,7 @@ class Receiving:
                 machine.reason if machine.first is not None or machine.reason else "cancelled",
                 monotonic() - self._began,
             )
-            if machine.reason not in ("", "cached"):
+            if machine.reason and machine.reason not in NOT_COUNTED:
                 logger.warning(
                     "%s: its prompt is computed here from token %d on: %s (%s)",
                     *(self._name, machine.settled, machine.reason, machine.detail),
@@ -281,6 +288,10 @@ class Receiving:
         self._do(actions)
         await self._went_on.wait()
         return OfferAnswer(done=not self.machine.reason, reason=self.machine.detail)
+
+    def compute_here(self) -> None:
+        """This instance has taken its own job: it has room for the prompt."""
+        self._do(self.machine.fall_back("own_job", "this instance took the job itself"))
 
     # What the machine asks for --------------------------------------------------------------
 

@@ -463,7 +463,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         or when nobody waits for it."""
         if self._receiver is None:
             return OfferAnswer(done=False, reason="this instance decodes no longer")
-        return await self._receiver.offer(offer)
+        return await self._receiver.offer(offer, is_own=offer.instance in self._ids)
 
     # Prefill --------------------------------------------------------------------------------
 

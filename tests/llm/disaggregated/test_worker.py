@@ -319,6 +319,29 @@ def test_nothing_is_taken_of_an_instance_with_another_model_of_the_same_shapes(
     assert "give both the same files" in caplog.text
 
 
+def test_an_instance_that_takes_its_own_job_computes_it_where_it_decodes(
+    model: dict[str, Any],
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            settings = {"role": "both", "disaggregation": {**REMOTE, "through": "queue"}}
+            # Which is there, and takes no jobs.
+            prefill = await pair.start("prefill")
+            both = await pair.start("decode", **settings)
+            [wanted] = await expected(kit, model, greedy(100))
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+
+            figures = engine_of(both).figures
+            assert figures.remote == {"own_job": 1}
+            assert not figures.served
+            assert figures.fell_back == 0
+            await at_rest(pair, prefill, both)
+
+    run(story())
+
+
 def test_a_job_that_nobody_takes_is_computed_here(model: dict[str, Any]) -> None:
     async def story() -> None:
         async with TestKit() as kit:
