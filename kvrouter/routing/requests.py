@@ -36,6 +36,13 @@ ROUTED_KEYS: Final = (DP_RANK_KEY, OVERLAP_KEY, PEER_KEY, PEER_BLOCKS_KEY)
 data-parallel rank that was chosen, how many blocks of the prompt it was taken to hold, and the
 instance that holds more of them, with how many; empty and 0 for none."""
 
+
+def routed_blocks(metadata: Mapping[str, str], key: str) -> int:
+    """A number of blocks that routing has added to the metadata of a call; 0 for what is none."""
+    text = metadata.get(key, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
 _TAG_WITH_NUMBER: Final = re.compile(r".+[:*]\s*-?[\d.]+")
 
 LoraMode = Literal["prefer", "require"]

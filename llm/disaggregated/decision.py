@@ -40,8 +40,8 @@ class PrefillReason(StrEnum):
     """The queue is long, and this instance is busier still."""
 
 
-class PrefillRequest(NamedTuple):
-    """What is to be decided on.
+class PromptSize(NamedTuple):
+    """How much of a prompt there is to compute.
 
     Attributes:
         prompt_tokens: all of the prompt.
@@ -93,23 +93,23 @@ class PrefillDecision(NamedTuple):
     Attributes:
         remote: on a prefill instance.
         reason: why.
-        request, load: what was known.
+        prompt, load: what was known.
         saturation: for the next decision.
     """
 
     remote: bool
     reason: PrefillReason
-    request: PrefillRequest
+    prompt: PromptSize
     load: PrefillLoad
     saturation: Saturation
 
     def describe(self) -> str:
         """The decision with the figures behind it, for people."""
         where = "remote" if self.remote else "local"
-        request, load = self.request, self.load
+        prompt, load = self.prompt, self.load
         return (
-            f"{where}: {self.reason.replace('_', ' ')} ({request.uncached_tokens} of "
-            f"{request.prompt_tokens} tokens to compute, {load.queue_length} prompts with "
+            f"{where}: {self.reason.replace('_', ' ')} ({prompt.uncached_tokens} of "
+            f"{prompt.prompt_tokens} tokens to compute, {load.queue_length} prompts with "
             f"{load.queued_tokens} tokens wait for {load.instances} prefill instances, decode load "
             f"{load.decode_load:.2f})"
         )
@@ -117,24 +117,24 @@ class PrefillDecision(NamedTuple):
 
 def decide(
     settings: DisaggregationSettings,
-    request: PrefillRequest,
+    prompt: PromptSize,
     load: PrefillLoad,
     saturation: Saturation = Saturation(),  # noqa: B008 - a frozen named tuple
 ) -> PrefillDecision:
-    """Where the prompt of `request` is computed.
+    """Where a prompt is computed.
 
     Args:
         saturation: of the decision before.
     """
     now = _saturation(settings, load, saturation)
-    remote, reason = _choose(settings, request, load, now)
-    return PrefillDecision(remote, reason, request, load, now)
+    remote, reason = _choose(settings, prompt, load, now)
+    return PrefillDecision(remote, reason, prompt, load, now)
 
 
 def _choose(
-    settings: DisaggregationSettings, request: PrefillRequest, load: PrefillLoad, now: Saturation
+    settings: DisaggregationSettings, prompt: PromptSize, load: PrefillLoad, now: Saturation
 ) -> tuple[bool, PrefillReason]:
-    uncached = request.uncached_tokens
+    uncached = prompt.uncached_tokens
     if settings.mode == "local":
         return False, PrefillReason.LOCAL_MODE
     if load.instances <= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -20,14 +20,12 @@ class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         hand_over: its id; a new one for each attempt.
         request: whose prompt and first token are wanted.
         cached: tokens of the prompt, from the first on, that the reader has; they are not offered.
-        kv_transfer_params: what vLLM's own connector is to know; None for blocks under leases.
         model: the fingerprint of the reader's, which has to be the same; empty where it has none.
     """
 
     hand_over: str
     request: GenerateRequest
     cached: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
     model: str = ""
 
 
@@ -42,7 +40,6 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
             share the block.
         first: the first token of the output, in the last item: its `finish_reason` is "stop" where
             it ends the output, else "length".
-        kv_transfer_params: what vLLM's own connector gave; to be used once.
     """
 
     computed: int
@@ -50,7 +47,6 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
     ticket: Ticket | None = None
     instance: str = ""
     first: Generated | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Settlement(msgspec.Struct, frozen=True):

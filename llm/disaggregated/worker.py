@@ -19,16 +19,14 @@ from dynbus import (
 )
 from dynbus.actors.calling.clients import with_options
 from dynbus.actors.serving.endpoints import make_endpoint
-from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, DynbusError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.work_queue import WorkQueue
-from dynbus.kvrouter import KvRouter, RequestFields, open_router
-from dynbus.kvrouter.radix import Rank
-from dynbus.llm.engine.interface import EngineLimits, EngineLoad
+from dynbus.kvrouter import KvRouter, open_router
+from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.publishing import Target
@@ -36,8 +34,7 @@ from dynbus.llm.worker import ModelWorker
 from dynbus.transfer.agent import open_agent
 from dynbus.transfer.layout import KvMemory
 
-from .decision import PrefillDecision, PrefillLoad, Saturation, decide
-from .decision import PrefillRequest as DecisionRequest
+from .choosing import FIELDS, PrefillChoice
 from .messages import (
     Offer,
     OfferAnswer,
@@ -56,9 +53,6 @@ from .receiving import Limits, Mover, Receiver, Receiving
 from .roles import Duty, RoleEvents, RoleInstance, Roles
 from .sending import Granter, Sender
 from .settings import DisaggregationSettings, LiveSettings, follow_settings
-
-OVERLAP_KEY: Final = "kv_overlap_blocks"
-"""In the metadata of a routed call: the blocks of the prompt that the router expects here."""
 
 _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
     "prefill": ("prefill", "load_metrics"),
@@ -110,8 +104,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     _roles: Roles | None = None
     _sender: Sender | None = None
     _receiver: Receiver | None = None
-    _router: KvRouter | None = None
-    _saturation = Saturation()
+    _choice: PrefillChoice | None = None
     _settings: LiveSettings
     _queue: WorkQueue
     _control: InstanceName
@@ -121,7 +114,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     figures: HandOverFigures
     _events: RoleEvents
     _ids: set[str]
-    _waiting = 0
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
@@ -308,7 +300,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             runtime,
             str(prefill),
             exact=self._limits_of_engine.has_events,
-            fields=_FIELDS,
+            fields=FIELDS,
             reused_field="first.cached_tokens",
         ) as router:
             client = runtime.client(
@@ -331,7 +323,10 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             )
             ended = asyncio.Event()
             try:
-                self._receiver, self._router = receiver, router
+                self._receiver = receiver
+                self._choice = PrefillChoice(
+                    router, self._prefill_instances, self._running(), self._settings
+                )
                 await self.register_model(
                     self._limits_of_engine,
                     self._target(name, "generate", ended),
@@ -341,7 +336,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             finally:
                 ended.set()
                 if self._receiver is receiver:
-                    self._receiver = self._router = None
+                    self._receiver = self._choice = None
 
     async def _put(self, job: PrefillJob, deadline: float) -> None:
         data = msgspec.json.encode(job)
@@ -388,23 +383,28 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     async def serve_request(
         self, name: str, request: GenerateRequest, reply: Reply[Generated]
     ) -> None:
-        receiver, router = self._receiver, self._router
+        receiver, choice = self._receiver, self._choice
         reason = _stays(request)
-        if reason or receiver is None or router is None:
+        if reason or receiver is None or choice is None:
             self.figures.computed_here(reason or "no_prefill")
             await super().serve_request(name, request, reply)
             return
         queued = self._settings.current.through == "queue"
-        if queued:
-            await self._look_at_queue()
-        size = self._running().limits.block_size
-        expected = _whole(context().metadata.get(OVERLAP_KEY, "")) * size
-        if not self._decide(request, expected, router).remote:
+        jobs = await self._waiting_jobs() if queued else 0
+
+        def is_remote(cached: int) -> bool:
+            decision = choice.decide(request, cached, jobs=jobs)
+            if not decision.remote:
+                self.figures.computed_here(str(decision.reason))
+            return decision.remote
+
+        expected = choice.cached_tokens(context().metadata)
+        if not is_remote(expected):
             await super().serve_request(name, request, reply)
             return
 
         def is_worth(cached: int) -> bool:
-            return cached <= expected or self._decide(request, cached, router).remote
+            return cached <= expected or is_remote(cached)
 
         running = context()
         receiving = Receiving(
@@ -424,38 +424,16 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         finally:
             unlink()
 
-    def _decide(self, request: GenerateRequest, cached: int, router: KvRouter) -> PrefillDecision:
-        """Where a prompt is computed."""
-        decision = decide(
-            self._settings.current,
-            DecisionRequest(len(request.token_ids), cached),
-            self._prefill_load(router),
-            self._saturation,
-        )
-        self._saturation = decision.saturation
-        if not decision.remote:
-            self.figures.computed_here(str(decision.reason))
-        return decision
-
-    async def _look_at_queue(self) -> None:
-        """See how many jobs wait; without an answer it is as it was."""
+    async def _waiting_jobs(self) -> int:
+        """Prompts in the queue that nobody has taken; 0 where the server does not say."""
         with suppress(DynbusError):
-            self._waiting = (await self._queue.depth()).waiting
+            return (await self._queue.depth()).waiting
+        return 0
 
-    def _prefill_load(self, router: KvRouter) -> PrefillLoad:
-        prefill, now = self._component(self.prefill_node), monotonic()
-        found = self.runtime.discovery.view.instances(*prefill, now)
-        there = [one for one in found if one.id not in self._ids]
-        loads = [router.load(Rank(one.id, 0)) for one in there]
-        runner = self._running()
-        return PrefillLoad(
-            len(there),
-            # Of those that were sent, each instance computes one.
-            max(0, sum(load.requests for load in loads) - len(there)) + self._waiting,
-            sum(load.prefill_tokens for load in loads),
-            runner.load.running,
-            _share(runner.load, runner.limits),
-        )
+    def _prefill_instances(self) -> list[str]:
+        """Those that are not this one, which moves no blocks to itself."""
+        known = self.runtime.known_ids(self._component(self.prefill_node))
+        return [one for one in known if one not in self._ids]
 
     @handler(concurrency=None)
     async def offer(self, offer: Offer) -> OfferAnswer:
@@ -486,15 +464,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         """Whether a lease has held until now, which ends it."""
         assert self._sender is not None
         return self._sender.settle(settlement)
-
-
-_FIELDS: Final = RequestFields(
-    token_ids="request.token_ids",
-    lora_name="request.lora_name",
-    salt="request.cache_salt",
-    # Only a token of it is computed there.
-    expected_output_tokens="request.-",
-)
 
 
 class _PrefillClient:
@@ -581,12 +550,3 @@ def _stays(request: GenerateRequest) -> str:
     if request.lora_name:
         return "adapter"
     return ""
-
-
-def _share(load: EngineLoad, limits: EngineLimits) -> float:
-    """How busy an engine is, from 0 to 1."""
-    return max(load.running / limits.max_num_seqs, load.active_blocks / limits.blocks)
-
-
-def _whole(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 0

@@ -147,8 +147,8 @@ class PrefixFetcher:
         size = self._rates.block_size
         # The last token is computed in any case.
         most = (len(request.token_ids) - 1) // size
-        blocks = min(most, _number(metadata.get(routed.PEER_BLOCKS_KEY)))
-        lacking = blocks - _number(metadata.get(routed.OVERLAP_KEY))
+        blocks = min(most, routed.routed_blocks(metadata, routed.PEER_BLOCKS_KEY))
+        lacking = blocks - routed.routed_blocks(metadata, routed.OVERLAP_KEY)
         if lacking <= 0:
             return None
         verdict = self._rates.fetches(
@@ -297,8 +297,3 @@ class _Reading:
 
     def __init__(self) -> None:
         self.transfer: Transfer | None = None
-
-
-def _number(text: str | None) -> int:
-    """A number of blocks in metadata; 0 for what is none."""
-    return int(text) if text is not None and text.isascii() and text.isdigit() else 0

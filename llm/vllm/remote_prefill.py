@@ -30,19 +30,12 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol.names import ComponentName, InstanceName
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.kvrouter import KvRouter, RequestFields, open_router
-from dynbus.kvrouter.radix import Rank
-from dynbus.kvrouter.routing import OVERLAP_KEY, REQUIRED_KEY
-from dynbus.llm.disaggregated.decision import (
-    PrefillDecision,
-    PrefillLoad,
-    PrefillRequest,
-    Saturation,
-    decide,
-)
+from dynbus.kvrouter import KvRouter, open_router
+from dynbus.kvrouter.routing import REQUIRED_KEY
+from dynbus.llm.disaggregated.choosing import FIELDS, PrefillChoice
 from dynbus.llm.disaggregated.hand_over import Reason
 from dynbus.llm.disaggregated.observing import HandOverFigures, TransferSpans
-from dynbus.llm.disaggregated.settings import DisaggregationSettings, LiveSettings, follow_settings
+from dynbus.llm.disaggregated.settings import DisaggregationSettings, follow_settings
 from dynbus.llm.engine.requests import check_request
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
@@ -59,15 +52,6 @@ HAND_OVER_TIMEOUT: Final = 2.0
 """Seconds within which a prefill engine answers what is not computing."""
 LEASE_MARGIN: Final = 0.2
 """The part of the time for which blocks are held in which nothing is read any more."""
-
-FIELDS: Final = RequestFields(
-    token_ids="request.token_ids",
-    lora_name="request.lora_name",
-    salt="request.cache_salt",
-    expected_output_tokens="request.max_tokens",
-)
-"""Where the router finds the prompt in a call of `prefill`."""
-
 
 Decode: TypeAlias = Callable[[GenerateRequest], Awaitable[None]]
 """Gives a request to the own engine, and waits until its stream has ended."""
@@ -107,8 +91,9 @@ async def remote_prefill(
         open_router(runtime, str(prefill), fields=FIELDS) as router,
         follow_settings(runtime.bus, component, settings) as live,
     ):
+        choice = PrefillChoice(router, lambda: runtime.known_ids(prefill), runner, live)
         yield RemotePrefill(
-            runtime, own, prefill, client, router, engine, runner, identity, live, figures
+            runtime, own, prefill, client, router, engine, choice, identity, figures
         )
 
 
@@ -123,22 +108,18 @@ class RemotePrefill:
         client: Callable[[KvRouter | None], PrefillClient],
         router: KvRouter,
         engine: VllmEngine,
-        runner: EngineRunner,
+        choice: PrefillChoice,
         identity: KvIdentity,
-        live: LiveSettings,
         figures: HandOverFigures,
     ) -> None:
         self._runtime = runtime
         self._prefill = prefill
         self._routed, self._direct = client(router), client(None)
-        self._router = router
         self._engine = engine
-        self._runner = runner
+        self._choice = choice
         self._identity = identity
-        self._live = live
         self._figures = figures
         self._spans = TransferSpans(runtime.bus.telemetry, own)
-        self._saturation = Saturation()
         self._compared: set[str] = set()
 
     def __repr__(self) -> str:
@@ -165,32 +146,9 @@ class RemotePrefill:
             sampling_params(request, 0, None)
         except Exception:  # noqa: BLE001 - the own engine refuses it, and says why
             return "refused"
-        decision = self.decide(request)
+        decision = self._choice.decide(request, self._choice.cached_tokens(context().metadata))
         logger.debug("%s", decision.describe())
         return "" if decision.remote else str(decision.reason)
-
-    def decide(self, request: GenerateRequest) -> PrefillDecision:
-        """Where the prompt of a request is computed that may be computed elsewhere."""
-        told = context().metadata.get(OVERLAP_KEY, "")
-        blocks = int(told) if told.isascii() and told.isdigit() else 0
-        cached = blocks * self._engine.limits.block_size
-        instances = self._runtime.instance_ids(str(self._prefill))
-        loads = [self._router.load(Rank(one, 0)) for one in instances]
-        load, limits = self._runner.load, self._runner.limits
-        decision = decide(
-            self._live.current,
-            PrefillRequest(len(request.token_ids), min(cached, len(request.token_ids))),
-            PrefillLoad(
-                len(instances),
-                sum(one.requests for one in loads),
-                sum(one.prefill_tokens for one in loads),
-                load.running,
-                max(load.running / limits.max_num_seqs, load.active_blocks / limits.blocks),
-            ),
-            self._saturation,
-        )
-        self._saturation = decision.saturation
-        return decision
 
     # One request ----------------------------------------------------------------------
 

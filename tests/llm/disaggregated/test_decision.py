@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynbus.llm.disaggregated.decision import (
     PrefillLoad,
     PrefillReason,
-    PrefillRequest,
+    PromptSize,
     Saturation,
     decide,
 )
@@ -20,7 +20,7 @@ from dynbus.llm.disaggregated.settings import DisaggregationSettings
 SETTINGS = DisaggregationSettings(
     local_prompt_tokens=100, max_queue_length=4, max_queued_tokens=1000, busy_decode_load=0.8
 )
-LONG = PrefillRequest(500)
+LONG = PromptSize(500)
 FREE = PrefillLoad(instances=1, decode_running=1)
 
 
@@ -36,7 +36,7 @@ def all_settings(draw: st.DrawFn) -> DisaggregationSettings:
     )
 
 
-requests = st.builds(PrefillRequest, st.integers(0, 5000), st.integers(0, 5000))
+requests = st.builds(PromptSize, st.integers(0, 5000), st.integers(0, 5000))
 loads = st.builds(
     PrefillLoad,
     instances=st.integers(0, 5),
@@ -52,10 +52,10 @@ saturations = st.builds(Saturation, st.booleans(), st.booleans(), st.booleans())
     ("settings", "request_", "load", "reason"),
     [
         (SETTINGS, LONG, FREE, PrefillReason.LONG_PROMPT),
-        (SETTINGS, PrefillRequest(100), FREE, PrefillReason.SHORT_PROMPT),
-        (SETTINGS, PrefillRequest(500, 400), FREE, PrefillReason.SHORT_PROMPT),
-        (SETTINGS, PrefillRequest(500, 399), FREE, PrefillReason.LONG_PROMPT),
-        (SETTINGS, PrefillRequest(5, 900), FREE, PrefillReason.SHORT_PROMPT),
+        (SETTINGS, PromptSize(100), FREE, PrefillReason.SHORT_PROMPT),
+        (SETTINGS, PromptSize(500, 400), FREE, PrefillReason.SHORT_PROMPT),
+        (SETTINGS, PromptSize(500, 399), FREE, PrefillReason.LONG_PROMPT),
+        (SETTINGS, PromptSize(5, 900), FREE, PrefillReason.SHORT_PROMPT),
         (SETTINGS, LONG, FREE._replace(instances=0), PrefillReason.NO_PREFILL),
         (SETTINGS, LONG, FREE._replace(queue_length=3), PrefillReason.LONG_PROMPT),
         (SETTINGS, LONG, FREE._replace(queue_length=4), PrefillReason.QUEUE_FULL),
@@ -71,7 +71,7 @@ saturations = st.builds(Saturation, st.booleans(), st.booleans(), st.booleans())
             PrefillReason.IDLE_DECODE,
         ),
         (SETTINGS.changed({"mode": "local"}), LONG, FREE, PrefillReason.LOCAL_MODE),
-        (SETTINGS.changed({"mode": "remote"}), PrefillRequest(1), FREE, PrefillReason.REMOTE_MODE),
+        (SETTINGS.changed({"mode": "remote"}), PromptSize(1), FREE, PrefillReason.REMOTE_MODE),
         (
             SETTINGS.changed({"mode": "remote"}),
             LONG,
@@ -82,7 +82,7 @@ saturations = st.builds(Saturation, st.booleans(), st.booleans(), st.booleans())
 )
 def test_a_prompt_is_computed_where_the_settings_want_it(
     settings: DisaggregationSettings,
-    request_: PrefillRequest,
+    request_: PromptSize,
     load: PrefillLoad,
     reason: PrefillReason,
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_prompt_is_computed_where_the_settings_want_it(
 
 
 def test_a_decision_tells_the_figures_behind_it() -> None:
-    decision = decide(SETTINGS, PrefillRequest(500, 100), PrefillLoad(2, 3, 900, 1, 0.25))
+    decision = decide(SETTINGS, PromptSize(500, 100), PrefillLoad(2, 3, 900, 1, 0.25))
 
     assert decision.describe() == (
         "remote: long prompt (400 of 500 tokens to compute, 3 prompts with 900 tokens wait for 2 "
@@ -117,7 +117,7 @@ def test_a_queue_that_was_full_is_full_until_it_is_clearly_shorter() -> None:
 @given(all_settings(), requests, loads, saturations, st.integers(0, 1000))
 def test_a_longer_prompt_is_never_the_one_that_stays(
     settings: DisaggregationSettings,
-    request_: PrefillRequest,
+    request_: PromptSize,
     load: PrefillLoad,
     before: Saturation,
     more: int,
@@ -131,7 +131,7 @@ def test_a_longer_prompt_is_never_the_one_that_stays(
 @given(all_settings(), requests, loads, saturations, st.integers(0, 50), st.integers(0, 9999))
 def test_a_longer_queue_never_makes_a_prompt_go(
     settings: DisaggregationSettings,
-    request_: PrefillRequest,
+    request_: PromptSize,
     load: PrefillLoad,
     before: Saturation,
     more: int,
@@ -148,7 +148,7 @@ def test_a_longer_queue_never_makes_a_prompt_go(
 @given(all_settings(), requests, loads, saturations, st.integers(1, 5))
 def test_another_prefill_instance_never_keeps_a_prompt_here(
     settings: DisaggregationSettings,
-    request_: PrefillRequest,
+    request_: PromptSize,
     load: PrefillLoad,
     before: Saturation,
     more: int,
@@ -162,7 +162,7 @@ def test_another_prefill_instance_never_keeps_a_prompt_here(
 @given(all_settings(), requests, loads, saturations)
 def test_the_same_load_is_judged_the_same_from_then_on(
     settings: DisaggregationSettings,
-    request_: PrefillRequest,
+    request_: PromptSize,
     load: PrefillLoad,
     before: Saturation,
 ) -> None:
@@ -181,13 +181,13 @@ def test_a_queue_between_its_two_limits_never_tips_the_decision(
     load = load._replace(queued_tokens=0)
     limit = settings.max_queue_length * max(1, load.instances)
     between = [n for n in lengths if limit * settings.resume_share < n < limit]
-    decision = decide(settings, PrefillRequest(10_000), load)
+    decision = decide(settings, PromptSize(10_000), load)
     saturation = decision.saturation
 
     told: set[bool] = set()
     for length in between:
         decision = decide(
-            settings, PrefillRequest(10_000), load._replace(queue_length=length), saturation
+            settings, PromptSize(10_000), load._replace(queue_length=length), saturation
         )
         saturation = decision.saturation
         told.add(decision.remote)
