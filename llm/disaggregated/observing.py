@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-import anyio
-
-from dynbus.bus.background import Openable
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.telemetry.metrics import Labels, Readings
+from dynbus.bus.telemetry.metrics import Metrics, Readings
 from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.llm.watching import InstanceWatch
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
-
-LOOK_INTERVAL: Final = 0.5
-"""Seconds between two looks at the figures."""
 
 NOT_COUNTED: Final = ("cached", "own_job", "cancelled")
 """Ends of hand-overs that are no failures: the prompt was here, the instance took
@@ -51,7 +45,7 @@ class HandOverFigures:
         self.transfers: Counter[str] = Counter()
         self.served: Counter[str] = Counter()
         self.open = self.bytes = self.blocks = self.quarantined = self.held = 0
-        self.seconds = self.first_seconds = self.hand_over_seconds = 0.0
+        self.seconds = 0.0
 
     @property
     def handed_over(self) -> int:
@@ -73,15 +67,10 @@ class HandOverFigures:
         """A hand-over began."""
         self.open += 1
 
-    def first_token(self, seconds: float) -> None:
-        """The first token came from a prefill instance, so long after the request."""
-        self.first_seconds += seconds
-
-    def ended(self, reason: str, seconds: float) -> None:
+    def ended(self, reason: str) -> None:
         """A hand-over is over; the engine goes on, or the request has ended."""
         self.open -= 1
         self.remote[reason] += 1
-        self.hand_over_seconds += seconds
 
     def transferred(self, seconds: float, size: int, blocks: int, *, failed: bool = False) -> None:
         """A transfer has ended."""
@@ -114,7 +103,7 @@ class HandOverFigures:
         return text
 
 
-class HandOverWatch(Openable):
+class HandOverWatch(InstanceWatch):
     """Shows the figures of an instance to operators, while in the `async with`.
 
     Args:
@@ -130,70 +119,18 @@ class HandOverWatch(Openable):
         role: Callable[[], str],
         shown: Callable[[], InstanceName] | None = None,
     ) -> None:
-        super().__init__(bus.background)
-        namespace, component, instance_id = name
-        self._name = f"hand-overs of {namespace}.{component}/{instance_id}"
-        self._about = f"{namespace}.{component}/{instance_id}"
+        super().__init__(bus, name, "hand-overs", _readings)
         self._shown = shown or (lambda: name)
-        self._bus = bus
         self._figures = figures
         self._role = role
-        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
-        self._readings: dict[str, Readings] = {}
-        metrics = bus.telemetry.metrics if bus.telemetry is not None else None
-        if metrics is not None:
-            self._readings = {
-                "prompts": metrics.counter(
-                    "disaggregated.prompts",
-                    "{prompt}",
-                    "Prompts, by where they were computed and why.",
-                ),
-                "transfers": metrics.counter(
-                    "disaggregated.transfers", "{transfer}", "Transfers of KV blocks, by result."
-                ),
-                "bytes": metrics.counter(
-                    "disaggregated.transferred", "By", "Bytes of KV blocks that were transferred."
-                ),
-                "blocks": metrics.gauge(
-                    "disaggregated.blocks",
-                    "{block}",
-                    "Blocks that transfers which were given up may still write.",
-                ),
-                "held": metrics.gauge(
-                    "disaggregated.held", "{prompt}", "Prompts that are held for others to read."
-                ),
-            }
-
-    def __repr__(self) -> str:
-        return f"<HandOverWatch {self._about}>"
-
-    @asynccontextmanager
-    async def _open(self) -> AsyncGenerator[None]:
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._run)
-                yield
-                tasks.cancel_scope.cancel()
-            self.look()
-        finally:
-            self._bus.status.remove(self._name)
-            for readings in self._readings.values():
-                readings.remove(self._name)
-
-    async def _run(self) -> None:
-        while True:
-            self.look()
-            await anyio.sleep(LOOK_INTERVAL)
 
     def look(self) -> None:
         """Show the figures as they are now."""
-        figures, status = self._figures, self._bus.status
-        role = self._role()
+        figures, role = self._figures, self._role()
         text = f"{role}: {figures.describe()}" if role else figures.describe()
-        status.put(self._name, self._about, {STATUS_KEY: text})
-        status.put_figures(
-            self._name,
-            str(self._shown()),
+        self.show(
+            STATUS_KEY,
+            text,
             {
                 "prompts_handed_over": figures.handed_over,
                 "prompts_fell_back": figures.fell_back,
@@ -205,29 +142,44 @@ class HandOverWatch(Openable):
                 "blocks_quarantined": figures.quarantined,
                 "prompts_held": figures.held,
             },
+            self._shown(),
         )
-        if self._readings:
-            self._put_metrics()
-
-    def _put_metrics(self) -> None:
-        figures, labels, readings = self._figures, self._labels, self._readings
         where = (("local", figures.local), ("remote", figures.remote), ("others", figures.served))
-        readings["prompts"].put(
-            self._name,
+        self.put_each(
+            "prompts",
             {
-                (*labels, ("dynbus.where", place), ("dynbus.reason", reason or "done")): count
+                (("dynbus.where", place), ("dynbus.reason", reason or "done")): count
                 for place, counts in where
                 for reason, count in counts.items()
             },
         )
-        readings["transfers"].put(
-            self._name,
-            {(*labels, ("dynbus.result", one)): n for one, n in figures.transfers.items()},
-        )
-        readings["bytes"].put(self._name, {labels: figures.bytes})
-        quarantined = (*labels, ("dynbus.state", "quarantined"))
-        readings["blocks"].put(self._name, {quarantined: figures.quarantined})
-        readings["held"].put(self._name, {labels: figures.held})
+        self.put_by("transfers", "dynbus.result", figures.transfers)
+        self.put("bytes", figures.bytes)
+        self.put_by("blocks", "dynbus.state", {"quarantined": figures.quarantined})
+        self.put("held", figures.held)
+
+
+def _readings(metrics: Metrics) -> dict[str, Readings]:
+    """What is measured."""
+    return {
+        "prompts": metrics.counter(
+            "disaggregated.prompts", "{prompt}", "Prompts, by where they were computed and why."
+        ),
+        "transfers": metrics.counter(
+            "disaggregated.transfers", "{transfer}", "Transfers of KV blocks, by result."
+        ),
+        "bytes": metrics.counter(
+            "disaggregated.transferred", "By", "Bytes of KV blocks that were transferred."
+        ),
+        "blocks": metrics.gauge(
+            "disaggregated.blocks",
+            "{block}",
+            "Blocks that transfers which were given up may still write.",
+        ),
+        "held": metrics.gauge(
+            "disaggregated.held", "{prompt}", "Prompts that are held for others to read."
+        ),
+    }
 
 
 class TransferSpans:

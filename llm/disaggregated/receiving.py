@@ -271,8 +271,7 @@ class Receiving:
             self._receiver.open.pop(self._id, None)
             machine = self.machine
             self._receiver.figures.ended(
-                machine.reason if machine.first is not None or machine.reason else "cancelled",
-                monotonic() - self._began,
+                machine.reason if machine.first is not None or machine.reason else "cancelled"
             )
             if machine.reason and machine.reason not in NOT_COUNTED:
                 logger.warning(
@@ -336,7 +335,6 @@ class Receiving:
         assert self._held is not None, "its blocks were there before it was asked for"
         # What the routers of decode instances are to know is what was reused here.
         shown = msgspec.structs.replace(first, cached_tokens=self._held.cached)
-        self._receiver.figures.first_token(monotonic() - self._began)
         self._runner.show_first(self._name, shown)
 
     def _abandon(self, part: int) -> None:

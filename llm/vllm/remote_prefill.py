@@ -19,7 +19,6 @@ import anyio
 import msgspec
 
 from dynbus import Reply, Runtime, call_options
-from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
 from dynbus.bus.errors import (
     ConfigError,
@@ -181,7 +180,6 @@ class RemotePrefill:
                 return
             prompt, stream = came
             async with aclosing(stream):
-                self._figures.first_token(monotonic() - attempt.began)
                 first = prompt.first
                 shown = None if request.structured is not None else first.token_ids[0]
                 reason = self._ended_by(request, first)
@@ -366,13 +364,11 @@ class _Attempt:
     """One request whose prompt was to be computed elsewhere, for operators.
 
     Attributes:
-        began: when, on the monotonic clock.
         detail: why it came to nothing; empty where it did not.
         has_arrived: whether the own engine has what was computed.
     """
 
     def __init__(self, figures: HandOverFigures) -> None:
-        self.began = monotonic()
         self.detail = ""
         self.has_arrived = False
         self._figures = figures
@@ -389,7 +385,7 @@ class _Attempt:
         if self._is_open:
             self._is_open = False
             self.detail = detail or reason
-            self._figures.ended(reason, monotonic() - self.began)
+            self._figures.ended(reason)
 
 
 def _drawn_alike(request: GenerateRequest) -> GenerateRequest:
