@@ -33,14 +33,9 @@ _BACKEND: Final = "UCX"
 
 
 class NixlError(TransferFailed):
-    """Raised for what NIXL refuses, or what became of a request.
-
-    Attributes:
-        is_disconnect: the peer, or the way to it, is gone.
-    """
+    """Raised for what NIXL refuses, or what became of a request."""
 
     code = "TransferFailed"
-    is_disconnect = False
 
 
 @cache
@@ -73,9 +68,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _told(what: str, error: Exception) -> NixlError:
-    told = NixlError(f"{what}: {type(error).__name__.removeprefix('nixl')} ({error})")
-    told.is_disconnect = isinstance(error, nixl().nixlRemoteDisconnectError)
-    return told
+    return NixlError(f"{what}: {type(error).__name__.removeprefix('nixl')} ({error})")
 
 
 class NixlAgent:
