@@ -22,7 +22,7 @@ from .conftest import Bus, Received, eventually, settled
 pytestmark = pytest.mark.anyio
 
 CONSUMER = "takers"
-SHORT = 1.0
+SHORT = 2.0
 
 
 class Reading(NamedTuple):
@@ -162,8 +162,8 @@ async def test_what_is_not_acknowledged_comes_again_unless_it_is_in_progress(
     kept, _ = await reading.next(), await reading.next()
     reading.reader.ask(1)
 
-    for _ in range(6):
-        await asyncio.sleep(SHORT / 3)
+    for _ in range(5):
+        await asyncio.sleep(SHORT / 4)
         await js.acknowledge(kept.token, AckKind.IN_PROGRESS)
     await reading.deliveries.wait(3)
 
