@@ -75,14 +75,6 @@ class LeaseTable:
         return block in self._uses
 
     @property
-    def next_deadline(self) -> float | None:
-        """When the first lease runs out that has not; None without any."""
-        running = (
-            one.deadline for one in self._leases.values() if one.lease_id not in self._overdue
-        )
-        return min(running, default=None)
-
-    @property
     def overdue(self) -> int:
         """How many leases keep blocks although their time is over: see above."""
         return len(self._overdue)
@@ -102,44 +94,17 @@ class LeaseTable:
         self._uses.update(lease.blocks)
         return lease
 
-    def add(self, lease_id: int, blocks: Iterable[int], now: float) -> Lease | None:
-        """Hold more blocks under a lease; None, and nothing done, when it does not hold any more.
-
-        Raises:
-            InvalidTransfer: there are no blocks, or one of them is in the lease already.
-        """
-        lease = self._held(lease_id, self.epoch, now)
-        if lease is None:
+    def held(self, lease_id: int, epoch: str, now: float) -> Lease | None:
+        """A lease that has held until now; None when it does not hold any more."""
+        now = self._advance(now)
+        lease = self._leases.get(lease_id)
+        if lease is None or epoch != self.epoch or lease.deadline <= now:
             return None
-        more = _checked_blocks(blocks)
-        grown = lease._replace(blocks=_checked_blocks((*lease.blocks, *more)))
-        self._leases[lease_id] = grown
-        self._uses.update(more)
-        return grown
-
-    def extend(self, lease_id: int, epoch: str, seconds: float, now: float) -> Lease | None:
-        """Let a lease hold for `seconds` from now on; None when it does not hold any more.
-
-        A lease is never made shorter.
-
-        Raises:
-            InvalidTransfer: the time is not usable.
-        """
-        seconds = _checked_seconds(seconds)
-        lease = self._held(lease_id, epoch, now)
-        if lease is None:
-            return None
-        longer = lease._replace(deadline=max(lease.deadline, self._now + seconds))
-        self._leases[lease_id] = longer
-        return longer
-
-    def held(self, lease_id: int, epoch: str, now: float) -> bool:
-        """Whether a lease has held until now; what was read by now may be used if so."""
-        return self._held(lease_id, epoch, now) is not None
+        return lease
 
     def settle(self, lease_id: int, epoch: str, now: float) -> bool:
         """Whether a lease has held until now; if so it ends here, and its blocks are free."""
-        lease = self._held(lease_id, epoch, now)
+        lease = self.held(lease_id, epoch, now)
         if lease is None:
             return False
         self._end(lease)
@@ -174,13 +139,6 @@ class LeaseTable:
             else:
                 self._end(lease)
         return over
-
-    def _held(self, lease_id: int, epoch: str, now: float) -> Lease | None:
-        now = self._advance(now)
-        lease = self._leases.get(lease_id)
-        if lease is None or epoch != self.epoch or lease.deadline <= now:
-            return None
-        return lease
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]

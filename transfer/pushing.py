@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.25
 """After which a peer that is gone is noticed while it should push."""
-_NO_TIME: Final = 1e-9
 _NUMBER: Final = ">"
 """Between the epoch of an agent and the number of its landing."""
 
@@ -302,7 +301,7 @@ class Pushes:
 
     def _begin(self, push: Push) -> Transfer:
         ticket = push.ticket
-        lease = self._leases.extend(ticket.lease_id, ticket.epoch, _NO_TIME, monotonic())
+        lease = self._leases.held(ticket.lease_id, ticket.epoch, monotonic())
         if lease is None:
             raise LeaseLost(f"{self._name} does not hold these blocks any more")
         if not push.source_blocks or not set(push.source_blocks).issubset(lease.blocks):

@@ -227,7 +227,7 @@ class _Served:
     def is_held(self, ticket: bytes) -> bool:
         """Whether the lease has held until now."""
         of = Ticket.decode(ticket)
-        return self.agent.leases.held(of.lease_id, of.epoch, monotonic())
+        return self.agent.leases.held(of.lease_id, of.epoch, monotonic()) is not None
 
     def release(self, ticket: bytes) -> bool:
         """Whether there was a lease to end."""

@@ -50,29 +50,12 @@ class LeaseMachine(RuleBasedStateMachine):
         self.deadlines[lease.lease_id] = lease.deadline
         self.blocks[lease.lease_id] = blocks
 
-    @rule(lease=LEASES, epoch=st.sampled_from(["now", "before"]), seconds=SECONDS)
-    def extend(self, lease: int, epoch: str, seconds: int) -> None:
-        extended = self.table.extend(lease, epoch, seconds, self.now)
-        assert (extended is not None) == self.is_good(lease, epoch)
-        if extended is not None:
-            assert extended.deadline == max(self.deadlines[lease], self.now + seconds)
-            self.deadlines[lease] = extended.deadline
-
-    @rule(lease=LEASES, blocks=BLOCKS)
-    def add(self, lease: int, blocks: set[int]) -> None:
-        more = blocks - self.blocks.get(lease, set())
-        if not more:
-            return
-        grown = self.table.add(lease, sorted(more), self.now)
-        assert (grown is not None) == self.is_good(lease, "now")
-        if grown is not None:
-            self.blocks[lease] |= more
-            assert set(grown.blocks) == self.blocks[lease]
-
     @rule(lease=LEASES, epoch=st.sampled_from(["now", "before"]))
     def settle(self, lease: int, epoch: str) -> None:
         good = self.is_good(lease, epoch)
-        assert self.table.held(lease, epoch, self.now) is good
+        held = self.table.held(lease, epoch, self.now)
+        assert (held is not None) is good
+        assert held is None or set(held.blocks) == self.blocks[lease]
         assert self.table.settle(lease, epoch, self.now) is good
         if good:
             assert lease not in self.overwritten, "a settled lease was held throughout"
@@ -106,10 +89,6 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.blocks_held == len(held)
         assert len(self.table) == len(self.blocks)
         assert self.table.overdue == len(self.overdue)
-        assert self.table.next_deadline == min(
-            (self.deadlines[lease] for lease in self.blocks if lease not in self.overdue),
-            default=None,
-        )
 
     def is_good(self, lease: int, epoch: str) -> bool:
         return epoch == "now" and lease in self.blocks and self.now < self.deadlines[lease]
@@ -147,7 +126,7 @@ def test_blocks_that_a_peer_may_write_are_held_until_it_is_quiet_however_late() 
     assert table.expired(5.0) == [lease]
     assert table.expired(1e6) == []
     assert not table.settle(lease.lease_id, "e", 1e6)
-    assert table.extend(lease.lease_id, "e", 5.0, 1e6) is None
+    assert table.held(lease.lease_id, "e", 1e6) is None
     assert table.holds(1)
     assert table.overdue == 1
 
@@ -173,31 +152,27 @@ def test_a_lease_of_an_agent_that_had_the_same_name_is_not_settled() -> None:
 
     assert not now.settle(lease.lease_id, lease.epoch, 1.0)
     assert not now.release(lease.lease_id, lease.epoch)
-    assert now.extend(lease.lease_id, lease.epoch, 5.0, 1.0) is None
+    assert now.held(lease.lease_id, lease.epoch, 1.0) is None
     assert now.holds(1)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, MAX_SECONDS + 1])
 def test_a_time_that_is_not_usable_is_refused(seconds: float) -> None:
     table = LeaseTable("e")
-    lease = table.grant([1], 5.0, 0.0)
+    table.grant([1], 5.0, 0.0)
 
     with pytest.raises(InvalidTransfer, match="choose more than 0 and at most 86400 s"):
         table.grant([2], seconds, 0.0)
-    with pytest.raises(InvalidTransfer, match="choose more than 0 and at most 86400 s"):
-        table.extend(lease.lease_id, "e", seconds, 0.0)
     assert len(table) == 1
 
 
 @pytest.mark.parametrize("blocks", [[], [-1], [2**31], [3, 4, 3]])
 def test_blocks_that_cannot_be_are_refused(blocks: list[int]) -> None:
     table = LeaseTable("e")
-    lease = table.grant([3], 5.0, 0.0)
+    table.grant([3], 5.0, 0.0)
 
     with pytest.raises(InvalidTransfer):
         table.grant(blocks, 5.0, 0.0)
-    with pytest.raises(InvalidTransfer):
-        table.add(lease.lease_id, blocks, 0.0)
     assert table.blocks_held == 1
 
 
