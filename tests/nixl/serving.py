@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,13 @@ class Engine(DisaggregatedWorker, namespace="killed"):
 
 
 @contextmanager
-def running(folder: Path, url: str, model: dict[str, Any], workers: int) -> Generator[None]:
+def running(
+    folder: Path,
+    url: str,
+    model: dict[str, Any],
+    workers: int,
+    roles: Collection[str] = ("prefill", "decode"),
+) -> Generator[None]:
     """A run of so many instances of each role."""
     (folder / "engines.py").write_text(ACTORS)
     nodes = {
@@ -46,6 +52,7 @@ def running(folder: Path, url: str, model: dict[str, Any], workers: int) -> Gene
             "disaggregation": {"mode": "remote"},
         },
     }
+    nodes = {role: nodes[role] for role in roles}
     (folder / "run.yaml").write_bytes(msgspec.json.encode(nodes))
     command = [sys.executable, "-m", "dynbus", "run", "engines.py", "-f", "run.yaml"]
     with (folder / "run.log").open("wb") as log:

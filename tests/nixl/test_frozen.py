@@ -1,0 +1,325 @@
+"""A prefill or decode instance freezes, in whatever phase: what comes out is right, and in time.
+
+The other side is in this process, and freezes it at the moment of a test's choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from tests.conditions import PATIENCE, Stopwatch, eventually
+from tests.llm.disaggregated.test_worker import REMOTE, greedy
+from tests.llm.disaggregated.test_worker import tokens_of as all_tokens_of
+from tests.llm.small.test_actor import served_folder
+from tests.nixl.serving import found, left_in, running, tokens_of
+
+from dynbus import Runtime, with_options
+from dynbus.actors.runtime import ActorInstance
+from dynbus.bus.clock import monotonic
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest, Settled, Settlement
+from dynbus.llm.disaggregated.receiving import Limits, Mover, Moving, Peers
+from dynbus.llm.disaggregated.worker import BlockAgent, DisaggregatedWorker
+from dynbus.llm.worker import ModelWorker
+from dynbus.transfer.layout import KvMemory
+from dynbus.transfer.leases import LeaseTable, Ticket
+
+TIME = 4.0
+"""Seconds that a request may take; half of it is for its hand-over."""
+LEASE = 1.0
+
+
+class Phases:
+    """Calls a function once, when a phase is reached for the first time."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, Callable[[], None]] = {}
+
+    def at(self, phase: str, function: Callable[[], None]) -> None:
+        self._at[phase] = function
+
+    def reached(self, phase: str) -> None:
+        function = self._at.pop(phase, None)
+        if function is not None:
+            function()
+
+
+class WatchedAgent:
+    """An agent of NIXL that says when something begins."""
+
+    def __init__(self, agent: BlockAgent, phases: Phases) -> None:
+        self._agent = agent
+        self._phases = phases
+        self.granted = 0
+        self.epoch: str = agent.epoch
+        self.leases: LeaseTable = agent.leases
+
+    def grant(self, blocks: Sequence[int], *, tokens: int, seconds: float) -> Ticket:
+        self.granted += 1
+        self._phases.reached(f"grant {self.granted}")
+        return self._agent.grant(blocks, tokens=tokens, seconds=seconds)
+
+    def start(self, *args: Any, **options: Any) -> Moving:
+        self._phases.reached("reading")
+        mover: Mover = self._agent
+        return mover.start(*args, **options)
+
+
+class WatchedPeers:
+    """Prefill instances of which it is told what they say."""
+
+    def __init__(self, peers: Peers, phases: Phases) -> None:
+        self._peers = peers
+        self._phases = phases
+
+    async def prefill(
+        self, request: PrefillRequest, instance: str
+    ) -> AsyncGenerator[Prefilled, None]:
+        items = self._peers.prefill(request, instance)
+        try:
+            async for item in items:
+                self._phases.reached("computing")
+                if item.first is not None:
+                    self._phases.reached("first token")
+                yield item
+        finally:
+            await items.aclose()
+
+    async def settle(self, settlement: Settlement, instance: str) -> Settled:
+        self._phases.reached("settling")
+        return await self._peers.settle(settlement, instance)
+
+
+class Engine(DisaggregatedWorker, namespace="killed"):
+    """The side that goes on."""
+
+    hand_over_limits = Limits(lease=LEASE)
+
+    async def on_start(self) -> None:
+        self.phases = Phases()
+        await super().on_start()
+
+    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
+        @asynccontextmanager
+        async def watched() -> AsyncGenerator[BlockAgent]:
+            async with super(Engine, self).transfer_agent(memory) as agent:
+                yield WatchedAgent(agent, self.phases)
+
+        return watched()
+
+
+class Whole(ModelWorker, namespace="killed"):
+    """Serves all of a request itself."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": str(served_folder(tmp_path / "tiny")),
+        "backend": "numpy",
+        "block_size": 16,
+        "blocks": 256,
+        "deterministic": True,
+        "max_num_batched_tokens": 128,
+    }
+
+
+def freeze(pid: int) -> None:
+    """Stop a process; when this returns nothing of it runs."""
+    os.kill(pid, signal.SIGSTOP)
+    watch = Stopwatch()
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
+        watch.check(PATIENCE, "it is frozen")
+
+
+@contextmanager
+def thawed(pid: int) -> Generator[None]:
+    """A process that runs at the end, whatever happens."""
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def engine_of(instance: ActorInstance) -> Engine:
+    assert isinstance(instance.actor, Engine)
+    return instance.actor
+
+
+async def other_side(runtime: Runtime, node: str) -> int:
+    """The process of the other side, once it is found."""
+    runtime.discovery.begin()
+    await eventually(lambda: bool(found(runtime, node)), what=f"there is {node}")
+    [(_, pid)] = found(runtime, node)
+    return pid
+
+
+async def at_rest(runtime: Runtime, here: Engine) -> None:
+    """Wait until neither side has anything of any request."""
+
+    def is_at_rest() -> bool:
+        figures = here.figures
+        agent = here._agent  # pyright: ignore[reportPrivateUsage]
+        assert agent is not None
+        return not (figures.open or figures.quarantined or figures.held or len(agent.leases))
+
+    await eventually(is_at_rest, what="nothing is left here")
+    assert await left_in(runtime) == 0
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param(("reading",), id="one phase"),
+        pytest.param(
+            ("before", "computing", "reading", "first token", "settling"),
+            id="each phase",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_request_is_right_and_in_time_in_whatever_phase_its_prefill_instance_freezes(
+    nats_server: RunningServer, model: dict[str, Any], tmp_path: Path, phases: tuple[str, ...]
+) -> None:
+    requests = [greedy(300, 8, seed=at + 1) for at in range(len(phases))]
+    noticed: list[float] = []
+    went_on: list[float] = []
+
+    async def story() -> None:
+        async with (
+            Runtime.connect(nats_server.url) as one,
+            Runtime.connect(nats_server.url) as caller,
+        ):
+            pid = await other_side(caller, "prefill")
+            whole = await one.start(Whole, **model, model_name="whole")
+            wanted = [await all_tokens_of(caller.client(Whole, wait=10.0), r) for r in requests]
+            await whole.stop()
+            decode = await one.start(Engine, node="decode", disaggregation=REMOTE, **model)
+            here = engine_of(decode)
+            receiver = here._receiver  # pyright: ignore[reportPrivateUsage]
+            assert receiver is not None
+            receiver.peers = WatchedPeers(receiver.peers, here.phases)
+            ended = here.figures.ended
+
+            def hand_over_ended(reason: str, seconds: float) -> None:
+                if reason:
+                    noticed.append(monotonic())
+                ended(reason, seconds)
+
+            here.figures.ended = hand_over_ended  # type: ignore[method-assign]
+            client = caller.client(Engine, node="decode", wait=10.0)
+            others = itertools.count(90)
+
+            async def is_handed_over() -> bool:
+                """Prompts are handed over, again."""
+                before = here.figures.remote[""]
+                await all_tokens_of(client, greedy(40, 2, seed=next(others)))
+                return here.figures.remote[""] > before
+
+            for phase, request, right in zip(phases, requests, wanted, strict=True):
+                await eventually(is_handed_over, what="prompts are handed over")
+                with thawed(pid):
+                    if phase == "before":
+                        freeze(pid)
+                    else:
+                        here.phases.at(phase, lambda: freeze(pid))
+                    tokens: list[int] = []
+                    known = len(noticed)
+                    async for item in with_options(client, timeout=TIME).generate(request):
+                        tokens += item.token_ids
+                        if len(noticed) > known and len(went_on) == known:
+                            went_on.append(monotonic())
+                    assert tokens == right, phase
+                    assert len(noticed) == known + 1, (phase, here.figures.remote)
+                await at_rest(caller, here)
+
+    with running(tmp_path, nats_server.url, model, 1, roles=["prefill"]):
+        asyncio.run(story())
+    # A request goes on within a second of when it is found that its prompt does not come.
+    delays = [after - before for before, after in zip(noticed, went_on, strict=True)]
+    assert statistics.median(delays) < 1.0, delays
+
+
+@pytest.mark.parametrize(
+    "stories",
+    [
+        pytest.param([(1, True)], id="one story"),
+        pytest.param(
+            [(part, runs_out) for runs_out in (False, True) for part in (1, 2, 3)],
+            id="each phase",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_request_is_right_in_whatever_phase_its_decode_instance_freezes_and_leases_run_out(
+    nats_server: RunningServer,
+    model: dict[str, Any],
+    tmp_path: Path,
+    stories: Sequence[tuple[int, bool]],
+) -> None:
+    requests = [greedy(300, 8, seed=at + 1) for at in range(len(stories))]
+
+    async def story() -> None:
+        async with (
+            Runtime.connect(nats_server.url) as one,
+            Runtime.connect(nats_server.url) as caller,
+        ):
+            pid = await other_side(caller, "decode")
+            whole = await one.start(Whole, **model, model_name="whole")
+            wanted = [await all_tokens_of(caller.client(Whole, wait=10.0), r) for r in requests]
+            await whole.stop()
+            prefill = await one.start(Engine, node="prefill", **model)
+            here = engine_of(prefill)
+            client = caller.client(Engine, node="decode", wait=10.0)
+
+            async def is_handed_over() -> bool:
+                """It knows of the prefill instance."""
+                await tokens_of(client, greedy(40, 2, seed=90))
+                return here.figures.served["read"] > 0
+
+            await eventually(is_handed_over, what="prompts are handed over")
+            for (part, runs_out), request, right in zip(stories, requests, wanted, strict=True):
+                with thawed(pid):
+                    frozen = anyio.Event()
+
+                    def stop() -> None:
+                        freeze(pid)
+                        frozen.set()  # noqa: B023 - called in this round
+
+                    # The third part is the last one, with the first token.
+                    agent = here._agent  # pyright: ignore[reportPrivateUsage]
+                    assert isinstance(agent, WatchedAgent)
+                    here.phases.at(f"grant {agent.granted + part}", stop)
+                    left = here.figures.served["left"]
+                    async with anyio.create_task_group() as tasks:
+                        asked = tasks.start_soon
+                        tokens: list[int] = []
+
+                        async def ask() -> None:
+                            tokens.extend(await tokens_of(client, request))  # noqa: B023
+
+                        asked(ask)
+                        await frozen.wait()
+                        if runs_out:
+                            # The lease runs out: the prompt is given up here.
+                            await eventually(
+                                lambda: here.figures.served["left"] > left,  # noqa: B023
+                                what="the lease runs out",
+                            )
+                            assert here.figures.held == 0
+                        os.kill(pid, signal.SIGCONT)
+                    assert tokens == right, (part, runs_out)
+                await at_rest(caller, here)
+
+    with running(tmp_path, nats_server.url, model, 1, roles=["decode"]):
+        asyncio.run(story())
