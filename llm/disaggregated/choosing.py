@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
@@ -13,6 +14,8 @@ from dynbus.llm.generation import GenerateRequest
 
 from .decision import PrefillDecision, PrefillLoad, PromptSize, Saturation, decide
 from .settings import LiveSettings
+
+logger = logging.getLogger(__name__)
 
 FIELDS: Final = RequestFields(
     token_ids="request.token_ids",
@@ -45,6 +48,7 @@ class PrefillChoice:
         self._runner = runner
         self._live = live
         self._saturation = Saturation()
+        self._is_alone = False
 
     def __repr__(self) -> str:
         return f"<PrefillChoice {self._live.current.mode}>"
@@ -77,4 +81,20 @@ class PrefillChoice:
             self._saturation,
         )
         self._saturation = decision.saturation
+        if self._live.current.mode != "local":
+            self._say_whether_alone(not instances)
         return decision
+
+    def _say_whether_alone(self, is_alone: bool) -> None:
+        """Log when there is no prefill instance, and when there is one again; each once."""
+        if is_alone is self._is_alone:
+            return
+        self._is_alone = is_alone
+        if is_alone:
+            logger.warning(
+                "no prefill instance is there: prompts are computed where they are decoded until "
+                "one is (%r)",
+                self._router,
+            )
+        else:
+            logger.info("a prefill instance is there (%r)", self._router)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic, unix_time
@@ -183,7 +183,7 @@ def _readings(metrics: Metrics) -> dict[str, Readings]:
 
 
 class TransferSpans:
-    """Spans `transfer`, as children of the call that asks for them; none without telemetry."""
+    """Spans of hand-overs, as children of the call that asks for them; none without telemetry."""
 
     def __init__(self, telemetry: Telemetry | None, name: InstanceName) -> None:
         self._telemetry = telemetry
@@ -193,24 +193,56 @@ class TransferSpans:
 
     def begin(self) -> TransferSpan:
         """A transfer begins now, in the task of its call."""
-        parent: Context | None = None
+        return TransferSpan(self._tracer, self._parent())
+
+    def enqueue(self) -> WorkQueueSpan:
+        """A job is put into the work queue now, in the task of its call."""
+        return WorkQueueSpan(self._tracer, self._parent())
+
+    def decided(self, decision: str) -> None:
+        """The call's own span says where its prompt is computed, and why."""
         if self._tracer is not None and self._telemetry is not None:
-            api = self._telemetry.api
-            span = api.current_span()
-            if span.is_recording():
-                parent = api.with_span(span, api.empty)
-        return TransferSpan(self._tracer, parent)
+            self._telemetry.api.current_span().set_attribute("dynbus.prefill.decision", decision)
+
+    def _parent(self) -> Context | None:
+        if self._tracer is None or self._telemetry is None:
+            return None
+        api = self._telemetry.api
+        span = api.current_span()
+        return api.with_span(span, api.empty) if span.is_recording() else None
 
 
-class TransferSpan:
-    """One transfer, until `end`."""
+class _Span:
+    """From its making until its end."""
 
     __slots__ = ("_began", "_parent", "_tracer")
+
+    name: ClassVar[str]
 
     def __init__(self, tracer: Tracer | None, parent: Context | None) -> None:
         self._tracer = tracer
         self._parent = parent
         self._began = monotonic()
+
+    def _end(self, attributes: Mapping[str, str | int | float]) -> None:
+        if self._tracer is None or self._parent is None:
+            return
+        offset = unix_time() - monotonic()
+        span = self._tracer.start_span(
+            self.name,
+            self._parent,
+            attributes=attributes,
+            start_time=int((offset + self._began) * 1e9),
+        )
+        span.end()
+        # It ends once.
+        self._tracer = None
+
+
+class TransferSpan(_Span):
+    """`transfer`: one transfer of blocks."""
+
+    name = "transfer"
 
     def end(self, size: int = 0, blocks: int = 0, seconds: float = 0.0, failed: str = "") -> None:
         """It is over.
@@ -219,9 +251,6 @@ class TransferSpan:
             size: in bytes.
             failed: why it has not done what it was to do.
         """
-        if self._tracer is None or self._parent is None:
-            return
-        offset = unix_time() - monotonic()
         attributes: dict[str, str | int | float] = {
             "dynbus.transfer.bytes": size,
             "dynbus.transfer.blocks": blocks,
@@ -230,10 +259,18 @@ class TransferSpan:
             attributes["dynbus.transfer.gb_per_s"] = size / seconds / 1e9
         if failed:
             attributes["dynbus.transfer.failed"] = failed
-        span = self._tracer.start_span(
-            "transfer",
-            self._parent,
-            attributes=attributes,
-            start_time=int((offset + self._began) * 1e9),
-        )
-        span.end()
+        self._end(attributes)
+
+
+class WorkQueueSpan(_Span):
+    """`work_queue`: from when a job is put until a prefill instance has taken it."""
+
+    name = "work_queue"
+
+    def end(self, instance: str = "") -> None:
+        """It waits no longer.
+
+        Args:
+            instance: that has taken it; empty where nobody has.
+        """
+        self._end({"dynbus.work_queue.taken_by": instance} if instance else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -50,7 +51,7 @@ from .messages import (
     Settled,
     Settlement,
 )
-from .observing import NOT_COUNTED, HandOverFigures, TransferSpan, TransferSpans
+from .observing import NOT_COUNTED, HandOverFigures, TransferSpan, TransferSpans, WorkQueueSpan
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +235,10 @@ class Receiving:
         self._spans: dict[int, TransferSpan] = {}
         self._went_on = anyio.Event()
         self._begun = anyio.Event()
+        self._waiting: WorkQueueSpan | None = None
+        # An offer comes by another call: what follows from it belongs to this one all the same,
+        # with its deadline and its trace.
+        self._context = contextvars.copy_context()
         self._began = monotonic()
 
     def __repr__(self) -> str:
@@ -268,6 +273,8 @@ class Receiving:
         if not self._went_on.is_set():
             self._went_on.set()
             self._begun.set()
+            if self._waiting is not None:
+                self._waiting.end()
             self._receiver.open.pop(self._id, None)
             machine = self.machine
             self._receiver.figures.ended(
@@ -284,6 +291,8 @@ class Receiving:
         actions = self.machine.offered(offer.instance)
         if not actions:
             return OfferAnswer(done=False, reason="it is computed already")
+        if self._waiting is not None:
+            self._waiting.end(offer.instance)
         self._do(actions)
         await self._went_on.wait()
         return OfferAnswer(done=not self.machine.reason, reason=self.machine.detail)
@@ -328,7 +337,7 @@ class Receiving:
         """Do something beside what runs, unless the request has ended."""
         if self._tasks is None or self._reply.has_ended:
             return False
-        self._tasks.start_soon(function, *args)
+        self._context.run(self._tasks.start_soon, function, *args)
         return True
 
     def _show(self, first: Generated) -> None:
@@ -396,6 +405,7 @@ class Receiving:
             receiver.instance,
             len(self._request.token_ids) - self._held.cached,
         )
+        self._waiting = receiver.spans.enqueue()
         if put is None:
             self._do(self.machine.fall_back("queue_failed", "there is no work queue"))
             return

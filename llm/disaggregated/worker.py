@@ -387,6 +387,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         reason = _stays(request)
         if reason or receiver is None or choice is None:
             self.figures.computed_here(reason or "no_prefill")
+            if receiver is not None:
+                receiver.spans.decided(f"local: {reason.replace('_', ' ')}")
             await super().serve_request(name, request, reply)
             return
         queued = self._settings.current.through == "queue"
@@ -394,6 +396,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
 
         def is_remote(cached: int) -> bool:
             decision = choice.decide(request, cached, jobs=jobs)
+            receiver.spans.decided(decision.describe())
             if not decision.remote:
                 self.figures.computed_here(str(decision.reason))
             return decision.remote

@@ -211,10 +211,10 @@ def test_a_request_is_right_and_in_time_in_whatever_phase_its_prefill_instance_f
             receiver.peers = WatchedPeers(receiver.peers, here.phases)
             ended = here.figures.ended
 
-            def hand_over_ended(reason: str, seconds: float) -> None:
+            def hand_over_ended(reason: str) -> None:
                 if reason:
                     noticed.append(monotonic())
-                ended(reason, seconds)
+                ended(reason)
 
             here.figures.ended = hand_over_ended  # type: ignore[method-assign]
             client = caller.client(Engine, node="decode", wait=10.0)

@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 import anyio
 import msgspec
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.conditions import eventually
 from tests.llm.disaggregated.agents import MemoryAgent, Wire
 from tests.llm.small.test_actor import served_folder
@@ -21,6 +24,7 @@ from dynbus import with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, Draining, InvalidRequest, StreamLost
+from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.disaggregated.messages import (
     PrefillJob,
     PrefillRequest,
@@ -342,6 +346,51 @@ def test_an_instance_that_takes_its_own_job_computes_it_where_it_decodes(
     run(story())
 
 
+@pytest.mark.parametrize("through", ["direct", "queue"])
+def test_a_request_is_one_trace_through_queue_prefill_transfer_and_decode(
+    model: dict[str, Any], through: str
+) -> None:
+    exporter = InMemorySpanExporter()
+    tracers = TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def story() -> None:
+        async with TestKit(telemetry=Telemetry(tracers, None)) as kit:
+            pair = Pair(kit, model)
+            await pair.start("prefill", disaggregation={**REMOTE, "through": through})
+            await pair.start("decode", disaggregation={**REMOTE, "through": through})
+            with tracers.get_tracer("test").start_as_current_span("client"):
+                assert len(await tokens_of(pair.client, greedy(100))) == 12
+
+    run(story())
+    spans = exporter.get_finished_spans()
+    [client] = [span for span in spans if span.name == "client"]
+    assert client.context is not None
+    mine = [span for span in spans if span.context.trace_id == client.context.trace_id]
+    wanted = {"queue": 2, "prefill": 2, "decode": 2, "transfer": 1}
+    if through == "queue":
+        wanted["work_queue"] = 1
+    of = {name: [span for span in mine if span.name == name] for name in wanted}
+    # Of the engine that computes the prompt, and of the one that reserves its blocks and goes on.
+    assert {name: len(each) for name, each in of.items()} == wanted, [span.name for span in mine]
+    ids = {span.context.span_id for span in mine}
+    assert all(span.parent is not None and span.parent.span_id in ids for span in mine[:-1])
+    [moved] = of["transfer"]
+    told = dict(moved.attributes or {})
+    assert told["dynbus.transfer.bytes"] == 100_000
+    assert told["dynbus.transfer.blocks"] == 7
+    assert told["dynbus.transfer.gb_per_s"] == pytest.approx(0.1)
+    decisions = [
+        span.attributes["dynbus.prefill.decision"]
+        for span in mine
+        if span.attributes and "dynbus.prefill.decision" in span.attributes
+    ]
+    assert len(decisions) == 1
+    assert str(decisions[0]).startswith("remote: remote mode")
+    for span in of.get("work_queue", ()):
+        assert (span.attributes or {})["dynbus.work_queue.taken_by"]
+
+
 def test_a_job_that_nobody_takes_is_computed_here(model: dict[str, Any]) -> None:
     async def story() -> None:
         async with TestKit() as kit:
@@ -393,7 +442,9 @@ def test_front_ends_find_those_that_decode(model: dict[str, Any]) -> None:
     run(story())
 
 
-def test_without_a_prefill_instance_prompts_are_computed_here(model: dict[str, Any]) -> None:
+def test_without_a_prefill_instance_prompts_are_computed_here_and_that_is_said_once(
+    model: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
         async with TestKit() as kit:
             pair = Pair(kit, model)
@@ -401,7 +452,10 @@ def test_without_a_prefill_instance_prompts_are_computed_here(model: dict[str, A
             [wanted] = await expected(kit, model, greedy(100))
 
             assert await tokens_of(pair.client, greedy(100)) == wanted
-            assert engine_of(decode).figures.local == {"no_prefill": 1}
+            await tokens_of(pair.client, greedy(90, 2))
+            assert engine_of(decode).figures.local == {"no_prefill": 2}
+            said = "no prefill instance is there: prompts are computed where they are decoded"
+            assert caplog.text.count(said) == 1
 
     run(story())
 
