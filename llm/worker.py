@@ -22,6 +22,7 @@ from .mock.timing import Timing
 from .models.source import LocalModel
 from .small.engine import BackendName, SmallConfig, SmallEngine
 from .small.torch_backend import DType
+from .tiers.lending import MAX_SHARE
 from .tiers.worker import TieredWorker
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class ModelWorker(TieredWorker, abstract=True):
             prefix that is asked for again is copied back from there. 0 for none.
         fetch_prefixes: whether `small` reads the blocks of a prefix that another instance holds,
             where that is faster than computing them, and has others read its own.
+        lend_share: of its cache, from 0 to 1, that others may keep in place at a time while they
+            read it.
+        checksums: whether blocks that were read from another instance are used only if their
+            checksums are those of what that one has. That costs 0.2 to 0.3 s of a core for each
+            GB, on each side.
         pooling: how `small` makes the embedding of a text: of the `mean` of its tokens' states, or
             of the `last`; `none` for no embeddings.
         speedup_ratio: how many times faster than the modelled engine a mock is.
@@ -96,6 +102,8 @@ class ModelWorker(TieredWorker, abstract=True):
         reasoning_parser: str = "auto",
         host_memory_mib: int = 0,
         fetch_prefixes: bool = False,
+        lend_share: float = MAX_SHARE,
+        checksums: bool = False,
     ) -> None:
         super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
         self.engine = engine
@@ -111,8 +119,12 @@ class ModelWorker(TieredWorker, abstract=True):
                 "host_memory_mib and fetch_prefixes need kv_events: without them no block is found "
                 "again"
             )
+        if not 0 < lend_share <= 1:
+            raise ConfigError(f"lend_share = {lend_share:g}: set more than 0, and at most 1")
         self.host_memory = host_memory_mib << 20
         self.fetches_prefixes = fetch_prefixes
+        self.lends_share = lend_share
+        self.checksums = checksums
         of_mock = blocks or BLOCKS
         try:
             self._small = SmallConfig(

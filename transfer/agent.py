@@ -38,7 +38,7 @@ from .leases import LeaseTable, Ticket
 from .links import Link, Moved, nixl_name
 from .pushing import Pushes, life_of
 from .quarantine import Quarantine
-from .reach import has_rdma, host_name, reaches_directly, transports
+from .reach import has_rdma, host_name, reaches_directly, transports, writes_to_neighbours
 from .transfers import Transfer
 
 logger = logging.getLogger(__name__)
@@ -413,12 +413,19 @@ async def open_agent(
         name: the address of an instance, or another that no other agent on the bus has.
 
     Raises:
-        ConfigError: the name is not usable, or NIXL is not installed.
+        ConfigError: the name is not usable, NIXL is not installed, or reads are to be pushed where
+            UCX may share memory.
         TransferFailed: NIXL refuses the memory.
         Unavailable: JetStream does not answer.
     """
     config = config or TransferConfig()
     check_agent_name(name)
+    if config.reads == "pushed" and writes_to_neighbours(transports(config.ucx)):
+        raise ConfigError(
+            'TransferConfig.reads = "pushed" is not safe where UCX may share memory: a peer on this'
+            " machine that was frozen would go on writing when it wakes, into blocks that are in"
+            ' use again. Set UCX_TLS to what shares none, such as tcp, or choose "auto"'
+        )
     nixl()
     async with Background(f"transfers of {name}", bus.fail) as background:
         agent = TransferAgent(bus, background, name, memory, config)

@@ -9,6 +9,8 @@ from typing import Final
 
 _REACHING: Final = ("cma", "knem", "xpmem", "sm", "shm", "all", "rc", "dc", "ud", "ib", "srd")
 """Transports, or their beginnings, that read a peer's memory without its help."""
+_NEIGHBOURS: Final = ("cma", "knem", "xpmem", "sm", "shm", "all", "cuda_ipc")
+"""Those of them that write into another process of the same machine."""
 _RDMA: Final = Path("/sys/class/infiniband")
 
 
@@ -35,6 +37,19 @@ def reaches_directly(transports: str, ours: str, theirs: str, *, has_rdma: bool)
             for name in transports.split(",")
         )
     return has_rdma or (bool(ours) and ours == theirs)
+
+
+def writes_to_neighbours(transports: str) -> bool:
+    """Whether UCX may write into the memory of another process of this machine by itself.
+
+    Nothing that the other process does stops that: a writer that is frozen goes on when it wakes.
+
+    Args:
+        transports: `UCX_TLS`; empty for UCX's own choice.
+    """
+    if not transports or transports.startswith("^"):
+        return True
+    return any(name.strip().startswith(_NEIGHBOURS) for name in transports.split(","))
 
 
 def transports(ucx: Mapping[str, str]) -> str:

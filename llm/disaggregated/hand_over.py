@@ -30,6 +30,7 @@ Reason = Literal[
     "prefill_lost",
     "bad_answer",
     "lease_lost",
+    "damaged",
     "transfer_failed",
     "too_slow",
     "queue_failed",

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.transfer.checksums import Vouched, Wanted
 from dynbus.transfer.leases import Ticket
 
 Role = Literal["prefill", "decode", "both"]
@@ -49,27 +50,31 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
     first: Generated | None = None
 
 
-class Settlement(msgspec.Struct, frozen=True):
+class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
     """The question whether a lease has held until now, which ends it.
 
     Attributes:
         hand_over: of the request whose blocks were read.
         lease_id, epoch: as the ticket has them.
+        wanted: of which tokens the reader compares checksums; None where it does not.
     """
 
     hand_over: str
     lease_id: int
     epoch: str
+    wanted: Wanted | None = None
 
 
-class Settled(msgspec.Struct, frozen=True):
+class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer.
 
     Attributes:
         held: whether what was read until now may be used.
+        vouched: the checksums that were asked for, where it was held.
     """
 
     held: bool
+    vouched: Vouched | None = None
 
 
 class PrefillJob(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -59,6 +59,11 @@ class HandOverFigures:
             count for reason, count in self.remote.items() if reason not in ("", *NOT_COUNTED)
         )
 
+    @property
+    def damaged(self) -> int:
+        """Prompts whose blocks had other checksums than those of the prefill instance."""
+        return self.remote["damaged"]
+
     def computed_here(self, reason: str) -> None:
         """A prompt is computed here, without a hand-over."""
         self.local[reason] += 1
@@ -96,6 +101,8 @@ class HandOverFigures:
         )
         if self.seconds:
             text += f", {self.bytes / self.seconds / 1e9:.3g} GB/s"
+        if self.damaged:
+            text += f", {self.damaged} damaged on the way"
         if self.quarantined:
             text += f", {self.quarantined} blocks in quarantine"
         if served := sum(self.served.values()):
@@ -141,6 +148,7 @@ class HandOverWatch(InstanceWatch):
                 "transfers_failed": figures.transfers["failed"],
                 "blocks_quarantined": figures.quarantined,
                 "prompts_held": figures.held,
+                "prompts_damaged": figures.damaged,
             },
             self._shown(),
         )

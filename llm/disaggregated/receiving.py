@@ -26,6 +26,8 @@ from dynbus.bus.errors import (
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.transfer.checksums import compare, wanted
+from dynbus.transfer.errors import BadDescription, ChecksumMismatch
 from dynbus.transfer.leases import Ticket
 
 from .hand_over import (
@@ -147,6 +149,7 @@ class Receiver:
     Args:
         instance: by which prefill instances answer to its jobs.
         put: puts a job into the work queue.
+        compares: whether what was read is compared with the checksums of its source.
         background: owns what goes on after a request has ended: transfers that are given up.
     """
 
@@ -162,6 +165,7 @@ class Receiver:
         *,
         instance: str,
         put: Callable[[PrefillJob, float], Awaitable[None]] | None = None,
+        compares: bool = False,
     ) -> None:
         self.runner = runner
         self.mover = mover
@@ -172,6 +176,7 @@ class Receiver:
         self.spans = spans
         self.instance = instance
         self.put = put
+        self.compares = compares
         self.open: dict[str, Receiving] = {}
 
     def __repr__(self) -> str:
@@ -444,20 +449,18 @@ class Receiving:
         if self._transfers.get(part) is not None or not self.machine.waits:
             self._do(self.machine.quiet(part))
             return
-        size = self._runner.limits.block_size
-        blocks = self._held.blocks[action.start // size : -(-action.stop // size)]
         span = self._receiver.spans.begin()
         try:
             transfer = self._receiver.mover.start(
                 "read",
                 ticket,
                 ticket.blocks,
-                blocks,
+                self._blocks_of(action),
                 tokens=action.stop - action.start,
                 deadline=monotonic() + self._limit(limits.transfer),
                 # The ticket's blocks end where its tokens do.
                 remote_start=ticket.tokens - (action.stop - action.start),
-                local_start=action.start % size,
+                local_start=action.start % self._runner.limits.block_size,
             )
         except DynbusError as error:
             span.end(failed=describe_exception(error))
@@ -479,16 +482,43 @@ class Receiving:
             self._receiver.figures.transferred(transfer.seconds, transfer.bytes, transfer.blocks)
             self._do(self.machine.read(part))
 
+    def _blocks_of(self, action: Read) -> Sequence[int]:
+        """The local blocks of a part, in the order of their tokens."""
+        assert self._held is not None
+        size = self._runner.limits.block_size
+        return self._held.blocks[action.start // size : -(-action.stop // size)]
+
     async def _settle(self, part: int) -> None:
-        item = self._items[part].item
-        assert item.ticket is not None
-        settlement = Settlement(self._id, item.ticket.lease_id, item.ticket.epoch)
+        read = self._items[part]
+        ticket, tokens = read.item.ticket, read.stop - read.start
+        assert ticket is not None
+        settlement = Settlement(self._id, ticket.lease_id, ticket.epoch)
+        if self._receiver.compares:
+            asked = wanted(self._runner.memory, tokens, ticket.tokens - tokens)
+            settlement = msgspec.structs.replace(settlement, wanted=asked)
         try:
             with anyio.fail_after(self._receiver.limits.settle):
                 answer = await self._receiver.peers.settle(settlement, self._instance)
         except TimeoutError:
             self._do(self.machine.fall_back("prefill_lost", "it does not settle its lease"))
+            return
         except DynbusError as error:
             self._do(self.machine.fall_back("prefill_lost", describe_exception(error)))
-        else:
-            self._do(self.machine.answered(part, held=answer.held))
+            return
+        if answer.held and self._receiver.compares:
+            try:
+                await compare(
+                    self._runner.memory,
+                    self._blocks_of(read),
+                    tokens,
+                    answer.vouched,
+                    start=read.start % self._runner.limits.block_size,
+                    source=self._instance,
+                )
+            except ChecksumMismatch as error:
+                self._do(self.machine.fall_back("damaged", str(error)))
+                return
+            except BadDescription as error:
+                self._do(self.machine.fall_back("bad_answer", str(error)))
+                return
+        self._do(self.machine.answered(part, held=answer.held))

@@ -11,6 +11,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.engine.runner import EngineRunner
+from dynbus.transfer.checksums import vouch
 from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.leases import LeaseTable, Ticket
 
@@ -172,7 +173,23 @@ class Sender:
             blocks[before : -(-stop // size)], tokens=stop - before * size, seconds=self._lease
         )
 
-    def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease has held until now; it ends with this."""
-        leases = self._open.get(settlement.hand_over)
-        return Settled(held=leases is not None and leases.settle(settlement))
+    async def settle(self, settlement: Settlement) -> Settled:
+        """Whether a lease has held until now; it ends with this.
+
+        Raises:
+            InvalidTransfer: checksums are wanted of what the lease has not.
+        """
+        leases, granter = self._open.get(settlement.hand_over), self._granter
+        if leases is None:
+            return Settled(held=False)
+        vouched = None
+        if settlement.wanted is not None:
+            vouched = await vouch(
+                self._runner.memory,
+                granter.leases,
+                settlement.lease_id,
+                settlement.epoch,
+                settlement.wanted,
+            )
+        held = leases.settle(settlement)
+        return Settled(held, vouched if held else None)

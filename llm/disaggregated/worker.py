@@ -187,6 +187,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 f"{type(self).__name__} cannot hand prompts over: {error}. Serve this engine with "
                 "a ModelWorker, or take engine=small"
             ) from None
+        self.check_checksums(memory)
         async with AsyncExitStack() as exits:
             agent = await exits.enter_async_context(self.transfer_agent(memory))
             self._agent = agent
@@ -320,6 +321,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 TransferSpans(runtime.bus.telemetry, name),
                 instance=self._control.instance_id,
                 put=self._put,
+                compares=self.checksums,
             )
             ended = asyncio.Event()
             try:
@@ -466,7 +468,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     async def settle(self, settlement: Settlement) -> Settled:
         """Whether a lease has held until now, which ends it."""
         assert self._sender is not None
-        return self._sender.settle(settlement)
+        return await self._sender.settle(settlement)
 
 
 class _PrefillClient:

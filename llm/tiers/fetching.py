@@ -21,6 +21,7 @@ from dynbus.kvrouter.routing import requests as routed
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.transfer.agent import TransferAgent
+from dynbus.transfer.checksums import compare, wanted
 from dynbus.transfer.errors import BadDescription, LeaseLost
 from dynbus.transfer.transfers import Transfer
 
@@ -101,6 +102,7 @@ class PrefixFetcher:
         agent_of: the name of an instance's agent, by its id.
         background: where what is left of given-up transfers is waited for.
         model: its fingerprint, which peers compare with their own; empty for none.
+        compares: whether what was read is compared with the checksums of its source.
 
     Attributes:
         statistics: figures.
@@ -116,9 +118,11 @@ class PrefixFetcher:
         agent_of: Callable[[str], str],
         background: Background,
         model: str = "",
+        compares: bool = False,
     ) -> None:
         self._runner = runner
         self._agent = agent
+        self._compares = compares
         self._rates = rates
         self.peer = peer
         self._agent_of = agent_of
@@ -222,7 +226,7 @@ class PrefixFetcher:
             return start
         peer = self.peer(fetch.peer)
         began = monotonic()
-        wanted = LendRequest(
+        lend = LendRequest(
             request.token_ids[: fetch.tokens],
             2 * fetch.patience,
             start,
@@ -230,7 +234,7 @@ class PrefixFetcher:
             request.cache_salt,
             self._model,
         )
-        async with aclosing(peer.lend_prefix(wanted)) as lending:
+        async with aclosing(peer.lend_prefix(lend)) as lending:
             lent = await anext(lending)
             answered = monotonic()
             ticket = lent.ticket
@@ -248,9 +252,20 @@ class PrefixFetcher:
             )
             await transfer.result()
             read = monotonic()
-            settled = await peer.settle_prefix(SettleRequest(ticket.lease_id, ticket.epoch))
+            tokens, asked = blocks * size, None
+            if self._compares:
+                asked = wanted(self._agent.memory, tokens, 0)
+            settled = await peer.settle_prefix(SettleRequest(ticket.lease_id, ticket.epoch, asked))
             if not settled.held:
                 raise LeaseLost(f"{fetch.peer} does not vouch for the blocks that were read")
+            if self._compares:
+                await compare(
+                    self._agent.memory,
+                    held.blocks[first : first + blocks],
+                    tokens,
+                    settled.vouched,
+                    source=fetch.peer,
+                )
         ended = monotonic()
         self._rates.note_transfer(
             fetch.peer, transfer.bytes, read - answered, answered - began + ended - read

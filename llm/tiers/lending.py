@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import Final, Protocol, TypeAlias
 
@@ -13,6 +14,7 @@ from dynbus.bus.errors import InvalidRequest, Overloaded
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import GenerateRequest
 from dynbus.transfer.agent import TransferAgent
+from dynbus.transfer.checksums import vouch
 
 from .messages import LendRequest, Lent, Settled, SettleRequest
 
@@ -20,6 +22,8 @@ MAX_LOANS: Final = 32
 """Prefixes that are lent at a time: they take blocks from the requests that run here."""
 MAX_SECONDS: Final = 60.0
 """For how long blocks are lent at most."""
+MAX_SHARE: Final = 0.5
+"""Of the cache that is lent at a time: the rest stays for the requests that run here."""
 
 
 Link: TypeAlias = Callable[[Callable[[bool], None]], Callable[[], None]]
@@ -38,15 +42,21 @@ class Lender:
     Args:
         agent: whose memory has the blocks.
         block_size: tokens of a block.
+        most_blocks: that are kept in place for peers at a time.
 
     Attributes:
         lent_blocks: so far.
     """
 
-    def __init__(self, holder: Holder, agent: TransferAgent, block_size: int) -> None:
+    def __init__(
+        self, holder: Holder, agent: TransferAgent, block_size: int, most_blocks: int
+    ) -> None:
         self._holder = holder
         self._agent = agent
         self._block_size = block_size
+        self._most_blocks = most_blocks
+        # Prefixes that begin alike share blocks, which count once.
+        self._pinned: Counter[int] = Counter()
         self._numbers = count()
         # By lease: set when the reader has settled, or has left.
         self._open: dict[int, anyio.Event] = {}
@@ -61,6 +71,11 @@ class Lender:
         """How many prefixes are lent at this moment."""
         return self._loans
 
+    @property
+    def pinned(self) -> int:
+        """How many blocks are kept in place for peers at this moment."""
+        return len(self._pinned)
+
     async def lend(self, request: LendRequest, link: Link) -> AsyncGenerator[Lent]:
         """Lease what is cached of a prefix; the only item tells of it.
 
@@ -71,7 +86,7 @@ class Lender:
 
         Raises:
             InvalidRequest: the request makes no sense.
-            Overloaded: too many prefixes are lent already.
+            Overloaded: too many prefixes, or blocks, are lent already.
         """
         size = self._block_size
         if not 0 < request.seconds <= MAX_SECONDS:
@@ -92,18 +107,34 @@ class Lender:
             held = await self._holder.hold(
                 hold_id,
                 GenerateRequest(
-                    request.token_ids,
+                    # No more is held than may be lent.
+                    request.token_ids[: self._most_blocks * size],
                     lora_name=request.lora_name,
                     cache_salt=request.cache_salt,
                 ),
             )
             try:
-                async for lent in self._lease(held, request, link):
-                    yield lent
+                if len(self._pinned.keys() | set(held.blocks)) > self._most_blocks:
+                    raise Overloaded(
+                        f"{self.pinned} of {self._most_blocks} blocks that may be are lent already",
+                        retry_after=1.0,
+                    )
+                self._pinned.update(held.blocks)
+                try:
+                    async for lent in self._lease(held, request, link):
+                        yield lent
+                finally:
+                    self._unpin(held.blocks)
             finally:
                 self._holder.release(hold_id)
         finally:
             self._loans -= 1
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._pinned[block] -= 1
+            if not self._pinned[block]:
+                del self._pinned[block]
 
     async def _lease(self, held: Held, request: LendRequest, link: Link) -> AsyncGenerator[Lent]:
         size = self._block_size
@@ -126,12 +157,21 @@ class Lender:
             del self._open[ticket.lease_id]
             self._agent.leases.release(ticket.lease_id, ticket.epoch)
 
-    def settle(self, request: SettleRequest) -> Settled:
-        """Whether a lease has held until now, which ends it."""
-        settled = self._open.get(request.lease_id)
+    async def settle(self, request: SettleRequest) -> Settled:
+        """Whether a lease has held until now, which ends it.
+
+        Raises:
+            InvalidTransfer: checksums are wanted of what the lease has not.
+        """
+        settled, agent = self._open.get(request.lease_id), self._agent
         if settled is None:
             return Settled(held=False)
-        held = self._agent.leases.settle(request.lease_id, request.epoch, monotonic())
+        vouched = None
+        if request.wanted is not None:
+            vouched = await vouch(
+                agent.memory, agent.leases, request.lease_id, request.epoch, request.wanted
+            )
+        held = agent.leases.settle(request.lease_id, request.epoch, monotonic())
         if held:
             settled.set()
-        return Settled(held=held)
+        return Settled(held, vouched if held else None)

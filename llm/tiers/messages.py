@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dynbus.transfer.checksums import Vouched, Wanted
 from dynbus.transfer.leases import Ticket
 
 
@@ -39,22 +40,26 @@ class Lent(msgspec.Struct, frozen=True, omit_defaults=True):
     ticket: Ticket | None = None
 
 
-class SettleRequest(msgspec.Struct, frozen=True):
+class SettleRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The question whether a lease has held until now, which ends it.
 
     Attributes:
         lease_id, epoch: as the ticket has them.
+        wanted: of which tokens the reader compares checksums; None where it does not.
     """
 
     lease_id: int
     epoch: str
+    wanted: Wanted | None = None
 
 
-class Settled(msgspec.Struct, frozen=True):
+class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer.
 
     Attributes:
         held: whether what was read until now may be used.
+        vouched: the checksums that were asked for, where it was held.
     """
 
     held: bool
+    vouched: Vouched | None = None

@@ -8,6 +8,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.telemetry.metrics import Metrics, Readings
 from dynbus.llm.watching import InstanceWatch
+from dynbus.transfer.errors import ChecksumMismatch
 
 from .fetching import PrefixFetcher
 from .host_store import HostStore
@@ -59,9 +60,10 @@ class TierWatch(InstanceWatch):
             kept = self._store.statistics
             told.append(f"{kept.blocks} of {kept.places} blocks on the host")
         if self._fetcher is not None and self._lender is not None:
-            told.append(
-                f"{self._fetcher.statistics.blocks} fetched, {self._lender.lent_blocks} lent"
-            )
+            fetched = self._fetcher.statistics
+            told.append(f"{fetched.blocks} fetched, {self._lender.lent_blocks} lent")
+            if damaged := fetched.results[ChecksumMismatch.code]:
+                told.append(f"{damaged} fetches damaged on the way")
         return ", ".join(told)
 
 

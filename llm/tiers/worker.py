@@ -25,7 +25,7 @@ from dynbus.transfer.layout import KvMemory
 from .cost import Rates
 from .fetching import PrefixFetcher
 from .host_store import HostStore
-from .lending import Lender
+from .lending import MAX_SHARE, Lender
 from .messages import LendRequest, Lent, Settled, SettleRequest
 from .observing import TierWatch
 
@@ -39,10 +39,15 @@ class TieredWorker(NamedWorker, abstract=True):
     Attributes:
         host_memory: bytes of the host's memory for evicted blocks; 0 for none.
         fetches_prefixes: whether prefixes are fetched from other instances, and lent to them.
+        lends_share: of its cache that is lent at a time, from 0 to 1.
+        checksums: whether blocks that come from other instances are compared with the checksums
+            of those that these have.
     """
 
     host_memory: int = 0
     fetches_prefixes: bool = False
+    lends_share: float = MAX_SHARE
+    checksums: bool = False
 
     _fingerprint: str = ""
     _rates: Rates | None = None
@@ -89,6 +94,7 @@ class TieredWorker(NamedWorker, abstract=True):
             raise ConfigError(
                 f"fetch_prefixes: {error}: leave it out, or take engine=small"
             ) from None
+        self.check_checksums(memory)
         if rates is None:
             rates = self._rates = Rates(limits.block_size, memory.layout.block_bytes)
         await self.read_fingerprint()
@@ -97,7 +103,9 @@ class TieredWorker(NamedWorker, abstract=True):
             open_agent(runtime.bus, self._agent_of(own.instance_id), memory)
         )
         client = runtime.client(type(self), node=own.component, namespace=own.namespace, wait=0.0)
-        self._lender = Lender(runner, agent, limits.block_size)
+        self._lender = Lender(
+            runner, agent, limits.block_size, max(1, int(self.lends_share * limits.blocks))
+        )
         self._fetcher = PrefixFetcher(
             runner,
             agent,
@@ -106,6 +114,7 @@ class TieredWorker(NamedWorker, abstract=True):
             agent_of=self._agent_of,
             model=self._fingerprint,
             background=runtime.bus.background,
+            compares=self.checksums,
         )
 
     async def read_fingerprint(self) -> str:
@@ -128,6 +137,18 @@ class TieredWorker(NamedWorker, abstract=True):
                 f"this instance computes {self.found.path.name} of fingerprint "
                 f"{self._fingerprint[:8]}, and the one that asks a model of {theirs[:8]}: give "
                 "both the same files"
+            )
+
+    def check_checksums(self, memory: KvMemory) -> None:
+        """See that blocks of this memory can be compared, where they are to be.
+
+        Raises:
+            ConfigError: they are on a GPU.
+        """
+        if self.checksums and any(region.kind != "DRAM" for region in memory.regions):
+            raise ConfigError(
+                "checksums are made of blocks in memory of the host, and these are "
+                "on a GPU: leave checksums out"
             )
 
     def _agent_of(self, instance: str) -> str:
@@ -191,7 +212,7 @@ class TieredWorker(NamedWorker, abstract=True):
     @handler(concurrency=None)
     async def settle_prefix(self, request: SettleRequest) -> Settled:
         """Whether a lease has held until now; it ends."""
-        return self._lending().settle(request)
+        return await self._lending().settle(request)
 
     def _lending(self) -> Lender:
         if self._lender is None:

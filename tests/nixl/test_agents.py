@@ -348,6 +348,15 @@ async def test_a_peer_that_lies_about_its_memory_fails_its_own_transfers_alone(
         assert at_rest(ours)
 
 
+async def test_reads_are_not_pushed_where_a_frozen_peer_would_write_when_it_wakes() -> None:
+    async with on_bus() as bus:
+        with pytest.raises(ConfigError, match="go on writing when it wakes"):
+            async with open_agent(
+                bus, "ns.Decode.1", filled(small_layout()), TransferConfig(reads="pushed")
+            ):
+                pass
+
+
 async def test_an_agent_has_a_name_that_can_be_a_subject() -> None:
     async with on_bus() as bus:
         for name in ("", "a b", "x." * 200 + "x", "ns.*"):

@@ -35,6 +35,7 @@ def model(tmp_path: Path) -> dict[str, Any]:
         "blocks": 256,
         "deterministic": True,
         "max_num_batched_tokens": 128,
+        "checksums": True,
     }
 
 

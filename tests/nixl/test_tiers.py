@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from tests.conditions import eventually
@@ -17,12 +19,14 @@ from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.llm.engine.interface import EngineLoad
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.tiers import fetching
 from dynbus.llm.tiers.cost import Estimate
 from dynbus.llm.tiers.fetching import PrefixFetcher
 from dynbus.llm.tiers.lending import Lender
 from dynbus.llm.tiers.messages import Settled, SettleRequest
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit
+from dynbus.transfer.layout import KvMemory
 
 SIZE = 4
 PROMPT = [1 + at % 50 for at in range(12 * SIZE + 1)]
@@ -52,6 +56,10 @@ class Worker(ModelWorker, namespace="llm"):
         return self._lender
 
     @property
+    def memory(self) -> KvMemory:
+        return self._running().memory
+
+    @property
     def engine_load(self) -> EngineLoad:
         return self._running().load
 
@@ -64,8 +72,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the first fetch from a peer takes longer than half a second."""
+    monkeypatch.setattr(fetching, "LEAST_PATIENCE", 20.0)
+
+
 async def start(
-    kit: TestKit, model: str, name: str, *, blocks: int = 32, host_memory_mib: int = 0
+    kit: TestKit,
+    model: str,
+    name: str,
+    *,
+    blocks: int = 32,
+    host_memory_mib: int = 0,
+    **options: Any,
 ) -> Worker:
     await kit.start(
         Worker,
@@ -80,6 +100,7 @@ async def start(
         fetch_prefixes=True,
         blocks=blocks,
         host_memory_mib=host_memory_mib,
+        **options,
     )
     worker = next(one.actor for one in kit.started.values() if one.actor.instance_id == name)
     assert isinstance(worker, Worker)
@@ -135,13 +156,52 @@ def test_a_prefix_that_a_peer_holds_is_read_from_it_and_gives_the_same_tokens(mo
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("damages", [False, True])
+def test_blocks_with_other_checksums_than_the_peer_has_are_computed(
+    model: str, damages: bool
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            one = await start(kit, model, "one")
+            other = await start(kit, model, "other", checksums=True)
+            computed = await generate(kit, "one", PROMPT)
+            peer, memory = other.fetcher.peer, other.memory
+
+            class Damaging:
+                """Flips a bit of what was read, before the peer is asked for checksums."""
+
+                def __init__(self, instance: str) -> None:
+                    self._peer = peer(instance)
+                    self.lend_prefix = self._peer.lend_prefix
+
+                async def settle_prefix(self, request: SettleRequest) -> Settled:
+                    assert request.wanted is not None
+                    if damages:
+                        for region in memory.regions:
+                            for at in range(0, region.size, memory.layout.token_bytes):
+                                ctypes.c_uint8.from_address(region.address + at).value ^= 1
+                    return await self._peer.settle_prefix(request)
+
+            other.fetcher.peer = Damaging
+
+            fetched = await generate(kit, "other", PROMPT, peer="one")
+
+            assert tokens_of(fetched) == tokens_of(computed)
+            ended = "ChecksumMismatch" if damages else "fetched"
+            assert other.fetcher.statistics.results == {ended: 1}
+            assert other.fetcher.statistics.blocks == (0 if damages else 12)
+            await at_rest(one, other)
+
+    asyncio.run(story())
+
+
 def test_a_router_names_the_peer_that_has_evicted_the_prefix_to_its_host(model: str) -> None:
     def to_other(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
         return [float(each.rank.instance != "other") for each in candidates]
 
     async def story() -> None:
         async with TestKit() as kit:
-            one = await start(kit, model, "one", blocks=16, host_memory_mib=1)
+            one = await start(kit, model, "one", blocks=16, host_memory_mib=1, lend_share=1.0)
             other = await start(kit, model, "other")
             computed = await generate(kit, "one", PROMPT)
             await generate(kit, "one", [token + 5 for token in PROMPT])
@@ -174,7 +234,7 @@ def test_a_prefix_is_computed_where_its_peer_is_gone_or_does_not_vouch_for_it(
             one, other = await start(kit, model, "one"), await start(kit, model, "other")
             computed = await generate(kit, "one", PROMPT)
 
-            def denies(_: SettleRequest) -> Settled:
+            async def denies(_: SettleRequest) -> Settled:
                 return Settled(held=False)
 
             monkeypatch.setattr(one.lender, "settle", denies)

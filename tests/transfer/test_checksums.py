@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.transfer.kv_blocks import arrays_of, filled, layouts, read, small_layout
 
+from dynbus.bus.clock import monotonic
 from dynbus.transfer import checksums as module
-from dynbus.transfer.checksums import checksums
-from dynbus.transfer.errors import InvalidTransfer
+from dynbus.transfer.checksums import Vouched, checksums, compare, vouch, wanted
+from dynbus.transfer.errors import BadDescription, ChecksumMismatch, InvalidTransfer
 from dynbus.transfer.layout import KvMemory, Region, plan
+from dynbus.transfer.leases import LeaseTable
 
 
 @given(st.data())
@@ -45,6 +49,37 @@ def test_both_sides_agree_whatever_their_layouts_are(data: st.DataObject) -> Non
     arrived = checksums(target, ours, tokens, start=local_start, per=per, heads=heads)
     assert len(arrived) == -(-tokens // per)
     assert arrived == checksums(source, theirs, tokens, start=remote_start, per=per, heads=heads)
+
+
+def test_a_source_vouches_for_what_is_under_a_lease_and_the_reader_compares() -> None:
+    async def story() -> None:
+        # The reader has one of the two heads, and blocks of another size.
+        there = small_layout(kv_heads=2)
+        here = small_layout(kv_heads=1, first_head=1, total_heads=2, block_size=3)
+        source, target = filled(there), filled(here, seed=1)
+        leases = LeaseTable("life")
+        lease = leases.grant([6, 2, 4], 10.0, monotonic())
+        read(plan(here, [1, 0, 5], there, lease.blocks, 7, remote_start=2), target, source)
+        asked = wanted(target, 7, 2)
+
+        vouched = await vouch(source, leases, lease.lease_id, "life", asked)
+
+        assert vouched is not None
+        await compare(target, [1, 0, 5], 7, vouched)
+        region, offset = here.offsets[0]
+        arrays_of(target)[region][offset + 5 * here.strides[0]] ^= 1
+        with pytest.raises(ChecksumMismatch, match="1 of 3 blocks .* prefill; the first is number"):
+            await compare(target, [1, 0, 5], 7, vouched, source="prefill")
+        for answer in (None, Vouched(1, 1, []), Vouched(0, 5, vouched.sums), Vouched(0, 0, [])):
+            with pytest.raises(BadDescription):
+                await compare(target, [1, 0, 5], 7, answer)
+        assert await vouch(source, leases, lease.lease_id, "another", asked) is None
+        with pytest.raises(InvalidTransfer):
+            await vouch(source, leases, lease.lease_id, "life", wanted(target, 20, 2))
+        assert leases.settle(lease.lease_id, "life", monotonic())
+        assert await vouch(source, leases, lease.lease_id, "life", asked) is None
+
+    asyncio.run(story())
 
 
 def test_any_other_byte_is_noticed_in_its_block() -> None:

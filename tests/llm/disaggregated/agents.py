@@ -25,15 +25,18 @@ class Wire:
         stalls: whether transfers begin and do not end; what they read arrives when they are told
             to be quiet, in the blocks that they had.
         moved: of each transfer that is done, its tokens.
-        granted, begun: called when a lease is granted, and when a transfer stalls.
+        damages: whether a bit of what arrives is another one.
+        granted, begun, done: called when a lease is granted, when a transfer stalls, and when one
+            is done, before it is settled.
         late: transfers that were given up, and whose bytes have not arrived.
     """
 
     def __init__(self) -> None:
         self.agents: dict[str, MemoryAgent] = {}
-        self.fails = self.stalls = False
+        self.fails = self.stalls = self.damages = False
         self.granted: Callable[[], object] | None = None
         self.begun: Callable[[], object] | None = None
+        self.done: Callable[[], object] | None = None
         self.moved: list[int] = []
         self.late: list[MemoryTransfer] = []
 
@@ -102,6 +105,8 @@ class MemoryTransfer:
         theirs: tuple[Region, ...] = peer.memory.regions
         for to, at, region, offset, length in rows:
             ctypes.memmove(ours[to].address + at, theirs[region].address + offset, length)
+            if self.agent.wire.damages:
+                ctypes.c_uint8.from_address(ours[to].address + at + length - 1).value ^= 1
 
     async def result(self) -> None:
         wire = self.agent.wire
@@ -114,6 +119,8 @@ class MemoryTransfer:
                 self.copy()
                 wire.moved.append(self.tokens)
                 self._end(None)
+                if wire.done is not None:
+                    wire.done()
             else:
                 self.begun = True
                 if wire.begun is not None:

@@ -31,6 +31,7 @@ from dynbus.llm.disaggregated.messages import (
     Role,
     RoleChange,
     RoleState,
+    Settled,
     Settlement,
 )
 from dynbus.llm.disaggregated.receiving import Limits
@@ -538,7 +539,7 @@ def test_a_request_that_is_left_frees_all_on_both_sides(model: dict[str, Any], w
     run(story())
 
 
-@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize("when", ["before", "during", "after", "read"])
 def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], when: str) -> None:
     async def story() -> None:
         async with TestKit() as kit:
@@ -549,7 +550,7 @@ def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], when
             killed = asyncio.Event()
 
             def die() -> None:
-                pair.wire.granted = None
+                pair.wire.granted = pair.wire.done = None
                 for connection in (bus.data, bus.lane.connection):
                     connection.disconnect()  # type: ignore[attr-defined]
                 killed.set()
@@ -559,6 +560,9 @@ def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], when
                 die()
             elif when == "during":
                 pair.wire.granted = die
+            elif when == "read":
+                # All bytes are there, and nobody has vouched for them.
+                pair.wire.done = die
             else:
                 pair.wire.stalls = True
                 pair.wire.begun = die
@@ -570,6 +574,107 @@ def test_a_prefill_instance_that_dies_is_made_up_for(model: dict[str, Any], when
             assert await tokens_of(pair.client, greedy(50, seed=2)) == wanted[1]
             pair.wire.become_quiet()
             await at_rest(pair, decode)
+
+    run(story())
+
+
+def test_a_prefill_instance_that_freezes_before_it_settles_is_made_up_for(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            [wanted] = await expected(kit, model, greedy(200))
+            sender = engine_of(prefill)._sender  # pyright: ignore[reportPrivateUsage]
+            monkeypatch.setattr(sender, "settle", lambda _: anyio.sleep_forever())
+
+            assert await tokens_of(pair.client, greedy(200)) == wanted
+
+            assert engine_of(decode).figures.remote == {"prefill_lost": 1}
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_a_decode_instance_that_dies_before_it_settles_leaves_the_other_nothing(
+    model: dict[str, Any],
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            bus = decode.actor.runtime.bus
+            died = asyncio.Event()
+
+            def die() -> None:
+                pair.wire.done = None
+                for connection in (bus.data, bus.lane.connection):
+                    connection.disconnect()  # type: ignore[attr-defined]
+                died.set()
+
+            pair.wire.done = die
+            task = asyncio.ensure_future(tokens_of(pair.client, greedy(200)))
+            await died.wait()
+
+            await at_rest(pair, prefill)
+            task.cancel()
+            await asyncio.wait({task})
+
+    run(story())
+
+
+@pytest.mark.parametrize("damages", [False, True])
+def test_blocks_with_other_checksums_than_the_prefill_instance_has_are_computed_here(
+    model: dict[str, Any], damages: bool
+) -> None:
+    requests = [greedy(100), seeded(203, seed=3), greedy(300, seed=4)]
+    model["checksums"] = True
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            wanted = await expected(kit, model, *requests)
+            pair.wire.damages = damages
+
+            found = await asyncio.gather(*(tokens_of(pair.client, request) for request in requests))
+
+            assert found == wanted
+            figures = engine_of(decode).figures
+            assert figures.remote == {"damaged" if damages else "": 3}
+            assert ("3 damaged on the way" in figures.describe()) == damages
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_a_prefill_instance_that_gives_no_checksums_is_not_believed(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model["checksums"] = True
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            [wanted] = await expected(kit, model, greedy(200))
+            sender = engine_of(prefill)._sender  # pyright: ignore[reportPrivateUsage]
+            assert sender is not None
+            settle = sender.settle
+
+            async def silent(settlement: Settlement) -> Settled:
+                return await settle(msgspec.structs.replace(settlement, wanted=None))
+
+            monkeypatch.setattr(sender, "settle", silent)
+
+            assert await tokens_of(pair.client, greedy(200)) == wanted
+            assert engine_of(decode).figures.remote == {"bad_answer": 1}
+            await at_rest(pair, prefill, decode)
 
     run(story())
 

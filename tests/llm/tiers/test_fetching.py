@@ -124,7 +124,7 @@ class Story:
         self.memory = Memory("agent of a")
         self.memory.source = self.source = Memory("agent of b", [f"b{at}" for at in range(20)])
         self.lending = Engine(range(5, 16), held)
-        self.lender = Lender(self.lending, cast(Any, self.source), SIZE)
+        self.lender = Lender(self.lending, cast(Any, self.source), SIZE, 16)
         self.rates = Rates(SIZE, 1 << 20)
         self.rates.note_prefill(512, 1.0)
         self.settles = True
@@ -155,7 +155,7 @@ class Story:
             await lending.aclose()
 
     async def settle_prefix(self, request: SettleRequest) -> Settled:
-        return self.lender.settle(request) if self.settles else Settled(held=False)
+        return await self.lender.settle(request) if self.settles else Settled(held=False)
 
     async def fetch(self) -> None:
         metadata = {"kv_peer": "b", "kv_peer_blocks": "8", "kv_overlap_blocks": "0"}
@@ -414,6 +414,33 @@ def test_a_bounded_number_of_prefixes_is_lent_at_a_time() -> None:
     run(story())
 
 
+def test_peers_keep_no_more_blocks_in_place_than_they_may_and_shared_ones_count_once() -> None:
+    async def story() -> None:
+        async with Background("test") as background:
+            told = Story(background)
+            lender = Lender(told.lending, cast(Any, told.source), SIZE, most_blocks=4)
+            # More than that is not lent even to one.
+            loans = [lender.lend(LendRequest([1] * 8 * SIZE, 5.0), stays) for _ in range(2)]
+            lent = [await anext(loan) for loan in loans]
+            assert [each.tokens for each in lent] == [4 * SIZE, 4 * SIZE]
+            assert lender.pinned == 4
+
+            told.lending.blocks = tuple(range(40, 50))
+            with pytest.raises(Overloaded, match="4 of 4 blocks that may be are lent already"):
+                await anext(lender.lend(LendRequest([2] * SIZE, 5.0), stays))
+            # What was refused is held no longer.
+            assert told.lending.released == ["lent.2"]
+
+            for loan in loans:
+                assert lender.pinned == 4
+                await loan.aclose()
+            assert lender.pinned == 0
+            await anext(lender.lend(LendRequest([2] * SIZE, 5.0), stays))
+            assert lender.pinned == 1
+
+    run(story())
+
+
 def test_a_lease_that_nobody_settles_ends_with_its_time_and_cannot_be_settled_then() -> None:
     async def story() -> None:
         async with Background("test") as background:
@@ -423,7 +450,7 @@ def test_a_lease_that_nobody_settles_ends_with_its_time_and_cannot_be_settled_th
             assert lent.ticket is not None
             with pytest.raises(StopAsyncIteration):
                 await anext(lending)
-            late = told.lender.settle(SettleRequest(lent.ticket.lease_id, lent.ticket.epoch))
+            late = await told.lender.settle(SettleRequest(lent.ticket.lease_id, lent.ticket.epoch))
             assert not late.held
             assert told.lending.released == ["lent.0"]
             assert not len(told.source.leases)
@@ -461,7 +488,8 @@ def test_a_lease_is_settled_once_and_by_its_epoch_alone() -> None:
             assert ticket is not None
             epochs = ["another", ticket.epoch, ticket.epoch]
             found = [
-                told.lender.settle(SettleRequest(ticket.lease_id, epoch)).held for epoch in epochs
+                (await told.lender.settle(SettleRequest(ticket.lease_id, epoch))).held
+                for epoch in epochs
             ]
             await lending.aclose()
             return found

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.llm.text.tiny_tokenizer import tiny_json
 from tests.llm.weights.tiny_models import TINY_MODELS, TinyModel
+from tests.transfer.kv_blocks import small_layout
 
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
@@ -17,6 +18,7 @@ from dynbus.llm.tiers.messages import LendRequest
 from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
+from dynbus.transfer.layout import KvMemory, Region
 
 
 class Worker(ModelWorker, namespace="llm"):
@@ -84,6 +86,9 @@ def test_a_worker_brings_back_from_the_host_what_its_cache_has_evicted(
         ({"host_memory_mib": 1, "engine": "mock"}, "are for engine=small"),
         ({"fetch_prefixes": True, "engine": "mock"}, "are for engine=small"),
         ({"fetch_prefixes": True, "kv_events": False}, "need kv_events"),
+        ({"lend_share": 0.0}, "lend_share = 0: set more than 0, and at most 1"),
+        ({"lend_share": float("nan")}, "lend_share = nan"),
+        ({"lend_share": 1.5}, "lend_share = 1.5"),
         ({"host_memory_mib": 1, "kv_events": False}, "need kv_events"),
     ],
 )
@@ -115,3 +120,11 @@ def test_a_worker_that_has_its_prompts_from_others_fetches_none_beside() -> None
 
     with pytest.raises(ConfigError, match="leave it out, or take a ModelWorker"):
         run(worker.on_start())
+
+
+def test_checksums_of_blocks_on_a_gpu_are_refused_with_the_remedy() -> None:
+    memory = KvMemory(small_layout(layers=1), [Region(4096, 2**20, kind="VRAM")])
+
+    Worker().check_checksums(memory)
+    with pytest.raises(ConfigError, match="leave checksums out"):
+        Worker(checksums=True).check_checksums(memory)
