@@ -103,7 +103,11 @@ def _show(stored: StoredSettings, as_json: bool) -> None:
         )
         return
     rows = [
-        (name, str(value), "the record" if name in stored.changes else "dynbus, or a worker's own")
+        (
+            name,
+            str(value),
+            "the record" if name in stored.changes else "default, or a worker's own",
+        )
         for name, value in values.items()
     ]
     print_table(("SETTING", "VALUE", "FROM"), rows)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, Literal, NamedTuple, Self, get_type_hints
+from typing import Any, Final, Literal, NamedTuple, Self, get_args, get_type_hints
 
 import anyio
 import msgspec
@@ -35,6 +35,8 @@ WRITES: Final = 5
 RETRY_PAUSE: Final = 0.5
 READ_TIMEOUT: Final = 10.0
 CLOSE_SECONDS: Final = 2.0
+
+_NUMBERS: Final[dict[Any, str]] = {int: "a whole number", float: "a number"}
 
 STREAM: Final = StreamConfig(
     name=f"KV_{BUCKET}",
@@ -110,13 +112,22 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
                     f"{name!r} is not a setting of disaggregated serving: there are "
                     f"{', '.join(known)}"
                 )
-        try:
-            return msgspec.convert({**msgspec.to_builtins(self), **changes}, type(self))
-        except msgspec.ValidationError as error:
-            cause = error.__cause__
-            if isinstance(cause, ConfigError):
-                raise cause from None
-            raise ConfigError(f"settings of disaggregated serving: {error}") from None
+        own = {name: getattr(self, name) for name in known}
+        types = get_type_hints(type(self))
+        for name, value in changes.items():
+            try:
+                own[name] = msgspec.convert(value, types[name])
+            except msgspec.ValidationError:
+                raise _not_usable(name, value) from None
+        return type(self)(**own)
+
+
+def _not_usable(name: str, value: object) -> ConfigError:
+    """The refusal of a value of another type, with what may be given."""
+    hint = get_type_hints(DisaggregationSettings)[name]
+    choices = get_args(hint)
+    told = f"one of {', '.join(choices)}" if choices else _NUMBERS[hint]
+    return ConfigError(f"{name} = {value!r} is not usable: give {told}")
 
 
 def parse_changes(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -132,8 +143,8 @@ def parse_changes(texts: Mapping[str, str]) -> dict[str, Any]:
         if name in types:
             try:
                 values[name] = msgspec.convert(text, types[name], strict=False)
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"{name} = {text!r} is not usable: {error}") from None
+            except msgspec.ValidationError:
+                raise _not_usable(name, text) from None
         else:
             values[name] = text
     changed = own.changed(values)
@@ -299,7 +310,9 @@ class LiveSettings:
     def _apply(self, stored: StoredSettings) -> None:
         after = stored.over(self._own)
         if after != self.current:
-            logger.info("%r: now %s", self, after)
+            values, before = msgspec.to_builtins(after), msgspec.to_builtins(self.current)
+            changed = [f"{name}={values[name]}" for name in values if values[name] != before[name]]
+            logger.info("%s: from now on %s", self._component, ", ".join(changed))
         self.current, self.revision = after, stored.revision
 
 

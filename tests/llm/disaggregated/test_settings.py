@@ -57,12 +57,12 @@ async def bus(server: MemoryBus) -> AsyncIterator[Bus]:
     ("changes", "why"),
     [
         ({"local_prompt_token": "1"}, "'local_prompt_token' is not a setting .* there are mode,"),
-        ({"local_prompt_tokens": "many"}, "local_prompt_tokens = 'many' is not usable"),
+        ({"local_prompt_tokens": "many"}, "= 'many' is not usable: give a whole number"),
         ({"local_prompt_tokens": "-1"}, "local_prompt_tokens = -1 is not usable: give 0 or more"),
         ({"max_queue_length": "0"}, "max_queue_length = 0 is not usable: give 1 or more, or mode"),
         ({"resume_share": "1.5"}, "resume_share = 1.5 is not usable: give a number from 0 to 1"),
         ({"busy_decode_load": "nan"}, "busy_decode_load = nan is not usable"),
-        ({"mode": "elsewhere"}, "mode = 'elsewhere' is not usable"),
+        ({"mode": "far"}, "mode = 'far' is not usable: give one of auto, local, remote"),
         ({"through": ""}, "through = '' is not usable"),
     ],
 )
