@@ -5,7 +5,8 @@ dynbus run actors.py -f disaggregated.yaml
 curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hello"}]}'
 
-The blocks of a prompt go from one to the other by NIXL: dynbus[transfer].
+The blocks of a prompt go from one to the other by NIXL: dynbus[transfer]. `dynbus ps` and the page
+at http://127.0.0.1:8000/ show how many prompts were handed over.
 """
 
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
