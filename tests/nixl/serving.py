@@ -20,6 +20,7 @@ from tests.llm.disaggregated.test_worker import greedy, seeded
 from dynbus import Runtime, with_options
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
+from dynbus.llm.disaggregated.messages import Role, RoleChange
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import GenerateRequest
 
@@ -166,6 +167,64 @@ async def serve_while_killing(
         await until_found(runtime, workers)
         outcome.left = await left_in(runtime)
     return outcome
+
+
+async def serve_while_changing_roles(
+    url: str, wanted: Sequence[list[int]], *, changes: Sequence[Role]
+) -> int:
+    """Send requests, four at a time, each once, while an instance that decodes changes its role.
+
+    Returns:
+        How many requests there were.
+
+    Raises:
+        DynbusError: one of them failed.
+        AssertionError: one of them has other tokens.
+    """
+    kinds, done = requests_of(len(wanted)), 0
+    async with Runtime.connect(url) as runtime:
+        runtime.discovery.begin()
+        client = runtime.client(Engine, node="decode", wait=30.0)
+        control = runtime.client(Engine, node="hand_over", wait=30.0)
+        changing = anyio.Event()
+
+        async def send(first: int) -> None:
+            nonlocal done
+            at = first
+            while not changing.is_set() or at == first:
+                tokens: list[int] = []
+                async for item in client.generate(kinds[at % len(kinds)]):
+                    tokens += item.token_ids
+                assert tokens == wanted[at % len(kinds)]
+                done += 1
+                at += 4
+
+        async def instance_that_decodes() -> Any:
+            for one in runtime.discovery.view.instances("killed", "hand_over", monotonic()):
+                with suppress(DynbusError):
+                    here = with_options(control, instance=one.id)
+                    if (await here.role()).serves == ["decode"]:
+                        return here
+            return None
+
+        async with anyio.create_task_group() as tasks:
+            for first in range(4):
+                tasks.start_soon(send, first)
+            watch = Stopwatch()
+            while (here := await instance_that_decodes()) is None:
+                watch.check(PATIENCE, "an instance decodes")
+                await anyio.sleep(0.05)
+            for role in changes:
+                before = done
+                state = await here.change_role(RoleChange(role))
+                assert state.role == role
+                watch = Stopwatch()
+                # Requests are served with each role, and what was given up drains.
+                while done < before + 4 or (await here.role()).draining:
+                    watch.check(PATIENCE, f"requests are served while it is {role}")
+                    await anyio.sleep(0.02)
+            changing.set()
+    return done
 
 
 async def left_in(runtime: Runtime, seconds: float = 5.0) -> int:

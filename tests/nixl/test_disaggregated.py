@@ -10,7 +10,13 @@ import pytest
 from tests.conditions import eventually
 from tests.llm.disaggregated.test_worker import REMOTE, greedy, seeded, tokens_of
 from tests.llm.small.test_actor import served_folder
-from tests.nixl.serving import requests_of, running, serve_while_killing
+from tests.nixl.serving import (
+    requests_of,
+    running,
+    serve_while_changing_roles,
+    serve_while_killing,
+    until_found,
+)
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
@@ -94,6 +100,13 @@ async def tokens_of_one(url: str, model: dict[str, Any], count: int) -> list[lis
         return [await tokens_of(client, request) for request in requests_of(count)]
 
 
+async def instances_of(url: str, workers: int) -> None:
+    """Wait until all are there."""
+    async with Runtime.connect(url) as runtime:
+        runtime.discovery.begin()
+        await until_found(runtime, workers)
+
+
 @pytest.mark.parametrize(
     ("kinds", "requests", "kills", "workers"),
     [
@@ -101,7 +114,7 @@ async def tokens_of_one(url: str, model: dict[str, Any], count: int) -> list[lis
         pytest.param(200, 10_000, 200, 2, id="10_000 requests", marks=pytest.mark.soak),
     ],
 )
-def test_tokens_are_those_of_one_engine_while_instances_are_killed(
+def test_tokens_are_those_of_one_engine_while_instances_change_their_roles_and_are_killed(
     nats_server: RunningServer,
     model: dict[str, Any],
     tmp_path: Path,
@@ -114,6 +127,12 @@ def test_tokens_are_those_of_one_engine_while_instances_are_killed(
     wanted = asyncio.run(tokens_of_one(url, model, kinds))
 
     with running(tmp_path, url, model, workers):
+        asyncio.run(instances_of(url, workers))
+        # No request fails, and none is sent twice.
+        served = asyncio.run(
+            serve_while_changing_roles(url, wanted, changes=["prefill", "both", "decode"])
+        )
+        assert served >= 12
         outcome = asyncio.run(
             serve_while_killing(url, wanted, requests=requests, kills=kills, workers=workers)
         )
