@@ -301,9 +301,9 @@ def test_a_request_is_right_in_whatever_phase_its_decode_instance_freezes_and_le
                     assert isinstance(agent, WatchedAgent)
                     here.phases.at(f"grant {agent.granted + part}", stop)
                     left = here.figures.served["left"]
+                    tokens: list[int] = []
                     async with anyio.create_task_group() as tasks:
                         asked = tasks.start_soon
-                        tokens: list[int] = []
 
                         async def ask() -> None:
                             tokens.extend(await tokens_of(client, request))  # noqa: B023

@@ -367,14 +367,16 @@ def test_a_request_is_one_trace_through_queue_prefill_transfer_and_decode(
     spans = exporter.get_finished_spans()
     [client] = [span for span in spans if span.name == "client"]
     assert client.context is not None
-    mine = [span for span in spans if span.context.trace_id == client.context.trace_id]
+    mine = [
+        span for span in spans if span.context and span.context.trace_id == client.context.trace_id
+    ]
     wanted = {"queue": 2, "prefill": 2, "decode": 2, "transfer": 1}
     if through == "queue":
         wanted["work_queue"] = 1
     of = {name: [span for span in mine if span.name == name] for name in wanted}
     # Of the engine that computes the prompt, and of the one that reserves its blocks and goes on.
     assert {name: len(each) for name, each in of.items()} == wanted, [span.name for span in mine]
-    ids = {span.context.span_id for span in mine}
+    ids = {span.context.span_id for span in mine if span.context}
     assert all(span.parent is not None and span.parent.span_id in ids for span in mine[:-1])
     [moved] = of["transfer"]
     told = dict(moved.attributes or {})
