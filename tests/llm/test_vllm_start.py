@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dynbus.bus.errors import ConfigError
+from dynbus.llm.vllm import starting
 from dynbus.llm.vllm.starting import (
     EngineFolder,
     StartProgress,
@@ -124,3 +126,21 @@ def test_the_folder_of_a_process_that_was_killed_is_removed(
     alive.remove()
     another.remove()
     assert set(tmp_path.iterdir()) == {young, foreign}
+
+
+@pytest.mark.parametrize(
+    ("has_connector", "told"),
+    [
+        (False, r"vLLM 0\.9 has another NIXL connector .* take 0\.32"),
+        (True, "install it, see docs"),
+    ],
+)
+def test_a_role_without_nixl_or_with_a_vllm_that_does_not_fit_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, has_connector: bool, told: str
+) -> None:
+    there = SimpleNamespace(__version__="0.9", is_nixl_available=lambda: False)
+    monkeypatch.setattr(starting, "vllm_module", lambda _: there)
+    monkeypatch.setattr(starting, "_is_there", lambda _: has_connector)
+
+    with pytest.raises(ConfigError, match=f"{told}.* or give role=none"):
+        check_arguments({}, hands_over=True)

@@ -5,6 +5,7 @@ Both sides are processes of their own, which are frozen, killed, restarted and c
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -85,10 +86,10 @@ def begin(source: Peer, reader: Peer, phase: str, seconds: float = 30.0) -> tupl
     return ticket, number
 
 
-def transfer(source: Peer, reader: Peer, blocks: list[int]) -> None:
+def transfer(source: Peer, reader: Peer, blocks: list[int], seconds: float = 30.0) -> None:
     """Read blocks to their end, settle, and compare."""
     ticket = source.ask("grant", blocks, 30.0)
-    number = reader.ask("start", "read", ticket, blocks, blocks, 30.0)
+    number = reader.ask("start", "read", ticket, blocks, blocks, seconds)
     reader.ask("result", number)
     assert source.ask("settle", ticket)
     assert reader.ask("checksums", blocks) == source.ask("checksums", blocks)
@@ -286,6 +287,37 @@ def test_a_link_that_is_cut_ends_the_read_at_its_deadline_and_serves_again_when_
         transfer(source, reader, SOME)
         rest = [block for block in ALL if block not in SOME]
         assert reader.ask("checksums", rest) == [before[block] for block in rest]
+
+
+def test_a_bus_that_is_away_while_blocks_are_read_costs_no_more_than_that_read(
+    own_server: RunningServer, ucx: dict[str, str]
+) -> None:
+    sides = [
+        PeerOptions(own_server.url, f"{side}-apart-{len(ucx)}", LAYOUT, ucx, seed=seed)
+        for side, seed in (("source", 5), ("reader", 0))
+    ]
+    with peers(*sides) as (source, reader):
+        _, number = begin(source, reader, "in flight", seconds=2.0)
+        own_server.kill()
+
+        # Its end, or the news of it, may be lost with the bus.
+        end_of(reader, number)
+        reader.ask("quiet", number)
+        is_at_rest(reader)
+        wait_until(lambda: source.ask("blocks_held") == 0)
+        asyncio.run(own_server.restart())
+
+        def reads_again() -> bool:
+            try:
+                transfer(source, reader, SOME, seconds=1.0)
+            except PeerError as error:
+                # What was asked of a source that is not back is lost, and ends with its time.
+                if error.kind not in ("TransferFailed", "DeadlineExceeded", "Unavailable"):
+                    raise
+                return False
+            return True
+
+        wait_until(reads_again)
 
 
 def test_transfers_cancelled_at_any_moment_leave_nothing(source: Peer, blank: Peer) -> None:
