@@ -139,8 +139,15 @@ def test_a_role_without_nixl_or_with_a_vllm_that_does_not_fit_is_refused_with_th
     monkeypatch: pytest.MonkeyPatch, has_connector: bool, told: str
 ) -> None:
     there = SimpleNamespace(__version__="0.9", is_nixl_available=lambda: False)
-    monkeypatch.setattr(starting, "vllm_module", lambda _: there)
-    monkeypatch.setattr(starting, "_is_there", lambda _: has_connector)
+
+    def module(_: str) -> SimpleNamespace:
+        return there
+
+    def is_there(_: str) -> bool:
+        return has_connector
+
+    monkeypatch.setattr(starting, "vllm_module", module)
+    monkeypatch.setattr(starting, "_is_there", is_there)
 
     with pytest.raises(ConfigError, match=f"{told}.* or give role=none"):
         check_arguments({}, hands_over=True)

@@ -590,7 +590,12 @@ def test_a_prefill_instance_that_freezes_before_it_settles_is_made_up_for(
             decode = await pair.start("decode", disaggregation=REMOTE)
             [wanted] = await expected(kit, model, greedy(200))
             sender = engine_of(prefill)._sender  # pyright: ignore[reportPrivateUsage]
-            monkeypatch.setattr(sender, "settle", lambda _: anyio.sleep_forever())
+
+            async def freeze(_: Settlement) -> Settled:
+                await anyio.sleep_forever()
+                raise AssertionError
+
+            monkeypatch.setattr(sender, "settle", freeze)
 
             assert await tokens_of(pair.client, greedy(200)) == wanted
 
