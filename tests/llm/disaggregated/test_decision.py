@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.llm.disaggregated.decision import (
+    BUSY_QUEUE_FACTOR,
     PrefillLoad,
     PrefillReason,
     PromptSize,
@@ -179,10 +180,11 @@ def test_a_queue_between_its_two_limits_never_tips_the_decision(
     settings: DisaggregationSettings, load: PrefillLoad, lengths: list[int]
 ) -> None:
     load = load._replace(queued_tokens=0)
+    saturation = decide(settings, PromptSize(10_000), load).saturation
     limit = settings.max_queue_length * max(1, load.instances)
+    if saturation.decode:
+        limit *= BUSY_QUEUE_FACTOR
     between = [n for n in lengths if limit * settings.resume_share < n < limit]
-    decision = decide(settings, PromptSize(10_000), load)
-    saturation = decision.saturation
 
     told: set[bool] = set()
     for length in between:
