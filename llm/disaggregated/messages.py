@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.checksums import Vouched, Wanted
+from dynbus.transfer.checksums import Wanted
 from dynbus.transfer.leases import Ticket
 
 Role = Literal["prefill", "decode", "both"]
@@ -63,18 +63,6 @@ class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
     lease_id: int
     epoch: str
     wanted: Wanted | None = None
-
-
-class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer.
-
-    Attributes:
-        held: whether what was read until now may be used.
-        vouched: the checksums that were asked for, where it was held.
-    """
-
-    held: bool
-    vouched: Vouched | None = None
 
 
 class PrefillJob(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -26,7 +26,7 @@ from dynbus.bus.errors import (
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.checksums import compare, wanted
+from dynbus.transfer.checksums import Settled, compare, wanted
 from dynbus.transfer.errors import BadDescription, ChecksumMismatch
 from dynbus.transfer.leases import Ticket
 
@@ -50,7 +50,6 @@ from .messages import (
     Prefilled,
     PrefillJob,
     PrefillRequest,
-    Settled,
     Settlement,
 )
 from .observing import NOT_COUNTED, HandOverFigures, TransferSpan, TransferSpans, WorkQueueSpan

@@ -11,11 +11,11 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.engine.runner import EngineRunner
-from dynbus.transfer.checksums import vouch
+from dynbus.transfer.checksums import Settled, vouch
 from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.leases import LeaseTable, Ticket
 
-from .messages import Prefilled, PrefillRequest, Settled, Settlement
+from .messages import Prefilled, PrefillRequest, Settlement
 from .observing import HandOverFigures
 
 LEAST_TOKENS: Final = 64

@@ -32,6 +32,7 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.worker import ModelWorker
 from dynbus.transfer.agent import open_agent
+from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
 
 from .choosing import FIELDS, PrefillChoice
@@ -44,7 +45,6 @@ from .messages import (
     Role,
     RoleChange,
     RoleState,
-    Settled,
     Settlement,
 )
 from .observing import HandOverFigures, HandOverWatch, TransferSpans

@@ -21,12 +21,12 @@ from dynbus.kvrouter.routing import requests as routed
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.transfer.agent import TransferAgent
-from dynbus.transfer.checksums import compare, wanted
+from dynbus.transfer.checksums import Settled, compare, wanted
 from dynbus.transfer.errors import BadDescription, LeaseLost
 from dynbus.transfer.transfers import Transfer
 
 from .cost import Rates, Verdict
-from .messages import LendRequest, Lent, Settled, SettleRequest
+from .messages import LendRequest, Lent, SettleRequest
 
 logger = logging.getLogger(__name__)
 

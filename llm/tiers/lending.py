@@ -14,9 +14,9 @@ from dynbus.bus.errors import InvalidRequest, Overloaded
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import GenerateRequest
 from dynbus.transfer.agent import TransferAgent
-from dynbus.transfer.checksums import vouch
+from dynbus.transfer.checksums import Settled, vouch
 
-from .messages import LendRequest, Lent, Settled, SettleRequest
+from .messages import LendRequest, Lent, SettleRequest
 
 MAX_LOANS: Final = 32
 """Prefixes that are lent at a time: they take blocks from the requests that run here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dynbus.transfer.checksums import Vouched, Wanted
+from dynbus.transfer.checksums import Wanted
 from dynbus.transfer.leases import Ticket
 
 
@@ -51,15 +51,3 @@ class SettleRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lease_id: int
     epoch: str
     wanted: Wanted | None = None
-
-
-class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer.
-
-    Attributes:
-        held: whether what was read until now may be used.
-        vouched: the checksums that were asked for, where it was held.
-    """
-
-    held: bool
-    vouched: Vouched | None = None

@@ -20,13 +20,14 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.named import NamedWorker
 from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.transfer.agent import open_agent
+from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
 
 from .cost import Rates
 from .fetching import PrefixFetcher
 from .host_store import HostStore
 from .lending import MAX_SHARE, Lender
-from .messages import LendRequest, Lent, Settled, SettleRequest
+from .messages import LendRequest, Lent, SettleRequest
 from .observing import TierWatch
 
 

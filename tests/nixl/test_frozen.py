@@ -27,10 +27,11 @@ from dynbus import Runtime, with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.clock import monotonic
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest, Settled, Settlement
+from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest, Settlement
 from dynbus.llm.disaggregated.receiving import Limits, Mover, Moving, Peers
 from dynbus.llm.disaggregated.worker import BlockAgent, DisaggregatedWorker
 from dynbus.llm.worker import ModelWorker
+from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import LeaseTable, Ticket
 

@@ -23,9 +23,10 @@ from dynbus.llm.tiers import fetching
 from dynbus.llm.tiers.cost import Estimate
 from dynbus.llm.tiers.fetching import PrefixFetcher
 from dynbus.llm.tiers.lending import Lender
-from dynbus.llm.tiers.messages import Settled, SettleRequest
+from dynbus.llm.tiers.messages import SettleRequest
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit
+from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
 
 SIZE = 4

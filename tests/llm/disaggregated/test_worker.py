@@ -31,7 +31,6 @@ from dynbus.llm.disaggregated.messages import (
     Role,
     RoleChange,
     RoleState,
-    Settled,
     Settlement,
 )
 from dynbus.llm.disaggregated.receiving import Limits
@@ -41,6 +40,7 @@ from dynbus.llm.models.records import read_cards
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 from dynbus.transfer.binding import nixl
+from dynbus.transfer.checksums import Settled
 from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import Ticket

@@ -15,8 +15,9 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.tiers.cost import Rates
 from dynbus.llm.tiers.fetching import MAX_FETCHES, Fetch, PrefixFetcher
 from dynbus.llm.tiers.lending import MAX_LOANS, MAX_SECONDS, Lender
-from dynbus.llm.tiers.messages import LendRequest, Lent, Settled, SettleRequest
+from dynbus.llm.tiers.messages import LendRequest, Lent, SettleRequest
 from dynbus.testing import run
+from dynbus.transfer.checksums import Settled
 from dynbus.transfer.errors import TransferFailed
 from dynbus.transfer.leases import LeaseTable, Ticket
 
