@@ -44,6 +44,7 @@ from .declaring.arguments import build_arguments, parameters_of
 from .declaring.brief_repr import brief_repr
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
 from .serving.instance import (
+    InstanceState,
     ServedInstance,
     checked_metadata,
     inside_on_stop,
@@ -233,6 +234,7 @@ class ActorInstance(ServedInstance):
             id_was_given=bool(instance_id) and not id_is_random,
             announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
             drain=self.actor.__dynbus_drain__,
+            has_other=runtime.has_other,
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
@@ -562,6 +564,7 @@ class Runtime(ClientSide):
             endpoints_of_functions(endpoints),
             _Endpoints({} if metadata is None else metadata),
             id_was_given=bool(instance_id),
+            has_other=self.has_other,
             ended=self.forget,
         )
         await self.serve(instance)
@@ -579,6 +582,21 @@ class Runtime(ClientSide):
     def forget(self, instance: ServedInstance) -> None:
         """An instance has stopped."""
         self.instances.pop(instance.id, None)
+
+    def has_other(self, endpoint: EndpointName, besides: str) -> bool:
+        """Whether an instance of an endpoint is known that takes calls.
+
+        Args:
+            besides: the id of one that does not count.
+        """
+        leaving = {
+            one.id for one in self.instances.values() if one.state is not InstanceState.READY
+        }
+        return any(
+            endpoint.endpoint in one.record.endpoints
+            for one in self.known_instances(endpoint.component_name)
+            if one.id != besides and one.id not in leaving
+        )
 
     async def stop(self, grace: float | None = None) -> None:
         """Stop every instance gracefully, all at once; starts in progress are cancelled."""

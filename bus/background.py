@@ -146,7 +146,12 @@ class Background:
         self._host = asyncio.get_running_loop().create_task(
             self._run(opened), name=self.name, context=self._variables
         )
-        await opened.wait()
+        try:
+            await opened.wait()
+        except asyncio.CancelledError:
+            # Nobody closes what they have not got.
+            self._closing.set()
+            raise
 
     def on_failure(self, listener: Callable[[BaseException], object]) -> None:
         """Call `listener(error)` once, with what the work raised, after the rest has ended."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import anyio
 
 from .background import Background
+from .cancels import Cancels
 from .config import BusConfig
 from .drops import DropReason
 from .errors import ConfigError, Unavailable, describe_exception
@@ -47,6 +48,7 @@ class Bus:
         incarnation: random per process start.
         thread: the id of the main loop's thread.
         drops: messages that were dropped, by reason.
+        cancels: those of operators, which end calls that are served or made here.
         status: what the process says of how it is.
         known_instances: how many instances there were on the bus when they were last counted;
             0 in a process that serves none.
@@ -73,6 +75,9 @@ class Bus:
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances = 0
         self.heartbeats = Heartbeats(lane, data, replies, self.to_main, self.drop)
+        self.cancels = Cancels(
+            lane, replies.client_id, config.reply_prefixes, self.to_main, self.drop
+        )
         self.background = Background("the bus", self.fail)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
@@ -148,6 +153,7 @@ class Bus:
         self.lane.connection.on_drop(partial(self.to_main, self.drop))
         self._count_reconnects()
         await self.data.barrier()
+        self.lane.call(self.cancels.start)
         await self.lane.run(self.heartbeats.start())
         await self.background.open()
 

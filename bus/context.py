@@ -38,6 +38,8 @@ class Context:
         priority: as the caller gave it; larger is more urgent.
         idempotency_key: names the effect that the caller wants once; empty without one. A
             handler with effects looks it up before it repeats them.
+        delivered: how many items its caller had, when it called, of a stream with which it can go
+            on at another instance; None where it cannot.
         hop: `namespace.component.endpoint@instance` where the call runs.
     """
 
@@ -50,6 +52,7 @@ class Context:
         "_trace_headers",
         "_waiters",
         "attempt",
+        "delivered",
         "deadline",
         "hop",
         "id",
@@ -80,6 +83,7 @@ class Context:
         self.metadata = MappingProxyType(dict(metadata)) if metadata else _EMPTY
         self.attempt = attempt
         self.priority = priority
+        self.delivered: int | None = None
         self.hop = hop
         self.idempotency_key = ""
         self._trace_headers = trace_headers or _EMPTY
@@ -92,6 +96,11 @@ class Context:
     def __repr__(self) -> str:
         state = "killed" if self._killed else "stopped" if self._stopped else "running"
         return f"<Context {self.id} [{state} | attempt: {self.attempt}]>"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the call is a stream with which its caller can go on at another instance."""
+        return self.delivered is not None
 
     def is_stopped(self) -> bool:
         """Whether the call was asked to stop, or was killed."""

@@ -15,9 +15,10 @@ class DropReason(StrEnum):
         MALFORMED: it cannot be read.
         NO_REPLY: a request that says nothing of where to answer.
         READER_GONE: a call whose reader does not exist any longer.
-        REFUSED: a request that was given up before it arrived.
+        REFUSED: a request that was given up, or cancelled, before it arrived.
         STALE: it speaks of a call that has ended, or of another than its own.
         UNEXPECTED: nobody sends such a thing there.
+        UNKNOWN_REQUEST: an operator's cancel of a request of which nothing runs or waits here.
         UNSAFE_REPLY: a request that asks to be answered where we do not answer.
         UNSUBSCRIBED: it was on its way when its subscription ended.
     """
@@ -31,5 +32,6 @@ class DropReason(StrEnum):
     REFUSED = "refused"
     STALE = "stale"
     UNEXPECTED = "unexpected"
+    UNKNOWN_REQUEST = "unknown_request"
     UNSAFE_REPLY = "unsafe_reply"
     UNSUBSCRIBED = "unsubscribed"

@@ -11,7 +11,7 @@ DynbusError
 ├── Draining            the instance is going away                      (retryable)
 ├── Migrate             the handler asks for another instance           (retryable)
 ├── DeadlineExceeded    the time is over
-├── Cancelled           the caller, or someone for it, cancelled the call
+├── Cancelled           the caller, or an operator, cancelled the call
 ├── HandlerError        the handler raised
 ├── PayloadTooLarge     over a size limit; nothing was sent
 ├── StreamLost          the stream cannot be completed
@@ -250,10 +250,7 @@ class ReaderStalled(DynbusError):
 
 
 class ResumeMismatch(DynbusError):
-    """Raised when a continued stream contradicts what the reader already has.
-
-    Nothing continues streams yet, so nothing raises it.
-    """
+    """Raised when a stream that goes on at another instance contradicts what was delivered."""
 
     code = "ResumeMismatch"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK: Final = 0.1
+LEAST_TICK: Final = 0.001
 SERVER_ANSWER: Final = 0.5
 FROZEN_TICK: Final = 0.7
 
@@ -176,6 +178,9 @@ class Heartbeats:
         self._tick = asyncio.Event()
         self._beats_early = False
         self._grace_until = 0.0
+        # When the first of the remotes is gone, if it is not heard before: it is not left to the
+        # next tick, since streams wait for that.
+        self._next_judgement = math.inf
         self._main_answered = True
         self._main_asked_at = 0.0
         self._main_depth = 0
@@ -281,10 +286,11 @@ class Heartbeats:
             self._judge(now)
 
     async def _next_tick(self) -> None:
-        """Wait for `TICK`, or until the next beat is due early."""
+        """Wait for `TICK`, or until a remote may be gone or the next beat is due early."""
+        seconds = min(TICK, max(LEAST_TICK, self._next_judgement - monotonic()))
         # Every process does this all the time; a cancel scope that times out takes three times as
         # long.
-        timer = self._lane.loop.call_later(TICK, self._tick.set)
+        timer = self._lane.loop.call_later(seconds, self._tick.set)
         try:
             await self._tick.wait()
         finally:
@@ -307,6 +313,7 @@ class Heartbeats:
 
     def _judge(self, now: float) -> None:
         """Look for remotes that seem to be gone."""
+        self._next_judgement = math.inf
         if self.blocked >= HEARTBEAT_INTERVAL:
             # What is said of them may wait unread in front of the main loop, which could not act
             # on a judgement either. A loop that is this slow all the time still hears of the dead.
@@ -314,9 +321,13 @@ class Heartbeats:
             return
         if self._confirming is not None and not self._confirming.ended:
             return
-        doubted = [
-            (side, remote) for side, remote in self._remotes() if self._seems_gone(remote, now)
-        ]
+        doubted: list[tuple[Side[Any], Remote]] = []
+        for side, remote in self._remotes():
+            gone_at = self._gone_at(remote)
+            if gone_at <= now:
+                doubted.append((side, remote))
+            else:
+                self._next_judgement = min(self._next_judgement, gone_at)
         if doubted:
             self._confirming = self._lane.background.start(
                 self._confirm, doubted, name="confirm-gone"
@@ -330,13 +341,14 @@ class Heartbeats:
         ]
 
     @staticmethod
-    def _seems_gone(remote: Remote, now: float) -> bool:
+    def _gone_at(remote: Remote) -> float:
+        """When a remote seems to be gone, unless it is heard before."""
         liveness = remote.liveness
         if liveness is None:
-            return False
+            return math.inf
         # What comes on the data connection is a sign of life as good as a heartbeat.
         liveness.heard_data(remote.heard_at)
-        return liveness.is_gone(now, remote.due_since)
+        return liveness.gone_at(remote.due_since)
 
     async def _confirm(self, doubted: list[tuple[Side[Any], Remote]]) -> None:
         """Tell the main loop who is gone, unless the silence is that of our own connection.
@@ -353,7 +365,7 @@ class Heartbeats:
             pass
         now = monotonic()
         for side, remote in doubted:
-            if self._seems_gone(remote, now):
+            if self._gone_at(remote) <= now:
                 remote.liveness = None
                 self._to_main(side.gone, remote)
 

@@ -181,7 +181,8 @@ class ThreadLane:
             return
         if self._stop is not None:
             self.call(self._stop.set)
-        await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._ended)), 10.0)
+        async with asyncio.timeout(10.0):
+            await asyncio.shield(asyncio.wrap_future(self._ended))
         self._thread.join(1.0)
         self._thread = None
 

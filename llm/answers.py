@@ -17,12 +17,15 @@ class Usage(NamedTuple):
     Attributes:
         cached: of the prompt, found in a cache; None when the engine does not say.
         reasoning: of the completion, what the model thought; None where nobody counts them.
+        sampler_restarted: whether an engine that took the request over had to draw anew, see
+            `Generated`.
     """
 
     prompt: int
     completion: int
     cached: int | None = None
     reasoning: int | None = None
+    sampler_restarted: bool = False
 
 
 class TokenText(NamedTuple):

@@ -102,7 +102,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt to continue.
 
-    A continuation that was broken off is gone on with by the request that `continued` makes of
+    A continuation that was broken off is resumed by the request that `continued` makes of
     it: with the same seed every engine of the same model gives the rest that was to come.
 
     Attributes:
@@ -190,7 +190,10 @@ class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
         index: of the continuation: below the request's `n`, or from its `index` on.
         logprobs: one for each token, where they were asked for.
         finish_reason: None while more comes.
-        cached_tokens: of the prompt, found in the cache; the first item of a request has it.
+        cached_tokens: of the prompt, found in the cache; the first item of a request has it, and
+            the first after it has moved to another engine.
+        sampler_restarted: whether the request continues another one, and the engine drew as if
+            nothing had been drawn before; the last item says it.
     """
 
     token_ids: list[int]
@@ -198,3 +201,4 @@ class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None
+    sampler_restarted: bool = False

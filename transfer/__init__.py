@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         layout,
         leases,
         quarantine,
+        settling,
         states,
         transfers,
     )
@@ -28,6 +29,7 @@ __all__ = [
     "layout",
     "leases",
     "quarantine",
+    "settling",
     "states",
     "transfers",
 ]

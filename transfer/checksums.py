@@ -60,18 +60,6 @@ class Vouched(msgspec.Struct, frozen=True):
     sums: list[int]
 
 
-class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a source answers to who settles one of its leases.
-
-    Attributes:
-        held: whether what was read until now may be used.
-        vouched: the checksums that were asked for, where it was held.
-    """
-
-    held: bool
-    vouched: Vouched | None = None
-
-
 def wanted(memory: KvMemory, tokens: int, start: int) -> Wanted:
     """What to ask a source for so many tokens that were read into a memory.
 

@@ -33,7 +33,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             What needs one is set in the environment, before the process starts.
     """
 
-    slice_bytes: int = 32 * 2**20
+    slice_bytes: int = 64 * 2**20
     slices_ahead: int = 2
     quiet_seconds: float = 3.0
     idle_wait: float = 0.1

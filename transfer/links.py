@@ -34,7 +34,7 @@ from .descriptors import (
 )
 from .errors import InvalidTransfer, TransferFailed
 from .layout import BlockLayout, Integers, KvMemory, Pieces, Region, plan
-from .states import Event, State, after, is_over
+from .states import Event, State, after, is_over, is_posted
 
 _SPIN: Final = 0.001
 """Seconds since something happened for which a link asks again at once: a block takes less."""
@@ -89,12 +89,15 @@ class Flow:
     Attributes:
         bytes: how many it moves; 0 before they are known.
         error: why it failed.
+        is_cut_off: it ended with its link, and not by itself: what it has sent over TCP may be on
+            its way still, in the buffers of both systems, as long as the peer is there to take it.
     """
 
     def __init__(self, moved: Moved, ended: Callable[[], object]) -> None:
         self.moved = moved
         self.bytes = 0
         self.error: DynbusError | None = None
+        self.is_cut_off = False
         self.state = State.NEW
         self._ended = ended
         self._lock = threading.Lock()
@@ -175,17 +178,26 @@ class Flow:
                 agent.release(self._requests.popleft())
 
     def end(self, event: Event, error: DynbusError | None = None) -> None:
-        """It is over, and nothing of it touches any memory any more."""
+        """It is over, and nothing of it touches any memory here any more."""
         self.error = error
+        self.is_cut_off = event is Event.DESTROYED and is_posted(self.state)
         self.move(event)
         self._ended()
 
 
 class _Template(NamedTuple):
-    """The pieces of a whole block, as for block 0 of both sides."""
+    """The pieces of a whole block, as for block 0 of both sides.
+
+    Attributes:
+        longest: bytes of the largest piece.
+        local, remote: where the pieces' descriptors begin in the prepared lists; a column.
+    """
 
     pieces: Pieces
     bytes: int
+    longest: int
+    local: Indices
+    remote: Indices
 
 
 class _Pair:
@@ -205,7 +217,14 @@ class _Pair:
         if ours.block_size == theirs.block_size:
             pieces = plan(ours, [0], theirs, [0], ours.block_size)
             if len(pieces) * max(ours.blocks, theirs.blocks) <= prepared:
-                self._template = _Template(pieces, pieces.bytes)
+                piece = np.arange(len(pieces), dtype=np.int32)[:, None]
+                self._template = _Template(
+                    pieces,
+                    pieces.bytes,
+                    int(pieces.length.max()),
+                    piece * np.int32(ours.blocks),
+                    piece * np.int32(theirs.blocks),
+                )
 
     def lists(self) -> tuple[Rows, Rows] | None:
         """All pieces of all blocks of both sides; None where they are not prepared."""
@@ -278,15 +297,10 @@ class _Pair:
             # What is adjacent on both sides is joined where it is in order.
             order = np.argsort(local)
             local, remote = local[order], remote[order]
-        length = template.pieces.length
-        piece = np.arange(len(length), dtype=np.int32)[:, None]
-        ours = (piece * np.int32(self._memory.layout.blocks) + local).ravel()
-        theirs = (piece * np.int32(self._peer.layout.blocks) + remote).ravel()
-        if template.bytes * len(local) <= slice_bytes:
-            yield _Prepared(ours, theirs)
-            return
-        for first, last in _runs(np.repeat(length, len(local)), slice_bytes):
-            yield _Prepared(ours[first:last], theirs[first:last])
+        ours, theirs = (template.local + local).ravel(), (template.remote + remote).ravel()
+        step = max(1, slice_bytes // template.longest)
+        for first in range(0, ours.size, step):
+            yield _Prepared(ours[first : first + step], theirs[first : first + step])
 
 
 class _Way(NamedTuple):

@@ -3,8 +3,10 @@
 reader                                   source
   | -- Push: ticket, blocks, landing -->   |
   |                                        | checks the lease, writes
+  | -- Here: what it waits for -------->   |
+  | <-- Unknown: what never came ------    | what is over it answers once more
   | -- Stop: gives it up ------------->    |
-  | <-- Pushed: whether all is there --    | once nothing of it is on its way
+  | <-- Pushed: whether all is there --    | once nothing more of it is sent
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         reader: the name of the reader's agent.
         epoch: of that agent.
         landing: the envelope of what is to be written: see `descriptors`.
-        seconds: after which nobody waits for it.
+        seconds: after which nobody waits for it; the source waits no longer than its lease holds.
     """
 
     number: int
@@ -42,7 +44,29 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """Nothing but a reason for the server to say that nobody hears it any more."""
+    """A reason for the server to say that nobody hears it any more, and a question to who does.
+
+    Attributes:
+        reader, epoch: as in `Push`; empty where nothing is asked.
+        look: of the reader's, one more with each.
+        numbers: of the transfers that it waits for.
+    """
+
+    reader: str = ""
+    epoch: str = ""
+    look: int = 0
+    numbers: tuple[int, ...] = ()
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """The source has heard nothing of these transfers: what asked for them was lost.
+
+    Attributes:
+        look: which asked.
+    """
+
+    look: int
+    numbers: tuple[int, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -54,20 +78,22 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
-    """Nothing of it is on its way any more.
+    """Nothing more of it is sent.
 
     Attributes:
         bytes: how many were written.
         code, message: of the error that ended it; empty where all bytes are there.
+        is_cut_off: some of it may be on its way still, until the reader's landing is destroyed.
     """
 
     number: int
     bytes: int = 0
     code: str = ""
     message: str = ""
+    is_cut_off: bool = False
 
 
-Told: TypeAlias = Push | Here | Stop | Pushed
+Told: TypeAlias = Push | Here | Unknown | Stop | Pushed
 
 _decoder: Final[msgspec.msgpack.Decoder[Told]] = msgspec.msgpack.Decoder(Told)
 

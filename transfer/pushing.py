@@ -5,16 +5,18 @@ the peer, and when the reader dies meanwhile, UCX may abort the process that it 
 just gets an error.
 
 What is pushed lands in memory that an agent of its own has registered, one for each peer. It is
-destroyed when a peer that was told to stop does not say that it has: nothing lands after that.
+destroyed when a peer that was told to stop does not say that it has, or says that it had to break
+off: nothing lands after that, not even what was on its way.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -38,14 +40,17 @@ from .exchange import check_life
 from .layout import KvMemory
 from .leases import LeaseTable
 from .links import Moved, nixl_name
-from .messages import Here, Push, Pushed, Stop, Told
+from .messages import Here, Push, Pushed, Stop, Told, Unknown
+from .states import is_over
 from .transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.25
-"""After which a peer that is gone is noticed while it should push."""
+"""After which a peer that is gone is noticed while it should push, and a lost message."""
+_REMEMBERED: Final = 4096
+"""Pushes that are over, whose end is told again to a reader that did not hear of it."""
 _NUMBER: Final = ">"
 """Between the epoch of an agent and the number of its landing."""
 
@@ -65,6 +70,25 @@ def life_of(description: AgentDescription) -> Life:
     return Life(description.agent, description.epoch.partition(_NUMBER)[0])
 
 
+_Key: TypeAlias = tuple[str, str, int]
+"""A push at its source: the reader's name and epoch, and the number of its transfer."""
+
+
+@dataclass
+class _Asked:
+    """A transfer that a peer was asked for.
+
+    Attributes:
+        look: the reader's last one before. What the peer says of a later one is true of it: the
+            bus keeps the order.
+        error: how the peer says that it ended, where some of it may be on its way still.
+    """
+
+    transfer: Transfer
+    look: int = 0
+    error: DynbusError | None = None
+
+
 @dataclass
 class _Landing:
     """Where one life of a peer pushes to.
@@ -73,14 +97,14 @@ class _Landing:
         name: of its agent.
         token: under which the server says that nobody hears the peer's subject any more.
         envelope: what the peer has to know of it.
-        transfers: that the peer was asked for and that are not over, by their numbers.
+        asked: transfers that the peer was asked for and that are not over, by their numbers.
     """
 
     name: str
     token: str
     agent: NixlAgent
     envelope: bytes
-    transfers: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    asked: dict[int, _Asked] = field(default_factory=dict[int, _Asked])
 
 
 class Pushes:
@@ -109,7 +133,9 @@ class Pushes:
         self._making: dict[Life, anyio.Lock] = {}
         self._landings: dict[Life, _Landing] = {}
         self._is_watching = False
-        self._served: dict[tuple[str, str, int], Transfer] = {}
+        self._looks = 0
+        self._served: dict[_Key, Transfer] = {}
+        self._answers: OrderedDict[_Key, Pushed] = OrderedDict()
         self._subscription = bus.data.subscribe(transfer_subject(name, epoch), self._heard)
 
     def __repr__(self) -> str:
@@ -129,7 +155,7 @@ class Pushes:
         self._background.start(self._pull, transfer, name=f"have {transfer.peer} push")
 
     async def _pull(self, transfer: Transfer) -> None:
-        ticket, moved = transfer.ticket, transfer.moved
+        ticket = transfer.ticket
         assert ticket is not None
         try:
             landing = await self._landing_of(Life(ticket.agent, ticket.epoch))
@@ -138,29 +164,55 @@ class Pushes:
             return
         if not transfer.begin_apart(landing.name, partial(self._stop, transfer)):
             return
-        landing.transfers[transfer.number] = transfer
+        asked = landing.asked[transfer.number] = _Asked(transfer)
         try:
-            push = Push(
-                transfer.number,
-                self._name,
-                self._epoch,
-                landing.envelope,
-                ticket,
-                tuple(moved.remote_blocks.tolist()),
-                tuple(moved.local_blocks.tolist()),
-                moved.tokens,
-                moved.remote_start,
-                moved.local_start,
-                transfer.deadline - monotonic(),
-            )
-            self._tell(Life(ticket.agent, ticket.epoch), push, landing)
+            self._ask(landing, asked)
         except DynbusError as error:
-            del landing.transfers[transfer.number]
+            del landing.asked[transfer.number]
             transfer.end_apart(error)
             return
         if not self._is_watching:
             self._is_watching = True
             self._background.start(self._watch, name=f"{self._name} watches who pushes")
+
+    def _ask(self, landing: _Landing, asked: _Asked) -> None:
+        """Ask the peer for a transfer.
+
+        Raises:
+            DynbusError: that is not possible now.
+        """
+        transfer, moved, ticket = asked.transfer, asked.transfer.moved, asked.transfer.ticket
+        assert ticket is not None
+        asked.look = self._looks
+        push = Push(
+            transfer.number,
+            self._name,
+            self._epoch,
+            landing.envelope,
+            ticket,
+            tuple(moved.remote_blocks.tolist()),
+            tuple(moved.local_blocks.tolist()),
+            moved.tokens,
+            moved.remote_start,
+            moved.local_start,
+            # Of one that was given up only the answer is wanted that nothing is on its way.
+            0.0 if is_over(transfer.state) else transfer.deadline - monotonic(),
+        )
+        self._tell(Life(ticket.agent, ticket.epoch), push, landing)
+
+    def _ask_again(self, told: Unknown) -> None:
+        """Ask once more for what the peer has not heard of."""
+        for landing in self._landings.values():
+            for number in told.numbers:
+                asked = landing.asked.get(number)
+                if asked is None or asked.look >= told.look:
+                    continue
+                logger.info("%s is asked again to push: it had not heard it", asked.transfer.peer)
+                try:
+                    self._ask(landing, asked)
+                except DynbusError as error:
+                    # The next look asks whether it has come.
+                    logger.debug("%s was not asked again: %s", asked.transfer.peer, error)
 
     def _tell(self, life: Life, told: Told, landing: _Landing | None = None) -> None:
         """Send a message; with a landing, hear if nobody gets it."""
@@ -168,13 +220,16 @@ class Pushes:
         self._bus.data.publish(transfer_subject(*life), messages.encode(told), reply=reply)
 
     async def _watch(self) -> None:
-        """See that those who push are there, for as long as any does."""
+        """See that those who push are there and have heard of it, for as long as any does."""
         try:
-            while any(landing.transfers for landing in self._landings.values()):
+            while any(landing.asked for landing in self._landings.values()):
                 await anyio.sleep(_LOOK_SECONDS)
+                self._looks += 1
                 for life, landing in list(self._landings.items()):
-                    if landing.transfers:
-                        self._tell(life, Here(), landing)
+                    if landing.asked:
+                        numbers = tuple(landing.asked)
+                        here = Here(self._name, self._epoch, self._looks, numbers)
+                        self._tell(life, here, landing)
         finally:
             self._is_watching = False
 
@@ -200,11 +255,11 @@ class Pushes:
     def _ask_for_others(self) -> None:
         """Remove the landings of peers that are gone: nothing else tells of those that are idle."""
         for life, landing in self._landings.items():
-            if not landing.transfers:
+            if not landing.asked:
                 self.ask_for(life, partial(self._answered, life, landing))
 
     def _answered(self, life: Life, landing: _Landing, there: bool | None) -> None:
-        if there is False and not landing.transfers:
+        if there is False and not landing.asked:
             self._gone(life, landing)
 
     def ask_for(self, life: Life, answer: Callable[[bool | None], None]) -> None:
@@ -233,11 +288,18 @@ class Pushes:
             logger.debug("%s was not told to stop: %s", transfer.peer, error)
 
     def _pushed(self, told: Pushed) -> None:
-        for landing in self._landings.values():
-            transfer = landing.transfers.pop(told.number, None)
-            if transfer is not None:
-                error = make_error(told.code, told.message) if told.code else None
-                transfer.end_apart(error, told.bytes)
+        for life, landing in self._landings.items():
+            asked = landing.asked.get(told.number)
+            if asked is None:
+                continue
+            error = make_error(told.code, told.message) if told.code else None
+            if told.is_cut_off:
+                asked.error = error
+                self._remove(life, landing, f"{life.agent} had to break off what it pushed")
+            else:
+                del landing.asked[told.number]
+                asked.transfer.end_apart(error, told.bytes)
+            return
 
     def destroy(self, name: str) -> bool:
         """Destroy a landing, so that nothing lands there any more; False for no landing's name."""
@@ -258,8 +320,9 @@ class Pushes:
     async def _destroy(self, landing: _Landing, why: str) -> None:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(landing.agent.close)
-        for transfer in landing.transfers.values():
-            transfer.end_apart(TransferFailed(f"{why}: nothing of it lands any more"))
+        for asked in landing.asked.values():
+            error = asked.error or TransferFailed(f"{why}: nothing of it lands any more")
+            asked.transfer.end_apart(error)
 
     # The source -------------------------------------------------------------------------------
 
@@ -271,22 +334,47 @@ class Pushes:
             return
         if isinstance(told, Pushed):
             self._pushed(told)
+        elif isinstance(told, Unknown):
+            self._ask_again(told)
+        elif isinstance(told, Here):
+            self._look(told)
         elif isinstance(told, Stop):
             transfer = self._served.get((told.reader, told.epoch, told.number))
             if transfer is not None:
                 transfer.cancel()
-        elif isinstance(told, Push):
+        else:
             self._push(told)
 
-    def _push(self, push: Push) -> None:
-        key = push.reader, push.epoch, push.number
-        if key in self._served:
+    def _look(self, told: Here) -> None:
+        """Tell a reader what it has missed of what it waits for."""
+        if not told.numbers or not self._is_somebody(told):
             return
+        unknown: list[int] = []
+        for number in told.numbers:
+            key = told.reader, told.epoch, number
+            if (answer := self._answers.get(key)) is not None:
+                self._reply(Life(told.reader, told.epoch), answer)
+            elif key not in self._served:
+                unknown.append(number)
+        if unknown:
+            self._reply(Life(told.reader, told.epoch), Unknown(told.look, tuple(unknown)))
+
+    def _is_somebody(self, told: Push | Here) -> bool:
         try:
-            check_life(push.reader, push.epoch)
+            check_life(told.reader, told.epoch)
         except ConfigError as error:
             # It cannot even be answered.
             logger.warning("%s is asked to push to nobody: %s", self._name, error)
+            return False
+        return True
+
+    def _push(self, push: Push) -> None:
+        key = push.reader, push.epoch, push.number
+        if key in self._served or not self._is_somebody(push):
+            return
+        if (answer := self._answers.get(key)) is not None:
+            # The reader's memory may be in other use by now.
+            self._reply(Life(push.reader, push.epoch), answer)
             return
         try:
             transfer = self._begin(push)
@@ -306,6 +394,8 @@ class Pushes:
             raise LeaseLost(f"{self._name} does not hold these blocks any more")
         if not push.source_blocks or not set(push.source_blocks).issubset(lease.blocks):
             raise InvalidTransfer("the lease is not of these blocks")
+        # Written so that a NaN stays one, which is refused.
+        seconds = min(push.seconds, lease.deadline - monotonic())
         landing = decode(push.landing)
         if (landing.agent, life_of(landing).epoch) != (push.reader, push.epoch):
             raise BadDescription(
@@ -320,7 +410,7 @@ class Pushes:
             push.reader_start,
             push.source_start,
         )
-        return self._write(landing, moved, push.seconds)
+        return self._write(landing, moved, seconds)
 
     async def _serve(self, push: Push, transfer: Transfer) -> None:
         error: DynbusError | None = None
@@ -332,16 +422,24 @@ class Pushes:
             with anyio.CancelScope(shield=True):
                 await transfer.quiet()
             del self._served[push.reader, push.epoch, push.number]
-            self._answer(push, transfer.bytes, error)
+            self._answer(push, transfer.bytes, error, is_cut_off=transfer.is_cut_off)
 
-    def _answer(self, push: Push, size: int, error: DynbusError | None) -> None:
+    def _answer(
+        self, push: Push, size: int, error: DynbusError | None, *, is_cut_off: bool = False
+    ) -> None:
         told = Pushed(push.number, size)
         if error is not None:
-            told = Pushed(push.number, 0, error.code, error.message)
+            told = Pushed(push.number, 0, error.code, error.message, is_cut_off)
+        self._answers[push.reader, push.epoch, push.number] = told
+        while len(self._answers) > _REMEMBERED:
+            self._answers.popitem(last=False)
+        self._reply(Life(push.reader, push.epoch), told)
+
+    def _reply(self, life: Life, told: Told) -> None:
         try:
-            self._tell(Life(push.reader, push.epoch), told)
+            self._tell(life, told)
         except DynbusError as problem:
-            logger.debug("%s was not answered: %s", push.reader, problem)
+            logger.debug("%s was not answered: %s", life.agent, problem)
 
     # Life -------------------------------------------------------------------------------------
 
@@ -353,5 +451,5 @@ class Pushes:
             for life, landing in landings.items():
                 del self._bus.bounce_handlers[landing.token]
                 await anyio.to_thread.run_sync(landing.agent.close, abandon_on_cancel=True)
-                for transfer in landing.transfers.values():
-                    transfer.end_apart(TransferFailed(f"the way from {life.agent} is closed"))
+                for asked in landing.asked.values():
+                    asked.transfer.end_apart(TransferFailed(f"the way from {life.agent} is closed"))

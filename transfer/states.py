@@ -102,6 +102,11 @@ def is_over(state: State) -> bool:
     return state in _FINAL or state is State.ABANDONED
 
 
+def is_posted(state: State) -> bool:
+    """Whether NIXL has some of it."""
+    return state in (State.POSTING, State.ACTIVE, State.ABANDONED)
+
+
 def is_quiet(state: State) -> bool:
     """Whether its local memory may be used for something else."""
     return state in _FINAL or state is State.NEW

@@ -84,6 +84,11 @@ class Transfer:
         return self._flow.bytes
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether bytes that it has written may still arrive at the peer, although it is over."""
+        return self._flow.is_cut_off
+
+    @property
     def local_blocks(self) -> tuple[int, ...]:
         """Those that are read or written here."""
         return tuple(self.moved.local_blocks.tolist())
@@ -152,9 +157,7 @@ class Transfer:
         self._flow.move(Event.POST)
         return True
 
-    def end_apart(
-        self, error: DynbusError | None, size: int = 0, *, destroyed: bool = False
-    ) -> None:
+    def end_apart(self, error: DynbusError | None, size: int = 0) -> None:
         """What went by another way is over, and nothing of it is on its way any more."""
         if self._quiet.is_set():
             return

@@ -1,5 +1,5 @@
 """How an actor is called: clients, options, routing, retries."""
 
-from . import clients, dependencies, options, relay, routing, stream
+from . import clients, continuation, dependencies, options, relay, routing, stream
 
-__all__ = ["clients", "dependencies", "options", "relay", "routing", "stream"]
+__all__ = ["clients", "continuation", "dependencies", "options", "relay", "routing", "stream"]

@@ -32,7 +32,7 @@ class Attempt:
         pending: what is open at the instance; None before the request is sent.
     """
 
-    __slots__ = ("_observation", "instance_id", "metadata", "pending")
+    __slots__ = ("_observation", "_when_answered", "instance_id", "metadata", "pending")
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Attempt:
         self.metadata = metadata
         self.pending: PendingCall | None = None
         self._observation = observation
+        self._when_answered: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Attempt at {self.instance_id} [{'sent' if self.pending else 'not sent'}]>"
@@ -62,6 +63,10 @@ class Attempt:
         if self._observation is not None:
             self._observation.started()
         return pending
+
+    def when_answered(self, then: Callable[[], None]) -> None:
+        """Have `then` called once, at the first item or the end, whichever comes first."""
+        self._when_answered = then
 
     @property
     def has_begun(self) -> bool:
@@ -83,14 +88,22 @@ class Attempt:
 
     def arrived(self, items: Sequence[bytes]) -> None:
         """Tell the router's observer of items, or of the unary result."""
+        if self._when_answered is not None:
+            self._answered(self._when_answered)
         if self._observation is not None:
             self._observation.arrived(items)
 
     def end(self, error: BaseException | None) -> None:
         """Tell the router's observer how the attempt ended; more calls change nothing."""
+        if self._when_answered is not None:
+            self._answered(self._when_answered)
         observation, self._observation = self._observation, None
         if observation is not None:
             observation.ended(error)
+
+    def _answered(self, then: Callable[[], None]) -> None:
+        self._when_answered = None
+        then()
 
 
 class RouteObservation:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import Generator, Sequence, Set
+from contextlib import AsyncExitStack, contextmanager
+
+import anyio
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import Cancelled, Unavailable
+from dynbus.bus.protocol.cancellation import OPERATOR, Found
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.records.discovery import Discovery
+from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import ConnectionState
 
+from .migration_line import Migrations
 from .schema_check import SchemaCheck
 
 
@@ -21,6 +27,7 @@ class ClientSide:
 
     Attributes:
         bus: the connections, which belong to somebody else.
+        migrations: has streams that move wait for their turn.
         schema_check: None where the classes of clients and instances are not compared.
     """
 
@@ -28,6 +35,7 @@ class ClientSide:
         self.bus = bus
         self.caller = Caller(bus)
         self.discovery = Discovery(bus, self.caller.is_heard)
+        self.migrations = Migrations()
         check = bus.config.schema_check
         self.schema_check = (
             None if check == "off" else SchemaCheck(self.caller, refuses=check == "refuse")
@@ -35,9 +43,12 @@ class ClientSide:
         self._connected = asyncio.Event()
         self._connected.set()
         self._closed = False
+        # What no instance has yet: calls that wait for one, for the bus, or for another attempt.
+        self._waits: dict[anyio.CancelScope, tuple[str, str]] = {}
 
     async def begin_calling(self) -> None:
         """Take part in calls from now on."""
+        self.bus.cancels.add(self._cancel_waits)
         self.bus.data.on_state(self._on_state)
         await self.caller.start()
 
@@ -68,11 +79,38 @@ class ClientSide:
         except TimeoutError:
             raise Unavailable("the bus cannot be reached", started=False) from None
 
-    def known_ids(self, component: ComponentName) -> list[str]:
-        """The ids of a component's instances that are known now."""
+    @contextmanager
+    def until_cancelled(self, namespace: str, request_id: str) -> Generator[None]:
+        """What waits in the block for a request is left when an operator cancels that.
+
+        Raises:
+            Cancelled: an operator has.
+        """
+        with anyio.CancelScope() as scope:
+            self._waits[scope] = namespace, request_id
+            try:
+                yield
+            finally:
+                del self._waits[scope]
+        if scope.cancelled_caught:
+            raise Cancelled(OPERATOR, request_id=request_id, started=False)
+
+    def _cancel_waits(self, namespace: str, ids: Set[str]) -> list[Found]:
+        found: list[Found] = []
+        for scope, (of, request_id) in list(self._waits.items()):
+            if of == namespace and request_id in ids:
+                scope.cancel()
+                found.append(Found(request_id))
+        return found
+
+    def known_instances(self, component: ComponentName) -> Sequence[Instance]:
+        """The instances of a component that may be chosen now."""
         self.discovery.begin()
-        found = self.discovery.view.instances(*component, monotonic())
-        return [instance.id for instance in found]
+        return self.discovery.view.instances(*component, monotonic())
+
+    def known_ids(self, component: ComponentName) -> list[str]:
+        """Their ids."""
+        return [instance.id for instance in self.known_instances(component)]
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from functools import partial
 from inspect import Parameter
 from typing import Any, Final, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
@@ -12,11 +13,18 @@ from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.actors.declaring.handlers import HandlerSpec
 from dynbus.actors.declaring.json_object import decode_json, decode_json_items, encode_json
+from dynbus.actors.declaring.resume import (
+    REPLAY,
+    ClientResume,
+    checked_client_resume,
+    checked_limit,
+)
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
 from .client_side import ClientSide
+from .continuation import MakeRequest, NextRequest, Replay, Resume, Resuming, requests_made_by
 from .invocation import Invocation, OfInvocation
 from .options import (
     NONE,
@@ -105,7 +113,14 @@ class Call(OfInvocation):
 
 
 class EndpointClient:
-    """An untyped client of one endpoint. `generate` routes by the client's own policy."""
+    """An untyped client of one endpoint. `generate` routes by the client's own policy.
+
+    Args:
+        migration_limit, resume: see `EndpointAddress.client`.
+
+    Raises:
+        ConfigError: one of the two is not usable.
+    """
 
     def __init__(
         self,
@@ -113,13 +128,17 @@ class EndpointClient:
         endpoint: EndpointName,
         router: Router,
         options: CallOptions = NONE,
-        migration_limit: int = 0,
+        migration_limit: int | None = None,
+        resume: ClientResume | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._side = side
         self._router = router
         self._options = options
-        self._migration_limit = migration_limit
+        label = f"client of {endpoint}"
+        self._given_resume: ClientResume | None = checked_client_resume(label, resume)
+        self._migration_limit = checked_limit(label, migration_limit, resumes=resume is not None)
+        self._make_request = _make_by(self._given_resume)
         self._routers: dict[RoutingName, Router] = {}
 
     def __repr__(self) -> str:
@@ -182,7 +201,14 @@ class EndpointClient:
     def _with_options(self, options: CallOptions) -> EndpointClient:
         """This client with other options; both route in turn."""
         both = combined(options, self._options)
-        made = EndpointClient(self._side, self.endpoint, self._router, both, self._migration_limit)
+        made = EndpointClient(
+            self._side,
+            self.endpoint,
+            self._router,
+            both,
+            self._migration_limit,
+            self._given_resume,
+        )
         made._routers = self._routers
         return made
 
@@ -202,9 +228,40 @@ class EndpointClient:
             # The instance keeps the limit that its handler declares.
             timeout=None,
             migration_limit=self._migration_limit,
+            resume=self._resume(routed_as),
             options=options,
         )
         return Call(invocation)
+
+    def _resume(self, routed_as: Any) -> Resume | None:
+        """How a call goes on."""
+        make = self._make_request
+        if make is None:
+            return Replay if self._given_resume == REPLAY else None
+        return partial(Resuming, make if routed_as is None else _routed(make, routed_as))
+
+
+def _make_by(resume: ClientResume | None) -> MakeRequest | None:
+    """What makes requests to go on with by a client's function, if it has one."""
+    if not callable(resume):
+        return None
+    return requests_made_by(
+        resume,
+        label=f"resume={brief_repr(resume)}",
+        decode=decode_json,
+        decode_many=decode_json_items,
+        encode=encode_json,
+    )
+
+
+def _routed(make: MakeRequest, routed_as: Any) -> MakeRequest:
+    """The same, with routers looking at what the first request was routed as."""
+
+    def routed(data: bytes, items: Sequence[bytes]) -> NextRequest | None:
+        made = make(data, items)
+        return None if made is None else NextRequest(made.data, routed_as)
+
+    return routed
 
 
 class Namespace:
@@ -245,26 +302,36 @@ class EndpointAddress:
         self,
         *,
         routing: Routing | None = None,
-        migration_limit: int = 0,
+        migration_limit: int | None = None,
+        resume: ClientResume | None = None,
         **options: Unpack[ClientOptions],
     ) -> EndpointClient:
         """An untyped client, once the instances that exist now are known.
 
         Args:
             routing: the name of a policy, or a `Router`; round robin unless given.
-            migration_limit: how often a call may go to another instance before its first item,
-                where a handler or a drain asks for that.
+            migration_limit: how often a call may go to another instance; 3 with `resume`.
+                Without, 0, and a call moves only before its first item, where a handler or a
+                drain asks for that.
+            resume: how a stream goes on at another instance when its own is lost, drains or asks
+                for that. `"replay"` sends the same request again and compares; a function gets
+                the request and the list of accepted items, both decoded, and returns the request
+                to go on with, or None when nothing is left to come. See `handler`.
             options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
                 the client, see `call_options`.
 
         Raises:
-            ConfigError: `routing` or an option is not usable.
+            ConfigError: `routing`, `resume` or an option is not usable.
             Unavailable: the instances cannot be read.
         """
         own = client_options(options, f"client of {self.name}")
+        self.side.bus.cancels.hear(self.name.namespace)
         self.side.discovery.begin()
+        client = EndpointClient(
+            self.side, self.name, make_router(routing), own, migration_limit, resume
+        )
         await self.side.discovery.wait_synchronized(self.side.bus.config.connect_timeout)
-        return EndpointClient(self.side, self.name, make_router(routing), own, migration_limit)
+        return client
 
 
 class ActorClient:
@@ -384,6 +451,7 @@ def typed_client(
     handlers = actor.__dynbus_handlers__.values()
     endpoints = {spec.name: address.endpoint(spec.name) for spec in handlers}
     made = client_class(actor)(side, actor, address, endpoints, make_router(routing), options)
+    side.bus.cancels.hear(address.namespace)
     side.discovery.begin()
     return cast(A, made)
 
@@ -408,7 +476,7 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
     for attribute, spec in actor.__dynbus_handlers__.items():
         spec.check()
         make = _stream_method if spec.streaming else _unary_method
-        method = make(spec)
+        method = make(spec, _resume_of(actor, spec))
         method.__name__ = attribute
         method.__qualname__ = f"{actor.__name__}.{attribute}"
         method.__doc__ = spec.function.__doc__
@@ -416,9 +484,24 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
     return type(f"{actor.__name__}Client", (ActorClient,), {"__slots__": (), **methods})
 
 
-def _unary_method(spec: HandlerSpec) -> Callable[..., Any]:
+def _resume_of(actor: type[DeclaredActor], spec: HandlerSpec) -> Resume | None:
+    """How the streams of a handler go on, as its class says."""
+    function, codec = spec.resume_function(actor), spec.request_codec
+    if function is None or codec is None:
+        return Replay if spec.resume is not None else None
+    make = requests_made_by(
+        function,
+        label=f"{actor.__name__}.{spec.resume}",
+        decode=codec.decode,
+        decode_many=spec.result_codec.decode_many,
+        encode=codec.encode,
+    )
+    return partial(Resuming, make)
+
+
+def _unary_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Any]:
     decode = spec.result_codec.decode
-    invoke = _invoker(spec)
+    invoke = _invoker(spec, resume)
 
     async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
         return await invoke(self, request, named).unary(decode)
@@ -426,9 +509,9 @@ def _unary_method(spec: HandlerSpec) -> Callable[..., Any]:
     return call
 
 
-def _stream_method(spec: HandlerSpec) -> Callable[..., Any]:
+def _stream_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Any]:
     decode, decode_many = spec.result_codec.decoder(), spec.result_codec.decode_many
-    invoke = _invoker(spec)
+    invoke = _invoker(spec, resume)
 
     def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
         return Stream(invoke(self, request, named), decode, decode_many)
@@ -436,7 +519,7 @@ def _stream_method(spec: HandlerSpec) -> Callable[..., Any]:
     return call
 
 
-def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
+def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocation]:
     """What both kinds of method do first: bind, validate, and make the invocation."""
     name, codec = spec.name, spec.request_codec
     parameter = spec.parameter.name if spec.parameter is not None else ""
@@ -476,6 +559,7 @@ def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
             timeout=timeout,
             idempotent=idempotent,
             migration_limit=migration_limit,
+            resume=resume,
             schemas=schemas,
             options=combined(
                 current_options(),

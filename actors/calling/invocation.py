@@ -7,7 +7,8 @@ both are carried out here, and telemetry observes the call as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
@@ -18,12 +19,17 @@ from dynbus.bus.context import Context, current_context
 from dynbus.bus.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     DynbusError,
     InvalidResponse,
+    Migrate,
+    ResumeMismatch,
+    StreamLost,
     Unavailable,
     describe_exception,
 )
 from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.cancellation import OPERATOR
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import jitter, random_id
@@ -31,8 +37,9 @@ from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 
 from .attempt import Attempt
 from .client_side import ClientSide
+from .continuation import RESUME_WAIT, Continuation, Resume
 from .options import CallOptions
-from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
+from .retry_policy import FailedAttempt, GiveUp, Move, PauseThenRetry, RetryPolicy, is_away
 from .routing import NO_METADATA, Router
 from .selection import Selection
 
@@ -64,6 +71,7 @@ class Invocation:
     Args:
         streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
+        resume: how a stream goes on at another instance; None where it does not.
         schemas: of the client's class, to be compared with those of instances; None for a client
             that has none.
         options: of this very call.
@@ -72,11 +80,13 @@ class Invocation:
     __slots__ = (
         "_attempt",
         "_attempts",
+        "_continuation",
         "_deadline",
         "_declared",
         "_fields",
         "_idempotent",
         "_left",
+        "_lost",
         "_may_have_started",
         "_metadata",
         "_migration_limit",
@@ -108,6 +118,7 @@ class Invocation:
         timeout: float | None = DEFAULT_TIMEOUT,
         idempotent: bool = False,
         migration_limit: int = 0,
+        resume: Resume | None = None,
         schemas: HandlerSchemas | None = None,
         options: CallOptions,
         parent: Context | None = None,
@@ -127,6 +138,11 @@ class Invocation:
         self._schemas = schemas
         self._attempt: Attempt | None = None
         self._attempts = 0
+        self._continuation: Continuation | None = (
+            resume(data, request) if resume is not None and migration_limit else None
+        )
+        # How the last attempt ended that had begun.
+        self._lost: DynbusError | None = None
         self._left = False
         self._may_have_started = False
         self._retry_policy: RetryPolicy | None = None
@@ -149,10 +165,20 @@ class Invocation:
 
     @property
     def is_direct(self) -> bool:
-        """Whether items may be read from `call` without passing here: nothing counts them."""
-        return self._observation is None and not (
+        """Whether items may be read from `call` without passing here: nothing looks at them."""
+        return self._continuation is None and not self.is_observed
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether telemetry or the router's observer looks at items."""
+        return self._observation is not None or (
             self._attempt is not None and self._attempt.sees_items
         )
+
+    @property
+    def continues(self) -> bool:
+        """Whether the call is a stream that can go on at another instance."""
+        return self._continuation is not None and bool(self.streaming)
 
     async def learn_kind(self) -> None:
         """Find out whether the endpoint streams, from the records of its instances.
@@ -163,9 +189,10 @@ class Invocation:
             Cancelled: the call was left.
         """
         try:
-            self.streaming = await self._selection.is_stream(
-                self.options.get("instance") or "", self._wait_left(), self._time_left()
-            )
+            with self._until_cancelled():
+                self.streaming = await self._selection.is_stream(
+                    self.options.get("instance") or "", self._wait_left(), self._time_left()
+                )
             self._check_not_left()
         except BaseException as error:
             # Whether the call would have been a stream was not to be learned.
@@ -189,22 +216,21 @@ class Invocation:
             fields = self._fields = self._head_fields()
         side, selection = self.side, self._selection
         if not side.is_connected:
-            await side.wait_connected(self._time_left())
+            with self._until_cancelled():
+                await side.wait_connected(self._time_left())
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.get("instance") or ""
-        chosen = self.instance_id or selection.pick()
-        if chosen is not None:
-            self._attempt = attempt = Attempt(chosen)
-        else:
-            self._attempt = attempt = await selection.choose(
-                self._wait_left(),
-                self._time_left(),
-                attempt=self._attempts + 1,
-                priority=self._priority,
-                metadata=self._metadata,
-            )
-            self._check_not_left()
+        answered = await self._turn() if self._lost is not None and self.continues else None
+        try:
+            self._attempt = attempt = await self._choose()
+        except BaseException:
+            if answered is not None:
+                answered()
+            raise
+        if answered is not None:
+            attempt.when_answered(answered)
+        self._check_not_left()
         self.instance_id = attempt.instance_id
         self._attempts += 1
         streaming = bool(self.streaming)
@@ -216,10 +242,52 @@ class Invocation:
             await self._check_schemas(own, theirs)
         if attempt.metadata is not None:
             fields = {**fields, headers.METADATA: attempt.metadata}
+        if self._continuation is not None and streaming and not self.options.get("instance"):
+            fields = {**fields, headers.CONTINUES: str(self._continuation.accepted)}
         head = CallHead(
             self.endpoint, self.request_id, self._deadline, self._attempts, streaming, fields
         )
         return attempt.send(side.caller, head, self.data, self._parent)
+
+    async def _choose(self) -> Attempt:
+        """An attempt at the instance that is named, or that the router picks."""
+        chosen = self.instance_id or self._selection.pick()
+        if chosen is not None:
+            return Attempt(chosen)
+        with self._until_cancelled():
+            return await self._selection.choose(
+                self._wait_left(),
+                self._time_left(),
+                attempt=self._attempts + 1,
+                priority=self._priority,
+                metadata=self._metadata,
+            )
+
+    async def _turn(self) -> Callable[[], None]:
+        """Wait until this stream may be sent to another instance: many may have lost theirs.
+
+        Raises:
+            DeadlineExceeded: its time was over first.
+            Cancelled: the call was left.
+        """
+        left = self._time_left()
+        try:
+            async with asyncio.timeout(left):
+                with self._until_cancelled():
+                    answered = await self.side.migrations.turn(
+                        self.endpoint.component_name, self._selection.count()
+                    )
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the deadline passed before {self.endpoint} was called again",
+                request_id=self.request_id,
+            ) from None
+        try:
+            self._check_not_left()
+        except Cancelled:
+            answered()
+            raise
+        return answered
 
     async def _check_schemas(self, own: HandlerSchemas, theirs: str) -> None:
         """See to it that the chosen instance can serve, although its class is another version.
@@ -289,17 +357,21 @@ class Invocation:
         while True:
             try:
                 items = await call.items()
-                break
             except DynbusError as error:
-                call = await self.open_again(error)
+                again = await self.open_again(error)
+                if again is None:
+                    return []
+                call = again
+                continue
             except BaseException as error:
                 self._end(error)
                 raise
-        if items:
-            self.arrived(items)
-        else:
-            self.finish(None)
-        return items
+            if not items:
+                self.finish(None)
+                return []
+            shown = self.arrived(items)
+            if shown:
+                return shown
 
     async def open(self) -> PendingCall:
         """Send the request of a stream, over as many attempts as are safe.
@@ -317,17 +389,22 @@ class Invocation:
             self._end(error)
             raise
 
-    async def open_again(self, error: DynbusError) -> PendingCall:
-        """Send the request of a stream once more, after `error` ended it.
+    async def open_again(self, error: DynbusError) -> PendingCall | None:
+        """Send the request of a stream once more, or the one that it goes on with, after `error`
+        ended it; None when nothing is left to come, and the stream has ended well.
 
         Raises:
             DynbusError: the error itself, when it may not be; or that of a later attempt.
         """
-        if self.has_begun:
+        has_begun = self.has_begun
+        if has_begun and not self.continues:
             self.finish(error)
             raise error
         try:
             await self._prepare_retry(error)
+            if has_begun and not self._take_next_request():
+                self._end(None)
+                return None
         except BaseException as last:
             self._end(last)
             raise
@@ -335,19 +412,41 @@ class Invocation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the results has arrived, so that the call is never repeated."""
+        """Whether anything of the results has arrived, so that the call is never repeated but by a
+        stream that goes on."""
         return self._attempt is not None and self._attempt.has_begun
 
-    def arrived(self, items: Sequence[bytes]) -> None:
-        """Tell the observers of items that have arrived."""
-        if self._observation is not None:
+    def arrived(self, items: list[bytes]) -> list[bytes]:
+        """Tell the observers of items that have arrived; those that the reader is shown.
+
+        Raises:
+            ResumeMismatch: they contradict what it was shown before. The call is left.
+        """
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.arrived(items)
+        if self._continuation is not None:
+            items = self._taken(self._continuation, items)
+        if self._observation is not None and items:
             self._observation.items(len(items))
-        if self._attempt is not None:
-            self._attempt.arrived(items)
+        return items
 
     def finish(self, error: DynbusError | None) -> None:
-        """A stream is over, and has ended so; once its items were read."""
+        """A stream is over, and has ended so; once its items were read.
+
+        Raises:
+            ResumeMismatch: it did not come to what it had delivered before it moved.
+        """
         attempt = self._attempt
+        if isinstance(error, StreamLost):
+            error.retryable = self._idempotent or not self.has_begun
+        if error is None and self._continuation is not None:
+            try:
+                self._continuation.check_end()
+            except ResumeMismatch as mismatch:
+                self._mend(mismatch)
+                self._end(mismatch)
+                raise
         if error is not None and attempt is not None and attempt.was_unreachable(error):
             self._pass_over(error, unreachable=True)
         self._end(error)
@@ -373,6 +472,57 @@ class Invocation:
 
     # Internals -----------------------------------------------------------------------------
 
+    def _taken(self, continuation: Continuation, items: list[bytes]) -> list[bytes]:
+        try:
+            shown = list(continuation.take(items))
+        except ResumeMismatch as mismatch:
+            self._mend(mismatch)
+            self.abandon(mismatch)
+            raise
+        if len(shown) < len(items) and self.call is not None:
+            self.call.consumed(sum(map(len, items[: len(items) - len(shown)])))
+        return shown
+
+    def _mend(self, error: DynbusError) -> None:
+        """Say of an error that arose here what is said of those that arrive."""
+        error.request_id = error.request_id or self.request_id
+        error.hop = error.hop or self.endpoint.hop(self.instance_id)
+
+    def _take_next_request(self) -> bool:
+        """Go on with the next request of a stream; False when nothing is left to come.
+
+        Raises:
+            DynbusError: it cannot go on.
+        """
+        assert self._continuation is not None, "nothing goes on"
+        try:
+            following = self._continuation.next_request()
+        except StreamLost as error:
+            raise self._given_up(error, error.message) from error
+        if following is None:
+            return False
+        self.data = following.data
+        self._selection.ask_for(following.request)
+        return True
+
+    def _given_up(self, error: DynbusError, why: str) -> DynbusError:
+        """What the call ends with when no attempt follows one that ended with `error`.
+
+        Args:
+            why: what keeps a stream from going on; empty for the error itself.
+        """
+        lost, continuation = self._lost or error, self._continuation
+        delivered = continuation is not None and continuation.accepted > 0
+        if isinstance(error, StreamLost):
+            error.retryable = self._idempotent or not delivered
+        if not delivered or not (error.retryable or isinstance(error, StreamLost)):
+            return error
+        text = f"{lost.message or lost.code}; the stream cannot go on: {why or error.message}"
+        failure = StreamLost(text, hop=lost.hop, request_id=self.request_id)
+        failure.retryable = self._idempotent
+        failure.__cause__ = error
+        return failure
+
     async def _prepare_retry(self, error: DynbusError) -> None:
         """Return when another attempt may follow, after a pause where one is due.
 
@@ -388,48 +538,62 @@ class Invocation:
         if self._left:
             raise error
         self._may_have_started |= error.started
-        sent = attempt is not None and attempt.pending is not None
+        if error.started:
+            self._lost = error
+            # There was an instance: for the next one the caller waits anew.
+            self._wait_until = None
         answered = attempt is not None and attempt.was_answered(error)
-        unreachable = attempt is not None and attempt.was_unreachable(error)
+        failed = self._failed(error, attempt, answered=answered)
         if self._retry_policy is None:
             self._retry_policy = RetryPolicy(
                 idempotent=self._idempotent,
                 retries=self.options.get("retries"),
                 migration_limit=self._migration_limit,
+                continues=self.continues,
             )
-        if error.started:
-            # There was an instance: for the next one the caller waits anew.
-            self._wait_until = None
-        failed = FailedAttempt(
-            error,
-            self._attempts,
-            sent=sent,
-            routed=bool(self.instance_id and not self.options.get("instance")),
-            unreachable=unreachable,
-            lost=answered
-            and not unreachable
-            and not error.started
-            and isinstance(error, Unavailable),
-            settling=self.side.discovery.view.is_settling(monotonic()),
-            others=selection.has_untried(self.instance_id),
-            waits=self._wait_left() > 0,
-        )
         decision = self._retry_policy.decide(failed)
         if isinstance(decision, PauseThenRetry) and not decision.counted:
             await self._pause(decision, error)
             self._attempts -= 1
             return
         if answered and is_away(failed):
-            self._pass_over(error, unreachable=unreachable)
+            self._pass_over(error, unreachable=failed.unreachable)
         if isinstance(decision, GiveUp):
-            raise error
-        if isinstance(decision, PauseThenRetry):
+            raise self._given_up(error, decision.why)
+        if isinstance(decision, Move):
+            if isinstance(error, Migrate | Draining):
+                selection.leave(self.instance_id)
+            else:
+                # It may only have stood still: then it is chosen again where there is no other.
+                selection.mark_tried(self.instance_id)
+            self._wait_until = None
+            if self._observation is not None:
+                self._observation.migrated(error)
+        elif isinstance(decision, PauseThenRetry):
             selection.forget_tried()
             await self._pause(decision, error)
         else:
             if not decision.counted:
                 self._attempts -= 1
             selection.mark_tried(self.instance_id)
+
+    def _failed(
+        self, error: DynbusError, attempt: Attempt | None, *, answered: bool
+    ) -> FailedAttempt:
+        """What the retry policy goes by after an attempt; None for one that chose no instance."""
+        unreachable = attempt is not None and attempt.was_unreachable(error)
+        is_refusal = isinstance(error, Unavailable) and not error.started
+        return FailedAttempt(
+            error,
+            self._attempts,
+            sent=attempt is not None and attempt.pending is not None,
+            routed=bool(self.instance_id and not self.options.get("instance")),
+            unreachable=unreachable,
+            lost=answered and not unreachable and is_refusal,
+            settling=self.side.discovery.view.is_settling(monotonic()),
+            others=self._selection.has_untried(self.instance_id),
+            waits=self._wait_left() > 0,
+        )
 
     def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
         """Have nobody choose the instance for a while: it is away, or has fallen silent."""
@@ -446,7 +610,9 @@ class Invocation:
 
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""
-        wait = self.options.get("wait")
+        wait = self.options.get("wait") or 0.0
+        if self._lost is not None and self.continues:
+            wait = max(wait, RESUME_WAIT)
         if not wait:
             return 0.0
         now = monotonic()
@@ -458,9 +624,17 @@ class Invocation:
         seconds = max(decision.backoff * jitter.uniform(0.5, 1.0), decision.least)
         left = self._time_left()
         if left is not None and left <= seconds:
-            raise error
-        await asyncio.sleep(seconds)
+            raise self._given_up(error, "its deadline comes before another attempt")
+        with self._until_cancelled():
+            await asyncio.sleep(seconds)
         self._check_not_left()
+
+    def _until_cancelled(self) -> AbstractContextManager[None]:
+        """What waits in the block ends with `Cancelled` when an operator cancels the request.
+
+        For whatever waits while no attempt is open: one that is ends by itself.
+        """
+        return self.side.until_cancelled(self.endpoint.namespace, self.request_id)
 
     def _check_not_left(self) -> None:
         if self._left:
@@ -469,6 +643,8 @@ class Invocation:
                 request_id=self.request_id,
                 started=self._may_have_started,
             )
+        if self.side.bus.cancels.has(self.endpoint.namespace, self.request_id):
+            raise Cancelled(OPERATOR, request_id=self.request_id, started=self._may_have_started)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the observers how the call ended, once."""

@@ -10,12 +10,14 @@ from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar, cast
 
 from dynbus.actors.declaring.brief_repr import brief_repr
+from dynbus.bus.background import Work
 from dynbus.bus.calling.pending_call import Gathering, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
     Cancelled,
     ConfigError,
     DynbusError,
+    ResumeMismatch,
     Unavailable,
     describe_exception,
 )
@@ -189,6 +191,7 @@ class RelayedStream(OfInvocation, Generic[K]):
         "_over",
         "_undelivered",
         "_waiting",
+        "_work",
         "grain",
         "is_over",
         "is_paused",
@@ -217,7 +220,10 @@ class RelayedStream(OfInvocation, Generic[K]):
         self._is_direct = True
         self.is_paused = False
         self.unread_bytes = 0
-        self._undelivered: DynbusError | None = None
+        # How it ended while no call was open, where nobody has been told so.
+        self._undelivered: Arrival[K, Any] | None = None
+        # What makes the next attempt.
+        self._work: Work | None = None
         self._error: BaseException | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -252,6 +258,8 @@ class RelayedStream(OfInvocation, Generic[K]):
         if self.is_over:
             return
         self._finish(error or Cancelled("the relay left the stream", request_id=self.id))
+        if self._work is not None:
+            self._work.cancel()
         self._invocation.abandon(error if isinstance(error, DynbusError) else None)
 
     async def ended(self) -> None:
@@ -282,14 +290,19 @@ class RelayedStream(OfInvocation, Generic[K]):
         """What has arrived since the last time, and its end; None for nothing."""
         call = self._call
         if call is None:
-            return self._take_failure()
+            return self._take_undelivered()
         items: Sequence[Any] = ()
         reader = call.reader
         raw = reader.ready
         if raw:
             reader.ready = []
             if not self._is_direct:
-                self._invocation.arrived(raw)
+                try:
+                    raw = self._invocation.arrived(raw)
+                except ResumeMismatch as mismatch:
+                    self._finish(mismatch)
+                    return Arrival(self, (), True, mismatch)
+        if raw:
             try:
                 if len(raw) == 1:
                     self.unread_bytes += len(raw[0])
@@ -305,20 +318,26 @@ class RelayedStream(OfInvocation, Generic[K]):
         error = call.error
         if error is None and reader.terminal is None:
             return _arrival((self, items, False, None)) if items else None
-        if error is not None and not reader.has_begun and self._begin_again(error):
+        may_follow = not reader.has_begun or self._invocation.continues
+        if error is not None and may_follow and self._begin_again(error):
             self._call = None
-            return None
-        self._invocation.finish(error)
+            # The next writer has credit of its own.
+            self.unread_bytes = 0
+            return _arrival((self, items, False, None)) if items else None
+        try:
+            self._invocation.finish(error)
+        except ResumeMismatch as mismatch:
+            error = mismatch
         self._finish(error)
         return Arrival(self, items, True, error)
 
-    def _take_failure(self) -> Arrival[K, Any] | None:
+    def _take_undelivered(self) -> Arrival[K, Any] | None:
         """Why no call is open and none will be, where nobody has been told so."""
-        error = self._undelivered
-        if self.is_over or error is None:
+        arrival, self._undelivered = self._undelivered, None
+        if self.is_over or arrival is None:
             return None
-        self._finish(error)
-        return Arrival(self, (), True, error)
+        self._finish(arrival.error)
+        return arrival
 
     def lose(self, error: BaseException) -> None:
         """What was taken was not delivered, and nothing else will be."""
@@ -349,7 +368,7 @@ class RelayedStream(OfInvocation, Generic[K]):
     def _begin_again(self, error: DynbusError) -> bool:
         """Make the call once more beside all else; False where no work is begun any longer."""
         try:
-            self._invocation.side.bus.background.start(
+            self._work = self._invocation.side.bus.background.start(
                 self._again, error, name=f"another attempt at stream {self.id}"
             )
         except (RuntimeError, Unavailable):
@@ -357,19 +376,23 @@ class RelayedStream(OfInvocation, Generic[K]):
         return True
 
     async def _again(self, error: DynbusError) -> None:
-        """Make the call once more, where nothing has come of it."""
+        """Make the call once more, where nothing has come of it or it goes on elsewhere."""
+        end: DynbusError | None = None
         try:
-            self._listen(await self._invocation.open_again(error))
-            return
+            call = await self._invocation.open_again(error)
+            if call is not None:
+                self._listen(call)
+                return
         except DynbusError as last:
-            self._undelivered = last
+            end = last
         except asyncio.CancelledError:
             # The runtime is closed, or what a router of the user's waited for was cancelled.
-            self._undelivered = Cancelled("the stream was not tried again", request_id=self.id)
+            end = Cancelled("the stream was not tried again", request_id=self.id)
         except Exception as raised:
             # Whatever of the user's raises here ends this stream, and not the work beside it.
             logger.exception("%r could not be tried again", self)
-            self._undelivered = DynbusError(describe_exception(raised), request_id=self.id)
+            end = DynbusError(describe_exception(raised), request_id=self.id)
+        self._undelivered = Arrival(self, (), True, end)
         self._gathering.add(self)
 
     def _finish(self, error: BaseException | None) -> None:

@@ -2,7 +2,8 @@
 
 A failed attempt is repeated by itself only when the request provably did not start, and the
 error says that it is retryable: any other would come again from the next instance. Beyond that a
-handler must be declared idempotent, or the caller must have given an idempotency key.
+handler must be declared idempotent, or the caller must have given an idempotency key. A stream
+that says how it goes on moves to another instance whenever its own is lost.
 Nothing here waits, looks at a clock or draws a random number.
 """
 
@@ -18,12 +19,15 @@ from dynbus.bus.errors import (
     Migrate,
     NoInstances,
     Overloaded,
+    StreamLost,
 )
 
 MAX_ATTEMPTS: Final = 8
 DEFAULT_RETRIES: Final = 2
 FIRST_BACKOFF: Final = 0.1
 MAX_BACKOFF: Final = 2.0
+MAX_DRAINS: Final = 64
+"""How often a stream is handed on by instances that drain, beside its `migration_limit`."""
 
 
 class FailedAttempt(NamedTuple):
@@ -81,11 +85,22 @@ class PauseThenRetry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Go on at another instance than this one; for a stream that goes on, once there is one."""
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The error is the call's."""
+    """The error is the call's.
+
+    Attributes:
+        why: what keeps a stream from going on that could.
+    """
+
+    why: str = ""
 
 
-Decision = RetryNow | PauseThenRetry | GiveUp
+Decision = RetryNow | PauseThenRetry | Move | GiveUp
 
 
 class RetryPolicy:
@@ -94,43 +109,83 @@ class RetryPolicy:
     Args:
         idempotent: whether the call may be carried out twice.
         retries: how often it may be repeated; None for what is usual.
-        migration_limit: how often it may begin again where a handler or a drain asks for that.
+        migration_limit: how often it may move to another instance. What an instance that drains
+            hands on is not counted, where the stream goes on.
+        continues: whether it is a stream that can go on elsewhere. Any other call moves only where
+            a handler or a drain asks for that, and begins again.
     """
 
-    __slots__ = ("_idempotent", "_migration_limit", "_migrations", "_repeated", "_retries")
+    __slots__ = (
+        "_continues",
+        "_drains",
+        "_idempotent",
+        "_migration_limit",
+        "_migrations",
+        "_repeated",
+        "_retries",
+    )
 
-    def __init__(self, *, idempotent: bool, retries: int | None, migration_limit: int) -> None:
+    def __init__(
+        self,
+        *,
+        idempotent: bool,
+        retries: int | None,
+        migration_limit: int,
+        continues: bool = False,
+    ) -> None:
+        self._continues = continues
         self._idempotent = idempotent
         self._retries = retries
         self._migration_limit = migration_limit
         self._repeated = 0
         self._migrations = 0
+        self._drains = 0
 
     def __repr__(self) -> str:
         return f"<RetryPolicy [{self._repeated} retries, {self._migrations} migrations]>"
 
     def decide(self, failed: FailedAttempt) -> Decision:
-        """What follows; to be asked once per failed attempt that delivered nothing."""
+        """What follows; to be asked once per failed attempt that delivered nothing, or of a stream
+        that can go on."""
         error = failed.error
         if failed.unreachable and not error.started and failed.routed and failed.others:
             return RetryNow(counted=False)
         if failed.unreachable and not error.started and failed.settling:
             # Right after an outage an instance may be a moment later on the bus than we are.
             return PauseThenRetry(self._backoff(), counted=False)
-        if failed.number >= MAX_ATTEMPTS or _is_final(failed):
+        if self._continues and error.started and isinstance(error, StreamLost | Migrate | Draining):
+            return self._move_on(failed)
+        # Those that a stream moved for had begun; they are bounded by the limits.
+        moved = self._migrations + self._drains if self._continues else 0
+        if failed.number - moved >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
         refused = not error.started and not failed.lost
         if failed.routed and refused and (failed.others or (failed.waits and is_away(failed))):
             return RetryNow()
         if isinstance(error, Migrate | Draining) and self._may_migrate(failed):
             self._migrations += 1
-            return RetryNow()
-        if not self._may_repeat(failed):
+            return Move()
+        waits = bool(moved) and failed.routed and failed.waits
+        if not (self._may_repeat(failed) or (waits and refused)):
             return GiveUp()
         backoff = self._backoff()
         self._repeated += 1
         least = error.retry_after if isinstance(error, Overloaded) else 0.0
         return PauseThenRetry(backoff, least)
+
+    def _move_on(self, failed: FailedAttempt) -> Decision:
+        if not failed.routed:
+            return GiveUp("the caller named the instance")
+        if isinstance(failed.error, Draining) and self._drains < MAX_DRAINS:
+            # Instances that are replaced one after the other are no failures of this stream.
+            self._drains += 1
+            return Move()
+        limit = self._migration_limit
+        if self._migrations >= limit:
+            times = "once" if limit == 1 else f"{limit} times"
+            return GiveUp(f"it moved {times}, which is its migration_limit")
+        self._migrations += 1
+        return Move()
 
     def _may_migrate(self, failed: FailedAttempt) -> bool:
         return failed.others and self._migrations < self._migration_limit
@@ -151,7 +206,7 @@ class RetryPolicy:
 def is_away(failed: FailedAttempt) -> bool:
     """Whether an instance takes no more calls, so that it is not to be chosen again soon."""
     error = failed.error
-    return failed.unreachable or (isinstance(error, Draining) and not error.started)
+    return failed.unreachable or isinstance(error, Draining)
 
 
 def _is_final(failed: FailedAttempt) -> bool:

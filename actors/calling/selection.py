@@ -42,6 +42,7 @@ class Selection:
 
     __slots__ = (
         "_endpoint",
+        "_left",
         "_parent",
         "_request",
         "_request_id",
@@ -66,6 +67,7 @@ class Selection:
         self._request_id = request_id
         self._parent = parent
         self._tried: frozenset[str] = NOBODY
+        self._left: tuple[str, str] | None = None
 
     def __repr__(self) -> str:
         return f"<Selection {self._endpoint} [{len(self._tried)} tried]>"
@@ -73,6 +75,21 @@ class Selection:
     def mark_tried(self, instance_id: str) -> None:
         """Prefer every other instance from now on."""
         self._tried |= {instance_id}
+
+    def leave(self, instance_id: str) -> None:
+        """Choose any other instance next, even where there is none; this one again once it was
+        started anew."""
+        self.mark_tried(instance_id)
+        instance = self._find(instance_id)
+        self._left = (instance_id, instance.record.incarnation) if instance is not None else None
+
+    def ask_for(self, request: Any) -> None:
+        """Have routers look at another request from now on."""
+        self._request = request
+
+    def count(self) -> int:
+        """How many instances may be chosen, those that turned the call away left out."""
+        return len(self._untried(self._known()))
 
     def forget_tried(self) -> None:
         """Let all instances be chosen again."""
@@ -274,7 +291,11 @@ class Selection:
 
     def _known(self) -> list[Instance]:
         namespace, component, _ = self._endpoint
-        return self._side.discovery.view.instances(namespace, component, monotonic())
+        known = self._side.discovery.view.instances(namespace, component, monotonic())
+        return known if self._left is None else [one for one in known if self._is_offered(one)]
+
+    def _is_offered(self, instance: Instance) -> bool:
+        return (instance.id, instance.record.incarnation) != self._left
 
     def _untried(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         """The instances that did not turn the call away; all where each of them did."""
@@ -295,7 +316,10 @@ class Selection:
         try:
             async with asyncio.timeout(left):
                 return await self._side.discovery.wait(
-                    self._endpoint, 1, wait if left is None else min(wait, left)
+                    self._endpoint,
+                    1,
+                    wait if left is None else min(wait, left),
+                    suits=self._is_offered,
                 )
         except TimeoutError:
             # The first reading of the records does not end, and no wait was asked for.

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dynbus.bus.calling.pending_call import PendingCall
-from dynbus.bus.errors import InvalidResponse
+from dynbus.bus.errors import InvalidResponse, ResumeMismatch
 
 from .invocation import Invocation, OfInvocation
 
@@ -25,6 +25,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
     __slots__ = (
         "_call",
         "_closed",
+        "_continues",
         "_decode",
         "_decode_many",
         "_failure",
@@ -47,6 +48,8 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
         self._index = 0
         self._size = 0
         self._closed = False
+        # Whether what is read from `_call` has to pass the call, since it can go on elsewhere.
+        self._continues = False
         self._failure: InvalidResponse | None = None
 
     def __repr__(self) -> str:
@@ -79,18 +82,25 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
         if self._size:
             call.consumed(self._size)
             self._size = 0
-        while not reader.ready:
-            if not call.is_open:
-                return await self._refill()
-            waiter = call.wait()
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                self._close()
-                raise
-            if self._closed:
-                return await self._refill()
-        raw = reader.ready
+        while True:
+            while not reader.ready:
+                if not call.is_open:
+                    return await self._refill()
+                waiter = call.wait()
+                try:
+                    await waiter
+                except asyncio.CancelledError:
+                    self._close()
+                    raise
+                if self._closed:
+                    return await self._refill()
+            raw = reader.ready
+            if not self._continues:
+                break
+            reader.ready = []
+            raw = self._arrived(raw)
+            if raw:
+                break
         if len(raw) == 1:
             data = raw.pop()
             self._size = len(data)
@@ -98,7 +108,8 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
                 return self._decode(data)  # type: ignore[no-any-return]
             except Exception:  # noqa: BLE001 - becomes the error of the stream
                 return await self._take([data])
-        reader.ready = []
+        if not self._continues:
+            reader.ready = []
         return await self._take(raw)
 
     async def asend(self, value: None, /) -> T:
@@ -165,9 +176,18 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
             self._closed = True
             self._call = None
             raise StopAsyncIteration
-        if invocation.is_direct:
-            self._call = invocation.call
+        # After a move it is another call, and maybe one that is looked at.
+        self._call = None if invocation.is_observed else invocation.call
+        self._continues = invocation.continues
         return await self._take(raw)
+
+    def _arrived(self, raw: list[bytes]) -> list[bytes]:
+        """What of items that have arrived is for the reader."""
+        try:
+            return self._invocation.arrived(raw)
+        except ResumeMismatch:
+            self._close()
+            raise
 
     async def _take(self, raw: list[bytes]) -> T:
         self._size = sum(map(len, raw))

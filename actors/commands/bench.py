@@ -26,6 +26,7 @@ from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
+from dynbus.bus.commands.numbers import NumberRange
 from dynbus.bus.commands.server import embedded_if_local, prepare
 from dynbus.bus.commands.terminal import json_option, nats_option, print_json, print_table
 from dynbus.bus.config import BusConfig
@@ -86,7 +87,7 @@ _TOKEN: Final = Token(token_ids=[1], text="tok", index=0)
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option(
     "--duration",
-    type=click.FloatRange(0.1, 600),
+    type=NumberRange(0.1, 600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

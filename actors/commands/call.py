@@ -16,6 +16,7 @@ from dynbus.actors.calling.options import call_options
 from dynbus.actors.calling.stream import Stream
 from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.numbers import NumberRange
 from dynbus.bus.commands.server import prepare
 from dynbus.bus.commands.terminal import error_line, nats_option, notice
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
@@ -59,16 +60,20 @@ class CallRequest(NamedTuple):
 @click.command(help=_HELP, epilog=exit_codes.CALL)
 @click.argument("endpoint")
 @click.argument("request_json", metavar="[REQUEST]", required=False)
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS")
+@click.option("--timeout", type=NumberRange(0, min_open=True), metavar="SECONDS")
 @click.option("--instance", metavar="ID", help="This very instance; see `dynbus ps`.")
 @click.option(
     "--metadata", multiple=True, metavar="KEY=VALUE", help="Reaches every sub-call; repeatable."
 )
-@click.option("--request-id", metavar="ID", help="What `dynbus why` and logs find the call by.")
+@click.option(
+    "--request-id",
+    metavar="ID",
+    help="What `dynbus cancel`, `dynbus why` and logs find the call by.",
+)
 @click.option("--verbose", is_flag=True, help="Print the id of the request on standard error.")
 @click.option(
     "--wait",
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     default=0.0,
     metavar="SECONDS",
     help="How long to wait for an instance when there is none.",

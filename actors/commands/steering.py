@@ -56,6 +56,23 @@ def restart(ctx: click.Context, /, *, nodes: tuple[str, ...], pid: int | None) -
     ctx.exit(_carry_out(pid, RestartNodes(list(nodes))))
 
 
+def _counted(
+    ctx: click.Context, _parameter: click.Parameter, given: tuple[str, ...]
+) -> list[ScaleNode]:
+    """What NODE=COUNT says.
+
+    Raises:
+        click.UsageError: something else was given.
+    """
+    nodes: list[ScaleNode] = []
+    for each in given:
+        found = _SCALE.fullmatch(each)
+        if found is None:
+            raise click.UsageError(f"{each!r}: write NODE=COUNT, for example Splitter=3", ctx)
+        nodes.append(ScaleNode(found[1], int(found[2])))
+    return nodes
+
+
 @click.command(
     help="""Have the `dynbus run` of this folder run so many instances of a node.
 
@@ -64,18 +81,12 @@ def restart(ctx: click.Context, /, *, nodes: tuple[str, ...], pid: int | None) -
     dynbus scale Splitter=0 Shouter=2
     """
 )
-@click.argument("counts", nargs=-1, required=True, metavar="NODE=COUNT...")
+@click.argument("counts", nargs=-1, required=True, metavar="NODE=COUNT...", callback=_counted)
 @run_option
 @click.pass_context
-def scale(ctx: click.Context, /, *, counts: tuple[str, ...], pid: int | None) -> None:
+def scale(ctx: click.Context, /, *, counts: list[ScaleNode], pid: int | None) -> None:
     """`dynbus scale`."""
-    questions: list[Question] = []
-    for given in counts:
-        found = _SCALE.fullmatch(given)
-        if found is None:
-            raise click.UsageError(f"{given!r}: write NODE=COUNT, for example Splitter=3", ctx)
-        questions.append(ScaleNode(found[1], int(found[2])))
-    ctx.exit(_carry_out(pid, *questions))
+    ctx.exit(_carry_out(pid, *counts))
 
 
 def _carry_out(pid: int | None, *questions: Question) -> int:

@@ -1,6 +1,6 @@
 """How an actor is declared: its class, its handlers, and the types that they take and return."""
 
-from . import actor, actor_config, brief_repr, handlers, json_object, reply, service_args
+from . import actor, actor_config, brief_repr, handlers, json_object, reply, resume, service_args
 
 __all__ = [
     "actor",
@@ -9,5 +9,6 @@ __all__ = [
     "handlers",
     "json_object",
     "reply",
+    "resume",
     "service_args",
 ]

@@ -82,6 +82,9 @@ class DeclaredActor:
             if isinstance(value, Dependency)
         }
         _check_hidden(cls)
+        if not abstract:
+            for spec in cls.__dynbus_handlers__.values():
+                spec.resume_function(cls)
 
     @classmethod
     def link(cls, other: type[L], /) -> type[L]:

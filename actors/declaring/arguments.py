@@ -173,11 +173,13 @@ def _check_known(actor: type[Any], given: Sequence[str], sources: Mapping[str, s
     # `workers` has a place beside the arguments; its neighbours are looked for there too.
     service = getattr(actor, "__dynbus_service__", None)
     is_of_service = service is not None and hasattr(service, unknown[0])
-    meant = f"ServiceArgs.{unknown[0]}"
+    near = (
+        f" (did you mean ServiceArgs.{unknown[0]}?)"
+        if is_of_service
+        else suggestion(unknown[0], [*named, *prefixes])
+    )
     raise ConfigError(
-        f"{place}{actor.__name__} has no argument {unknown[0]!r}"
-        f"{f' (did you mean {meant}?)' if is_of_service else suggestion(unknown[0], named)}: "
-        f"{known}{beside}"
+        f"{place}{actor.__name__} has no argument {unknown[0]!r}{near}: {known}{beside}"
     )
 
 

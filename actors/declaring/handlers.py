@@ -22,7 +22,16 @@ from dynbus.bus.protocol.names import check_token
 from .codec import AnyCodec, Misfit, codec_for
 from .raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
-from .reply import HandlerDecorator, Replies, RepliesTo, is_reply, is_typed_as_reply, takes_reply
+from .reply import (
+    HandlerDecorator,
+    Replies,
+    RepliesTo,
+    StreamDecorator,
+    is_reply,
+    is_typed_as_reply,
+    takes_reply,
+)
+from .resume import REPLAY, ResumeFunction, checked_limit, checked_resume, resume_method
 from .schemas import HandlerSchemas, schemas_of
 from .shapes import describe_request
 
@@ -65,7 +74,8 @@ class HandlerSpec:
         parameter: of the request; None for a handler without one.
         takes_context: whether it has a `context` parameter.
         takes_reply: whether it streams by a `reply` parameter in place of yielding.
-        concurrency, queue, timeout, idle_timeout, idempotent, migration_limit: see `handler`.
+        concurrency, queue, timeout, idle_timeout, idempotent, resume, migration_limit: see
+            `handler`.
     """
 
     function: Callable[..., Any]
@@ -79,6 +89,7 @@ class HandlerSpec:
     timeout: float | None
     idle_timeout: float | None
     idempotent: bool
+    resume: str | None
     migration_limit: int
 
     @cached_property
@@ -139,6 +150,21 @@ class HandlerSpec:
     def default(self) -> Any:
         """The request of a call that gives none; `inspect.Parameter.empty` without one."""
         return self.parameter.default if self.parameter is not None else inspect.Parameter.empty
+
+    def resume_function(self, cls: type[Any]) -> ResumeFunction | None:
+        """What makes the request that a stream goes on with; None where it is replayed, or not
+        resumed at all.
+
+        Args:
+            cls: the class that has the handler.
+
+        Raises:
+            ConfigError: the class has no such method.
+        """
+        if self.resume is None or self.resume == REPLAY:
+            return None
+        takes_request = self.parameter is not None
+        return resume_method(cls, self.resume, self.label, takes_request=takes_request)
 
     def request_decoder(self) -> Callable[[bytes], Any]:
         """How an instance reads requests: bytes to request, None for a handler without one.
@@ -232,8 +258,21 @@ def handler(
     timeout: float | None = ...,
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
     idempotent: bool = False,
-    migration_limit: int = 0,
+    resume: None = None,
+    migration_limit: int | None = None,
 ) -> HandlerDecorator: ...
+@overload
+def handler(
+    *,
+    name: str | None = None,
+    concurrency: int | None = DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = ...,
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
+    idempotent: bool = False,
+    resume: str,
+    migration_limit: int | None = None,
+) -> StreamDecorator: ...
 
 
 def handler(
@@ -246,7 +285,8 @@ def handler(
     timeout: float | None = _UNSET,
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
     idempotent: bool = False,
-    migration_limit: int = 0,
+    resume: str | None = None,
+    migration_limit: int | None = None,
 ) -> Any:
     """Make an `async def` method of an `Actor` callable over the bus.
 
@@ -264,7 +304,15 @@ def handler(
         timeout: seconds for a whole call; 60 for unary handlers, none for streams.
         idle_timeout: seconds that a stream may be without an item.
         idempotent: whether a call whose outcome is unknown may be repeated elsewhere.
-        migration_limit: how often one call may move to another instance.
+        resume: how a stream goes on at another instance when its own is lost, drains or raises
+            `Migrate`: `"replay"` sends the same request again, compares the items with those that
+            were delivered and goes on behind them. The name of a method of the class has that make
+            the request to go on with, of the request and the list of items that were delivered;
+            None ends the stream well. It is called at the caller, on the class: make it a
+            `@staticmethod`. Without `resume` the stream ends in `StreamLost`.
+        migration_limit: how often one call may move to another instance; 3 with `resume`. Without,
+            0, and a call moves only before its first item, when the handler raises `Migrate` or
+            its instance drains.
 
     Raises:
         ConfigError: the method or an option is not usable; the message says what to do.
@@ -279,10 +327,16 @@ def handler(
             timeout=timeout,
             idle_timeout=idle_timeout,
             idempotent=idempotent,
+            resume=resume,
             migration_limit=migration_limit,
         )
         if _is_in_class(method) and not inspect.signature(method).parameters:
             raise ConfigError(f"{spec.label} takes no self: a handler is a method of an Actor")
+        if not _is_in_class(method) and spec.resume not in (None, REPLAY):
+            raise ConfigError(
+                f"{spec.label}: resume={spec.resume!r} names a method, and the handler has no "
+                f'class: write resume="{REPLAY}", or give the function to its clients'
+            )
         spec.check_declared()
         setattr(method, SPEC, spec)
         return method
@@ -323,7 +377,8 @@ def _declare(
     timeout: float | None = _UNSET,
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
     idempotent: bool = False,
-    migration_limit: int = 0,
+    resume: str | None = None,
+    migration_limit: int | None = None,
 ) -> HandlerSpec:
     """The handler that a method is; its first parameter is the actor."""
     yields = _check_kind(method)
@@ -347,7 +402,8 @@ def _declare(
         timeout=_check_seconds(label, "timeout", default if timeout is _UNSET else timeout),
         idle_timeout=_check_seconds(label, "idle_timeout", idle_timeout),
         idempotent=idempotent,
-        migration_limit=migration_limit,
+        resume=checked_resume(label, resume, streaming=streaming),
+        migration_limit=checked_limit(label, migration_limit, resumes=resume is not None),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import typing
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar, overload
 
 from dynbus.bus.errors import DynbusError, HandlerError, describe_exception
@@ -156,6 +156,22 @@ class HandlerDecorator(Protocol):
     def __call__(self, function: Replies[A, T], /) -> Callable[[A], AsyncGenerator[T, None]]: ...
     @overload
     def __call__(self, function: F, /) -> F: ...
+
+
+S = TypeVar("S", bound=Callable[..., AsyncIterable[Any]])
+
+
+class StreamDecorator(Protocol):
+    """What `handler(resume=...)` is: only for handlers that stream."""
+
+    @overload
+    def __call__(
+        self, function: RepliesTo[A, R, T], /
+    ) -> Callable[[A, R], AsyncGenerator[T, None]]: ...
+    @overload
+    def __call__(self, function: Replies[A, T], /) -> Callable[[A], AsyncGenerator[T, None]]: ...
+    @overload
+    def __call__(self, function: S, /) -> S: ...
 
 
 def takes_reply(signature: inspect.Signature) -> bool:

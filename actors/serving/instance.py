@@ -24,7 +24,7 @@ from dynbus.bus.clock import unix_time
 from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leased_record import LeaseState
@@ -102,6 +102,8 @@ class ServedInstance:
             and all else of its life is the same.
         drain: for one that is not announced: awaited with the seconds of its drain, in which the
             calls of what it serves under other names finish.
+        has_other: whether an instance but this takes calls of an endpoint, so that streams can be
+            handed on to it in a drain; None where nobody knows.
         ended: called with the instance when it has stopped after it was ready.
 
     Attributes:
@@ -122,6 +124,7 @@ class ServedInstance:
         id_was_given: bool = False,
         announced: bool = True,
         drain: Callable[[float], Awaitable[None]] | None = None,
+        has_other: Callable[[EndpointName, str], bool] | None = None,
         ended: Callable[[ServedInstance], object],
     ) -> None:
         self.name = name
@@ -138,6 +141,7 @@ class ServedInstance:
         self._id_was_given = id_was_given
         self._on_end = ended
         self._drain_elsewhere = drain
+        self._has_other = has_other
         self._hurried = anyio.Event()
         self._keeper: LeaseKeeper | None = None
         self._metadata: dict[str, str] | None = None
@@ -298,7 +302,9 @@ class ServedInstance:
             return
         self._state = InstanceState.READY
         self._start_ended.set()
-        logger.info("%s is ready", self.name)
+        # One that is not announced may announce others under this very name.
+        level = logging.INFO if self.announced else logging.DEBUG
+        logger.log(level, "%s is ready", self.name)
         try:
             await self._wait_and_close()
         except BaseException as error:
@@ -311,7 +317,7 @@ class ServedInstance:
             self._state = InstanceState.STOPPED
             self._on_end(self)
             self.stopped.set()
-            logger.info("%s is stopped", self.name)
+            logger.log(level, "%s is stopped", self.name)
 
     async def _wait_and_close(self) -> None:
         """Close when it is asked for, and at once when other work of the background has failed."""
@@ -375,7 +381,10 @@ class ServedInstance:
                 "%s: calls that run or wait: %d; they have %g s to finish",
                 *(self.name, load, round(self._grace, 1)),
             )
-        await self.server.drain(self._grace)
+        await self.server.drain(self._grace, self._another_serves)
+
+    def _another_serves(self, endpoint: EndpointName) -> bool:
+        return self._has_other is not None and self._has_other(endpoint, self.id)
 
     async def _drain_what_is_elsewhere(self) -> None:
         drain = self._drain_elsewhere
@@ -439,7 +448,7 @@ class ServedInstance:
         if state is InstanceState.STARTING:
             self._opening.cancel()
             return
-        self.server.end_all(f"the instance is broken: {self.broken}")
+        self.server.end_all(f"the instance is broken: {self.broken}", broken=True)
         self._stop_unattended(0.0)
 
     def _object_was_cancelled(self) -> None:

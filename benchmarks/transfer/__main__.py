@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from asyncio import Runner
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path as File
@@ -32,6 +33,8 @@ from .holder import hold
 from .paths import Once, Reader
 
 IDLE_SECONDS = 3.0
+LOOKS_EVERY = 0.01
+"""Seconds. Even over shared memory, UCX needs the other side for what is about a connection."""
 
 Times = dict[Case, dict[str, list[float]]]
 """Seconds for one transfer by each way, in each round."""
@@ -50,26 +53,25 @@ async def one_round(once: Once, seconds: float) -> float:
 
 
 async def measure(
-    reader: Reader, case: Case, rounds: int, seconds: float, *, spins: bool
+    reader: Reader, case: Case, rounds: int, seconds: float, pause: float
 ) -> dict[str, list[float]]:
     """Seconds for one transfer by each way, in each round.
 
     Args:
-        spins: the holder drives its bare agent while it is read and written: over TCP NIXL does
-            not answer without.
+        pause: between the holder's looks at its bare agent while that is read and written.
     """
     paths = reader.paths()
     times: dict[str, list[float]] = {path.name: [] for path in paths}
     with ExitStack() as prepared:
         ways = [(path, prepared.enter_context(path.prepared(case))) for path in paths]
         for path, once in ways:
-            reader.command("spin", path.spins)
+            reader.command("drive", 0.0 if path.is_bare else None)
             await reader.check(case, path, once)
         for _ in range(rounds):
             for path, once in ways:
-                reader.command("spin", spins and path.spins)
+                reader.command("drive", pause if path.is_bare else None)
                 times[path.name].append(await one_round(once, seconds))
-        reader.command("spin", False)
+        reader.command("drive", None)
     return times
 
 
@@ -152,24 +154,25 @@ async def idle(reader: Reader, seconds: float) -> float:
 
 
 async def run(
-    tcp: bool, rounds: int, seconds: float, only: str, console: Console
+    wanted: Sequence[Case], tcp: bool, rounds: int, seconds: float, console: Console
 ) -> tuple[Times, float]:
     """Measure everything in this process and one that holds the memory."""
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     times: Times = {}
     used = 0.0
+    # Over TCP the bare agent's answers are its speed.
+    pause = 0.0 if tcp else LOOKS_EVERY
     with tempfile.TemporaryDirectory(prefix="transfer-") as folder:
         server = await run_server(store_dir=File(folder))
         process = spawning.Process(target=hold, args=(theirs, server.url), daemon=True)
         process.start()
         try:
             reader = Reader(ours, server.url)
-            wanted = [case for case in cases() if only in case.name]
             for block_bytes, of_size in groupby(wanted, lambda case: case.block_bytes):
                 async with reader.agents(block_bytes):
                     for case in of_size:
-                        times[case] = await measure(reader, case, rounds, seconds, spins=tcp)
+                        times[case] = await measure(reader, case, rounds, seconds, pause)
                         console.print(f"{case.name}: done", style="dim")
                     used = max(used, await idle(reader, IDLE_SECONDS))
             reader.stop()
@@ -194,8 +197,12 @@ def main(file: File | None, tcp: bool, rounds: int, seconds: float, only: str) -
     # What holds the event loop is measured.
     logging.getLogger("dynbus").setLevel(logging.ERROR)
     console = Console(width=150)
+    wanted = [case for case in cases() if only in case.name]
+    if not wanted:
+        names = ", ".join(case.name for case in cases())
+        raise click.BadParameter(f"no case has {only!r} in its name: {names}", param_hint="--only")
     with Runner(loop_factory=new_event_loop) as runner:
-        times, used = runner.run(run(tcp, rounds, seconds, only, Console(stderr=True)))
+        times, used = runner.run(run(wanted, tcp, rounds, seconds, Console(stderr=True)))
     show(times, console)
     table = Table("goal", "found", "wanted", "")
     for name, value, goal, is_reached in goals(times, tcp):

@@ -34,24 +34,26 @@ class Holder(NamedTuple):
     port: int
 
 
-class Spinning:
-    """A thread that drives the bare agent when asked to; over TCP, NIXL does not answer without."""
+class Driver:
+    """A thread that lets the bare agent answer its peer, as often as is asked."""
 
     def __init__(self, bare: Bare) -> None:
         self._bare = bare
-        self._is_wanted = threading.Event()
+        self._pause: float | None = None
+        self._is_changed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def switch(self, is_wanted: bool) -> None:
-        if is_wanted:
-            self._is_wanted.set()
-        else:
-            self._is_wanted.clear()
+    def drive(self, pause: float | None) -> None:
+        """Drive it each so many seconds from now on; without a pause for 0, never for None."""
+        self._pause = pause
+        self._is_changed.set()
 
     def _run(self) -> None:
         while True:
-            self._is_wanted.wait()
-            self._bare.agent.get_new_notifs()
+            self._is_changed.wait(self._pause)
+            self._is_changed.clear()
+            if self._pause is not None:
+                self._bare.agent.get_new_notifs()
 
 
 class Sender:
@@ -110,13 +112,13 @@ async def serve(reader: Connection, url: str) -> None:
     port = listener.getsockname()[1]
     reader.send(Holder(os.getpid(), memory.ctypes.data, bare.metadata, shared.name, port))
     bare.connect(reader.recv())
-    sender, spinning, owner = Sender(listener, memory), Spinning(bare), Owner(url, memory)
+    sender, driver, owner = Sender(listener, memory), Driver(bare), Owner(url, memory)
     try:
         while (command := await to_thread(reader.recv)) != ("stop",):
             answer: object = None
             match command:
-                case "spin", bool(is_wanted):
-                    spinning.switch(is_wanted)
+                case "drive", pause:
+                    driver.drive(pause)
                 case "send", int(block_bytes), list(blocks):
                     sender.choose(block_bytes, blocks)
                 case "open", str(name), int(block_bytes):

@@ -29,13 +29,13 @@ class Path(NamedTuple):
 
     Attributes:
         writes: the reader's blocks go to the holder.
-        spins: the holder's bare agent takes part.
+        is_bare: the holder's bare agent takes part.
     """
 
     name: str
     prepared: Callable[[Case], AbstractContextManager[Once]]
     writes: bool = False
-    spins: bool = False
+    is_bare: bool = False
 
 
 class Reader:
@@ -68,9 +68,9 @@ class Reader:
         return [
             Path("dynbus", lambda case: self._transfer(case, "read")),
             Path("dynbus-write", lambda case: self._transfer(case, "write"), writes=True),
-            Path("nixl", lambda case: self._nixl(case, "READ"), spins=True),
-            Path("nixl-write", lambda case: self._nixl(case, "WRITE"), writes=True, spins=True),
-            Path("nixl-initialize", self._initialize, spins=True),
+            Path("nixl", lambda case: self._nixl(case, "READ"), is_bare=True),
+            Path("nixl-write", lambda case: self._nixl(case, "WRITE"), writes=True, is_bare=True),
+            Path("nixl-initialize", self._initialize, is_bare=True),
             Path("memcpy", lambda case: self._copy(case, self._source)),
             Path("shm", lambda case: self._copy(case, self._shared_pool)),
             Path("process_vm_readv", self._system_call),
@@ -122,8 +122,8 @@ class Reader:
 
     @contextmanager
     def _transfer(self, case: Case, operation: Literal["read", "write"]) -> Generator[Once]:
-        local, remote = (blocks.tolist() for blocks in case.places())
-        ticket = Ticket.decode(self.command("grant", remote))
+        local, remote = (blocks.astype(np.int32) for blocks in case.places())
+        ticket = Ticket.decode(self.command("grant", remote.tolist()))
         tokens = case.blocks * tokens_of(case.block_bytes)
         agent = self._agent
 

@@ -7,6 +7,7 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +16,7 @@ from dynbus.bus.deadlines import Deadlines
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
     STATUS_CODES,
+    Cancelled,
     DeadlineExceeded,
     DynbusError,
     PayloadTooLarge,
@@ -28,6 +30,7 @@ from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.call_ranges import covers
+from dynbus.bus.protocol.cancellation import OPERATOR, Found
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
@@ -95,6 +98,7 @@ class Caller:
         bus.data.on_state(self._on_state)
         bus.data.on_error(self._refused)
         bus.heartbeats.add(self.registry)
+        bus.cancels.add(self._cancel_requests)
         await bus.data.barrier()
         await bus.lane.run(self._start_control())
 
@@ -189,6 +193,17 @@ class Caller:
         for call in list(self._open.calls.values()):
             call.abandon()
         self.deadlines.clear()
+
+    def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[Found]:
+        """End what an operator cancels on this side too, wherever it is and whatever becomes of it
+        there."""
+        found: list[Found] = []
+        for call in list(self._open.calls.values()):
+            if call.request_id in ids and call.endpoint.namespace == namespace:
+                call.cancel(kill=True)
+                call.fail(Cancelled(OPERATOR, hop=f"caller of {call.endpoint}"))
+                found.append(Found(call.request_id))
+        return found
 
     # Internals ---------------------------------------------------------------------------
 
@@ -354,7 +369,7 @@ class Caller:
         calls = list(remote.calls.values())
         # One that nobody waits for has left, as instances do.
         level = logging.WARNING if calls else logging.DEBUG
-        logger.log(level, "%s is gone; open calls to it that end: %d", remote.name, len(calls))
+        logger.log(level, "%s is gone; calls that were open at it: %d", remote.name, len(calls))
         for call in calls:
             hop = call.endpoint.hop(remote.name.instance_id)
             call.unreachable = True

@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import diagnosis, server, survey, terminal
+    from . import diagnosis, numbers, server, survey, terminal
 
 __all__ = [
     "diagnosis",
+    "numbers",
     "server",
     "survey",
     "terminal",

@@ -95,7 +95,10 @@ def show(namespace: str, letter: str, as_json: bool, nats: str | None) -> None:
 @click.option("--all", "take_all", is_flag=True, help="All of the namespace.")
 @nats_option
 def retry(namespace: str, letters: Sequence[str], take_all: bool, nats: str | None) -> None:
-    """Put jobs into their queues again, with all their tries and without a deadline."""
+    """Put jobs into their queues again, with all their tries and without a deadline.
+
+    A letter whose job was too large to keep is refused; with --all the others are retried.
+    """
     _each(namespace, letters, take_all, nats, "retried", lambda at, one: at.retry(one))
 
 
@@ -117,14 +120,23 @@ def _each(
     done: str,
     act: Callable[[DeadLetters, DeadLetter], Awaitable[None]],
 ) -> None:
+    from dynbus.bus.errors import PayloadTooLarge
+
     if take_all == bool(named):
         raise click.UsageError("name dead letters, or give --all")
 
     async def work(letters: DeadLetters, _: Sequence[str]) -> int:
         found = await letters.find() if take_all else [await letters.get(one) for one in named]
+        refused: PayloadTooLarge | None = None
         for letter in found:
-            await act(letters, letter)
+            try:
+                await act(letters, letter)
+            except PayloadTooLarge as error:
+                refused = refused or error
+                continue
             click.echo(f"{done}: {letter.letter_id} {printable(letter.job_id)}")
+        if refused is not None:
+            raise refused
         return len(found)
 
     if not _run(namespace, nats, work):
@@ -143,6 +155,7 @@ def _json(letter: DeadLetter) -> dict[str, Any]:
         "died_at": letter.died_at,
         "headers": dict(letter.headers),
         "bytes": len(letter.data),
+        "lost_bytes": letter.lost_bytes,
     }
 
 

@@ -14,6 +14,7 @@ import click
 
 from dynbus.bus import exit_codes
 
+from .numbers import NumberRange
 from .rates import Activity, SortKey, activities, columns, counted, fitting
 from .terminal import console, json_option, nats_option, notice, plain, print_json, printable
 
@@ -68,7 +69,7 @@ class View(NamedTuple):
 @click.option(
     "-n",
     "--interval",
-    type=click.FloatRange(0.2, 3600),
+    type=NumberRange(0.2, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

@@ -46,6 +46,13 @@ _GREETING: Final = b"INFO "
 # range may be given the same port as its own and then talks to itself.
 _TEST_PORTS: Final = range(20_000, 30_000)
 _BLOCK: Final = 200
+_BOUND: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the program of its arguments, and is killed when its parent ends (`PR_SET_PDEATHSIG`)."""
 
 
 class Address(NamedTuple):
@@ -215,15 +222,24 @@ class RunningServer:
 
     Killing, pausing and resuming take effect before they return; `stop` and `restart` wait.
     Leaving the `async with` block ends the process.
+
+    Args:
+        bound: whether it ends with the thread that starts it, however that ends; on Linux alone.
+
+    Attributes:
+        name: how it is called in what servers say of each other.
     """
 
-    def __init__(self, port: int, *, store_dir: Path, config: str = "") -> None:
+    def __init__(
+        self, port: int, *, store_dir: Path, config: str = "", bound: bool = False
+    ) -> None:
         self.port = port
         self.url = f"nats://127.0.0.1:{port}"
         self.store_dir = store_dir.absolute()
         self.log = self.store_dir / "nats-server.log"
-        self._name = f"dynbus-{secrets.token_hex(4)}"
+        self.name = f"dynbus-{secrets.token_hex(4)}"
         self._config = config
+        self._bound = bound and sys.platform == "linux"
         self._output = self.store_dir / "output.log"
         self._logs = Logs()
         self._process: subprocess.Popen[bytes] | None = None
@@ -318,7 +334,7 @@ class RunningServer:
         path = self.store_dir / "nats-server.conf"
         path.write_text(
             server_config(
-                name=self._name,
+                name=self.name,
                 port=self.port,
                 store=self.store_dir,
                 log=self.log,
@@ -326,9 +342,13 @@ class RunningServer:
             )
         )
         self._logs = Logs(self._output, self.log)
+        command: list[str | Path] = [find_nats_server(), "-c", path]
+        if self._bound:
+            # Set by a program of its own: a fork of this process, which has threads, may not.
+            command = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *command]
         with self._output.open("ab") as output:
             return subprocess.Popen(
-                [find_nats_server(), "-c", path],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -343,7 +363,7 @@ class RunningServer:
                 raise ConfigError(f"nats-server does not start at {self.url}:\n{self._logs.tail()}")
             line = await first_line(address, GREETING_TIMEOUT)
             info = parse_greeting(line or b"")
-            if info is not None and info.name == self._name:
+            if info is not None and info.name == self.name:
                 return
             await anyio.sleep(POLL)
 

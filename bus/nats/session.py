@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ import nats.aio.client
 import nats.aio.transport
 import nats.errors
 
+from dynbus.bus.background import run_apart
 from dynbus.bus.errors import PermissionDenied, Unavailable
 from dynbus.bus.protocol.tokens import jitter
 
@@ -285,7 +287,8 @@ async def open_session(
         session = NatsSession()
         try:
             with anyio.fail_after(timeout):
-                await session.connect(
+                connect = partial(
+                    session.connect,
                     [server],
                     name=name,
                     allow_reconnect=False,
@@ -296,6 +299,9 @@ async def open_session(
                     error_cb=_ignore,
                     **options,
                 )
+                # In a task of its own: nats-py waits by `asyncio.wait_for`, which on Python 3.11
+                # loses the cancel of a task that comes just when what it waits for does.
+                await run_apart(connect, name=f"connect {name}")
                 await session.handshaken.wait()
             return session
         except (OSError, TimeoutError, nats.errors.Error) as error:

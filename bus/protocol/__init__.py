@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import endpoint, headers, names, reply_port, tokens, wire
+    from . import cancellation, endpoint, headers, names, reply_port, tokens, wire
 
 __all__ = [
+    "cancellation",
     "endpoint",
     "headers",
     "names",

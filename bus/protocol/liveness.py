@@ -10,6 +10,7 @@ again. One object per remote side, without I/O or clock.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 HEARTBEAT_INTERVAL: Final = 0.4
@@ -79,14 +80,13 @@ class RemoteLiveness:
         self._absent_since = None
         self._pinged = False
 
-    def is_gone(self, now: float, due_since: float | None) -> bool:
-        """Whether the remote is to be treated as dead.
+    def gone_at(self, due_since: float | None) -> float:
+        """From when on the remote is to be treated as dead, unless it is heard before.
 
         Args:
             due_since: since when it has owed us heartbeats; None while it owes none.
         """
-        if now < self._grace_until:
-            return False
-        if self._absent_since is not None and now - self._absent_since >= GONE_AFTER:
-            return True
-        return due_since is not None and now - max(self._heard, due_since) >= SILENCE_LIMIT
+        at = math.inf if self._absent_since is None else self._absent_since + GONE_AFTER
+        if due_since is not None:
+            at = min(at, max(self._heard, due_since) + SILENCE_LIMIT)
+        return max(at, self._grace_until)

@@ -27,6 +27,10 @@ KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 WORK: Final = "_work"
 DEAD: Final = "_dead"
+CANCEL: Final = "_cancel"
+STREAMS: Final = "_streams"
+STREAM_LOGS: Final = "DYNBUS_STREAMS"
+"""The stream with the logs of resumable streams of front ends."""
 TRANSFER: Final = "_transfer"
 TRANSFER_BUCKET: Final = "dynbus_transfer_agents"
 
@@ -173,6 +177,15 @@ def control_subject(namespace: str, component: str, instance_id: str) -> str:
     return f"{namespace}.{component}.{CONTROL}.{instance_id}"
 
 
+def cancel_subject(namespace: str) -> str:
+    """Where operators cancel the requests of a namespace.
+
+    It has a token less than any subject that callers may publish to, so none of them can end
+    what another one asked for.
+    """
+    return f"{namespace}.{CANCEL}"
+
+
 def kv_event_stream(namespace: str) -> str:
     """The name of the stream with the KV-cache events of a namespace."""
     return f"DYNBUS_EVENTS_{namespace}"
@@ -222,6 +235,16 @@ def transfer_agent_subject(agent: str) -> str:
 def transfer_subject(agent: str, epoch: str) -> str:
     """Where one life of an agent of transfers hears from its peers."""
     return f"{agent}.{TRANSFER}.{epoch}"
+
+
+def stream_log_subject(key: str) -> str:
+    """Where the log of one resumable stream is stored; `*` for any."""
+    return f"{STREAMS}.log.{key}"
+
+
+def stream_owner_subject(front_end: str) -> str:
+    """Where one front end is asked whether it goes on with a resumable stream."""
+    return f"{STREAMS}.owner.{front_end}"
 
 
 def work_subject(queue: EndpointName) -> str:

@@ -110,13 +110,19 @@ class Discovery:
             ) from None
 
     async def wait(
-        self, endpoint: EndpointName, count: int, timeout: float | None
+        self,
+        endpoint: EndpointName,
+        count: int,
+        timeout: float | None,
+        *,
+        suits: Callable[[Instance], bool] = lambda _: True,
     ) -> list[Instance]:
         """The instances of an endpoint's component, once there are `count`.
 
         Args:
             timeout: seconds to wait; None waits for ever, 0 does not wait beyond the first
                 complete reading, and a moment for instances that may be changing servers.
+            suits: which of them count.
 
         Raises:
             NoInstances: there are not as many in time.
@@ -125,7 +131,7 @@ class Discovery:
             with anyio.fail_after(timeout or None):
                 await self.wait_synchronized(FIRST_READING if timeout == 0 else None)
                 while True:
-                    found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
+                    found = self._serving(endpoint, suits)
                     if len(found) >= count:
                         break
                     at_most = 1.0
@@ -138,12 +144,16 @@ class Discovery:
                     await self._change(at_most)
                     self._check_open()
         except TimeoutError:
-            found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
+            found = self._serving(endpoint, suits)
         if len(found) < count:
             waited = f" within {timeout:.3g} s" if timeout else ""
             have = f", {len(found)} of {count} found" if found else ""
             raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
         return found
+
+    def _serving(self, endpoint: EndpointName, suits: Callable[[Instance], bool]) -> list[Instance]:
+        known = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
+        return [one for one in known if suits(one)]
 
     def _check_open(self) -> None:
         self._bus.check()

@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 WAY_BACK: Final = 0.05
 """The share of a call's time that is left for its result to reach the caller."""
+CONTINUED: Final = 64
+"""Continued calls of one client that may wait beside the queue; further ones are as any other."""
 
 
 class Admittance(Enum):
@@ -55,12 +57,15 @@ _NOBODY: Final[Turn[Any]] = Turn(None, [])
 class _Waiting:
     """What is known of a call in the queue."""
 
-    __slots__ = ("arrived", "client", "deadline")
+    __slots__ = ("arrived", "client", "continued", "deadline")
 
-    def __init__(self, client: str, arrived: float, deadline: float | None) -> None:
+    def __init__(
+        self, client: str, arrived: float, deadline: float | None, *, continued: bool
+    ) -> None:
         self.client = client
         self.arrived = arrived
         self.deadline = deadline
+        self.continued = continued
 
 
 class Admission(Generic[T]):
@@ -70,6 +75,11 @@ class Admission(Generic[T]):
     arrives, for the time that those before it will take, and when its turn comes. A call that
     finds a free place begins whatever its deadline: it takes nothing from anybody. Times are of
     the monotonic clock.
+
+    A continued call was admitted by another instance already, and its caller reads it. It takes
+    no place of the queue and no turn of its client, and is not refused: it has every second turn,
+    or each while nobody else waits. So a client that says of all its calls that they are continued
+    gains little, and no more than `CONTINUED` of them wait so.
 
     Args:
         concurrency: calls that may run at a time; None for no limit. 1 makes a mailbox: its
@@ -83,7 +93,10 @@ class Admission(Generic[T]):
 
     __slots__ = (
         "_clients",
+        "_continued",
+        "_continued_by",
         "_ends",
+        "_had_turn",
         "_overloaded",
         "_running",
         "_waiting",
@@ -101,6 +114,11 @@ class Admission(Generic[T]):
         # All that wait, in the order of their arrival; and by client, in the order of turns.
         self._waiting: OrderedDict[T, _Waiting] = OrderedDict()
         self._clients: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()
+        # The continued ones of all, which are in no client's line, and how many each client has.
+        self._continued: OrderedDict[T, None] = OrderedDict()
+        self._continued_by: dict[str, int] = {}
+        # Whether the last turn was that of a continued call.
+        self._had_turn = False
         # When places become free, until one is.
         self._ends: tuple[float, list[float]] | None = None
         # Since a call was too late, and until one finds a free place again.
@@ -122,22 +140,37 @@ class Admission(Generic[T]):
         """Whether the next call to enter would begin."""
         return self.concurrency is None or len(self._running) < self.concurrency
 
-    def enter(self, call: T, client: str, now: float, deadline: float | None) -> Entry[T]:
+    def enter(
+        self,
+        call: T,
+        client: str,
+        now: float,
+        deadline: float | None,
+        *,
+        continued: bool = False,
+    ) -> Entry[T]:
         """Take in a call; with RUN it counts as running, with WAIT it is queued.
 
         Args:
             client: whose turn it takes.
+            continued: whether it goes on with a stream that another instance has begun.
         """
         if self.concurrency is None or len(self._running) < self.concurrency:
             self._overloaded = False
             self._running[call] = now
             self._ends = None
             return _RUNS
-        waiting = _Waiting(client, now, deadline)
+        if continued and (already := self._continued_by.get(client, 0)) < CONTINUED:
+            self._waiting[call] = _Waiting(client, now, deadline, continued=True)
+            self._continued[call] = None
+            self._continued_by[client] = already + 1
+            return Entry(Admittance.WAIT)
+        waiting = _Waiting(client, now, deadline, continued=False)
         if not self._can_be_done(waiting, now):
             return Entry(Admittance.LATE)
         displaced: T | None = None
-        if self.queue is not None and len(self._waiting) >= self.queue:
+        queued = len(self._waiting) - len(self._continued)
+        if self.queue is not None and queued >= self.queue:
             displaced = self._newest_of_most(client)
             if displaced is None:
                 return Entry(Admittance.FULL)
@@ -165,14 +198,16 @@ class Admission(Generic[T]):
         self._ends = None
         late: list[T] = []
         while self._waiting:
-            following, client = self._next()
+            following = self._next()
             waiting = self._waiting[following]
             self.withdraw(following)
-            if not self._is_worth_it(waiting, now):
-                late.append(following)
-                continue
-            if client in self._clients:
-                self._clients.move_to_end(client)
+            if not waiting.continued:
+                if not self._is_worth_it(waiting, now):
+                    late.append(following)
+                    continue
+                if waiting.client in self._clients:
+                    self._clients.move_to_end(waiting.client)
+            self._had_turn = waiting.continued
             self._running[following] = now
             return Turn(following, late)
         return Turn(None, late)
@@ -182,6 +217,12 @@ class Admission(Generic[T]):
         waiting = self._waiting.pop(call, None)
         if waiting is None:
             return False
+        if waiting.continued:
+            del self._continued[call]
+            left = self._continued_by.pop(waiting.client) - 1
+            if left:
+                self._continued_by[waiting.client] = left
+            return True
         calls = self._clients[waiting.client]
         del calls[call]
         if not calls:
@@ -206,13 +247,13 @@ class Admission(Generic[T]):
             return self._wait(len(self._waiting), now)
         return max(first, self._wait(self._ahead(client), now) + needed - in_time)
 
-    def _next(self) -> tuple[T, str]:
-        """The call whose turn it is, and its client."""
+    def _next(self) -> T:
+        """The call whose turn it is."""
         if self.concurrency == 1:
-            call, waiting = next(iter(self._waiting.items()))
-            return call, waiting.client
-        client, calls = next(iter(self._clients.items()))
-        return next(iter(calls)), client
+            return next(iter(self._waiting))
+        if self._continued and not (self._had_turn and self._clients):
+            return next(iter(self._continued))
+        return next(iter(next(iter(self._clients.values()))))
 
     def _newest_of_most(self, client: str) -> T | None:
         """The newest call of the client with the most; None where `client` has about as many."""
@@ -250,7 +291,8 @@ class Admission(Generic[T]):
             return len(self._waiting)
         own = len(self._clients.get(client, ()))
         others = (len(calls) for name, calls in self._clients.items() if name != client)
-        return own + sum(min(calls, own + 1) for calls in others)
+        ahead = own + sum(min(calls, own + 1) for calls in others)
+        return ahead + min(len(self._continued), ahead + 1)
 
     def _wait(self, ahead: int, now: float) -> float:
         """Seconds until the turn of a call with so many before it."""

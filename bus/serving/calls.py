@@ -92,6 +92,16 @@ class Call:
         """Whether nothing more is sent to its caller."""
         return self.reply.ended
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether it goes on with a stream of which its caller has items already."""
+        return self.can_move and bool(self.context.delivered)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it is a stream with which its caller can go on at another instance."""
+        return self.served.endpoint.streaming and self.context.continues
+
     def hold_request(self, size: int) -> None:
         """Count the request of a call that waits with what is kept for its client."""
         self.waiting_bytes = size

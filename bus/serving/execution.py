@@ -27,9 +27,11 @@ from dynbus.bus.errors import (
     Migrate,
     Overloaded,
     ReaderStalled,
+    StreamLost,
     describe_exception,
     only_cause,
 )
+from dynbus.bus.protocol.cancellation import OPERATOR, Tombstones
 from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
 
 from .admission import Admittance, Turn
@@ -57,6 +59,7 @@ class Execution:
     """The calls that run or wait at one instance.
 
     Args:
+        cancelled: what operators have cancelled; none of that begins.
         retired: called once with each call when it is over, whatever became of it, and the time.
 
     Attributes:
@@ -66,9 +69,14 @@ class Execution:
     """
 
     def __init__(
-        self, bus: Bus, instance_id: str, retired: Callable[[Call, float], object]
+        self,
+        bus: Bus,
+        instance_id: str,
+        cancelled: Tombstones,
+        retired: Callable[[Call, float], object],
     ) -> None:
         self.bus = bus
+        self._cancelled = cancelled
         self._retired = retired
         self.draining = False
         self.load = 0
@@ -119,6 +127,9 @@ class Execution:
         if self.draining:
             self.refuse(call, Draining("the instance is going away", started=False))
             return
+        if self._cancelled and (error := self._cancel_of(call, now)) is not None:
+            self.refuse(call, error)
+            return
         deadline = call.context.deadline
         if deadline is not None and deadline <= now:
             self.refuse(call, DeadlineExceeded("the deadline passed on the way", started=False))
@@ -139,7 +150,9 @@ class Execution:
         ):
             self.refuse(call, self._overloaded(call, _NO_ROOM, now))
             return
-        admittance, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
+        admittance, displaced = served.admission.enter(
+            call, call.turn_taker, now, deadline, continued=call.is_continued
+        )
         if admittance in (Admittance.FULL, Admittance.LATE):
             why = _TOO_LATE if admittance is Admittance.LATE else ""
             self.refuse(call, self._overloaded(call, why, now))
@@ -166,6 +179,13 @@ class Execution:
             request_id=call.context.id,
         )
         call.context.set_trace_headers(call.observation.trace_headers)
+
+    def _cancel_of(self, call: Call, now: float) -> DynbusError | None:
+        """Why a call that an operator has cancelled may not begin; None for any other."""
+        if not self._cancelled.has_request(call.context.id, now):
+            return None
+        self.bus.drop(DropReason.REFUSED)
+        return Cancelled(OPERATOR, started=False)
 
     def refuse(self, call: Call, error: DynbusError) -> None:
         """End a call that was not admitted."""
@@ -292,7 +312,9 @@ class Execution:
                 call.task.add_done_callback(_look_at)
             text = "%s raised %r in request %s: its process ends"
             logger.error(text, call.served.address, error, call.context.id)
-            call.reply.fail(Draining("the instance was stopped"))
+            # A stream that goes on elsewhere may do the same there: its caller counts what is lost.
+            kind = StreamLost if call.can_move else Draining
+            call.reply.fail(kind("the instance was stopped"))
             return False
         else:
             self.memory_refused = self.memory_refused or isinstance(error, MemoryError)
@@ -332,7 +354,10 @@ class Execution:
             call = turn.begins
             if call is None:
                 return
-            refused = no_room(call.account)
+            refused: DynbusError | None = no_room(call.account)
+            if refused is None and self._cancelled:
+                # The lane has heard of it, and the main loop not yet.
+                refused = self._cancel_of(call, now)
             if refused is None:
                 self._run(call, now)
                 return
@@ -380,6 +405,10 @@ class Execution:
         call.reply.fail(error)
         self.kill(call)
 
+    def hand_on(self, call: Call) -> None:
+        """End a stream with which its caller goes on elsewhere, after all that was yielded."""
+        self.abort(call, Draining("the instance is going away", started=call.task is not None))
+
     def kill(self, call: Call) -> None:
         """Drop a call now, wherever it is."""
         call.context.kill()
@@ -395,8 +424,14 @@ class Execution:
             # Parts of its request are still to come.
             self._retired(call, monotonic())
 
-    def cancel(self, call: Call, kill_after: float) -> None:
-        """Stop a call, and kill it `kill_after` seconds later unless that is negative."""
+    def cancel(
+        self, call: Call, kill_after: float, why: str = "the caller cancelled the call"
+    ) -> None:
+        """Stop a call, and kill it `kill_after` seconds later unless that is negative.
+
+        Args:
+            why: what it is told when it is killed at once.
+        """
         if call.reply.ended:
             return
         if self.bus.telemetry is not None:
@@ -404,7 +439,7 @@ class Execution:
                 call.served.address, "kill" if kill_after == 0 else "stop"
             )
         if kill_after == 0:
-            self.abort(call, Cancelled("the caller cancelled the call"))
+            self.abort(call, Cancelled(why, started=call.began_at is not None))
             return
         call.context.stop_generating()
         if call.observation is not None:
@@ -447,10 +482,10 @@ def drives(frame: FrameType) -> bool:
 
 
 def _was_cut_short(call: Call) -> bool:
-    """Whether its handler would have taken longer than it did."""
+    """Whether its handler would have taken longer than it did, for the whole of its request."""
     # What it was given up for may also have reached it through a sub-call.
     given_up = isinstance(call.reply.error, DeadlineExceeded | Cancelled)
-    return given_up or call.context.is_stopped()
+    return given_up or call.context.is_stopped() or call.is_continued
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -113,13 +113,12 @@ def read_context(
         now: when the request arrived, on the monotonic clock.
 
     Raises:
-        InvalidRequest: the deadline is no number, or the idempotency key cannot be kept whole.
+        InvalidRequest: the deadline or the count of items is no number, or the idempotency key
+            cannot be kept whole.
     """
     deadline = None if timeout is None else now + timeout
     if (text := fields.get(headers.DEADLINE)) is not None:
-        if not (text.isascii() and text.isdigit() and len(text) < 16):
-            raise InvalidRequest(f"{headers.DEADLINE}: {text[:40]!r} is no number")
-        given = now + int(text) / 1000
+        given = now + _whole_number(headers.DEADLINE, text) / 1000
         deadline = given if deadline is None else min(given, deadline)
     context = Context(
         _request_id(fields.get(headers.REQUEST_ID)),
@@ -134,6 +133,8 @@ def read_context(
         context.attempt = _small_number(fields[headers.ATTEMPT], 1)
     if headers.PRIORITY in fields:
         context.priority = _small_number(fields[headers.PRIORITY], 0)
+    if headers.CONTINUES in fields:
+        context.delivered = _whole_number(headers.CONTINUES, fields[headers.CONTINUES])
     if headers.IDEMPOTENCY_KEY in fields:
         context.idempotency_key = _idempotency_key(fields[headers.IDEMPOTENCY_KEY])
     return context
@@ -150,6 +151,12 @@ def read_part(part: str) -> tuple[int, int]:
     if not 1 <= index <= count <= MAX_PARTS:
         raise InvalidRequest(f"{headers.PART}: {part[:40]!r}")
     return index, count
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidRequest(f"{name}: {text[:40]!r} is no number")
+    return int(text)
 
 
 def _request_id(text: str | None) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -23,8 +24,10 @@ from dynbus.bus.errors import (
     DynbusError,
     InvalidRequest,
     PayloadTooLarge,
+    StreamLost,
 )
 from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.cancellation import OPERATOR, Found
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, InstanceName, is_safe_reply, turn_taker
 from dynbus.bus.protocol.stream_writer import StreamWriter
@@ -60,6 +63,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL: Final = 0.5
+HAND_ON_AFTER: Final = 0.25
+"""Seconds of a drain until all instances that drain together know that of each other, and callers
+choose none of them."""
+WAVE_INTERVAL: Final = 0.1
+WAVES: Final = 8
+LEAST_WAVE: Final = 16
+"""Streams that are handed on at a time at least: an eighth of them, so that all go in a second."""
 
 
 class InstanceServer:
@@ -97,7 +107,8 @@ class InstanceServer:
             reply_prefixes=config.reply_prefixes,
             open_outbox=self._open_outbox,
         )
-        self.execution = Execution(bus, name.instance_id, self.ledger.finish)
+        cancelled = bus.cancels.hear(name.namespace)
+        self.execution = Execution(bus, name.instance_id, cancelled, self.ledger.finish)
         self._is_draining = self.execution.is_draining
         self.control = ServerControl(
             bus,
@@ -111,6 +122,7 @@ class InstanceServer:
         self._subscriptions: list[Subscription] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._stop_listening: Callable[[], None] = _nothing
+        self._hear_no_cancels: Callable[[], None] = _nothing
 
     def __repr__(self) -> str:
         state = "draining" if self.execution.draining else "serving"
@@ -140,6 +152,7 @@ class InstanceServer:
             PermissionDenied: the server refuses one of the subjects.
         """
         data = self.bus.data
+        self._hear_no_cancels = self.bus.cancels.add(self._cancel_requests)
         await self.control.start()
         ask = self._contracts.address.at(self.name.instance_id)
         self._subscriptions.append(data.subscribe(ask, partial(self._receive, self._contracts)))
@@ -170,14 +183,27 @@ class InstanceServer:
         admissions = [served.admission for served in self.served.values()]
         return sum(each.running for each in admissions), sum(each.waiting for each in admissions)
 
-    async def drain(self, grace: float) -> None:
+    async def drain(
+        self, grace: float, has_other: Callable[[EndpointName], bool] | None = None
+    ) -> None:
         """Take no more calls, let those that are here finish within `grace` seconds, then end
-        the rest with `Draining`."""
+        the rest with `Draining`.
+
+        Streams with which their callers can go on at another instance are handed on as soon as
+        there is one.
+
+        Args:
+            has_other: whether another instance takes calls of an endpoint; None for nobody knows.
+        """
         # Plain clients do not try again, so what is on its way to us is still served.
         await _drain_all(self._queue_subscriptions)
         self.execution.draining = True
         with anyio.move_on_after(grace) as limit:
-            await self.execution.idle()
+            async with anyio.create_task_group() as tasks:
+                if has_other is not None:
+                    tasks.start_soon(self._hand_on, has_other)
+                await self.execution.idle()
+                tasks.cancel_scope.cancel()
         if limit.cancelled_caught:
             logger.warning(
                 "%s: %s after %g s of draining; they are ended",
@@ -185,12 +211,41 @@ class InstanceServer:
             )
         self.end_all("the instance is going away")
 
-    def end_all(self, why: str) -> None:
-        """Take no more calls, and end every call now with `Draining`."""
+    async def _hand_on(self, has_other: Callable[[EndpointName], bool]) -> None:
+        """End streams that go on elsewhere, some at a time, so that the others are not flooded."""
+        await anyio.sleep(HAND_ON_AFTER)
+        while True:
+            movable = [
+                call
+                for call in self.ledger.calls()
+                if call.can_move and not call.ended and has_other(call.served.address)
+            ]
+            if movable:
+                logger.info(
+                    "%s: %s handed on to other instances",
+                    *(self.name, f"{n} streams are" if (n := len(movable)) > 1 else "1 stream is"),
+                )
+            wave = max(LEAST_WAVE, ceil(len(movable) / WAVES))
+            for first in range(0, len(movable), wave):
+                for call in movable[first : first + wave]:
+                    if not call.ended:
+                        self.execution.hand_on(call)
+                await anyio.sleep(WAVE_INTERVAL)
+            if not movable:
+                await anyio.sleep(WAVE_INTERVAL)
+
+    def end_all(self, why: str, *, broken: bool = False) -> None:
+        """Take no more calls, and end every call now with `Draining`.
+
+        Args:
+            broken: whether one of them may have been the cause. Streams that go on elsewhere end
+                with `StreamLost` then, which their callers count.
+        """
         self.execution.draining = True
         for call in self.ledger.calls():
             if not call.ended:
-                self.execution.abort(call, Draining(why))
+                kind = StreamLost if broken and call.can_move else Draining
+                self.execution.abort(call, kind(why))
 
     async def stop(self) -> None:
         """End what is left, say so, and unsubscribe."""
@@ -206,6 +261,7 @@ class InstanceServer:
             logger.warning("%r: the server did not confirm its stop: %s", self, error)
         finally:
             self._stop_listening()
+            self._hear_no_cancels()
             if self._sweeper is not None:
                 self._sweeper.cancel()
             self.control.stop()
@@ -338,6 +394,17 @@ class InstanceServer:
             self.bus, served.address, served.hop, context.id, now, writer, client.outbox
         )
         return FramedCall(served, context, port, now, client, writer)
+
+    def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[Found]:
+        """End what an operator cancels, whether it runs or waits."""
+        if namespace != self.name.namespace:
+            return []
+        found: list[Found] = []
+        for call in self.ledger.calls():
+            if call.context.id in ids and not call.ended:
+                self.execution.cancel(call, 0.0, OPERATOR)
+                found.append(Found(call.context.id, str(self.name)))
+        return found
 
     # What the ledger asks for ------------------------------------------------------------
 

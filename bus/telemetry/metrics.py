@@ -112,17 +112,14 @@ class Metrics:
         meter = self._meter = provider.get_meter("dynbus")
         self._readings: dict[str, Readings] = {}
         self._histograms: dict[str, Histogram] = {}
-
-        def tally(name: str, unit: str, text: str) -> Tally:
-            counter = Tally()
-            meter.create_observable_counter(
-                f"dynbus.{name}", [counter.observe], unit=unit, description=text
-            )
-            return counter
-
+        self._tallies: dict[str, Tally] = {}
+        tally = self.tally
         self.calls = tally("calls", "{call}", "Calls that have ended.")
         self.items = tally("stream.items", "{item}", "Items of streams.")
         self.cancellations = tally("cancellations", "{call}", "Calls told to stop or killed.")
+        self.migrations = tally(
+            "migrations", "{migration}", "Times a call went on at another instance."
+        )
         self.reconnects = tally("reconnects", "{reconnect}", "Times a connection came back.")
         self.drops = tally("drops", "{message}", "Messages dropped unanswered.")
         self.in_flight = Tally()
@@ -139,6 +136,16 @@ class Metrics:
         self.credit_stall = self.histogram(
             "credit.stall.duration", "Seconds a writer had no credit."
         )
+
+    def tally(self, name: str, unit: str, text: str) -> Tally:
+        """The counter `dynbus.{name}` that is added to, made once."""
+        known = self._tallies.get(name)
+        if known is None:
+            known = self._tallies[name] = Tally()
+            self._meter.create_observable_counter(
+                f"dynbus.{name}", [known.observe], unit=unit, description=text
+            )
+        return known
 
     def histogram(self, name: str, text: str) -> Histogram:
         """The histogram `dynbus.{name}` of seconds, made once."""

@@ -138,6 +138,14 @@ class CallObservation:
         if self._span is not None:
             self._span.add_event("cancelled")
 
+    def migrated(self, error: BaseException) -> None:
+        """Note that the call goes on at another instance, since it ended so at this one."""
+        reason = error_code(error, self._profile.side)
+        if self._span is not None:
+            self._span.add_event("migrated", {"error.type": reason})
+        if self._metrics is not None:
+            self._metrics.migrations.add((*self._profile.labels, ("dynbus.reason", reason)))
+
     def end(self, error: BaseException | None = None) -> None:
         """End the span and count the call; more calls change nothing.
 

@@ -50,8 +50,9 @@ class DeadLetter(NamedTuple):
         error: the last one that is known.
         tries: how often the job was handed out.
         queued_at, died_at: Unix seconds.
-        headers, data: as the job was put.
+        headers, data: as the job was put; empty where they were too many bytes to keep.
         sequence: of the stream of dead letters.
+        lost_bytes: of headers and data, which were too many to keep.
     """
 
     letter_id: str
@@ -65,6 +66,7 @@ class DeadLetter(NamedTuple):
     headers: Mapping[str, str]
     data: bytes
     sequence: int
+    lost_bytes: int = 0
 
 
 def letter_id_of(queue: EndpointName, job_id: str) -> str:
@@ -117,9 +119,11 @@ class DeadLetters:
             await self._store(subject, message.data, fields)
         except PayloadTooLarge:
             # Plain NATS clients may leave no room for what a letter says beside its job.
+            size = len(message.data) + sum(len(name) + len(own[name]) for name in own)
             fields[header_names.DEAD_ERROR] = error_text(
-                f"(its {len(message.data)} bytes were too many to keep) {error_text(error)}"
+                f"(its {size} bytes were too many to keep) {error_text(error)}"
             )
+            fields[header_names.DEAD_LOST] = str(size)
             await self._store(subject, b"", {**fields, **dict.fromkeys(own, "")})
 
     async def _store(self, subject: str, data: bytes, fields: Mapping[str, str]) -> None:
@@ -161,9 +165,16 @@ class DeadLetters:
         the letter.
 
         Raises:
+            PayloadTooLarge: the letter has not what the job says; it stays.
             Unavailable: the queue does not exist, or the server does not answer; the letter stays.
             StreamFull: the queue is full; the letter stays.
         """
+        if letter.lost_bytes:
+            raise PayloadTooLarge(
+                f"the dead letter {letter.letter_id} has nothing of job {letter.job_id}: its "
+                f"{letter.lost_bytes} bytes were too many to keep; put the job again from where it "
+                "came, and purge the letter"
+            )
         fields = {**letter.headers, header_names.JOB: letter.job_id}
         try:
             await self._jetstream.publish(
@@ -211,6 +222,7 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
         {name: value for name, value in fields.items() if not is_reserved(name)},
         message.data,
         message.sequence,
+        _number(fields.get(header_names.DEAD_LOST)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol import headers as header_names
+from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.transport import REPLICAS, Delivery
 
 MAX_ERROR_TEXT: Final = 1024
@@ -31,6 +32,8 @@ class JobEnd(StrEnum):
     """Given back by a taker that was leaving; nothing was wrong with it."""
     EXPIRED = "expired"
     """Dropped because its deadline had passed before it was begun."""
+    CANCELLED = "cancelled"
+    """Dropped before it was begun, because an operator had cancelled it."""
     DEAD = "dead"
     """Put among the dead letters."""
 
@@ -175,11 +178,14 @@ def is_reserved(name: str) -> bool:
     return name.lower().startswith(_RESERVED)
 
 
-def judge(delivery: Delivery, now: float, max_tries: int) -> Verdict:
+def judge(
+    delivery: Delivery, now: float, max_tries: int, cancelled: Tombstones | None = None
+) -> Verdict:
     """What is to be done with a delivery.
 
     Args:
         now: Unix seconds.
+        cancelled: what operators have cancelled: jobs by their ids, or those of their requests.
     """
     message = delivery.message
     fields = message.headers
@@ -196,6 +202,10 @@ def judge(delivery: Delivery, now: float, max_tries: int) -> Verdict:
     if not _JOB_ID.fullmatch(facts.job_id):
         error = f"the job id {facts.job_id!r} is no printable ASCII without spaces, of 128 at most"
         return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
+    if cancelled:
+        names = (facts.job_id, fields.get(header_names.REQUEST_ID, ""))
+        if cancelled.has_job(names, message.time):
+            return Verdict(facts, JobEnd.CANCELLED)
     if deadline is not None and now >= deadline:
         return Verdict(facts, JobEnd.EXPIRED)
     if delivery.tries > max_tries:

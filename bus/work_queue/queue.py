@@ -14,6 +14,7 @@ from dynbus.bus.protocol.names import EndpointName
 from .dead_letters import DeadLetters
 from .job import JobEnd, QueueDepth, WorkQueueConfig
 from .job_stream import JobStream
+from .observing import QueueFigures
 from .taker import CLOSE_SECONDS, Taker
 
 
@@ -40,7 +41,8 @@ class WorkQueue:
         config: WorkQueueConfig = WorkQueueConfig(),  # noqa: B008 - a frozen named tuple
     ) -> None:
         self.name = name
-        self.ended: Counter[JobEnd] = Counter()
+        self._figures = QueueFigures(bus.telemetry, name)
+        self.ended: Counter[JobEnd] = self._figures.ended
         self._bus = bus
         self._jobs = JobStream(bus.data, name, config)
 
@@ -72,6 +74,7 @@ class WorkQueue:
             Unavailable: the server did not confirm it in time; it may be there.
         """
         await self._jobs.put(data, job_id, deadline, headers, timeout)
+        self._figures.put()
 
     @asynccontextmanager
     async def take(self, limit: int = 1) -> AsyncGenerator[Taker]:
@@ -92,9 +95,11 @@ class WorkQueue:
         letters = DeadLetters(
             self._bus.data.jetstream, self.name.namespace, self._jobs.config.replicas
         )
-        taker = Taker(self._jobs, letters, self._bus.background, limit, self.ended)
+        cancelled = self._bus.cancels.hear(self.name.namespace)
+        taker = Taker(self._jobs, letters, self._bus.background, limit, self._figures, cancelled)
         try:
-            yield taker
+            async with self._figures.measured(self._bus.background, self.depth):
+                yield taker
         finally:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 await taker.close()

@@ -13,11 +13,13 @@ import anyio
 from dynbus.bus.background import Background, Work
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError, UnknownOutcome
+from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.transport import ConnectionState, Delivery
 
 from .dead_letters import DeadLetters
 from .job import DeathReason, Facts, JobEnd, Verdict, judge
 from .job_stream import CONSUMER, JobStream
+from .observing import QueueFigures
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +102,18 @@ class Job:
 
         await self._settle(settle)
 
-    async def give_back(self) -> None:
-        """Give it back at once: nothing was wrong with it, its taker leaves. That never makes it a
-        dead letter."""
-        await self._settle(self._taker.give_back)
+    async def give_back(self, *, delay: float = 0.0) -> None:
+        """Give it back, to be handed out again after `delay` seconds: nothing was wrong with it, it
+        is not for this taker.
+
+        That uses up a delivery and is no failure. A job whose deliveries are used up is put in
+        again as a copy; only where a full queue has no room for that it becomes a dead letter.
+        """
+
+        async def settle(job: Job) -> None:
+            await self._taker.give_back(job, delay)
+
+        await self._settle(settle)
 
     async def bury(self, error: BaseException | str) -> None:
         """Make it a dead letter now: trying again is of no use."""
@@ -149,11 +159,14 @@ class Taker:
         letters: DeadLetters,
         background: Background,
         limit: int,
-        ended: Counter[JobEnd],
+        figures: QueueFigures,
+        cancelled: Tombstones,
     ) -> None:
         if not 1 <= limit <= MAX_LIMIT:
             raise ConfigError(f"limit = {limit} is not usable: give 1 to {MAX_LIMIT} jobs")
-        self.ended = ended
+        self.ended: Counter[JobEnd] = figures.ended
+        self._figures = figures
+        self._cancelled = cancelled
         self._jobs = jobs
         self._letters = letters
         self._background = background
@@ -269,10 +282,12 @@ class Taker:
         """The next job that may begin; None where there is none."""
         while self._ready and not self._drained and len(self._held) < self._limit:
             delivery = self._ready.popleft()
-            verdict = judge(delivery, unix_time(), self._jobs.config.tries)
+            verdict = judge(delivery, unix_time(), self._jobs.config.tries, self._cancelled)
             if verdict.end is None:
                 job = Job(self, delivery, verdict.facts, self._jobs.created)
                 self._held[_key(delivery)] = job
+                is_first = delivery.tries == 1
+                self._figures.taken(unix_time() - job.queued_at if is_first else None)
                 return job
             await self._refuse(delivery, verdict)
         return None
@@ -282,12 +297,14 @@ class Taker:
         job_id = verdict.facts.job_id
         if verdict.end is JobEnd.EXPIRED:
             logger.info("job %s of %s is dropped: its deadline passed", job_id, self._jobs.name)
+        elif verdict.end is JobEnd.CANCELLED:
+            logger.info("job %s of %s is dropped: it was cancelled", job_id, self._jobs.name)
         elif not await self._write_letter(
             delivery, job_id, verdict.reason or DeathReason.TRIES, verdict.error
         ):
             return
         if await self._drop(delivery, self._jobs.created):
-            self.ended[verdict.end or JobEnd.DEAD] += 1
+            self._figures.left(verdict.end or JobEnd.DEAD)
 
     async def _write_letter(
         self, delivery: Delivery, job_id: str, reason: DeathReason, error: BaseException | str
@@ -348,7 +365,7 @@ class Taker:
                 f"within {SETTLE_SECONDS:g} s: another taker may get it"
             )
         self._remember(job)
-        self.ended[JobEnd.DONE] += 1
+        self._figures.left(JobEnd.DONE)
 
     async def retry(self, job: Job, error: BaseException | str, delay: float | None) -> None:
         """See `Job.nak`."""
@@ -358,20 +375,20 @@ class Taker:
             return
         pause = config.delay_after(job.tries) if delay is None else delay
         await self._jobs.give_back(job.delivery, pause)
-        self.ended[JobEnd.RETRIED] += 1
+        self._figures.left(JobEnd.RETRIED)
 
-    async def give_back(self, job: Job) -> None:
+    async def give_back(self, job: Job, delay: float) -> None:
         """See `Job.give_back`."""
-        await self._return(job.delivery, job.job_id)
+        await self._return(job.delivery, job.job_id, delay)
 
-    async def _return(self, delivery: Delivery, job_id: str) -> None:
+    async def _return(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
         # The server counts its deliveries, and not what became of them.
         is_last = delivery.tries >= self._jobs.config.tries
         if not (is_last and await self._jobs.put_again(delivery, job_id)):
-            await self._jobs.give_back(delivery, 0.0)
+            await self._jobs.give_back(delivery, delay)
         else:
             await self._drop(delivery, self._jobs.created)
-        self.ended[JobEnd.RETURNED] += 1
+        self._figures.left(JobEnd.RETURNED)
 
     async def bury(self, job: Job, error: BaseException | str) -> None:
         """See `Job.bury`."""
@@ -379,11 +396,11 @@ class Taker:
 
     async def _die(self, job: Job, reason: DeathReason, error: BaseException | str) -> None:
         if not await self._write_letter(job.delivery, job.job_id, reason, error):
-            self.ended[JobEnd.RETRIED] += 1
+            self._figures.left(JobEnd.RETRIED)
             return
         await self._drop(job.delivery, job.created)
         self._remember(job)
-        self.ended[JobEnd.DEAD] += 1
+        self._figures.left(JobEnd.DEAD)
 
     def _remember(self, job: Job) -> None:
         self._settled[_key(job.delivery)] = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.numbers import NumberRange
 from dynbus.bus.commands.terminal import json_option, nats_option
 
 from .place import parse_place
@@ -72,7 +73,7 @@ def _report(command: Callable[..., Report]) -> Callable[..., None]:
         json_option,
         click.option(
             "--timeout",
-            type=click.FloatRange(0, min_open=True),
+            type=NumberRange(0, min_open=True),
             default=60.0,
             show_default=True,
             metavar="SECONDS",

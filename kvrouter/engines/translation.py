@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
@@ -27,7 +28,7 @@ from .messages import (
 )
 
 MAX_BLOCKS: Final = 4_000_000
-"""Blocks of a rank that are remembered, about 250 bytes each; the oldest are forgotten."""
+"""Blocks of a rank that are remembered, about 250 bytes each; of more, the oldest are forgotten."""
 
 YOUNG_PART: Final = 4
 """Of the blocks that are known one in so many must be evicted, all of them young and one after
@@ -350,7 +351,9 @@ class Translation:
             block = _Block(block_hash, parent, salt, 1 << shift, self._generation)
             self._blocks[engine_hash] = block
             if len(self._blocks) > self._max_blocks:
-                del self._blocks[next(iter(self._blocks))]
+                # Many at a time: the first one is found behind the places of all that were dropped.
+                for oldest in list(islice(self._blocks, max(1, self._max_blocks >> 6))):
+                    del self._blocks[oldest]
             return
         known.block_hash, known.parent, known.salt = block_hash, parent, salt
         if is_report and known.copies >> shift & _COPIES:

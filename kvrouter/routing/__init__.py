@@ -7,7 +7,7 @@ A `KvRouter` routes the calls of a program, a `RouterActor` those of others. Bot
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import profiles, requests
+    from . import profiles, requests, token_rule
     from .active_load import ActiveLoad, RankLoad
     from .caches import Follower
     from .config import RouterConfig, RouterSettings
@@ -58,6 +58,7 @@ __all__ = [
     "profiles",
     "read_profile",
     "requests",
+    "token_rule",
 ]
 
 if not TYPE_CHECKING:
@@ -74,6 +75,7 @@ if not TYPE_CHECKING:
         "policies",
         "queue",
         "requests",
+        "token_rule",
         "caches",
         "scheduler",
         "router",

@@ -20,6 +20,9 @@ MAX_BATCHED_TOKENS_KEY: Final = "kv_max_batched_tokens"
 DP_SIZE_KEY: Final = "kv_dp_size"
 EVENTS_KEY: Final = "kv_events"
 FETCHES_KEY: Final = "kv_fetches"
+MODEL_KEY: Final = "model_fingerprint"
+LENDS_KEY: Final = "lend_blocks"
+"""These two without the prefix of the others: routers that do not know them refuse none of it."""
 TOKENIZER_KEY: Final = "kv_tokenizer_id"
 TAGS_KEY: Final = "kv_tags"
 LORAS_KEY: Final = "kv_loras"
@@ -52,6 +55,9 @@ class InstanceProfile:
         ranks: its data-parallel ranks, one at least.
         has_events: whether it publishes what its cache holds.
         fetches: whether it fetches blocks from others that say the same, and gives them its own.
+        lends: blocks that it gives to others at a time, at most; None when it does not say.
+        model: the fingerprint of its model, without which its blocks are of no use; empty when it
+            does not say.
         tokenizer_id: empty when it does not say.
     """
 
@@ -62,6 +68,8 @@ class InstanceProfile:
     ranks: tuple[Rank, ...]
     has_events: bool
     fetches: bool
+    lends: int | None
+    model: str
     tokenizer_id: str
     tags: frozenset[str]
     loras: frozenset[str]
@@ -93,6 +101,8 @@ def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
         tuple(Rank(instance, rank) for rank in range(dp_size)),
         _is_true(instance, metadata, EVENTS_KEY),
         _is_true(instance, metadata, FETCHES_KEY),
+        _number(instance, metadata, LENDS_KEY),
+        metadata.get(MODEL_KEY, ""),
         metadata.get(TOKENIZER_KEY, ""),
         split_words(metadata.get(TAGS_KEY, "")),
         split_words(metadata.get(LORAS_KEY, "")),
@@ -157,6 +167,7 @@ class Profiles:
         self._offered_at: dict[str, float] = {}
         self._incarnations: dict[str, str] = {}
         self._restarted: set[str] = set()
+        self._lenders: dict[str, str] = {}
         self._sweep_at = 0.0
 
     def __repr__(self) -> str:
@@ -215,6 +226,7 @@ class Profiles:
             return []
         self._sweep_at = now + SWEEP_INTERVAL
         gone = [name for name, at in self._offered_at.items() if now - at > GONE_AFTER]
+        self._lenders = {model: name for model, name in self._lenders.items() if name not in gone}
         for name in gone:
             del self._offered_at[name]
             self._read.pop(name, None)
@@ -282,4 +294,12 @@ class Profiles:
         except ConfigError as error:
             logger.error("instance %s gets no calls: %s", instance.id, error)
             return error
+        if profile.fetches and profile.model not in self._lenders:
+            if self._lenders:
+                logger.warning(
+                    "instance %s computes another model than %s: neither is named to the other to "
+                    "fetch prefixes from",
+                    *(instance.id, ", ".join(self._lenders.values())),
+                )
+            self._lenders[profile.model] = instance.id
         return profile

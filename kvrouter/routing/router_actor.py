@@ -16,12 +16,15 @@ from dynbus.actors.calling.clients import EndpointClient
 from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
 from dynbus.actors.calling.stream import Stream
 from dynbus.actors.declaring.handlers import handler
+from dynbus.actors.declaring.resume import MIGRATION_LIMIT
 from dynbus.bus.clock import monotonic
+from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.reply_port import ReplyPort
 
+from . import token_rule
 from .config import RouterConfig, RouterSettings
 from .decision import newest, tell
 from .router import KvRouter, open_router
@@ -62,6 +65,9 @@ class RouterActor(Actor, abstract=True):
         target: the endpoint to forward to, as namespace.component.endpoint.
         policies: those that `use_policy` may change to, beside the one at the start. Callers name
             one of them: nothing else is ever imported for them.
+        migration_limit: how often a stream of tokens goes on with another instance when its own is
+            lost, drains or raises `Migrate`, where its caller could go on with it as well; 0 for
+            never.
         settings: each field of `RouterConfig` by its name; `policy` and `shadows` are names, and
             `fields` as text is a JSON object, `{"token_ids": "prompt.ids"}`.
 
@@ -71,14 +77,22 @@ class RouterActor(Actor, abstract=True):
 
     @_spelled_out
     def __init__(
-        self, target: str, policies: Sequence[str] = (), **settings: Unpack[RouterSettings]
+        self,
+        target: str,
+        policies: Sequence[str] = (),
+        migration_limit: int = MIGRATION_LIMIT,
+        **settings: Unpack[RouterSettings],
     ) -> None:
         self._target = EndpointName.parse(target)
+        if type(migration_limit) is not int or migration_limit < 0:
+            raise ConfigError(f"migration_limit={migration_limit!r}: give a whole number from 0 on")
+        self._migration_limit = migration_limit
         self._config = config = RouterConfig(**settings)
         self._policies = {str(config.policy), *policies}
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
+        self._continuing: EndpointClient | None = None
         self._streams: Relay[ReplyPort, bytes] = Relay(self._deliver)
 
     async def on_start(self) -> None:
@@ -90,7 +104,15 @@ class RouterActor(Actor, abstract=True):
                 open_router(runtime, f"{namespace}.{component}", self._config)
             )
             # Its caller's deadline holds; there is none beside it.
-            self._client = await runtime.endpoint(self._target).client(routing=router, timeout=None)
+            target = runtime.endpoint(self._target)
+            self._client = self._continuing = await target.client(routing=router, timeout=None)
+            if self._migration_limit:
+                self._continuing = await target.client(
+                    routing=router,
+                    timeout=None,
+                    migration_limit=self._migration_limit,
+                    resume=token_rule.resume,
+                )
             known = runtime.discovery.view.everything()
             found = [
                 one
@@ -168,9 +190,12 @@ class RouterActor(Actor, abstract=True):
         stream.resume()
 
     async def _call(self, request: Any) -> Stream[bytes] | bytes:
-        if self._client is None:
+        if self._client is None or self._continuing is None:
             raise RuntimeError("the router was not started")
-        found: Stream[bytes] | bytes = await self._client.generate(request).raw()
+        # An engine that drains leaves such a stream at once: it is for those who go on with it.
+        continues = context().continues and token_rule.can_resume(request)
+        client = self._continuing if continues else self._client
+        found: Stream[bytes] | bytes = await client.generate(request).raw()
         return found
 
     @handler

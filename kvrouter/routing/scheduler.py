@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.protocol.tokens import jitter
@@ -118,16 +118,20 @@ class SessionAffinity:
             sessions.popitem(last=False)
 
 
+_Lender: TypeAlias = tuple[Rank | None, int]
+"""A rank, and how many blocks of the prompt it has said that it holds, and lends."""
+
+
 class Lenders(NamedTuple):
-    """Who of the candidates can send the longest prefix to another one: the best two instances.
+    """Who of the candidates can send the longest prefix to another one with the same model.
 
     Attributes:
-        first, second: a rank, and how many blocks of the prompt it has said that it holds; of two
-            instances, so that one of them is another than whoever fetches.
+        models: of the instances that fetch, by their ids.
+        best: by model the best two instances, so that one of them is another than whoever fetches.
     """
 
-    first: tuple[Rank | None, int] = (None, 0)
-    second: tuple[Rank | None, int] = (None, 0)
+    models: Mapping[str, str]
+    best: Mapping[str, tuple[_Lender, _Lender]]
 
     @classmethod
     def of(
@@ -139,30 +143,41 @@ class Lenders(NamedTuple):
         """Those among the ranks of the profiles, whose overlaps are in their order."""
         if not any(profile.fetches for profile in profiles):
             return NO_LENDERS
-        first: tuple[Rank | None, int] = (None, 0)
-        second = first
+        models: dict[str, str] = {}
+        found: dict[str, tuple[_Lender, _Lender]] = {}
         at = 0
         for profile in profiles:
-            best: tuple[Rank | None, int] = (None, 0)
+            if not profile.fetches:
+                at += len(profile.ranks)
+                continue
+            models[profile.instance] = profile.model
+            best = _NOBODY
             for rank in profile.ranks:
                 # What is only guessed may not be computed yet.
                 told = overlaps[at].total - predicted[at]
                 at += 1
-                if profile.fetches and told > best[1]:
+                if profile.lends is not None:
+                    told = min(told, profile.lends)
+                if told > best[1]:
                     best = rank, told
+            first, second = found.get(profile.model, (_NOBODY, _NOBODY))
             if best[1] > first[1]:
-                first, second = best, first
+                found[profile.model] = best, first
             elif best[1] > second[1]:
-                second = best
-        return cls(first, second)
+                found[profile.model] = first, best
+        return cls(models, found)
 
-    def other_than(self, rank: Rank) -> tuple[Rank | None, int]:
-        """The best of them that is of another instance."""
-        first = self.first
-        return self.second if first[0] is not None and first[0].instance == rank.instance else first
+    def other_than(self, rank: Rank) -> _Lender:
+        """The best for a rank that fetches: of another instance, with the same model."""
+        model = self.models.get(rank.instance)
+        if model is None or (best := self.best.get(model)) is None:
+            return _NOBODY
+        first, second = best
+        return second if first[0] is not None and first[0].instance == rank.instance else first
 
 
-NO_LENDERS: Final = Lenders()
+_NOBODY: Final[_Lender] = (None, 0)
+NO_LENDERS: Final = Lenders({}, {})
 
 
 class KvScheduler:
@@ -424,7 +439,7 @@ class KvScheduler:
             for rank in profile.ranks:
                 prefill_tokens, blocks, requests = load_of(rank)
                 overlap = next(held)
-                lent = lenders.other_than(rank)[1] if profile.fetches else 0
+                lent = lenders.other_than(rank)[1] if lenders.models else 0
                 candidates.append(
                     Candidate(
                         rank,

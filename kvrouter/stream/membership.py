@@ -91,11 +91,15 @@ class Membership:
         """
         if self._listening_since is None:
             self._listening_since = now
+        # Who has sent events before its lease is known was heard all the same.
+        self._heard = {rank: self._heard.get(rank, now) for rank in ranks}
         if now - self._listening_since <= QUIET_AFTER:
             return []
-        known = [rank for rank in ranks if self.is_known(rank.instance)]
-        self._heard = {rank: self._heard[rank] for rank in known if rank in self._heard}
-        return [rank for rank in known if now - self._heard.get(rank, 0.0) > QUIET_AFTER]
+        return [
+            rank
+            for rank, heard in self._heard.items()
+            if now - heard > QUIET_AFTER and self.is_known(rank.instance)
+        ]
 
     def not_listening(self) -> None:
         """Nobody can be heard at present."""

@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.numbers import NumberRange
 
 _HELP: Final = """Chat with a model through an OpenAI-compatible front end.
 
@@ -40,10 +41,10 @@ _HELP: Final = """Chat with a model through an OpenAI-compatible front end.
 )
 @click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Of an answer.")
-@click.option("--temperature", type=click.FloatRange(0), help="0 takes the likeliest token.")
+@click.option("--temperature", type=NumberRange(0), help="0 takes the likeliest token.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=300.0,
     show_default=True,
     metavar="SECONDS",

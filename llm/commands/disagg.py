@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import json_option, nats_option, notice, print_json, print_table
+from dynbus.bus.commands.terminal import (
+    json_option,
+    nats_option,
+    notice,
+    plain,
+    print_json,
+    print_table,
+)
 
 if TYPE_CHECKING:
+    from dynbus.bus.protocol.names import ComponentName, InstanceName
     from dynbus.bus.transport import JetStream
-    from dynbus.llm.disaggregated.settings import StoredSettings
+    from dynbus.llm.disaggregated.settings import DisaggregationSettings, StoredSettings
 
 T = TypeVar("T")
 
@@ -28,6 +36,7 @@ def disagg() -> None:
     dynbus disagg show demo.Decode
     dynbus disagg set demo.Decode local_prompt_tokens=256 through=queue
     dynbus disagg unset demo.Decode local_prompt_tokens
+    dynbus disagg unset demo.Decode --all
     """
 
 
@@ -36,21 +45,23 @@ def disagg() -> None:
 @json_option
 @nats_option
 def show(component: str | None, as_json: bool, nats: str | None) -> None:
-    """Show what holds: of one component, or which components have a record."""
-    from dynbus.bus.protocol.names import ComponentName
+    """Show what holds: of one component, or which components have a record.
+
+    LIVE is what its decode instances go by now; OWN is what they have of their own, which holds
+    where the record says nothing.
+    """
     from dynbus.llm.disaggregated.settings import read_settings, stored_components
 
-    if component is None:
-        found = [str(name) for name in _run(stored_components, nats)]
-        if as_json:
-            print_json(found)
-        elif not found:
-            notice("no component has settings of its own")
-        else:
-            print_table(("COMPONENT",), [(name,) for name in found])
+    if component is not None:
+        _carry_out(component, read_settings, as_json, nats)
         return
-    name = ComponentName.parse(component)
-    _show(_run(lambda jetstream: read_settings(jetstream, name), nats), as_json)
+    found = [str(name) for name in _run(stored_components, nats)]
+    if as_json:
+        print_json(found)
+    elif not found:
+        notice("no component has a record")
+    else:
+        print_table(("COMPONENT",), [(plain(name),) for name in found])
 
 
 @disagg.command(name="set")
@@ -63,7 +74,6 @@ def set_(component: str, changes: Sequence[str], as_json: bool, nats: str | None
 
     A setting that does not exist, or a value that it cannot have, is refused and changes nothing.
     """
-    from dynbus.bus.protocol.names import ComponentName
     from dynbus.llm.disaggregated.settings import change_settings, parse_changes
 
     texts: dict[str, str] = {}
@@ -73,44 +83,100 @@ def set_(component: str, changes: Sequence[str], as_json: bool, nats: str | None
             raise click.BadParameter(f"{change!r} is not NAME=VALUE", param_hint="NAME=VALUE")
         texts[name] = value
     values = parse_changes(texts)
-    at = ComponentName.parse(component)
-    _show(_run(lambda jetstream: change_settings(jetstream, at, values), nats), as_json)
+    _carry_out(component, lambda js, at: change_settings(js, at, values), as_json, nats)
 
 
 @disagg.command()
 @click.argument("component", metavar="NAMESPACE.COMPONENT")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--all", "take_all", is_flag=True, help="Remove the record, even one of no JSON.")
 @json_option
 @nats_option
-def unset(component: str, names: Sequence[str], as_json: bool, nats: str | None) -> None:
-    """Leave settings to each worker again."""
+def unset(
+    component: str, names: Sequence[str], take_all: bool, as_json: bool, nats: str | None
+) -> None:
+    """Leave settings to each worker again; a record that says nothing is removed."""
+    from dynbus.llm.disaggregated.settings import change_settings, remove_settings
+
+    if take_all == bool(names):
+        raise click.UsageError("name settings, or give --all")
+    if take_all:
+        _carry_out(component, remove_settings, as_json, nats)
+    else:
+        _carry_out(component, lambda js, at: change_settings(js, at, {}, names), as_json, nats)
+
+
+def _carry_out(
+    component: str,
+    work: Callable[[JetStream, ComponentName], Awaitable[StoredSettings]],
+    as_json: bool,
+    nats: str | None,
+) -> None:
+    """Read or change the record of a component, and show what holds then."""
     from dynbus.bus.protocol.names import ComponentName
-    from dynbus.llm.disaggregated.settings import change_settings
+    from dynbus.llm.disaggregated.settings import read_own_settings
 
     at = ComponentName.parse(component)
-    _show(_run(lambda jetstream: change_settings(jetstream, at, {}, names), nats), as_json)
+
+    async def act(
+        jetstream: JetStream,
+    ) -> tuple[StoredSettings, dict[InstanceName, DisaggregationSettings]]:
+        return await work(jetstream, at), await read_own_settings(jetstream)
+
+    stored, instances = _run(act, nats)
+    own = {
+        name.instance_id: settings
+        for name, settings in sorted(instances.items())
+        if (name.namespace, name.component) == at
+    }
+    if not own:
+        decoding = {name.address for name in instances}
+        notice(_nobody(component, sorted(decoding)))
+    _show(stored, own, as_json)
 
 
-def _show(stored: StoredSettings, as_json: bool) -> None:
+def _show(stored: StoredSettings, own: Mapping[str, DisaggregationSettings], as_json: bool) -> None:
+    """Print what holds.
+
+    Args:
+        own: the settings of each decode instance, by its id.
+    """
     import msgspec
 
     from dynbus.llm.disaggregated.settings import DisaggregationSettings
 
-    values: dict[str, Any] = msgspec.to_builtins(stored.over(DisaggregationSettings()))
+    live: dict[str, Any] = msgspec.to_builtins(stored.over(DisaggregationSettings()))
     if as_json:
+        told = {
+            each: {"own": msgspec.to_builtins(one), "live": msgspec.to_builtins(stored.over(one))}
+            for each, one in own.items()
+        }
+        changed = sorted(stored.changes)
         print_json(
-            {"settings": values, "changed": sorted(stored.changes), "revision": stored.revision}
+            {"settings": live, "changed": changed, "revision": stored.revision, "workers": told}
         )
         return
-    rows = [
-        (
-            name,
-            str(value),
-            "the record" if name in stored.changes else "default, or a worker's own",
-        )
-        for name, value in values.items()
-    ]
-    print_table(("SETTING", "VALUE", "FROM"), rows)
+    rows: list[tuple[str, ...]] = []
+    for name, value in live.items():
+        values = {str(getattr(one, name)) for one in own.values()}
+        if name in stored.changes:
+            source, holds = "the record", str(value)
+        else:
+            is_default = values <= {str(value)}
+            source = "default" if is_default else "the workers' own"
+            holds = ", ".join(sorted(values)) or str(value)
+        rows.append((name, holds, ", ".join(sorted(values)) or "-", source))
+    print_table(("SETTING", "LIVE", "OWN", "FROM"), rows)
+
+
+def _nobody(component: str, decoding: Sequence[str]) -> str:
+    """The hint that no instance goes by a record."""
+    from dynbus.bus.config import suggestion
+
+    told = f"no decode instance of {component} is there{suggestion(component, decoding)}"
+    if decoding:
+        return f"{told}: there are those of {', '.join(decoding)}"
+    return f"{told}: those that start later go by its record"
 
 
 def _run(work: Callable[[JetStream], Awaitable[T]], nats: str | None) -> T:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import click
 
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.numbers import NumberRange
 from dynbus.bus.commands.terminal import nats_option
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.pipeline import RoutingChoice
@@ -82,14 +83,14 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option(
     "--request-timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=_DEFAULTS.request_timeout,
     show_default=True,
     metavar="SECONDS",
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=_DEFAULTS.grace,
     show_default=True,
     metavar="SECONDS",

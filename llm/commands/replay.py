@@ -9,6 +9,7 @@ from typing import Final
 import click
 
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.numbers import NumberRange
 from dynbus.bus.commands.terminal import json_option, print_json
 
 _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy after the other.
@@ -54,7 +55,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
 )
 @click.option(
     "--speed",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=1.0,
     show_default=True,
     help="How many times faster requests arrive than in the trace.",
@@ -70,7 +71,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8192, show_default=True)
 @click.option(
     "--event-delay",
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     default=5.0,
     show_default=True,
     metavar="MS",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Final
 
+from dynbus.bus.records.instance_view import Instance
 from dynbus.kvrouter import KvRouter, RequestFields
 from dynbus.kvrouter.radix import Rank
-from dynbus.kvrouter.routing import OVERLAP_KEY, requests
+from dynbus.kvrouter.routing import OVERLAP_KEY, profiles, requests
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.weights.fingerprint import are_same
 
 from .decision import PrefillDecision, PrefillLoad, PromptSize, Saturation, decide
 from .settings import LiveSettings
@@ -32,21 +34,30 @@ class PrefillChoice:
 
     Args:
         router: of the prefill instances.
-        instances: their ids at this moment.
+        instances: those that may be chosen at this moment.
         runner: of the own engine.
+        own: ids of instances that are this one, which moves no blocks to itself.
+        model: the fingerprint of the own model; the blocks of another one mean something else.
+            Empty to believe all.
     """
 
     def __init__(
         self,
         router: KvRouter,
-        instances: Callable[[], Collection[str]],
+        instances: Callable[[], Sequence[Instance]],
         runner: EngineRunner,
         live: LiveSettings,
+        *,
+        own: Set[str] = frozenset(),
+        model: str = "",
     ) -> None:
         self._router = router
         self._instances = instances
         self._runner = runner
         self._live = live
+        self._own = own
+        self._model = model
+        self._told_of: set[str] = set()
         self._saturation = Saturation()
         self._is_alone = False
 
@@ -57,6 +68,25 @@ class PrefillChoice:
         """Tokens of a prompt that are in the own cache, as the router of its call has said."""
         return requests.routed_blocks(metadata, OVERLAP_KEY) * self._runner.limits.block_size
 
+    def usable(self, instances: Sequence[Instance]) -> list[Instance]:
+        """Those that can compute prompts for this one. Of who computes another model it is said
+        once."""
+        others = [one for one in instances if one.id not in self._own]
+        strange = {
+            one.id: theirs
+            for one in others
+            if not are_same(self._model, theirs := one.metadata.get(profiles.MODEL_KEY, ""))
+        }
+        for one, theirs in strange.items():
+            if one not in self._told_of:
+                logger.warning(
+                    "prefill instance %s computes a model of fingerprint %s, and this one of %s: "
+                    "it is left out; give both the same files",
+                    *(one, theirs[:8], self._model[:8]),
+                )
+        self._told_of = (self._told_of & {one.id for one in others}) | strange.keys()
+        return [one for one in others if one.id not in strange]
+
     def decide(self, request: GenerateRequest, cached: int, *, jobs: int = 0) -> PrefillDecision:
         """Where the prompt of a request is computed.
 
@@ -64,8 +94,8 @@ class PrefillChoice:
             cached: tokens of it that are in the own cache.
             jobs: prompts that wait in a queue, beside those that were sent to an instance.
         """
-        instances = self._instances()
-        loads = [self._router.load(Rank(one, 0)) for one in instances]
+        instances = self.usable(self._instances())
+        loads = [self._router.load(Rank(one.id, 0)) for one in instances]
         load, limits = self._runner.load, self._runner.limits
         decision = decide(
             self._live.current,

@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.checksums import Wanted
 from dynbus.transfer.leases import Ticket
 
 Role = Literal["prefill", "decode", "both"]
@@ -50,21 +49,6 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
     first: Generated | None = None
 
 
-class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The question whether a lease has held until now, which ends it.
-
-    Attributes:
-        hand_over: of the request whose blocks were read.
-        lease_id, epoch: as the ticket has them.
-        wanted: of which tokens the reader compares checksums; None where it does not.
-    """
-
-    hand_over: str
-    lease_id: int
-    epoch: str
-    wanted: Wanted | None = None
-
-
 class PrefillJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt in the work queue. Its tokens stay with the decode instance until somebody takes it.
 
@@ -72,11 +56,13 @@ class PrefillJob(msgspec.Struct, frozen=True, omit_defaults=True):
         hand_over: the id of the job.
         instance: to which it is offered, at the decode side.
         tokens: of the prompt that are to be computed.
+        model: the fingerprint of the decode side's; takers with another one leave it to others.
     """
 
     hand_over: str
     instance: str
     tokens: int = 0
+    model: str = ""
 
 
 class Offer(msgspec.Struct, frozen=True):

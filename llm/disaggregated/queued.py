@@ -13,6 +13,7 @@ import msgspec
 from dynbus.bus.background import Background, Work, task_group
 from dynbus.bus.errors import DynbusError, NoInstances, StreamLost, UnknownOutcome
 from dynbus.bus.work_queue import Job, Taker, WorkQueue
+from dynbus.llm.weights.fingerprint import are_same
 
 from .messages import Offer, OfferAnswer, PrefillJob
 
@@ -26,6 +27,9 @@ LOOK_INTERVAL: Final = 0.5
 
 RETRY_DELAY: Final = 1.0
 """Seconds after which a queue that cannot be taken from is tried again."""
+
+OTHERS_DELAY: Final = 0.2
+"""Seconds after which a job for another model is taken again, by whoever is the first then."""
 
 
 class Offers(Protocol):
@@ -42,6 +46,7 @@ class JobTaker:
     Args:
         instance: the id of the prefill instance.
         is_wanted: whether prompts go by the queue.
+        model: the fingerprint of the own model; jobs for another one are left to others.
     """
 
     def __init__(
@@ -50,11 +55,14 @@ class JobTaker:
         offers: Offers,
         instance: str,
         is_wanted: Callable[[], bool],
+        model: str = "",
     ) -> None:
         self._queue = queue
         self._offers = offers
         self._instance = instance
         self._is_wanted = is_wanted
+        self._model = model
+        self._has_told = False
         self._taker: Taker | None = None
         self._retired = anyio.Event()
         self._ended = anyio.Event()
@@ -104,6 +112,17 @@ class JobTaker:
             wanted = msgspec.json.decode(job.data, type=PrefillJob)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             await job.bury(f"it is no prefill job: {error}")
+            return
+        if not are_same(self._model, wanted.model):
+            level = logging.DEBUG if self._has_told else logging.WARNING
+            self._has_told = True
+            logger.log(
+                level,
+                "%r: prefill jobs for a model of fingerprint %s are left to others: give both the "
+                "same files",
+                *(self, wanted.model[:8]),
+            )
+            await job.give_back(delay=OTHERS_DELAY)
             return
         try:
             async with job:

@@ -26,9 +26,10 @@ from dynbus.bus.errors import (
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.checksums import Settled, compare, wanted
+from dynbus.transfer.checksums import compare, wanted
 from dynbus.transfer.errors import BadDescription, ChecksumMismatch
 from dynbus.transfer.leases import Ticket
+from dynbus.transfer.settling import Settled, Settlement
 
 from .hand_over import (
     Abandon,
@@ -50,7 +51,6 @@ from .messages import (
     Prefilled,
     PrefillJob,
     PrefillRequest,
-    Settlement,
 )
 from .observing import NOT_COUNTED, HandOverFigures, TransferSpan, TransferSpans, WorkQueueSpan
 
@@ -127,9 +127,10 @@ class Limits(NamedTuple):
     """How long hand-overs may take, in seconds.
 
     Attributes:
-        hand_over: all of one, from the reserved blocks on; half of what the request's deadline
-            leaves counts where that is less.
-        queue: until a prefill instance begins.
+        hand_over: all of one, the wait for blocks here included; half of what the request's
+            deadline leaves counts where that is less.
+        queue: until a prefill instance has taken it in. What waits in the engine there waits on,
+            within `hand_over`.
         transfer: each transfer.
         lease: for which a prefill instance keeps what it has computed.
         settle: the answer of a prefill instance that has nothing to compute for it.
@@ -238,7 +239,7 @@ class Receiving:
         self._transfers: dict[int, Moving] = {}
         self._spans: dict[int, TransferSpan] = {}
         self._went_on = anyio.Event()
-        self._begun = anyio.Event()
+        self._taken_in = anyio.Event()
         self._waiting: WorkQueueSpan | None = None
         # An offer comes by another call: what follows from it belongs to this one all the same,
         # with its deadline and its trace.
@@ -276,7 +277,7 @@ class Receiving:
         """It waits for nothing any more."""
         if not self._went_on.is_set():
             self._went_on.set()
-            self._begun.set()
+            self._taken_in.set()
             if self._waiting is not None:
                 self._waiting.end()
             self._receiver.open.pop(self._id, None)
@@ -385,9 +386,9 @@ class Receiving:
             return
         limits = self._receiver.limits
         with anyio.move_on_after(self._limit(limits.queue)):
-            await self._begun.wait()
-        if not self._begun.is_set():
-            self._do(self.machine.fall_back("too_slow", "no prefill instance began with it"))
+            await self._taken_in.wait()
+        if not self._taken_in.is_set():
+            self._do(self.machine.fall_back("too_slow", "no prefill instance took it in"))
             return
         left = self._limit(limits.hand_over) - (monotonic() - self._began)
         with anyio.move_on_after(max(0.0, left)):
@@ -428,7 +429,7 @@ class Receiving:
             try:
                 async for item in items:
                     self._instance = self._instance or item.instance
-                    self._begun.set()
+                    self._taken_in.set()
                     self._do(self.machine.came(item))
             except NoInstances as error:
                 reason, detail = "no_instances", str(error)
@@ -491,7 +492,7 @@ class Receiving:
         read = self._items[part]
         ticket, tokens = read.item.ticket, read.stop - read.start
         assert ticket is not None
-        settlement = Settlement(self._id, ticket.lease_id, ticket.epoch)
+        settlement = Settlement(ticket.lease_id, ticket.epoch)
         if self._receiver.compares:
             asked = wanted(self._runner.memory, tokens, ticket.tokens - tokens)
             settlement = msgspec.structs.replace(settlement, wanted=asked)

@@ -67,6 +67,7 @@ class RoleInstance:
         metadata: what is announced of it.
         events: what its routers are to know of the cache; None for an engine without events.
         life: entered before it is announced, and left after its drain.
+        ended: called when it has stopped.
 
     Attributes:
         retire: called before its drain, while it is found still; None for nothing to do then.
@@ -81,6 +82,7 @@ class RoleInstance:
         metadata: Callable[[], Mapping[str, str]],
         events: RoleEvents | None,
         life: Callable[[RoleInstance], AbstractAsyncContextManager[None]],
+        ended: Callable[[ServedInstance], None],
     ) -> None:
         self.duty: Duty = duty
         self.retire: Callable[[], Awaitable[None]] | None = None
@@ -90,14 +92,17 @@ class RoleInstance:
         self._life = life
         self._exits = AsyncExitStack()
         self.instance = ServedInstance(
-            runtime.bus, runtime.background, name, endpoints, self, ended=self._forgotten
+            runtime.bus,
+            runtime.background,
+            name,
+            endpoints,
+            self,
+            has_other=runtime.has_other,
+            ended=ended,
         )
 
     def __repr__(self) -> str:
         return f"<RoleInstance {self.duty} {self.instance!r}>"
-
-    def _forgotten(self, instance: ServedInstance) -> None:
-        """The runtime does not know of it."""
 
     async def on_start(self) -> None:
         async with AsyncExitStack() as exits:

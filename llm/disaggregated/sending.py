@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import anyio
 
-from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.engine.runner import EngineRunner
-from dynbus.transfer.checksums import Settled, vouch
 from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.leases import LeaseTable, Ticket
+from dynbus.transfer.settling import Settling
 
-from .messages import Prefilled, PrefillRequest, Settlement
+from .messages import Prefilled, PrefillRequest
 from .observing import HandOverFigures
 
 LEAST_TOKENS: Final = 64
@@ -36,27 +36,23 @@ class Granter(Protocol):
 class _Leases:
     """The leases of one prompt, until all of them are over."""
 
-    def __init__(self, table: LeaseTable) -> None:
-        self._table = table
+    def __init__(self, settling: Settling) -> None:
+        self._settling = settling
         self.open: set[int] = set()
         self.lost = False
         self.changed = anyio.Event()
 
-    def grant(self, ticket: Ticket) -> Ticket:
+    def add(self, ticket: Ticket) -> Ticket:
         self.open.add(ticket.lease_id)
+        self._settling.expect(ticket.lease_id, partial(self._settled, ticket.lease_id))
         return ticket
 
-    def settle(self, settlement: Settlement) -> bool:
-        if settlement.lease_id not in self.open or settlement.epoch != self._table.epoch:
-            # Whoever asks holds a ticket of another prompt, or of another life.
-            return False
-        held = self._table.settle(settlement.lease_id, settlement.epoch, monotonic())
+    def _settled(self, lease_id: int, held: bool) -> None:
         if held:
-            self.open.discard(settlement.lease_id)
+            self.open.discard(lease_id)
         # One that has run out stays open, and is released with the prompt.
         self.lost |= not held
         self.changed.set()
-        return held
 
     async def over(self) -> None:
         """Wait until the last of them is settled, or one is found to be lost."""
@@ -66,7 +62,7 @@ class _Leases:
 
     def release(self) -> None:
         for lease_id in self.open:
-            self._table.release(lease_id, self._table.epoch)
+            self._settling.release(lease_id)
         self.open.clear()
 
 
@@ -74,6 +70,7 @@ class Sender:
     """Computes prompts for others.
 
     Args:
+        settling: of the leases of `granter`.
         instance: who this is, for whoever settles leases.
         lease: seconds for which what is computed is held to be read.
     """
@@ -82,6 +79,7 @@ class Sender:
         self,
         runner: EngineRunner,
         granter: Granter,
+        settling: Settling,
         figures: HandOverFigures,
         *,
         instance: str,
@@ -89,10 +87,11 @@ class Sender:
     ) -> None:
         self._runner = runner
         self._granter = granter
+        self._settling = settling
         self._figures = figures
         self._instance = instance
         self._lease = lease
-        self._open: dict[str, _Leases] = {}
+        self._open: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Sender {self._instance} [{len(self._open)} prompts]>"
@@ -119,13 +118,16 @@ class Sender:
             )
         if wanted.hand_over in self._open:
             raise InvalidRequest(f"the hand-over {wanted.hand_over} is going on already")
-        leases = self._open[wanted.hand_over] = _Leases(self._granter.leases)
+        self._open.add(wanted.hand_over)
+        leases = _Leases(self._settling)
         has_all = False
         self._figures.held += 1
         # Whoever is asked to stop leaves at once: nobody reads what it computes.
         unlink = call.link(lambda _: self._stop(name, leases))
         try:
             self._runner.add_held(name, wanted.request)
+            # It is taken in, and may wait in the engine: nobody else need be found for it.
+            yield Prefilled(wanted.cached, instance=self._instance)
             async for item in self._compute(name, wanted, leases):
                 has_all = item.first is not None
                 yield item
@@ -139,7 +141,7 @@ class Sender:
             self._figures.served["read" if has_all and not leases.open else "left"] += 1
             leases.release()
             self._runner.release(name)
-            del self._open[wanted.hand_over]
+            self._open.discard(wanted.hand_over)
             self._figures.held -= 1
 
     def _stop(self, name: str, leases: _Leases) -> None:
@@ -151,19 +153,14 @@ class Sender:
         self, name: str, wanted: PrefillRequest, leases: _Leases
     ) -> AsyncGenerator[Prefilled]:
         prompt, offered = len(wanted.request.token_ids), wanted.cached
-        is_first = True
         while (held := await self._runner.next_held(name)).computed < prompt:
             computed = held.computed
             if computed - offered >= LEAST_TOKENS:
-                ticket = leases.grant(self._grant(held.blocks, offered, computed))
+                ticket = leases.add(self._grant(held.blocks, offered, computed))
                 yield Prefilled(computed, offered, ticket, self._instance)
                 offered = computed
-            elif is_first:
-                # It has begun.
-                yield Prefilled(max(offered, computed), instance=self._instance)
-            is_first = False
         first = await self._runner.first(name)
-        ticket = leases.grant(self._grant(held.blocks, offered, prompt))
+        ticket = leases.add(self._grant(held.blocks, offered, prompt))
         yield Prefilled(prompt, offered, ticket, self._instance, first)
 
     def _grant(self, blocks: Sequence[int], start: int, stop: int) -> Ticket:
@@ -172,24 +169,3 @@ class Sender:
         return self._granter.grant(
             blocks[before : -(-stop // size)], tokens=stop - before * size, seconds=self._lease
         )
-
-    async def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease has held until now; it ends with this.
-
-        Raises:
-            InvalidTransfer: checksums are wanted of what the lease has not.
-        """
-        leases, granter = self._open.get(settlement.hand_over), self._granter
-        if leases is None:
-            return Settled(held=False)
-        vouched = None
-        if settlement.wanted is not None:
-            vouched = await vouch(
-                self._runner.memory,
-                granter.leases,
-                settlement.lease_id,
-                settlement.epoch,
-                settlement.wanted,
-            )
-        held = leases.settle(settlement)
-        return Settled(held, vouched if held else None)

@@ -13,8 +13,10 @@ import anyio
 import msgspec
 
 from dynbus.bus.bus import Bus
+from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
-from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.protocol.names import ComponentName, InstanceName
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
     REPLICAS,
@@ -31,11 +33,14 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS: Final = 1 << 40
 BUCKET: Final = "dynbus_disaggregation"
+OWN_KEY: Final = "disaggregation"
+"""In the metadata of a decode instance: what its own settings have beside the defaults, in JSON."""
 WRITES: Final = 5
 RETRY_PAUSE: Final = 0.5
 READ_TIMEOUT: Final = 10.0
 CLOSE_SECONDS: Final = 2.0
 
+_DELETED: Final = {"KV-Operation": "DEL"}
 _NUMBERS: Final[dict[Any, str]] = {int: "a whole number", float: "a number"}
 
 STREAM: Final = StreamConfig(
@@ -109,8 +114,8 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
         for name in changes:
             if name not in known:
                 raise ConfigError(
-                    f"{name!r} is not a setting of disaggregated serving: there are "
-                    f"{', '.join(known)}"
+                    f"{name!r} is not a setting of disaggregated serving"
+                    f"{suggestion(name, known)}: there are {', '.join(known)}"
                 )
         own = {name: getattr(self, name) for name in known}
         types = get_type_hints(type(self))
@@ -120,6 +125,16 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
             except msgspec.ValidationError:
                 raise _not_usable(name, value) from None
         return type(self)(**own)
+
+    def metadata(self) -> dict[str, str]:
+        """What a decode instance announces that has these as its own."""
+        default = type(self)()
+        own = {name: getattr(self, name) for name in self.__struct_fields__}
+        changes = {name: own[name] for name in own if own[name] != getattr(default, name)}
+        return {OWN_KEY: msgspec.json.encode(changes).decode()}
+
+
+_KNOWN: Final = DisaggregationSettings.__struct_fields__
 
 
 def _not_usable(name: str, value: object) -> ConfigError:
@@ -157,10 +172,12 @@ class StoredSettings(NamedTuple):
     Attributes:
         changes: what it says, of the settings that this version knows.
         revision: of the record; 0 where there is none.
+        others: what it says of settings that a later version may have.
     """
 
     changes: Mapping[str, Any]
     revision: int
+    others: Mapping[str, Any] = {}
 
     def over(self, own: DisaggregationSettings) -> DisaggregationSettings:
         """What holds where a worker has settings of its own.
@@ -187,10 +204,13 @@ def _read(stored: StoredMessage | None) -> StoredSettings:
     try:
         found = msgspec.json.decode(stored.data, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"the record {stored.subject} is no JSON object: {error}") from None
-    known = DisaggregationSettings.__struct_fields__
-    # A later version may have more of them.
-    return StoredSettings({n: value for n, value in found.items() if n in known}, stored.sequence)
+        component = stored.subject.removeprefix(f"$KV.{BUCKET}.")
+        raise ConfigError(
+            f"the record {stored.subject} is no JSON object: {error}: "
+            f"`dynbus disagg unset {component} --all` removes it"
+        ) from None
+    others = {name: found.pop(name) for name in found.keys() - set(_KNOWN)}
+    return StoredSettings(found, stored.sequence, others)
 
 
 def _subject(component: ComponentName) -> str:
@@ -232,7 +252,8 @@ async def change_settings(
         unset: settings that are each worker's own again.
 
     Raises:
-        ConfigError: there is no such setting, or it cannot have that value; nothing is changed.
+        ConfigError: there is no such setting, or it cannot have that value, or the record would
+            have another one that cannot be; nothing is changed.
         Unavailable: the server does not answer, or others change the record all the time.
     """
     own = DisaggregationSettings()
@@ -244,18 +265,85 @@ async def change_settings(
             after = {**before.changes, **changes}
             for name in unset:
                 after.pop(name, None)
+            try:
+                own.changed(after)
+            except ConfigError as error:
+                raise ConfigError(f"the record of {component}: {error}, or unset it") from None
+            written = {**before.others, **after}
+            if not written and not before.changes:
+                return before
             revision = await jetstream.publish(
                 _subject(component),
-                msgspec.json.encode(after),
+                msgspec.json.encode(written) if written else b"",
                 expected_last_subject_sequence=before.revision,
+                headers={} if written else _DELETED,
             )
         except NoStream:
             await jetstream.ensure_stream(STREAM)
         except WrongLastSequence:
             continue
         else:
-            return StoredSettings(after, revision)
+            return StoredSettings(after, revision, before.others)
     raise Unavailable(f"the settings of {component} change under every write: try again")
+
+
+async def remove_settings(jetstream: JetStream, component: ComponentName) -> StoredSettings:
+    """Remove the record of a component, whatever it says: all settings are each worker's own.
+
+    Raises:
+        Unavailable: the server does not answer.
+    """
+    try:
+        if await jetstream.last(STREAM.name, _subject(component)) is None:
+            return NOTHING_STORED
+        revision = await jetstream.publish(_subject(component), b"", headers=_DELETED)
+    except NoStream:
+        return NOTHING_STORED
+    return StoredSettings({}, revision)
+
+
+async def read_own_settings(
+    jetstream: JetStream,
+) -> dict[InstanceName, DisaggregationSettings]:
+    """The settings that the decode instances of all components have where no record says
+    otherwise.
+
+    Raises:
+        Unavailable: the server does not answer.
+    """
+    try:
+        found = await read_latest(jetstream, INSTANCES_STREAM.name, timeout=READ_TIMEOUT)
+    except NoStream:
+        return {}
+    own: dict[InstanceName, DisaggregationSettings] = {}
+    for message in found.values():
+        record = record_of(message)
+        if record is None:
+            continue
+        try:
+            announced = announced_settings(record.metadata)
+        except ConfigError as error:
+            logger.warning("%s announces %s that cannot be read: %s", record.name, OWN_KEY, error)
+            continue
+        if announced is not None:
+            own[record.name] = announced
+    return own
+
+
+def announced_settings(metadata: Mapping[str, str]) -> DisaggregationSettings | None:
+    """The own settings of a decode instance, by the metadata of its record; None for another one.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    if OWN_KEY not in metadata:
+        return None
+    try:
+        told = msgspec.json.decode(metadata[OWN_KEY], type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(str(error)) from None
+    # A later version may have more of them.
+    return DisaggregationSettings().changed({n: v for n, v in told.items() if n in _KNOWN})
 
 
 class LiveSettings:

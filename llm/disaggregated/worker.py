@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
+from functools import partial
+from itertools import count
 from typing import Any, ClassVar, Final, Protocol, get_args
 
 import msgspec
@@ -19,6 +29,8 @@ from dynbus import (
 )
 from dynbus.actors.calling.clients import with_options
 from dynbus.actors.serving.endpoints import make_endpoint
+from dynbus.actors.serving.instance import ServedInstance
+from dynbus.bus.config import suggestion
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, DynbusError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
@@ -28,12 +40,13 @@ from dynbus.bus.work_queue import WorkQueue
 from dynbus.kvrouter import KvRouter, open_router
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.worker import ModelWorker
 from dynbus.transfer.agent import open_agent
-from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
+from dynbus.transfer.settling import Settled, Settlement, Settling
 
 from .choosing import FIELDS, PrefillChoice
 from .messages import (
@@ -45,15 +58,23 @@ from .messages import (
     Role,
     RoleChange,
     RoleState,
-    Settlement,
 )
 from .observing import HandOverFigures, HandOverWatch, TransferSpans
 from .queued import JobTaker
 from .receiving import Limits, Mover, Receiver, Receiving
 from .roles import Duty, RoleEvents, RoleInstance, Roles
 from .sending import Granter, Sender
-from .settings import DisaggregationSettings, LiveSettings, follow_settings
+from .settings import (
+    DisaggregationSettings,
+    LiveSettings,
+    announced_settings,
+    follow_settings,
+)
 
+ENDED_IDS: Final = 16
+"""Of instances of former roles that are taken for this worker still."""
+
+_OPTIONS: Final = ("role", "disaggregation")
 _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
     "prefill": ("prefill", "load_metrics"),
     "decode": ("generate", "embed", "load_metrics"),
@@ -65,7 +86,7 @@ class BlockAgent(Mover, Granter, Protocol):
     """What moves blocks, and leases them to others; `TransferAgent` is one."""
 
 
-class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_config=True):
+class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_config=_OPTIONS):
     """Serves a model together with others: some compute prompts, the others what follows.
 
     The same class runs under two names, which say what each instance serves:
@@ -114,6 +135,9 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     figures: HandOverFigures
     _events: RoleEvents
     _ids: set[str]
+    _ended_ids: deque[str]
+    _numbers: count[int]
+    _has_own_id: bool
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
@@ -132,12 +156,26 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                 f"fetch_prefixes: {type(self).__name__} has its prompts from prefill instances: "
                 "leave it out, or take a ModelWorker"
             )
+        self._check_options()
         self._first_role = self._configured_role()
         self._own_settings = self._configured_settings()
         self.figures = HandOverFigures()
         self._events = RoleEvents()
         self._ids: set[str] = set()
+        self._ended_ids: deque[str] = deque()
+        self._numbers = count()
+        self._has_own_id = False
         await super().on_start()
+
+    def _check_options(self) -> None:
+        """See that no extra key is nearly one of those that are read here.
+
+        Raises:
+            ConfigError: one is.
+        """
+        for key in self.config:
+            if key not in _OPTIONS and (near := suggestion(key, _OPTIONS)):
+                raise ConfigError(f"{type(self).__name__} has no option {key!r}{near}")
 
     def _configured_role(self) -> Role:
         """What it serves at first.
@@ -191,6 +229,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         async with AsyncExitStack() as exits:
             agent = await exits.enter_async_context(self.transfer_agent(memory))
             self._agent = agent
+            self._settling = Settling(memory, agent.leases)
             await self.read_fingerprint()
             self._settings = await exits.enter_async_context(
                 follow_settings(bus, self._component(self.decode_node), self._own_settings)
@@ -239,9 +278,11 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         nodes = {"prefill": self.prefill_node, "decode": self.decode_node}
         node = nodes.get(duty, self.control_node)
         # Of two that drain and begin at a time, each is another to everybody.
-        instance_id = own.instance_id
-        if node != own.component or instance_id in self._ids:
-            instance_id = f"{own.instance_id}-{len(self._ids)}"
+        instance_id, number = own.instance_id, next(self._numbers)
+        if node != own.component or self._has_own_id:
+            instance_id = f"{own.instance_id}-{number}"
+        else:
+            self._has_own_id = True
         self._ids.add(instance_id)
         handlers = type(self).__dynbus_handlers__
         endpoints = [make_endpoint(getattr(self, name), handlers[name]) for name in _SERVED[duty]]
@@ -256,19 +297,32 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             self._component(node).instance(instance_id),
             duty,
             map(self.__dynbus_endpoint__, endpoints),
-            self.instance_metadata,
+            partial(self._metadata_of, duty),
             self._events if has_events else None,
             lives[duty],
+            self._role_ended,
         )
+
+    def _role_ended(self, instance: ServedInstance) -> None:
+        """Forget its id, but for a while: others, and what is under way, may name it yet."""
+        self._ended_ids.append(instance.id)
+        if len(self._ended_ids) > ENDED_IDS:
+            self._ids.discard(self._ended_ids.popleft())
+
+    def _metadata_of(self, duty: Duty) -> Mapping[str, str]:
+        own = self._own_settings.metadata() if duty == "decode" else {}
+        return {**self.instance_metadata(), **own}
 
     @asynccontextmanager
     async def _controlling(self, role: RoleInstance) -> AsyncGenerator[None]:
         """Have leases settled by this instance."""
         assert self._agent is not None
+        assert self._settling is not None
         self._control = role.instance.name
         self._sender = Sender(
             self._running(),
             self._agent,
+            self._settling,
             self.figures,
             instance=role.instance.id,
             lease=self.hand_over_limits.lease,
@@ -282,7 +336,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             self._queue,
             _DecodeClient(self._control_client()),
             role.instance.id,
-            lambda: self._settings.current.through == "queue",
+            self._has_jobs,
+            self._fingerprint,
         )
         work = taker.start(self.runtime.background)
         role.retire = taker.retire
@@ -290,6 +345,17 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             yield
         finally:
             await work.end()
+
+    def _has_jobs(self) -> bool:
+        """Whether prompts go by the work queue: a record says so, or a decode instance does."""
+        if self._settings.current.through == "queue":
+            return True
+        for one in self.runtime.known_instances(self._component(self.decode_node)):
+            with suppress(ConfigError):
+                own = announced_settings(one.metadata)
+                if own is not None and own.through == "queue":
+                    return True
+        return False
 
     @asynccontextmanager
     async def _decoding(self, role: RoleInstance) -> AsyncGenerator[None]:
@@ -304,17 +370,26 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             fields=FIELDS,
             reused_field="first.cached_tokens",
         ) as router:
+            choice = PrefillChoice(
+                router,
+                lambda: runtime.known_instances(prefill),
+                self._running(),
+                self._settings,
+                own=self._ids,
+                model=self._fingerprint,
+            )
+            routing = _PrefillRouting(router, choice)
             client = runtime.client(
                 type(self),
                 node=prefill.component,
                 namespace=prefill.namespace,
-                routing=_PrefillRouting(router, self._ids),
+                routing=routing,
                 wait=0.0,
             )
             receiver = Receiver(
                 self._running(),
                 self._agent,
-                _PrefillClient(client, self._control_client(), self._fingerprint),
+                _PrefillClient(client, routing, self._control_client(), self._fingerprint),
                 runtime.background,
                 self.hand_over_limits,
                 self.figures,
@@ -325,10 +400,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             )
             ended = asyncio.Event()
             try:
-                self._receiver = receiver
-                self._choice = PrefillChoice(
-                    router, self._prefill_instances, self._running(), self._settings
-                )
+                self._receiver, self._choice = receiver, choice
                 await self.register_model(
                     self._limits_of_engine,
                     self._target(name, "generate", ended),
@@ -341,7 +413,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
                     self._receiver = self._choice = None
 
     async def _put(self, job: PrefillJob, deadline: float) -> None:
-        data = msgspec.json.encode(job)
+        data = msgspec.json.encode(msgspec.structs.replace(job, model=self._fingerprint))
         await self._queue.put(data, job_id=job.hand_over, deadline=deadline)
 
     def _control_client(self) -> DisaggregatedWorker:
@@ -435,11 +507,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             return (await self._queue.depth()).waiting
         return 0
 
-    def _prefill_instances(self) -> list[str]:
-        """Those that are not this one, which moves no blocks to itself."""
-        known = self.runtime.known_ids(self._component(self.prefill_node))
-        return [one for one in known if one not in self._ids]
-
     @handler(concurrency=None)
     async def offer(self, offer: Offer) -> OfferAnswer:
         """A prefill instance has taken a job of this one: it ends when the prompt is handed over,
@@ -450,7 +517,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
 
     # Prefill --------------------------------------------------------------------------------
 
-    @handler(concurrency=None)
+    @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[Prefilled]:
         """How far a prompt is computed, with leases on its blocks, and its first token at last.
 
@@ -464,31 +531,36 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         async for item in self._sender.prefill(self._new_name(), request, context()):
             yield item
 
-    @handler(concurrency=None)
-    async def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease has held until now, which ends it."""
-        assert self._sender is not None
-        return await self._sender.settle(settlement)
-
 
 class _PrefillClient:
     """The prefill instances; see `Peers`.
 
     Args:
+        routing: by which `prefill` calls.
         model: the fingerprint of the decode instance's.
     """
 
     def __init__(
-        self, prefill: DisaggregatedWorker, control: DisaggregatedWorker, model: str
+        self,
+        prefill: DisaggregatedWorker,
+        routing: _PrefillRouting,
+        control: DisaggregatedWorker,
+        model: str,
     ) -> None:
         self._prefill = prefill
+        self._routing = routing
         self._control = control
         self._model = model
 
-    def prefill(self, request: PrefillRequest, instance: str) -> AsyncGenerator[Prefilled, None]:
+    async def prefill(
+        self, request: PrefillRequest, instance: str
+    ) -> AsyncGenerator[Prefilled, None]:
         request = msgspec.structs.replace(request, model=self._model)
-        client = with_options(self._prefill, instance=instance) if instance else self._prefill
-        return client.prefill(request)
+        with self._routing.taken(request.hand_over, instance):
+            items: Any = self._prefill.prefill(request)
+            async with aclosing(items):
+                async for item in items:
+                    yield item
 
     async def settle(self, settlement: Settlement, instance: str) -> Settled:
         return await with_options(self._control, instance=instance).settle(settlement)
@@ -508,25 +580,40 @@ class _PrefillRouting:
     """A router of prompts that are computed while their first items come.
 
     Args:
-        own: ids of instances that are this one, which moves no blocks to itself.
+        choice: knows who can compute prompts for this instance.
     """
 
     route_timeout: float | None = None
 
-    def __init__(self, router: KvRouter, own: Set[str]) -> None:
+    def __init__(self, router: KvRouter, choice: PrefillChoice) -> None:
         self._router = router
-        self._own = own
+        self._choice = choice
+        self._takers: dict[str, str] = {}
+
+    @contextmanager
+    def taken(self, hand_over: str, instance: str) -> Generator[None]:
+        """Have the instance compute a prompt that has taken its job; any where it is empty. The
+        router learns of it, and can say why."""
+        if instance:
+            self._takers[hand_over] = instance
+        try:
+            yield
+        finally:
+            self._takers.pop(hand_over, None)
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
         """See `Router.route`.
 
         Raises:
-            NoInstances: there is no other.
+            NoInstances: there is none that can compute prompts for this one.
         """
-        others = [one for one in instances if one.id not in self._own]
-        if not others:
+        usable = self._choice.usable(instances)
+        wanted: PrefillRequest = request.request
+        if taker := self._takers.get(wanted.hand_over):
+            usable = [one for one in usable if one.id == taker]
+        if not usable:
             raise NoInstances(f"no other instance serves {request.endpoint}", started=False)
-        route = await self._router.route(request, others)
+        route = await self._router.route(request, usable)
         return route if route.observer is None else route._replace(observer=_Whole(route.observer))
 
 

@@ -16,6 +16,7 @@ from dynbus.bus.context import context
 from dynbus.bus.errors import Cancelled, Unavailable
 from dynbus.kvrouter.routing import profiles
 from dynbus.kvrouter.stream import KvEventPublisher
+from dynbus.llm.continuing import resume
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Generated, GenerateRequest
@@ -25,6 +26,9 @@ from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
 from .tracing import EngineTrace
 
+LONGEST_PREFILL: Final = 120.0
+"""Seconds for which a request may be silent while it waits in the engine or is computed."""
+
 KEPT_OF_IDLE: Final = 1 / 3
 """The part of `idle_timeout` for which outputs of a request that wants no stream are kept."""
 
@@ -33,8 +37,11 @@ class EngineWorker(Actor, abstract=True):
     """Serves an engine: a subclass says in `make_engine` which.
 
     Its KV events go to the routers, where the engine has any. A worker whose engine raises is
-    broken: calls go elsewhere, and `dynbus run` starts it anew.
+    broken: calls go elsewhere, and `dynbus run` starts it anew. A stream of tokens that is lost
+    goes on at another worker, behind what has come.
     """
+
+    rest_of = staticmethod(resume)
 
     _engine_runner: EngineRunner | None = None
     _engine_exits: AsyncExitStack | None = None
@@ -124,7 +131,7 @@ class EngineWorker(Actor, abstract=True):
             raise Unavailable("the engine is not started")
         return self._engine_runner
 
-    @handler(concurrency=None)
+    @handler(concurrency=None, idle_timeout=LONGEST_PREFILL, resume="rest_of")
     async def generate(self, request: GenerateRequest, reply: Reply[Generated]) -> None:
         """The tokens that continue a prompt, as the engine's steps make them."""
         # A request that is sent again has the same id.

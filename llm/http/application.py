@@ -28,7 +28,8 @@ from .embeddings import EmbeddingsExchange
 from .exchange import Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import PAGE, document
-from .shared import Caller, Shared
+from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
+from .streams import STREAMS, StreamExchange
 from .tokens import CountExchange, DetokenizeExchange, TokenizeExchange
 from .writer import JSON, Headers, Send, raw_headers
 
@@ -123,7 +124,10 @@ class Application:
                     "request-id",
                     "traceparent",
                     "retry-after",
+                    "idempotent-replayed",
                     "x-should-retry",
+                    RESUMABLE,
+                    RESUMABLE_REASON,
                 ],
             )
 
@@ -140,6 +144,11 @@ class Application:
             if path not in OPEN_PATHS:
                 caller = shared.authorized(caller)
             make_exchange = EXCHANGES.get(path)
+            if path.startswith(STREAMS) and method == "GET":
+                stream = path.removeprefix(STREAMS)
+                reading = StreamExchange(APIS, stream, shared, caller, scope, receive, send)
+                await reading.run()
+                return
             if make_exchange is not None and method == "POST":
                 await make_exchange(shared, path, caller, scope, receive, send).run()
                 return
@@ -154,7 +163,7 @@ class Application:
         page = self._pages.get(path)
         if page is None and path.startswith("/v1/models/"):
             page = partial(self._model, path.removeprefix("/v1/models/"))
-        if page is None and path not in EXCHANGES:
+        if page is None and path not in EXCHANGES and not path.startswith(STREAMS):
             kept = "responses are not stored: " if path.startswith("/v1/responses/") else ""
             why = f"{kept}there is no {path[:200]!r} here; see /docs"
             return _refused(path, 404, why, "not_found", caller)
@@ -228,7 +237,7 @@ class Application:
 
     async def _metrics(self, caller: Caller) -> Response:
         shared = self._shared
-        page = shared.metrics.page(len(shared.models.names)).encode()
+        page = shared.metrics.page(len(shared.models.names), shared.resumable.counts).encode()
         page += await asyncio.to_thread(_registered)
         return Response(200, page, ((b"content-type", CONTENT_TYPE.encode()),))
 

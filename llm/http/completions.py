@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
+from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api, Asked
 from dynbus.llm.openai.errors import ErrorAnswer
 from dynbus.llm.openai.requests import ChatRequest
-from dynbus.llm.pipeline.open_model import Inquiry
-from dynbus.llm.pipeline.serving import Sink
+from dynbus.llm.pipeline.open_model import Inquiry, OpenModel
+from dynbus.llm.pipeline.serving import Completion, Sink
+from dynbus.llm.resumable.events import (
+    EventNumbers,
+    NumberedErrors,
+    NumberedSink,
+    numbered_ids,
+)
+from dynbus.llm.resumable.records import Begun, log_key
+from dynbus.llm.resumable.running import AnswerClock, RunningStream
 
 from .content import Content, ContentSink, RecordedFormat
 from .exchange import Exchange, Receive, Scope
-from .shared import Caller, Shared
+from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
 from .tracing import completion_operation
 from .writer import Send
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a resumable stream needs.
+
+    Attributes:
+        seed: of the ids of its tool calls.
+    """
+
+    body: bytes
+    clock: AnswerClock
+    numbers: EventNumbers
+    seed: str
 
 
 class CompletionExchange(Exchange):
@@ -37,18 +62,36 @@ class CompletionExchange(Exchange):
     ) -> None:
         self._api = api
         super().__init__(shared, path, caller, scope, receive, send)
+        self._wish: _Wish | None = None
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         return self._api.refusal(error, request_id)
 
+    def _wishes(self, asked: Asked, data: bytes) -> _Wish | None:
+        """What makes the answer a resumable stream; None where nobody asks for that."""
+        if not self._caller.wants_resumable or not asked.request.streams:
+            return None
+        clock, numbers = AnswerClock(unix_time()), EventNumbers(self._caller.request_id)
+        return _Wish(data, clock, numbers, random_id())
+
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
         asked = self._api.read(data)
-        format = asked.format(self._caller.request_id)
+        self._wish = wish = self._wishes(asked, data)
+        if wish is None:
+            format = asked.format(self._caller.request_id)
+        else:
+            format = asked.format(self._caller.request_id, now=wish.clock)
         if self._shared.settings.log_content:
             self._content = Content(asked.request)
             if format.frame is None:
                 format = RecordedFormat(format, self._content)
-        self._writer = self._make_writer(format if asked.request.streams else None)
+        if wish is not None:
+            errors = NumberedErrors(format, wish.numbers, self._caller.request_id)
+            self._writer = self._make_writer(errors)
+        else:
+            self._writer = self._make_writer(format if asked.request.streams else None)
+            if self._caller.wants_resumable:
+                self._writer.add_headers(_refused("the answer is no stream"))
         return partial(self._complete, asked, format)
 
     async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
@@ -59,9 +102,12 @@ class CompletionExchange(Exchange):
         metrics = self._ask_for(request.model, request.priority or 0)
         timing.observe = metrics.inter_token_latency.observe
         body = self._for_engines(asked.body)
-        inquiry = Inquiry(request, body, format, caller.tenant or None, asked.shortens)
+        wish = self._wish
+        new_id = random_id if wish is None else numbered_ids(wish.seed)
+        inquiry = Inquiry(request, body, format, caller.tenant or None, asked.shortens, new_id)
         begun = time.perf_counter()
-        sink: Sink = self._writer
+        numbered = None if wish is None else NumberedSink(wish.numbers, self._writer)
+        sink: Sink = numbered or self._writer
         if self._content is not None and format.frame is not None:
             sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
@@ -71,7 +117,74 @@ class CompletionExchange(Exchange):
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
         metrics.preparing.observe(prepared - begun)
         self._writer.when_writable = completion.resume
-        await model.begin(completion)
+        stream: RunningStream | None = None
+        if wish is not None and numbered is not None:
+            stream = await self._begin_stream(wish, model, completion, numbered)
+        if stream is None:
+            await model.begin(completion)
+        else:
+            await stream.sent.wait()
         timing.sent = time.perf_counter()
         metrics.queue.observe(timing.sent - prepared)
         self._trace.sent(completion.instances, prepared, timing.sent)
+
+    def _goes_on_elsewhere(self) -> bool:
+        return isinstance(self._work, RunningStream) and self._work.is_logged
+
+    def _end_recording(self) -> None:
+        stream = self._work
+        if isinstance(stream, RunningStream) and stream.runs:
+            # Its engine works on without its client: the same request is not to run beside it.
+            stream.on_end = super()._end_recording
+        else:
+            super()._end_recording()
+
+    async def _begin_stream(
+        self, wish: _Wish, model: OpenModel, completion: Completion, sink: NumberedSink
+    ) -> RunningStream | None:
+        """Have a request carried out whether its client stays or not; None where that cannot be,
+        which the answer says."""
+        streams, caller, context = self._shared.resumable, self._caller, self._context
+        assert context is not None
+        try:
+            if completion.why_not_elsewhere:
+                raise DynbusError(completion.why_not_elsewhere)
+            key = log_key(caller.tenant, caller.request_id)
+            created = wish.clock.at
+            begun = Begun(
+                streams.store.me,
+                self._path,
+                wish.body,
+                caller.request_id,
+                created,
+                created + self._shared.settings.request_timeout,
+                wish.seed,
+            )
+            log = await streams.begin(key, begun)
+        except DynbusError as error:
+            wish.numbers.stop()
+            self._writer.add_headers(_refused(str(error)))
+            return None
+        stream = RunningStream(
+            streams.store,
+            key,
+            log,
+            completion,
+            sink,
+            wish.clock,
+            model.begin,
+            context,
+            streams.count,
+        )
+        stream.on_lost = self._cut
+        self._writer.add_headers({RESUMABLE: "1"})
+        streams.start(stream)
+        # It is the stream's from now on.
+        self._work, self._context = stream, None
+        return stream
+
+
+def _refused(why: str) -> dict[str, str]:
+    # A header has no line ends, and nothing beyond ASCII everywhere.
+    told = "".join(sign if " " <= sign <= "~" else " " for sign in why)
+    return {RESUMABLE: "0", RESUMABLE_REASON: told[:200]}

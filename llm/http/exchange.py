@@ -22,15 +22,16 @@ from dynbus.bus.errors import (
     PayloadTooLarge,
     describe_exception,
 )
-from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer
 from dynbus.llm.pipeline.serving import RequestTiming
 
+from . import idempotency
 from .content import Content
+from .idempotency import Recording, digest_of
 from .metrics import ModelMetrics
 from .shared import Caller, Shared
 from .tracing import Work
-from .writer import AnswerWriter, Send
+from .writer import AnswerWriter, Send, TellsErrors
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ class Exchange(ABC):
         self._send = send
         self._caller = caller
         self._timing = RequestTiming(time.perf_counter())
-        self._trace = shared.tracing.begin("POST", path, self._caller.headers)
+        self._trace = shared.tracing.begin(scope["method"], path, self._caller.headers)
         self._model = ""
+        self._recording: Recording | None = None
         self._writer = self._make_writer(None)
         self._work: Work | None = None
         self._context: Context | None = None
@@ -123,8 +125,47 @@ class Exchange(ABC):
                 # Nobody reads it; it is what logs and metrics say.
                 self._writer.has_ended = True
                 self._writer.error = Cancelled("the client left")
+            if self._recording is not None:
+                self._end_recording()
             timing.last = time.perf_counter() if timing.first is None else timing.last
             self._tell()
+
+    async def _answer_again(self, data: bytes) -> bool:
+        """Answer as before where this very request was answered; otherwise keep what is answered
+        now, if its client has a key for that.
+
+        Returns:
+            Whether it was answered.
+
+        Raises:
+            BadRequest: the key is none, or was sent with another request.
+            IdempotencyConflict: the first such request is still being answered.
+        """
+        key = self._caller.headers.get(idempotency.HEADER)
+        if key is None or self._scope["method"] != "POST":
+            return False
+        # A resumable stream has other events.
+        parts = self._path.encode(), b"%d" % self._caller.wants_resumable, data
+        is_long = len(data) > LONG_BODY
+        digest = await asyncio.to_thread(digest_of, *parts) if is_long else digest_of(*parts)
+        answer = self._shared.kept_answers.begin(self._caller.tenant, key, digest, monotonic())
+        if answer.ended_at is not None:
+            self._writer.repeat(answer.messages, idempotency.REPEATED)
+            return True
+        self._recording = answer
+        self._writer = self._make_writer(None)
+        return False
+
+    async def _send_recorded(self, message: MutableMapping[str, Any]) -> None:
+        if self._recording is not None:
+            self._recording.add(message)
+        await self._send(message)
+
+    def _end_recording(self) -> None:
+        """Keep the answer for who asks again, or have the key free for another one."""
+        well = self._writer.error is None and self._writer.status == 200
+        tenant, key = self._caller.tenant, self._caller.headers[idempotency.HEADER]
+        self._shared.kept_answers.end(tenant, key, monotonic(), well=well)
 
     def _stop(self) -> None:
         """Answer that the server stops, which cancels whoever has had its grace.
@@ -177,6 +218,8 @@ class Exchange(ABC):
     async def _answer(self, data: bytes) -> None:
         """Answer a body, also where that fails."""
         try:
+            if await self._answer_again(data):
+                return
             # What is long takes a while, in which others have their turns.
             is_long = len(data) > LONG_BODY
             answer = await asyncio.to_thread(self._read, data) if is_long else self._read(data)
@@ -217,23 +260,46 @@ class Exchange(ABC):
     def _end(self, error: DynbusError) -> None:
         if self._work is not None:
             self._work.cancel(error)
-        self._writer.end(error)
+        if self._writer.status and self._goes_on_elsewhere():
+            self._cut(error)
+        else:
+            self._writer.end(error)
 
-    def _make_writer(self, stream: AnswerFormat | None) -> AnswerWriter:
+    def _goes_on_elsewhere(self) -> bool:
+        """Whether its client can go on reading at another front end."""
+        return False
+
+    def _cut(self, error: DynbusError | None = None) -> None:
+        """Drop the connection without an end of the answer: its client goes on elsewhere."""
+        if self._writer.has_ended:
+            return
+        self._writer.has_ended = True
+        self._writer.error = error or Cancelled("the stream goes on at another front end")
+        self._abort()
+
+    def _abort(self) -> None:
+        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
+        abort: Callable[[], object] | None = extensions.get(ABORT)
+        if abort is not None:
+            abort()
+
+    def _make_writer(self, stream: TellsErrors | None) -> AnswerWriter:
         fields = self._trace.fields
         headers = self._caller.id_headers
         if "traceparent" in fields:
             headers.append((b"traceparent", fields["traceparent"].encode()))
         extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
+        # What is written at once passes `send` by, and would not be kept.
+        is_recorded = self._recording is not None
         return AnswerWriter(
-            self._send,
+            self._send_recorded if is_recorded else self._send,
             headers,
             self._caller.request_id,
             refusal=self._refusal,
             stream=stream,
             finish_sending=self._finish_sending,
             timeout=self._shared.settings.write_timeout,
-            write_piece=extensions.get(WRITE),
+            write_piece=None if is_recorded else extensions.get(WRITE),
         )
 
     def _finish_sending(self, send_rest: Callable[[], Awaitable[bool]]) -> None:
@@ -246,10 +312,7 @@ class Exchange(ABC):
         if await send_rest():
             return
         logger.info("request %s: its client does not read", self._caller.request_id)
-        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
-        abort: Callable[[], object] | None = extensions.get(ABORT)
-        if abort is not None:
-            abort()
+        self._abort()
 
     def _tell(self) -> None:
         """Tell metrics, trace and log how it went."""
@@ -268,10 +331,15 @@ class Exchange(ABC):
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", self._log_line(status, now))
 
+    def _log_names(self) -> list[str]:
+        """What else the line of the log names its request by."""
+        return []
+
     def _log_line(self, status: int, now: float) -> str:
         """What is logged of a request: what it says only where that is asked for."""
         timing, writer, caller = self._timing, self._writer, self._caller
-        words = [f"POST {self._path} {status}", f"request_id={caller.request_id}"]
+        asked = f"{self._scope['method']} {self._path}"
+        words = [f"{asked} {status}", f"request_id={caller.request_id}", *self._log_names()]
         if caller.tenant:
             words.append(f"tenant={caller.tenant}")
         if self._model:

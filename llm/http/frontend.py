@@ -21,6 +21,7 @@ from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
 from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
+from dynbus.llm.resumable.streams import ResumableStreams
 
 from .application import Application, Page, Response
 from .server import HttpServer
@@ -60,7 +61,12 @@ class HttpFrontEnd(Openable):
     ) -> None:
         super().__init__(runtime.background)
         self._models = Models(runtime, catalog, routing=routing, router=router)
-        self.shared = Shared(settings, self._models, Tracing(runtime.bus.telemetry))
+        self.shared = Shared(
+            settings,
+            self._models,
+            Tracing(runtime.bus.telemetry),
+            ResumableStreams(runtime, settings.max_requests),
+        )
         state = PageState(runtime, lambda: self._models.served)
         pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
         pages[STATE_PATH] = partial(_state, state)
@@ -78,10 +84,9 @@ class HttpFrontEnd(Openable):
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
         with rare_collections():
-            async with self._models, anyio.create_task_group() as tasks:
+            async with self._models, self.shared.resumable, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._server.serve)
                 await self._server.started()
-                logger.info("the front end answers at %s", self.url)
                 yield
                 self.drain()
 
@@ -165,6 +170,7 @@ class Frontend(Actor, abstract=True):
                 HttpFrontEnd(runtime, catalog, self._settings, routing=self._routing)
             )
             self._exits = exits.pop_all()
+        logger.info("the front end answers at %s", self.url)
 
     async def on_stop(self) -> None:
         with anyio.CancelScope(shield=True):

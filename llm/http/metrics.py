@@ -111,11 +111,12 @@ class FrontEndMetrics:
             if count:
                 self._tokens[(("model", model), ("kind", kind))] += count
 
-    def page(self, models: int) -> str:
+    def page(self, models: int, streams: Mapping[str, int]) -> str:
         """All of it in Prometheus's text format.
 
         Args:
             models: how many can be asked now.
+            streams: what became of how many resumable ones.
         """
         prefix = "dynbus_http"
         lines = [
@@ -129,6 +130,13 @@ class FrontEndMetrics:
                 f"{prefix}_blocked_total", "counter", "Times that a stream waited for its client."
             ),
             _line(f"{prefix}_blocked_total", (), self.blocked),
+            *_family(
+                f"{prefix}_resumable_streams_total", "counter", "What became of resumable streams."
+            ),
+            *(
+                _line(f"{prefix}_resumable_streams_total", (("event", event),), count)
+                for event, count in streams.items()
+            ),
             *_family(f"{prefix}_models", "gauge", "Models that can be asked."),
             _line(f"{prefix}_models", (), models),
         ]

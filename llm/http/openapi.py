@@ -36,6 +36,7 @@ _STATUSES: Final[Mapping[str, str]] = {
     "404": "There is no such model.",
     "405": "The path does not take this method.",
     "408": "The body did not arrive in time.",
+    "409": "The first request with this `Idempotency-Key` is still being answered.",
     "413": "The body or the request is too large.",
     "422": "A field does not fit.",
     "429": "Too much is asked; `Retry-After` says when to ask again.",
@@ -144,9 +145,19 @@ def _post(post: _Post) -> dict[str, Any]:
             "schema": {**event, "description": f"Events: {post.events}."}
         }
     is_anthropics = post.is_anthropics
+    headers: list[dict[str, Any]] = [
+        {
+            "name": "Dynbus-Resumable",
+            "in": "header",
+            "schema": one_of("1"),
+            "description": "Make a stream resumable; the answer has the header "
+            "too, `0` with `Dynbus-Resumable-Reason` where it is none.",
+        }
+    ]
     return {
         "post": {
             "summary": post.summary,
+            **({"parameters": headers} if post.events else {}),
             "requestBody": {"required": True, "content": _json(ref(post.request.__name__))},
             "responses": _responses(
                 content,
@@ -160,6 +171,34 @@ def _post(post: _Post) -> dict[str, Any]:
 def _get(summary: str, content: Mapping[str, Any], *statuses: str) -> dict[str, dict[str, Any]]:
     refused = {status: _STATUSES[status] for status in ("401", "405", *statuses)}
     return {"get": {"summary": summary, "responses": _responses(content, refused, "Error")}}
+
+
+def _stream() -> dict[str, Any]:
+    """The path of a stream that is resumed."""
+    refused = {
+        **{status: _STATUSES[status] for status in ("400", "401", "405", "413", "429", "503")},
+        "404": "There is no such stream of this key, or no model for it.",
+        "408": _STATUSES["408"],
+        "410": "It cannot be resumed: its 60 s are over, or it was too large.",
+    }
+    event = record({"data": STRING, "id": STRING}, {"event": STRING})
+    described = {**event, "description": "The events after the last that was read."}
+    return {
+        "get": {
+            "summary": "Resume a stream that was asked for with `Dynbus-Resumable: 1`.",
+            "parameters": [
+                {"name": "request", "in": "path", "required": True, "schema": STRING},
+                {
+                    "name": "Last-Event-ID",
+                    "in": "header",
+                    "schema": STRING,
+                    "description": "`REQUEST.N`: the last event that was read; from the first on "
+                    "without it.",
+                },
+            ],
+            "responses": _responses({"text/event-stream": {"schema": described}}, refused, "Error"),
+        }
+    }
 
 
 def _document() -> dict[str, Any]:
@@ -188,6 +227,7 @@ def _document() -> dict[str, Any]:
         "security": security,
         "paths": {
             **{path: _post(post) for path, post in POSTS.items()},
+            "/v1/streams/{request}": _stream(),
             "/v1/models": _get("List the models that can be asked.", _json(ref("ModelList"))),
             "/v1/models/{model}": model,
             "/health": _get("Tell whether the process works.", _json(ref("Health"))),

@@ -299,7 +299,10 @@ _TOKEN: Final = record(
 _USAGE: Final = optional(
     record(
         {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
-        {"prompt_tokens_details": optional(record({"cached_tokens": optional(COUNT)}))},
+        {
+            "prompt_tokens_details": optional(record({"cached_tokens": optional(COUNT)})),
+            "sampler_restarted": BOOLEAN,
+        },
     )
 )
 

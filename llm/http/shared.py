@@ -13,7 +13,9 @@ from dynbus.bus.errors import Draining, Overloaded
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.openai.errors import Unauthorized
 from dynbus.llm.pipeline.models import Models
+from dynbus.llm.resumable.streams import ResumableStreams
 
+from .idempotency import KeptAnswers
 from .keys import ApiKeys
 from .metrics import FrontEndMetrics
 from .settings import HttpSettings
@@ -23,6 +25,12 @@ _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 
 TENANT_KEY: Final = "tenant"
 """The metadata key under which handlers find whose key a request had."""
+
+RESUMABLE: Final = "dynbus-resumable"
+"""The header that asks for a resumable stream, and says of an answer whether it is one."""
+
+RESUMABLE_REASON: Final = "dynbus-resumable-reason"
+"""Says of an answer why it is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,11 @@ class Caller:
     request_id: str
     tenant: str
     headers: Mapping[str, str]
+
+    @property
+    def wants_resumable(self) -> bool:
+        """Whether a resumable stream is asked for."""
+        return self.headers.get(RESUMABLE) == "1"
 
     @property
     def is_anthropics(self) -> bool:
@@ -63,11 +76,19 @@ class Shared:
         is_draining: whether it stops, and takes no more requests.
     """
 
-    def __init__(self, settings: HttpSettings, models: Models, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        settings: HttpSettings,
+        models: Models,
+        tracing: Tracing,
+        resumable: ResumableStreams,
+    ) -> None:
         self.settings = settings
         self.models = models
         self.tracing = tracing
+        self.resumable = resumable
         self.metrics = FrontEndMetrics()
+        self.kept_answers = KeptAnswers()
         self.is_draining = False
         self._keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
 

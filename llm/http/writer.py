@@ -18,12 +18,11 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import anyio
 
 from dynbus.bus.errors import DynbusError
-from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.openai.errors import ErrorAnswer, status_of
 
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
@@ -40,6 +39,14 @@ EVENTS: Final = (
 def raw_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     """Headers as ASGI has them."""
     return [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
+class TellsErrors(Protocol):
+    """How a stream is told that fails: `AnswerFormat` is one."""
+
+    def error(self, error: DynbusError, request_id: str) -> bytes:
+        """What ends a stream that fails after its start."""
+        ...
 
 
 class _Rest:
@@ -108,7 +115,7 @@ class AnswerWriter:
         request_id: str,
         *,
         refusal: Callable[[DynbusError, str], ErrorAnswer],
-        stream: AnswerFormat | None,
+        stream: TellsErrors | None,
         finish_sending: Callable[[Callable[[], Coroutine[Any, Any, bool]]], object],
         timeout: float,
         write_piece: Callable[[bytes], bool] | None = None,
@@ -128,6 +135,10 @@ class AnswerWriter:
         self.error: DynbusError | None = None
         self.has_ended = False
         self.when_writable: Callable[[], object] | None = None
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Have more headers in an answer that has not begun."""
+        self._headers = [*self._headers, *raw_headers(headers)]
 
     @property
     def is_blocked(self) -> bool:
@@ -171,6 +182,17 @@ class AnswerWriter:
             if not self.status:
                 self._start(200, EVENTS)
             self._finish(b"")
+
+    def repeat(
+        self, messages: Sequence[MutableMapping[str, Any]], said: tuple[bytes, bytes]
+    ) -> None:
+        """Write an answer that was given before, with a header that says so."""
+        start, *rest = messages
+        self.has_ended = True
+        self.status = start["status"]
+        self._put({**start, "headers": [*start["headers"], said]})
+        for message in rest:
+            self._put(message)
 
     @property
     def final_status(self) -> int:

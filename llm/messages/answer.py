@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,12 +23,13 @@ class MessageFormat:
 
     Args:
         answer_id: random; the id of the message is made of it.
+        now: not told: a message does not say when it was made.
     """
 
     frame = None
     continuous_usage = False
 
-    def __init__(self, model: str, answer_id: str) -> None:
+    def __init__(self, model: str, answer_id: str, *, now: Callable[[], float] = time.time) -> None:
         self.id = f"msg_{answer_id}"
         self._model = model
         self._output = _Events()
@@ -191,4 +193,5 @@ def _usage(usage: Usage | None) -> dict[str, Any]:
         **(
             {"output_tokens_details": {"thinking_tokens": told.reasoning}} if told.reasoning else {}
         ),
+        **({"sampler_restarted": True} if told.sampler_restarted else {}),
     }

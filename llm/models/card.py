@@ -21,6 +21,7 @@ MAX_USER_DATA: Final = 32 * 1024
 """Bytes as JSON."""
 
 DEFAULT_BLOCK_SIZE: Final = 16
+MIGRATION_LIMIT: Final = 3
 
 TOKENIZER: Final = "tokenizer.json"
 TEMPLATE: Final = "chat_template.jinja"
@@ -85,7 +86,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         types: of `ModelType`, in lower case.
         context_length: tokens that a prompt and its output may have; None where nobody said.
         kv_cache_block_size: tokens of a block of the engine's KV cache.
-        migration_limit: how often a request may be moved to another instance.
+        migration_limit: how often a request moves to another instance when its own is lost, drains
+            or asks for that; a stream of tokens goes on there.
         user_data: whatever the worker says beside.
         default_sampling: for what requests do not say.
         pooling: how embeddings are made of the states of tokens: `mean` or `last`; empty where
@@ -107,7 +109,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     types: list[str]
     context_length: int | None = None
     kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
-    migration_limit: int = 0
+    migration_limit: int = MIGRATION_LIMIT
     user_data: dict[str, Any] | None = None
     default_sampling: DefaultSampling = DefaultSampling()
     pooling: str = ""

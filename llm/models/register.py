@@ -22,6 +22,7 @@ from dynbus.llm.generation import DefaultSampling
 from .card import (
     CONFIGURATION,
     DEFAULT_BLOCK_SIZE,
+    MIGRATION_LIMIT,
     TEMPLATE,
     TOKENIZER,
     ModelCard,
@@ -83,7 +84,7 @@ async def register_llm(
     *,
     context_length: int | None = None,
     kv_cache_block_size: int | None = None,
-    migration_limit: int = 0,
+    migration_limit: int = MIGRATION_LIMIT,
     user_data: Mapping[str, Any] | None = None,
     default_sampling: Mapping[str, float] | Literal["openai"] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
@@ -111,8 +112,9 @@ async def register_llm(
             folder or the file.
         context_length: in tokens; unless given, what the model was trained for.
         kv_cache_block_size: tokens of a block of the engine's KV cache; 16 unless given.
-        migration_limit: how often a request that has no token yet may be moved to another instance,
-            where its worker asks for that or drains.
+        migration_limit: how often a request moves to another instance when its own is lost, drains
+            or raises `Migrate`. A stream of tokens goes on behind what has come; a request for text
+            begins again, where nothing has come of it. 0 for never.
         user_data: whatever else the worker says of itself, as JSON.
         default_sampling: how tokens are drawn where a request does not say it, by the names of
             `DefaultSampling`; what is not named is as the model's files recommend. "openai" takes

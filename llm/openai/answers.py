@@ -41,6 +41,8 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         told["prompt_tokens_details"] = {"cached_tokens": usage.cached}
     if usage.reasoning is not None:
         told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
+    if usage.sampler_restarted:
+        told["sampler_restarted"] = True
     return told
 
 

@@ -15,20 +15,32 @@ from .errors import ErrorAnswer, answer_of
 from .requests import ChatRequest, CompletionRequest
 
 
+class MakeFormat(Protocol):
+    """Makes the format of one answer."""
+
+    def __call__(self, request_id: str, /, *, now: Callable[[], float] = ...) -> AnswerFormat:
+        """The format of the answer to a request.
+
+        Args:
+            now: Unix seconds, which the answer tells where it says when it was made.
+        """
+        ...
+
+
 class Asked(NamedTuple):
     """A request as a model takes it.
 
     Attributes:
         body: the request as a body of OpenAI's chat completions or completions, for engines that
             take text.
-        format: how it is to be answered, given the id of the request.
+        format: makes how it is to be answered.
         shortens: whether a limit of tokens that the context has no room for is brought down to
             what it has; it is refused elsewhere.
     """
 
     request: ChatRequest | CompletionRequest
     body: bytes
-    format: Callable[[str], AnswerFormat]
+    format: MakeFormat
     shortens: bool = False
 
 
@@ -73,16 +85,18 @@ def format_of(
     request_id: str,
     *,
     frame: tuple[bytes, bytes] = SSE,
+    now: Callable[[], float] = time.time,
 ) -> ChatFormat | CompletionFormat:
     """How OpenAI's API answers a request.
 
     Args:
         frame: what stands around each chunk of a stream.
+        now: Unix seconds.
     """
     is_chat = isinstance(request, ChatRequest)
     head = AnswerHead(
         f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-        int(time.time()),
+        int(now()),
         request.model,
         frame,
         request.include_usage,

@@ -84,17 +84,38 @@ class Unauthorized(DynbusError):
     code = "Unauthorized"
 
 
+class StreamNotFound(DynbusError):
+    """Raised when there never was a stream of that name, or not for this key."""
+
+    code = "StreamNotFound"
+
+
+class StreamGone(DynbusError):
+    """Raised when a stream can no longer be resumed."""
+
+    code = "StreamGone"
+
+
 class BodyTimeout(DynbusError):
     """Raised when the body of a request does not arrive in time."""
 
     code = "BodyTimeout"
 
 
+class IdempotencyConflict(DynbusError):
+    """Raised when the first request with an idempotency key is still being answered."""
+
+    code = "IdempotencyConflict"
+
+
 _STATUSES: Final[Mapping[str, int]] = {
     **STATUS_CODES,
+    IdempotencyConflict.code: 409,
     Unauthorized.code: 401,
     ModelNotFound.code: 404,
     BodyTimeout.code: 408,
+    StreamNotFound.code: 404,
+    StreamGone.code: 410,
     # The instance is gone: another one answers who asks again.
     StreamLost.code: 503,
     UnknownOutcome.code: 503,
@@ -106,6 +127,8 @@ _TYPES: Final[Mapping[int, str]] = {
     403: "permission_error",
     404: "invalid_request_error",
     408: "invalid_request_error",
+    409: "invalid_request_error",
+    410: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
@@ -117,6 +140,9 @@ _TYPES: Final[Mapping[int, str]] = {
 _REASONS: Final[Mapping[str, str]] = {
     ModelNotFound.code: "model_not_found",
     Unauthorized.code: "invalid_api_key",
+    StreamNotFound.code: "stream_not_found",
+    StreamGone.code: "stream_gone",
+    IdempotencyConflict.code: "idempotency_conflict",
     "Overloaded": "overloaded",
     "PayloadTooLarge": "request_too_large",
     # No instance was left to go to.
@@ -157,6 +183,9 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, IdempotencyConflict):
+        # OpenAI's clients do that by themselves.
+        headers["Retry-After"] = "1"
     elif isinstance(error, HandlerError):
         # OpenAI's clients send a 500 again, which may have broken an engine.
         headers["x-should-retry"] = "false"

@@ -78,6 +78,7 @@ class _Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _CompletionDetails | None = None
+    sampler_restarted: bool = False
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -149,4 +150,5 @@ def _usage(usage: _Usage | None) -> Usage | None:
         usage.completion_tokens,
         details.cached_tokens if details is not None else None,
         made.reasoning_tokens if made is not None else None,
+        usage.sampler_restarted,
     )

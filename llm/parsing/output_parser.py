@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from dynbus.bus.protocol.tokens import random_id
@@ -22,13 +23,17 @@ _Tools = Sequence[Mapping[str, Any]]
 _Read = Callable[[IncomingText, DeltaBuilder], Reading[None]]
 
 
-def _call_id() -> str:
-    return f"call_{random_id()[:24]}"
+NewId = Callable[[], str]
+"""Gives another id at each call: 32 hexadecimal digits."""
 
 
-def _mistral_call_id() -> str:
+def _call_id(new_id: NewId) -> str:
+    return f"call_{new_id()[:24]}"
+
+
+def _mistral_call_id(new_id: NewId) -> str:
     # Its templates refuse any that has not 9 letters and digits.
-    return random_id()[:9]
+    return new_id()[:9]
 
 
 class _Format(NamedTuple):
@@ -38,13 +43,13 @@ class _Format(NamedTuple):
         reads: what reads them, for the tools of a request.
         tokens: which its markers may be.
         ends_reasoning: a marker on a line of its own that ends reasoning too.
-        make_id: makes the ids of calls.
+        make_id: makes the id of a call of a new id.
     """
 
     reads: Callable[[_Tools], _Read]
     tokens: Collection[str]
     ends_reasoning: str | None = None
-    make_id: Callable[[], str] = _call_id
+    make_id: Callable[[NewId], str] = _call_id
 
 
 def _tagged(*tags: str) -> _Format:
@@ -103,6 +108,7 @@ def output_parser(
     tools: Sequence[Mapping[str, Any]],
     reasons_from_start: bool,
     form_sign: str = "",
+    new_id: NewId = random_id,
 ) -> OutputParser | None:
     """What reads one output of a request; None where its text is its content as it is.
 
@@ -118,6 +124,7 @@ def output_parser(
             for.
         reasons_from_start: whether the prompt began the reasoning: see `begins_reasoning`.
         form_sign: see `read_reasoning`; empty for an output of any form.
+        new_id: what the ids of calls are made of.
     """
     thinking = _THINKING.get(reasoning_parser)
     found = _FORMATS.get(tool_call_parser) if tools else None
@@ -125,7 +132,7 @@ def output_parser(
         return _TextParser(
             found.reads(tools),
             tokens=found.tokens,
-            make_id=found.make_id,
+            make_id=partial(found.make_id, new_id),
             thinking=thinking,
             reasons_from_start=reasons_from_start,
             ends_reasoning=found.ends_reasoning,
@@ -134,6 +141,7 @@ def output_parser(
     if thinking is not None:
         return _TextParser(
             _read_content,
+            make_id=partial(_call_id, new_id),
             thinking=thinking,
             reasons_from_start=reasons_from_start,
             form_sign=form_sign,
@@ -147,6 +155,7 @@ def forced_calls_parser(
     *,
     function: str | None,
     reasons_from_start: bool,
+    new_id: NewId = random_id,
 ) -> OutputParser:
     """What reads an output whose form is enforced, whatever form the model was trained for.
 
@@ -155,11 +164,12 @@ def forced_calls_parser(
         function: whose arguments the output is, as a JSON object; None where it is a JSON array of
             objects with `name` and `parameters`. Of an array that is cut off, calls stay as far as
             their arguments came, and the rest is left out.
+        new_id: what the ids of calls are made of.
     """
     found = _FORMATS.get(tool_call_parser)
     return _TextParser(
         _read_array if function is None else lambda text, out: _read_object(text, out, function),
-        make_id=found.make_id if found is not None else _call_id,
+        make_id=partial(found.make_id if found is not None else _call_id, new_id),
         thinking=_THINKING.get(reasoning_parser),
         reasons_from_start=reasons_from_start,
         form_sign="[" if function is None else "{",
@@ -226,7 +236,7 @@ class _TextParser:
         read: _Read,
         *,
         tokens: Collection[str] = (),
-        make_id: Callable[[], str] = _call_id,
+        make_id: Callable[[], str],
         thinking: Thinking | None = None,
         reasons_from_start: bool = False,
         ends_reasoning: str | None = None,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Final, Protocol, Self, get_args
+from functools import partial
+from typing import Any, Final, Protocol, Self, get_args
 
 import anyio
 
 from dynbus.actors import Routing, Runtime
+from dynbus.actors.calling.continuation import RESUME_WAIT
 from dynbus.actors.calling.relay import Relay
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
@@ -24,7 +26,7 @@ from dynbus.bus.errors import (
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.instance_view import Instance
 from dynbus.kvrouter import KvRouter
-from dynbus.kvrouter.routing import RouterConfig, profiles
+from dynbus.kvrouter.routing import RouterConfig, profiles, token_rule
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound
@@ -261,8 +263,11 @@ class Models:
                 # What is missing may come: the bus was away, or the artefacts are being stored.
                 with anyio.move_on_after(wait if serving.model is None else None):
                     await serving.leaving.wait()
+                if serving.leaving.is_set():
+                    logger.info("the model %s is no longer served", serving.card.name)
+                    # For so long its last requests wait for an instance that goes on with them.
+                    await anyio.sleep(RESUME_WAIT)
             wait = min(2 * wait, MAX_RETRY_DELAY)
-        logger.info("the model %s is no longer served", serving.card.name)
 
     async def _try_to_open(self, serving: _Serving, exits: AsyncExitStack) -> None:
         card, before = serving.card, serving.failure
@@ -315,9 +320,12 @@ class Models:
         if router is None and card.lora_name:
             routing = AdapterRouting(card.lora_name, routing)
         client = await self._runtime.endpoint(endpoint).client(
-            routing=routing, wait=INSTANCE_TIMEOUT, migration_limit=card.migration_limit
+            routing=routing,
+            wait=INSTANCE_TIMEOUT,
+            migration_limit=card.migration_limit,
+            resume=_resume_of(card),
         )
-        return OpenModel(card, text, limits, client, router, self._relay, prompts)
+        return OpenModel(card, text, limits, client, router, self._relay, self._background, prompts)
 
     async def _prompt_reader(
         self, card: ModelCard, endpoint: EndpointName, instances: list[Instance]
@@ -379,6 +387,15 @@ async def _try_template(text: TextModel) -> None:
         await asyncio.to_thread(text.template.check)
     except DynbusError as error:
         logger.warning("the model %s takes no chats: %s", text.name, error)
+
+
+def _resume_of(card: ModelCard) -> Callable[[Any, list[Any]], Any] | None:
+    """How a stream of a model goes on at another instance; None where it cannot."""
+    if card.input is ModelInput.Text or not card.migration_limit:
+        return None
+    return partial(
+        token_rule.resume, eos_token_ids=card.eos_token_ids, context_length=card.context_length
+    )
 
 
 def _not_for_this(card: ModelCard, wanted: ModelType) -> BadRequest:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from dynbus.actors.calling.clients import EndpointClient
 from dynbus.actors.calling.relay import Relay
+from dynbus.bus.background import Background
 from dynbus.bus.errors import Draining
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
+from dynbus.llm.continuing import unfinished
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.text.text_model import TextModel
 
 from .embedding import Embeddings, TextEmbeddings, prepare_embeddings
 from .preparing import ModelLimits, prepare
 from .routed_prompts import PromptReader, routed_prompt
-from .serving import Completion, Part, RequestTiming, Sink, TextCompletion, TokenCompletion
+from .serving import Completion, Part, RequestTiming, Rests, Sink, TextCompletion, TokenCompletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Inquiry:
         format: how it is answered.
         cache_salt: requests share cached blocks only where it is the same.
         shortens: see `prepare`; engines that take text get the limit as it is.
+        new_id: what the ids of tool calls are made of.
     """
 
     request: ChatRequest | CompletionRequest
@@ -40,6 +46,7 @@ class Inquiry:
     format: AnswerFormat
     cache_salt: str | None = None
     shortens: bool = False
+    new_id: NewId = random_id
 
 
 class OpenModel:
@@ -47,6 +54,7 @@ class OpenModel:
 
     Args:
         text: of a model that takes tokens; None for one that takes text.
+        background: of what is left of requests whose engine is lost.
         prompts: reads the tokens of requests for a router, where that model takes text.
 
     Attributes:
@@ -62,6 +70,7 @@ class OpenModel:
         client: EndpointClient,
         router: KvRouter | None,
         relay: Relay[Part, bytes],
+        background: Background,
         prompts: PromptReader | None = None,
     ) -> None:
         self.card = card
@@ -69,8 +78,16 @@ class OpenModel:
         self._text = text
         self._client = client
         self._relay = relay
+        self._background = background
         self._limits = limits
         self._prompts = prompts
+        self._rests: Rests | None = None
+        if card.migration_limit:
+            self._rests = partial(
+                unfinished,
+                eos_token_ids=card.eos_token_ids,
+                context_length=card.context_length,
+            )
 
     def __repr__(self) -> str:
         return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
@@ -123,8 +140,9 @@ class OpenModel:
             inquiry.format,
             cache_salt=inquiry.cache_salt,
             shortens=inquiry.shortens,
+            new_id=inquiry.new_id,
         )
-        return TokenCompletion(prepared, sink, timing)
+        return TokenCompletion(prepared, sink, timing, self._rests)
 
     async def prepare_embeddings(
         self,
@@ -182,7 +200,7 @@ class OpenModel:
             DynbusError: it could not be sent.
         """
         try:
-            await completion.begin(self._relay, self._client)
+            await completion.begin(self._relay, self._client, self._background)
         except Draining as error:
             raise self._going_away() from error
 

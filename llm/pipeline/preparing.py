@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import decoders
 
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import DefaultSampling, GenerateRequest, StructuredOutput
 from dynbus.llm.openai.conversation import messages_for_template
@@ -19,6 +20,7 @@ from dynbus.llm.openai.requests import (
     check_completion,
 )
 from dynbus.llm.openai.tools import ToolUse
+from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.structured import check_grammar
 from dynbus.llm.text.template import BrokenTemplate
 from dynbus.llm.text.text_model import TextModel
@@ -67,6 +69,7 @@ async def prepare(
     *,
     cache_salt: str | None,
     shortens: bool = False,
+    new_id: NewId = random_id,
 ) -> Prepared:
     """A request with its prompts as token ids.
 
@@ -75,6 +78,7 @@ async def prepare(
         cache_salt: see `GenerateRequest`.
         shortens: whether `max_tokens` for which the context has no room becomes what it has room
             for; it is refused elsewhere.
+        new_id: what the ids of tool calls are made of.
 
     Raises:
         BadRequest: a message or a prompt does not fit, or is too long.
@@ -90,7 +94,14 @@ async def prepare(
         prompt = await _encode_chat(text, limits, request, use)
         # Only reasoning may have begun in the prompt.
         end = text.end_of(prompt) if limits.reasoning_parser else ""
-        reading = reading_of(limits.tool_call_parser, limits.reasoning_parser, use, end, structured)
+        reading = reading_of(
+            limits.tool_call_parser,
+            limits.reasoning_parser,
+            use,
+            end,
+            structured,
+            new_id=new_id,
+        )
         structured = reading.structured
         structured_by = "tools" if use.is_forced else structured_by
         what, prompts = "messages", [prompt]

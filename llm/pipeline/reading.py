@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.generation import StructuredOutput, Thinking
 from dynbus.llm.openai.errors import unsupported
 from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.parsing.delta import OutputParser
 from dynbus.llm.parsing.output_parser import (
+    NewId,
     begins_reasoning,
     forced_calls_parser,
     output_parser,
@@ -50,6 +52,8 @@ def reading_of(
     use: ToolUse,
     prompt_end: str,
     asked: StructuredOutput | None = None,
+    *,
+    new_id: NewId = random_id,
 ) -> Reading:
     """How the outputs of a chat are read.
 
@@ -57,6 +61,7 @@ def reading_of(
         tool_call_parser, reasoning_parser: of the model; empty for none.
         prompt_end: see `begins_reasoning`.
         asked: the form that the request gives its answers; a call that has to be made has its own.
+        new_id: what the ids of calls are made of.
 
     Raises:
         BadRequest: the parameters of a tool do not fit.
@@ -70,6 +75,7 @@ def reading_of(
             tools=use.tools,
             reasons_from_start=begun,
             form_sign=_first_of(asked),
+            new_id=new_id,
         )
         return Reading(
             parser,
@@ -86,6 +92,7 @@ def reading_of(
             reasoning_parser,
             function=use.named or None,
             reasons_from_start=begun,
+            new_id=new_id,
         ),
         bool(reasoning_parser),
         _after_thinking(

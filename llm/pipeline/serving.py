@@ -10,17 +10,30 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from dynbus.actors import Arrival
-from dynbus.actors.calling.clients import Call, EndpointClient
+from dynbus.actors.calling.clients import Call, EndpointClient, with_options
+from dynbus.actors.calling.continuation import RESUME_WAIT
 from dynbus.actors.calling.relay import Relay, RelayedStream
-from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse, describe_exception
+from dynbus.bus.background import Background
+from dynbus.bus.errors import (
+    Cancelled,
+    Draining,
+    DynbusError,
+    InvalidResponse,
+    Migrate,
+    StreamLost,
+    Unavailable,
+    describe_exception,
+)
 from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
-from dynbus.llm.generation import Generated
+from dynbus.llm.continuing import unfinished
+from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 from dynbus.llm.openai.reading import read_answer
 
@@ -31,6 +44,9 @@ logger = logging.getLogger(__name__)
 LONG_PROMPT: Final = 16_384
 """Tokens from which on a prompt is worked on in stretches, with a turn of the loop for others
 between them: each takes a millisecond or more."""
+
+_LOSSES: Final = (StreamLost, Migrate, Draining)
+"""How a stream ends with which another engine goes on."""
 
 _decode: Final = msgspec.json.Decoder(Generated).decode
 
@@ -93,11 +109,28 @@ class RequestTiming:
         return (self.last - self.first) / self.gap_count
 
 
-class Part(NamedTuple):
-    """What a stream of the relay is for: one prompt of a completion."""
+class Taker(Protocol):
+    """What takes what engines make. Its methods are called on the event loop and return at once."""
 
-    completion: Completion
+    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+        """Take what has arrived of one stream."""
+        ...
+
+    def end(self, error: DynbusError | None) -> None:
+        """There is no more, since what has arrived cannot be taken."""
+        ...
+
+
+class Part(NamedTuple):
+    """What a stream of the relay is for: one prompt of a completion.
+
+    Attributes:
+        taker: what takes the stream.
+    """
+
+    taker: Taker
     number: int
+    completion: Completion
 
 
 class Completion(ABC):
@@ -109,10 +142,11 @@ class Completion(ABC):
 
     Attributes:
         timing: when its tokens came.
+        taker: what takes its streams: itself, unless somebody stands before it.
     """
 
     # The fields of completions are read for each token of each of very many streams.
-    __slots__ = ("_format", "_is_over", "_is_unstarted", "_sink", "_streams", "timing")
+    __slots__ = ("_format", "_is_over", "_is_unstarted", "_sink", "_streams", "taker", "timing")
 
     def __init__(
         self, format: AnswerFormat, sink: Sink, timing: RequestTiming, *, streams: bool
@@ -124,6 +158,7 @@ class Completion(ABC):
         self._sink = sink
         self._streams: list[RelayedStream[Part]] = []
         self._is_over = False
+        self.taker: Taker = self
 
     @property
     def answer_id(self) -> str:
@@ -145,20 +180,27 @@ class Completion(ABC):
         """The ids of the engines that work for it."""
         return [stream.instance_id for stream in self._streams]
 
-    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+    async def begin(
+        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
+    ) -> None:
         """Send it to engines.
+
+        Args:
+            background: sends what is left of it, where an engine is lost.
 
         Raises:
             DynbusError: it could not be sent; what was sent is cancelled.
         """
         try:
-            await self._send(relay, client)
+            await self._send(relay, client, background)
         except BaseException:
             self.cancel()
             raise
 
     @abstractmethod
-    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+    async def _send(
+        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
+    ) -> None:
         """Open a stream for each of its prompts."""
 
     @abstractmethod
@@ -169,6 +211,11 @@ class Completion(ABC):
         """The sink takes more again."""
         for stream in self._streams:
             stream.resume()
+
+    @property
+    def why_not_elsewhere(self) -> str:
+        """Why another process could not go on with it; empty where one could."""
+        return "its engine takes text"
 
     def cancel(self, error: DynbusError | None = None) -> None:
         """Leave it: engines stop, and the sink is told nothing more."""
@@ -182,8 +229,13 @@ class Completion(ABC):
             self.cancel(error)
             self._sink.end(error)
 
-    async def _open(self, relay: Relay[Part, bytes], call: Call, number: int) -> None:
-        stream = await relay.open(call, Part(self, number))
+    async def open(self, relay: Relay[Part, bytes], call: Call, number: int) -> None:
+        """Open a stream of one of its prompts.
+
+        Raises:
+            DynbusError: the request could not be sent.
+        """
+        stream = await relay.open(call, Part(self.taker, number, self))
         self._streams.append(stream)
         if self._is_over:
             stream.cancel()
@@ -201,20 +253,98 @@ class Completion(ABC):
                 stream.pause()
 
 
+Rests = Callable[[GenerateRequest, Sequence[Generated]], list[GenerateRequest]]
+"""Makes the requests that go on with what is unfinished of one, of it and of its items."""
+
+
+class _Continuations:
+    """A prompt with several continuations. When its engine is lost, each goes on with a request of
+    its own; the client moves a stream of one continuation by itself.
+
+    Attributes:
+        items: that have come, of all of them.
+        open: how many streams bring them: one at first.
+    """
+
+    __slots__ = (
+        "_background",
+        "_client",
+        "_context",
+        "_relay",
+        "_request",
+        "_rests",
+        "items",
+        "open",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        rests: Rests,
+        relay: Relay[Part, bytes],
+        client: EndpointClient,
+        background: Background,
+    ) -> None:
+        self.items: list[Generated] = []
+        self.open = 1
+        self._request = request
+        self._rests: Rests | None = rests
+        self._relay = relay
+        self._background = background
+        # Of the request: its id, deadline and metadata are those of what is left of it.
+        self._context = copy_context()
+        self._client = with_options(client, wait=RESUME_WAIT)
+
+    def go_on(self, part: Part, error: DynbusError) -> bool:
+        """Send what is left after its stream was lost; False where that cannot be.
+
+        Raises:
+            StreamLost: what has come is of another request.
+        """
+        rests, self._rests = self._rests, None
+        if rests is None or not self.items or not isinstance(error, _LOSSES):
+            return False
+        for rest in rests(self._request, self.items):
+            call = self._context.run(self._client.generate, rest).raw()
+            try:
+                self._background.start(self._open, part, call, name="a continuation that goes on")
+            except (RuntimeError, Unavailable):
+                # Everything is closed.
+                return False
+            self.open += 1
+        return True
+
+    async def _open(self, part: Part, call: Call) -> None:
+        completion, number = part.completion, part.number
+        try:
+            await completion.open(self._relay, call, number)
+        except DynbusError as error:
+            completion.end(error)
+        except Exception as error:
+            # Whatever of the user's raises here ends this completion, and not the work beside it.
+            logger.exception("a continuation could not go on")
+            completion.end(DynbusError(describe_exception(error)))
+
+
 class TokenCompletion(Completion):
     """A request whose engine takes and gives tokens.
 
     Args:
         prepared: what is asked of engines, and what their tokens come to.
+        rests: see `Rests`; None where a request ends with its engine.
     """
 
-    __slots__ = ("_requests", "_transcript")
+    __slots__ = ("_continuations", "_requests", "_rests", "_transcript")
 
-    def __init__(self, prepared: Prepared, sink: Sink, timing: RequestTiming) -> None:
+    def __init__(
+        self, prepared: Prepared, sink: Sink, timing: RequestTiming, rests: Rests | None = None
+    ) -> None:
         transcript = prepared.transcript
         super().__init__(transcript.format, sink, timing, streams=transcript.is_streamed)
         self._transcript = transcript
-        self._requests = prepared.requests
+        self._requests: list[GenerateRequest | None] = [*prepared.requests]
+        self._rests = rests
+        self._continuations: dict[int, _Continuations] = {}
 
     @property
     def usage(self) -> Usage | None:
@@ -224,20 +354,61 @@ class TokenCompletion(Completion):
     def finish_reasons(self) -> list[str]:
         return self._transcript.finish_reasons
 
-    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+    @property
+    def why_not_elsewhere(self) -> str:
+        several = any(request is not None and request.n > 1 for request in self._requests)
+        return "it has more than one output" if several else ""
+
+    def go_on_after(self, items: Mapping[int, Sequence[bytes]]) -> list[int]:
+        """Have `begin` ask for what is left after these items, which were taken already.
+
+        Args:
+            items: what an engine has made of each prompt, by its number.
+
+        Returns:
+            The prompts of which nothing is left to be made, although their outputs are open.
+
+        Raises:
+            DynbusError: what has come is of another request.
+        """
+        done: list[int] = []
+        rests = self._rests or unfinished
         for number, request in enumerate(self._requests):
+            self._requests[number] = None
+            if request is None or self._transcript.is_prompt_finished(number):
+                continue
+            came = [_decode(item) for item in items.get(number, ())]
+            left = rests(request, came) if came else [request]
+            if left:
+                [self._requests[number]] = left
+            else:
+                done.append(number)
+        return done
+
+    async def _send(
+        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
+    ) -> None:
+        for number, request in enumerate(self._requests):
+            if request is None:
+                continue
+            if request.n > 1 and self._rests is not None:
+                self._continuations[number] = _Continuations(
+                    request, self._rests, relay, client, background
+                )
             call = client.generate(request).raw()
             if len(request.token_ids) > LONG_PROMPT:
                 # It was encoded, and will be hashed: the streams of others come between.
                 await asyncio.sleep(0)
-            await self._open(relay, call, number)
+            await self.open(relay, call, number)
         self._requests = []
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:
             return
         transcript = self._transcript
+        continuations = self._continuations.get(part) if self._continuations else None
         chunks: list[bytes] = []
+        error = arrival.error
         tokens, open_outputs = transcript.tokens, transcript.open_outputs
         try:
             for data in arrival.items:
@@ -245,13 +416,23 @@ class TokenCompletion(Completion):
                 if item.finish_reason == "cancelled":
                     raise Cancelled("the engine cancelled the request")
                 transcript.take(part, item, chunks)
-            if arrival.ended and arrival.error is None:
+                if continuations is not None:
+                    continuations.items.append(item)
+            if continuations is not None and arrival.ended:
+                continuations.open -= 1
+                if error is not None and continuations.go_on(arrival.stream.key, error):
+                    error = None
+            if (
+                arrival.ended
+                and error is None
+                and (continuations is None or not continuations.open)
+            ):
                 transcript.end_prompt(part, chunks)
-        except msgspec.MsgspecError as error:
-            self._fail(chunks, InvalidResponse(f"an item of the engine does not fit: {error}"))
+        except msgspec.MsgspecError as misfit:
+            self._fail(chunks, InvalidResponse(f"an item of the engine does not fit: {misfit}"))
             return
-        except DynbusError as error:
-            self._fail(chunks, error)
+        except DynbusError as failure:
+            self._fail(chunks, failure)
             return
         if transcript.tokens != tokens:
             self.timing.tokens(transcript.tokens - tokens, now)
@@ -263,8 +444,8 @@ class TokenCompletion(Completion):
                 # Its stop strings were found; the engine knows nothing of them.
                 arrival.stream.cancel()
         self._write(chunks)
-        if arrival.error is not None:
-            self.end(arrival.error)
+        if error is not None:
+            self.end(error)
 
     def _finish(self, chunks: list[bytes]) -> None:
         end = self._transcript.end()
@@ -316,9 +497,11 @@ class TextCompletion(Completion):
     def usage(self) -> Usage | None:
         return self._usage
 
-    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+    async def _send(
+        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
+    ) -> None:
         call = client.generate(self._request, routed_as=self._routed_as).raw()
-        await self._open(relay, call, 0)
+        await self.open(relay, call, 0)
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:
@@ -337,9 +520,17 @@ class TextCompletion(Completion):
             return
         if not arrival.ended:
             return
-        if arrival.error is None:
+        ending = arrival.error
+        if ending is None:
             self._finish()
-        self.end(arrival.error)
+        elif isinstance(ending, StreamLost):
+            ending = StreamLost(
+                f"{ending.message}; the engine takes text, and only a stream of tokens can be "
+                "continued: ask again",
+                hop=ending.hop,
+                request_id=ending.request_id,
+            )
+        self.end(ending)
 
     def _finish(self) -> None:
         if self._merged is None:
@@ -383,10 +574,10 @@ def deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
     for arrival in arrivals:
         part = arrival.stream.key
         try:
-            part.completion.take(part.number, arrival, now)
+            part.taker.take(part.number, arrival, now)
         except Exception as error:
             # The other arrivals are of others, whatever an engine has sent here.
             logger.exception("what an engine sent cannot be read")
-            part.completion.end(
+            part.taker.end(
                 InvalidResponse(f"an item of the engine does not fit: {describe_exception(error)}")
             )

@@ -57,8 +57,10 @@ class Transcript:
         "_n",
         "_outputs",
         "_prompt_tokens",
+        "_restarted",
         "_rules",
         "_tells_usage",
+        "_uncounted",
         "format",
         "open_outputs",
         "tokens",
@@ -78,6 +80,10 @@ class Transcript:
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
         self._cached: int | None = None
+        # Prompts of which no engine has said what was cached. One that goes on with a prompt says
+        # it of what came as well, which is none of the client's prompt.
+        self._uncounted = set(range(len(prompts)))
+        self._restarted = False
         self._tells_usage = format.continuous_usage
         self._outputs = [
             _Output(rules, format, place * n + index, prompt, echoes[place] if echoes else "")
@@ -100,7 +106,7 @@ class Transcript:
         thought = None
         if self._rules.reading.thinks:
             thought = sum(output.thought for output in self._outputs)
-        return Usage(self._prompt_tokens, self.tokens, self._cached, thought)
+        return Usage(self._prompt_tokens, self.tokens, self._cached, thought, self._restarted)
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -118,7 +124,8 @@ class Transcript:
         Raises:
             InvalidResponse: it is for no output of the prompt, or what it has is no token.
         """
-        if item.cached_tokens is not None:
+        if item.cached_tokens is not None and prompt in self._uncounted:
+            self._uncounted.remove(prompt)
             self._cached = (self._cached or 0) + item.cached_tokens
         if not 0 <= item.index < self._n:
             raise InvalidResponse(f"the engine sent an item with index {item.index}")
@@ -128,6 +135,8 @@ class Transcript:
         count = len(item.token_ids)
         self.tokens += count
         output.tokens += count
+        if item.sampler_restarted:
+            self._restarted = True
         chunk = output.take(item, self.usage if self._tells_usage else None)
         if output.finished:
             self.open_outputs -= 1

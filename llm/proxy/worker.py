@@ -27,6 +27,7 @@ from dynbus.bus.errors import (
 from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
 from dynbus.llm.models.card import (
     MAX_NAME,
+    MIGRATION_LIMIT,
     ModelCard,
     ModelInput,
     ModelType,
@@ -104,7 +105,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         ranks: int = 1,
         block_size: int = 0,
         model: str = "",
-        migration_limit: int = 3,
+        migration_limit: int = MIGRATION_LIMIT,
     ) -> None:
         index = self.worker_index
         self._address = ServerAddress.parse(_own("url", url, index))

@@ -7,7 +7,7 @@ the item is done. A tool call has no parts. Each event is numbered.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -32,15 +32,19 @@ class ResponseFormat:
     Args:
         repeated: `repeated_fields` as JSON.
         answer_id: random; the ids of the response and of its items are made of it.
+        now: Unix seconds.
     """
 
     frame = None
     continuous_usage = False
 
-    def __init__(self, repeated: bytes, answer_id: str) -> None:
+    def __init__(
+        self, repeated: bytes, answer_id: str, *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._now = now
         self.id = f"resp_{answer_id}"
         self._answer_id = answer_id
-        self._created = int(time.time())
+        self._created = int(now())
         self._repeated = repeated
         self._output = _Events(answer_id)
 
@@ -95,7 +99,7 @@ class ResponseFormat:
             "id": self.id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": int(self._now()) if status == "completed" else None,
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error},
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -260,6 +264,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning or 0},
         "total_tokens": usage.prompt + usage.completion,
+        **({"sampler_restarted": True} if usage.sampler_restarted else {}),
     }
 
 

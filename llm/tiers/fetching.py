@@ -6,6 +6,7 @@ Whatever fails, the request goes on with what has come and is proven: the engine
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -21,19 +22,23 @@ from dynbus.kvrouter.routing import requests as routed
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.transfer.agent import TransferAgent
-from dynbus.transfer.checksums import Settled, compare, wanted
+from dynbus.transfer.checksums import compare, wanted
 from dynbus.transfer.errors import BadDescription, LeaseLost
+from dynbus.transfer.settling import Settled, Settlement
 from dynbus.transfer.transfers import Transfer
 
 from .cost import Rates, Verdict
-from .messages import LendRequest, Lent, SettleRequest
+from .lending import MAX_SECONDS
+from .messages import LendRequest, Lent
 
 logger = logging.getLogger(__name__)
 
 PATIENCE: Final = 4.0
-"""How many times longer than expected a fetch may take before it is given up."""
+"""How many times longer than expected a transfer may take before its fetch is given up."""
 LEAST_PATIENCE: Final = 0.5
 """Seconds that it may take in any case."""
+MOST_PATIENCE: Final = MAX_SECONDS / 2
+"""Seconds after which it is given up in any case: blocks are lent for twice its patience."""
 MAX_FETCHES: Final = 8
 """Fetches that run at a time; more requests than these compute."""
 
@@ -42,7 +47,7 @@ class Peer(Protocol):
     """An instance that lends blocks."""
 
     def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]: ...
-    async def settle_prefix(self, request: SettleRequest) -> Settled: ...
+    async def settle(self, settlement: Settlement) -> Settled: ...
 
 
 class Reserving(Protocol):
@@ -60,16 +65,27 @@ class Fetch(NamedTuple):
         peer: the instance that holds it.
         tokens: of the prompt that it is said to have, whole blocks.
         verdict: what was expected.
+        spare: seconds that its request has beside those of computing the same.
     """
 
     peer: str
     tokens: int
     verdict: Verdict
+    spare: float = math.inf
 
     @property
     def patience(self) -> float:
-        """Seconds until it is given up: no longer than it takes to compute the same."""
-        return max(LEAST_PATIENCE, min(self.verdict.compute_s, PATIENCE * self.verdict.move_s))
+        """Seconds until it is given up: about those that computing takes.
+
+        Its peer answers between two steps of its engine, and these are long just where requests are
+        sent elsewhere. Of one that is dead or frozen the bus tells sooner.
+        """
+        return min(MOST_PATIENCE, self.spare, max(LEAST_PATIENCE, self.verdict.compute_s))
+
+    @property
+    def transfer_patience(self) -> float:
+        """Seconds that the transfer may take, once the peer has answered."""
+        return min(self.patience, max(LEAST_PATIENCE, PATIENCE * self.verdict.move_s))
 
 
 @dataclass(slots=True)
@@ -155,14 +171,14 @@ class PrefixFetcher:
         lacking = blocks - routed.routed_blocks(metadata, routed.OVERLAP_KEY)
         if lacking <= 0:
             return None
+        now = monotonic()
         verdict = self._rates.fetches(
-            peer,
-            lacking,
-            now=monotonic(),
-            deadline=deadline,
-            running=self.statistics.running,
+            peer, lacking, now=now, deadline=deadline, running=self.statistics.running
         )
-        return Fetch(peer, blocks * size, verdict) if verdict.moves else None
+        if not verdict.moves:
+            return None
+        spare = math.inf if deadline is None else deadline - now - verdict.compute_s
+        return Fetch(peer, blocks * size, verdict, spare)
 
     async def fetch(self, request_id: str, request: GenerateRequest, fetch: Fetch) -> None:
         """Have a reserved request go on with what comes of its prefix.
@@ -248,14 +264,14 @@ class PrefixFetcher:
                 ticket.blocks[:blocks],
                 held.blocks[first : first + blocks],
                 tokens=blocks * size,
-                deadline=began + fetch.patience,
+                deadline=min(began + fetch.patience, answered + fetch.transfer_patience),
             )
             await transfer.result()
             read = monotonic()
             tokens, asked = blocks * size, None
             if self._compares:
                 asked = wanted(self._agent.memory, tokens, 0)
-            settled = await peer.settle_prefix(SettleRequest(ticket.lease_id, ticket.epoch, asked))
+            settled = await peer.settle(Settlement(ticket.lease_id, ticket.epoch, asked))
             if not settled.held:
                 raise LeaseLost(f"{fetch.peer} does not vouch for the blocks that were read")
             if self._compares:

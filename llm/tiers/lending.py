@@ -9,14 +9,13 @@ from typing import Final, Protocol, TypeAlias
 
 import anyio
 
-from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import InvalidRequest, Overloaded
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import GenerateRequest
 from dynbus.transfer.agent import TransferAgent
-from dynbus.transfer.checksums import Settled, vouch
+from dynbus.transfer.settling import Settling
 
-from .messages import LendRequest, Lent, SettleRequest
+from .messages import LendRequest, Lent
 
 MAX_LOANS: Final = 32
 """Prefixes that are lent at a time: they take blocks from the requests that run here."""
@@ -41,25 +40,31 @@ class Lender:
 
     Args:
         agent: whose memory has the blocks.
+        settling: of the leases of `agent`.
         block_size: tokens of a block.
         most_blocks: that are kept in place for peers at a time.
 
     Attributes:
+        most_blocks: as they were given.
         lent_blocks: so far.
     """
 
     def __init__(
-        self, holder: Holder, agent: TransferAgent, block_size: int, most_blocks: int
+        self,
+        holder: Holder,
+        agent: TransferAgent,
+        settling: Settling,
+        block_size: int,
+        most_blocks: int,
     ) -> None:
         self._holder = holder
         self._agent = agent
+        self._settling = settling
         self._block_size = block_size
-        self._most_blocks = most_blocks
+        self.most_blocks = most_blocks
         # Prefixes that begin alike share blocks, which count once.
         self._pinned: Counter[int] = Counter()
         self._numbers = count()
-        # By lease: set when the reader has settled, or has left.
-        self._open: dict[int, anyio.Event] = {}
         self._loans = 0
         self.lent_blocks = 0
 
@@ -108,15 +113,15 @@ class Lender:
                 hold_id,
                 GenerateRequest(
                     # No more is held than may be lent.
-                    request.token_ids[: self._most_blocks * size],
+                    request.token_ids[: self.most_blocks * size],
                     lora_name=request.lora_name,
                     cache_salt=request.cache_salt,
                 ),
             )
             try:
-                if len(self._pinned.keys() | set(held.blocks)) > self._most_blocks:
+                if len(self._pinned.keys() | set(held.blocks)) > self.most_blocks:
                     raise Overloaded(
-                        f"{self.pinned} of {self._most_blocks} blocks that may be are lent already",
+                        f"{self.pinned} of {self.most_blocks} blocks that may be are lent already",
                         retry_after=1.0,
                     )
                 self._pinned.update(held.blocks)
@@ -145,7 +150,9 @@ class Lender:
         ticket = self._agent.grant(
             held.blocks[first:last], tokens=(last - first) * size, seconds=request.seconds
         )
-        ended = self._open[ticket.lease_id] = anyio.Event()
+        # The reader has settled, or has left.
+        ended = anyio.Event()
+        self._settling.expect(ticket.lease_id, lambda held: ended.set() if held else None)
         unlink = link(lambda _: ended.set())
         self.lent_blocks += last - first
         try:
@@ -154,24 +161,4 @@ class Lender:
                 await ended.wait()
         finally:
             unlink()
-            del self._open[ticket.lease_id]
-            self._agent.leases.release(ticket.lease_id, ticket.epoch)
-
-    async def settle(self, request: SettleRequest) -> Settled:
-        """Whether a lease has held until now, which ends it.
-
-        Raises:
-            InvalidTransfer: checksums are wanted of what the lease has not.
-        """
-        settled, agent = self._open.get(request.lease_id), self._agent
-        if settled is None:
-            return Settled(held=False)
-        vouched = None
-        if request.wanted is not None:
-            vouched = await vouch(
-                agent.memory, agent.leases, request.lease_id, request.epoch, request.wanted
-            )
-        held = agent.leases.settle(request.lease_id, request.epoch, monotonic())
-        if held:
-            settled.set()
-        return Settled(held, vouched if held else None)
+            self._settling.release(ticket.lease_id)

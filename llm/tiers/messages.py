@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from dynbus.transfer.checksums import Wanted
 from dynbus.transfer.leases import Ticket
 
 
@@ -38,16 +37,3 @@ class Lent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tokens: int
     ticket: Ticket | None = None
-
-
-class SettleRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The question whether a lease has held until now, which ends it.
-
-    Attributes:
-        lease_id, epoch: as the ticket has them.
-        wanted: of which tokens the reader compares checksums; None where it does not.
-    """
-
-    lease_id: int
-    epoch: str
-    wanted: Wanted | None = None

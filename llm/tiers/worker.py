@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Final
 
 import anyio
 
@@ -18,17 +18,19 @@ from dynbus.llm.engine import ModelEngine
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.named import NamedWorker
-from dynbus.llm.weights.fingerprint import fingerprint
+from dynbus.llm.weights.fingerprint import are_same, fingerprint
 from dynbus.transfer.agent import open_agent
-from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
+from dynbus.transfer.settling import Settled, Settlement, Settling
 
 from .cost import Rates
 from .fetching import PrefixFetcher
 from .host_store import HostStore
 from .lending import MAX_SHARE, Lender
-from .messages import LendRequest, Lent, SettleRequest
+from .messages import LendRequest, Lent
 from .observing import TierWatch
+
+LENDS_NONE: Final = "this instance lends no blocks: set fetch_prefixes"
 
 
 class TieredWorker(NamedWorker, abstract=True):
@@ -53,6 +55,7 @@ class TieredWorker(NamedWorker, abstract=True):
     _fingerprint: str = ""
     _rates: Rates | None = None
     _store: HostStore | None = None
+    _settling: Settling | None = None
     _lender: Lender | None = None
     _fetcher: PrefixFetcher | None = None
     _tier_exits: AsyncExitStack | None = None
@@ -104,8 +107,13 @@ class TieredWorker(NamedWorker, abstract=True):
             open_agent(runtime.bus, self._agent_of(own.instance_id), memory)
         )
         client = runtime.client(type(self), node=own.component, namespace=own.namespace, wait=0.0)
+        settling = self._settling = Settling(memory, agent.leases)
         self._lender = Lender(
-            runner, agent, limits.block_size, max(1, int(self.lends_share * limits.blocks))
+            runner,
+            agent,
+            settling,
+            limits.block_size,
+            max(1, int(self.lends_share * limits.blocks)),
         )
         self._fetcher = PrefixFetcher(
             runner,
@@ -133,7 +141,7 @@ class TieredWorker(NamedWorker, abstract=True):
         Raises:
             InvalidRequest: it computes another one, whose blocks mean something else.
         """
-        if theirs and self._fingerprint and theirs != self._fingerprint:
+        if not are_same(self._fingerprint, theirs):
             raise InvalidRequest(
                 f"this instance computes {self.found.path.name} of fingerprint "
                 f"{self._fingerprint[:8]}, and the one that asks a model of {theirs[:8]}: give "
@@ -166,8 +174,13 @@ class TieredWorker(NamedWorker, abstract=True):
             await super().on_stop()
 
     def instance_metadata(self) -> Mapping[str, str]:
-        told = super().instance_metadata()
-        return told if self._fetcher is None else {**told, profiles.FETCHES_KEY: "true"}
+        told = dict(super().instance_metadata())
+        if self._fetcher is not None:
+            told[profiles.FETCHES_KEY] = "true"
+            told[profiles.LENDS_KEY] = str(self._lending().most_blocks)
+        if self._fingerprint:
+            told[profiles.MODEL_KEY] = self._fingerprint
+        return told
 
     # Fetching -------------------------------------------------------------------------
 
@@ -211,11 +224,13 @@ class TieredWorker(NamedWorker, abstract=True):
             await lending.aclose()
 
     @handler(concurrency=None)
-    async def settle_prefix(self, request: SettleRequest) -> Settled:
-        """Whether a lease has held until now; it ends."""
-        return await self._lending().settle(request)
+    async def settle(self, settlement: Settlement) -> Settled:
+        """Whether a lease on this instance's blocks has held until now, which ends it."""
+        if self._settling is None:
+            raise Unavailable(LENDS_NONE)
+        return await self._settling.settle(settlement)
 
     def _lending(self) -> Lender:
         if self._lender is None:
-            raise Unavailable("this instance lends no blocks: set fetch_prefixes")
+            raise Unavailable(LENDS_NONE)
         return self._lender

@@ -22,10 +22,12 @@ from dynbus.bus.context import context
 from dynbus.bus.errors import Cancelled, ConfigError, InvalidRequest, Unavailable
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.kvrouter.routing import profiles
+from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
 from dynbus.llm.disaggregated.observing import HandOverFigures, HandOverWatch
 from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
@@ -33,7 +35,7 @@ from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker
 
 from .engine import Held, VllmEngine
-from .handing_over import ComputedPrompt, HandedOver, HandOver, KvIdentity, PromptToCompute
+from .handing_over import HandedOver, HandOver, KvIdentity
 from .requests import PromptRequest
 from .starting import (
     EngineFolder,
@@ -57,9 +59,6 @@ LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks at how far the engine is in its start."""
 TOLD_EVERY: Final = 15.0
 """Seconds without news after which it is said how far that is."""
-
-LONGEST_PREFILL: Final = 120.0
-"""Seconds for which a call that waits for a prompt, or for what becomes of it, may be silent."""
 
 MIN_LEASE: Final = 6
 """vLLM renews a lease six times, in whole seconds."""
@@ -338,6 +337,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
             }
         if self._role == "prefill" and self._identity is not None:
             own[profiles.TAGS_KEY] = self._identity.tag
+        if self._role == "decode":
+            own |= self._settings.metadata()
         if engine.adapters:
             own[profiles.LORAS_KEY] = ",".join(sorted(engine.adapters))
         return {**super().instance_metadata(), **own}
@@ -389,7 +390,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         await remote.serve(name, request, reply, lambda one: serve(name, one, reply))
 
     @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
-    async def prefill(self, request: PromptToCompute, reply: Reply[ComputedPrompt]) -> None:
+    async def prefill(self, request: PrefillRequest, reply: Reply[Prefilled]) -> None:
         """Compute a prompt and its first token for a decode engine, and hold what is computed while
         the call is open: until it is handed over, and then for its lease."""
         self._check_role("prefill")
@@ -399,9 +400,10 @@ class VllmWorker(NamedWorker, namespace="llm"):
         name = self._new_name()
         computed = self._computed[request.hand_over] = _Computed(name)
 
-        def tell(first: Generated) -> ComputedPrompt:
+        def tell(first: Generated) -> Prefilled:
             reason = engine.holding[name].finish_reason
-            return ComputedPrompt(self.instance_id, replace(first, finish_reason=reason))
+            first = replace(first, finish_reason=reason)
+            return Prefilled(len(request.request.token_ids), instance=self.instance_id, first=first)
 
         unlink = running.link(lambda _: reply.fail(Cancelled("the call was stopped")))
         self.figures.held += 1

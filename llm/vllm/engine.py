@@ -18,7 +18,13 @@ from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import suggestion
 from dynbus.bus.context import context
-from dynbus.bus.errors import InvalidRequest, Overloaded, Unavailable, describe_exception
+from dynbus.bus.errors import (
+    InvalidRequest,
+    Overloaded,
+    ResumeMismatch,
+    Unavailable,
+    describe_exception,
+)
 from dynbus.kvrouter.routing import DP_RANK_KEY
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.engine.interface import (
@@ -37,9 +43,11 @@ from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
 from .connector import FREE
 from .requests import (
     FINISH_REASONS,
+    Again,
     PromptRequest,
     ReadingRequest,
     embedded,
+    from_its_beginning,
     generated,
     pooling_params,
     sampling_params,
@@ -313,6 +321,8 @@ class _Asked:
         options: what else `AsyncLLM.generate` or `AsyncLLM.encode` gets.
         has_output: whether something was made for it.
         shown: its first token, which was sent already, and comes once more; None without one.
+        again: its output that came before, where vLLM makes it from the beginning; None elsewhere.
+        restarts: whether its sampler begins anew in the middle of an output.
         reads: whether vLLM was told to read what another engine has computed.
         decided: set once something was made for it, or it has ended.
         attempts: how often vLLM was given it anew.
@@ -324,6 +334,8 @@ class _Asked:
     options: dict[str, Any]
     has_output: bool = False
     shown: int | None = None
+    again: Again | None = None
+    restarts: bool = False
     reads: bool = False
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     attempts: int = 0
@@ -430,7 +442,13 @@ class VllmStepper:
         if engine.only_embeds:
             raise ValueError("this engine makes embeddings alone: ask another one for tokens")
         check_request(request, engine.limits)
+        again: Again | None = None
+        restarts = request.generated > 0
         form = request.structured
+        if form is not None and request.generated:
+            request, again = from_its_beginning(request)
+            options["prompt"]["prompt_token_ids"] = request.token_ids
+            restarts = False
         reasoning = engine.llm.vllm_config.structured_outputs_config.reasoning_parser
         if reasoning and form is not None and not (form.thinking and form.thinking.begun):
             # It would wait for the end of what may never be thought.
@@ -443,7 +461,7 @@ class VllmStepper:
             f"{request_id}-{number}": sampling_params(request, number, report)
             for number in range(request.n)
         }
-        asked = _Asked(request, sampling, options, open=request.n)
+        asked = _Asked(request, sampling, options, again=again, restarts=restarts, open=request.n)
         if isinstance(request, ReadingRequest):
             asked.shown = request.shown
             asked.reads = request.kv_transfer_params is not None
@@ -463,6 +481,7 @@ class VllmStepper:
             shown=request.shown if isinstance(request, ReadingRequest) else None,
             decided=former.decided,
             attempts=attempts,
+            restarts=former.restarts,
         )
         self._asked[request_id] = asked
         self._begin(self._tasks, request_id)
@@ -585,6 +604,18 @@ class VllmStepper:
             self._prefilled.append(Prefill(request_id, cached or 0, 1))
         request = cast("GenerateRequest", asked.request)
         item = generated(made, request, index, cached)
+        if asked.again is not None:
+            try:
+                new = asked.again.new_of(item)
+            except ResumeMismatch as error:
+                self._refuse(request_id, asked, error)
+                self._abort(*asked.sampling)
+                return
+            if new is None:
+                return
+            item = new
+        if asked.restarts and reason is not None:
+            item = msgspec.structs.replace(item, sampler_restarted=True)
         if asked.shown is not None and item.token_ids:
             shown, asked.shown = asked.shown, None
             if item.token_ids[0] != shown:

@@ -8,36 +8,10 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.llm.generation import Generated, GenerateRequest
-
 from .starting import vllm_module, weight_files
 
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 4096
-
-
-class PromptToCompute(msgspec.Struct, frozen=True):
-    """A prompt whose KV cache another engine wants.
-
-    Attributes:
-        hand_over: its id; a new one for each attempt.
-        request: whose prompt and first token are wanted.
-    """
-
-    hand_over: str
-    request: GenerateRequest
-
-
-class ComputedPrompt(msgspec.Struct, frozen=True):
-    """A prompt is computed, and held for as long as the call is open.
-
-    Attributes:
-        instance: that holds it.
-        first: the first token; its `finish_reason` is "stop" where that ends the output.
-    """
-
-    instance: str
-    first: Generated
 
 
 class HandOver(msgspec.Struct, frozen=True):

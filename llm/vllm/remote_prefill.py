@@ -33,6 +33,7 @@ from dynbus.kvrouter import KvRouter, open_router
 from dynbus.kvrouter.routing import REQUIRED_KEY
 from dynbus.llm.disaggregated.choosing import FIELDS, PrefillChoice
 from dynbus.llm.disaggregated.hand_over import Reason
+from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
 from dynbus.llm.disaggregated.observing import HandOverFigures, TransferSpans
 from dynbus.llm.disaggregated.settings import DisaggregationSettings, follow_settings
 from dynbus.llm.engine.requests import check_request
@@ -40,7 +41,7 @@ from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
 
 from .engine import VllmEngine
-from .handing_over import ComputedPrompt, HandedOver, HandOver, KvIdentity, PromptToCompute
+from .handing_over import HandedOver, HandOver, KvIdentity
 from .requests import ReadingRequest, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ Decode: TypeAlias = Callable[[GenerateRequest], Awaitable[None]]
 class PrefillClient(Protocol):
     """The endpoints of a prefill engine."""
 
-    def prefill(self, request: PromptToCompute, /) -> AsyncGenerator[ComputedPrompt, None]: ...
+    def prefill(self, request: PrefillRequest, /) -> AsyncGenerator[Prefilled, None]: ...
     async def hand_over(self, request: HandOver, /) -> HandedOver: ...
     async def give_back(self, request: HandOver, /) -> None: ...
     async def kv_identity(self) -> KvIdentity: ...
@@ -90,7 +91,7 @@ async def remote_prefill(
         open_router(runtime, str(prefill), fields=FIELDS) as router,
         follow_settings(runtime.bus, component, settings) as live,
     ):
-        choice = PrefillChoice(router, lambda: runtime.known_ids(prefill), runner, live)
+        choice = PrefillChoice(router, lambda: runtime.known_instances(prefill), runner, live)
         yield RemotePrefill(
             runtime, own, prefill, client, router, engine, choice, identity, figures
         )
@@ -140,6 +141,9 @@ class RemotePrefill:
             return "several_continuations"
         if request.lora_name is not None:
             return "adapter"
+        if request.structured is not None and request.generated:
+            # It is made from its beginning.
+            return "structured"
         try:
             check_request(request, self._engine.limits)
             sampling_params(request, 0, None)
@@ -178,9 +182,8 @@ class RemotePrefill:
                 attempt.end("bad_answer")
                 await decode(request)
                 return
-            prompt, stream = came
+            instance, first, stream = came
             async with aclosing(stream):
-                first = prompt.first
                 shown = None if request.structured is not None else first.token_ids[0]
                 reason = self._ended_by(request, first)
                 if reason is not None or shown is not None:
@@ -189,7 +192,7 @@ class RemotePrefill:
                     attempt.end("")
                     reply.end()
                     return
-                reading = await self._take_over(hand_over, prompt.instance, request, shown)
+                reading = await self._take_over(hand_over, instance, request, shown)
                 if reading.kv_transfer_params is None:
                     attempt.end("lease_lost")
                     await decode(reading)
@@ -202,7 +205,7 @@ class RemotePrefill:
                         tasks.cancel_scope.cancel()
                 finally:
                     if not attempt.has_arrived:
-                        self._later(self._abandon, name, hand_over, prompt.instance)
+                        self._later(self._abandon, name, hand_over, instance)
         finally:
             unlink()
             attempt.end("")
@@ -217,11 +220,11 @@ class RemotePrefill:
 
     async def _compute(
         self, hand_over: str, request: GenerateRequest, attempt: _Attempt
-    ) -> tuple[ComputedPrompt, AsyncGenerator[ComputedPrompt, None]] | None:
+    ) -> tuple[str, Generated, AsyncGenerator[Prefilled, None]] | None:
         """Have a prompt computed elsewhere; None where it has to be computed here."""
         wanted = msgspec.structs.replace(request, max_tokens=1, stream=True)
         with call_options(metadata={REQUIRED_KEY: self._identity.tag}, retries=1):
-            stream = self._routed.prefill(PromptToCompute(hand_over, wanted))
+            stream = self._routed.prefill(PrefillRequest(hand_over, wanted))
         prompt = None
         try:
             with anyio.move_on_after(PREFILL_TIMEOUT):
@@ -243,11 +246,11 @@ class RemotePrefill:
                     await stream.aclose()
         if prompt is None:
             return None
-        if len(prompt.first.token_ids) != 1:
+        if prompt.first is None or len(prompt.first.token_ids) != 1:
             attempt.end("bad_answer")
             await stream.aclose()
             return None
-        return prompt, stream
+        return prompt.instance, prompt.first, stream
 
     async def _say_what_differs(self, error: NoInstances) -> None:
         """Say once of each prefill engine why it cannot be asked."""
@@ -321,7 +324,7 @@ class RemotePrefill:
         self,
         name: str,
         request: ReadingRequest,
-        stream: AsyncGenerator[ComputedPrompt, None],
+        stream: AsyncGenerator[Prefilled, None],
         attempt: _Attempt,
     ) -> None:
         """Have a prompt computed here when what was handed over does not come."""
@@ -343,7 +346,7 @@ class RemotePrefill:
         self,
         name: str,
         request: ReadingRequest,
-        stream: AsyncGenerator[ComputedPrompt, None],
+        stream: AsyncGenerator[Prefilled, None],
         attempt: _Attempt,
     ) -> None:
         reason: Reason = "too_slow"

@@ -11,6 +11,11 @@ import xxhash
 _CHUNK: Final = 1 << 22
 
 
+def are_same(mine: str, theirs: str) -> bool:
+    """Whether two fingerprints may be of one model; of whom there is none, it is believed."""
+    return not mine or not theirs or mine == theirs
+
+
 def fingerprint(model: Path) -> str:
     """A hash of a model's configuration and weights; empty where there are neither.
 

@@ -27,6 +27,8 @@ DISTRIBUTION: Final = "dynbus"
 OWN: Final[Mapping[str, str]] = {
     "bench": "Measure your own server.",
     "call": "Call an endpoint.",
+    "cancel": "End requests by their ids.",
+    "chaos": "Break it on purpose, and check.",
     "chat": "Talk to a model.",
     "disagg": "Tune disaggregated serving.",
     "dlq": "Look after jobs that failed for good.",

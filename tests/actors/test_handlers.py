@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dynbus import ConfigError, Context, InvalidRequest, handler
+from dynbus import Actor, ConfigError, Context, InvalidRequest, handler
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.handlers import SPEC, HandlerSpec
 
 
@@ -255,6 +256,181 @@ def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], text:
         spec_of(Right.unary, **options)
 
     assert str(caught.value) == f"Right.unary: {text}"
+
+
+# How streams go on --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"resume": "replay"}, 3),
+        ({"resume": "replay", "migration_limit": 0}, 0),
+        ({"resume": "replay", "migration_limit": 50}, 50),
+        ({"migration_limit": 1}, 1),
+        ({}, 0),
+    ],
+)
+def test_a_stream_that_goes_on_moves_three_times_unless_told(
+    options: dict[str, Any], limit: int
+) -> None:
+    assert spec_of(Right.stream, **options).migration_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "text"),
+    [
+        (
+            Right.unary,
+            {"resume": "replay"},
+            "Right.unary answers once: only a stream is resumed, leave resume= out",
+        ),
+        (
+            Right.stream,
+            {"resume": ""},
+            "Right.stream: resume='' must be \"replay\", or the name of a method that takes the "
+            "request and the accepted items",
+        ),
+        (
+            Right.stream,
+            {"resume": Right.unary},
+            f'Right.stream: resume={brief_repr(Right.unary)} must be "replay", or the name of a '
+            "method that takes the request and the accepted items",
+        ),
+        *(
+            (
+                Right.stream,
+                {"migration_limit": limit},
+                f"Right.stream: migration_limit={limit!r} must be 0 or more, or None for 3 with "
+                "resume= and 0 without",
+            )
+            for limit in (-1, True, 1.5, "many")
+        ),
+    ],
+)
+def test_a_wrong_way_to_go_on_is_refused_with_the_remedy(
+    method: Any, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec_of(method, **options)
+
+    assert str(caught.value) == text
+
+
+def test_a_function_without_a_class_names_no_method_to_go_on_with() -> None:
+    async def stream(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+        yield prompt
+
+    with pytest.raises(ConfigError, match="names a method, and the handler has no class: write"):
+        handler(resume="go_on")(stream)
+
+
+def resumed(body: dict[str, Any], *, takes_request: bool = True, **options: Any) -> None:
+    """Declare an actor whose stream goes on by `go_on`."""
+
+    async def stream(self: Actor, prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+        yield prompt
+
+    async def ticks(self: Actor) -> AsyncGenerator[int, None]:
+        yield 1
+
+    method = stream if takes_request else ticks
+    method.__qualname__ = "Going.stream"
+    made: Any = type(Actor)
+    made("Going", (Actor,), {"stream": handler(resume="go_on")(method), **body}, **options)
+
+
+def go_on(request: Prompt, items: list[Prompt]) -> Prompt:
+    return request
+
+
+async def go_on_later(request: Prompt, items: list[Prompt]) -> Prompt:
+    return request
+
+
+def go_on_from_class(cls: type[Any], request: Prompt, items: list[Prompt]) -> Prompt:
+    return request
+
+
+def go_on_by_instance(self: Any, request: Prompt, items: list[Prompt]) -> Prompt:
+    return request
+
+
+def go_on_seeded(request: Prompt, items: list[Prompt], seed: int = 0) -> Prompt:
+    return request
+
+
+def go_on_with_all(*given: Any) -> Any:
+    return given[0]
+
+
+def go_on_blindly(request: Prompt) -> Prompt:
+    return request
+
+
+METHODS: list[Any] = [
+    staticmethod(go_on),
+    classmethod(go_on_from_class),
+    go_on,
+    go_on_seeded,
+    go_on_with_all,
+]
+WRONG_BY_INSTANCE: dict[str, Any] = {"go_on": go_on_by_instance}
+WRONG_BLINDLY: dict[str, Any] = {"go_on": go_on_blindly}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stream_goes_on_by_what_is_called_with_a_request_and_items(method: Any) -> None:
+    resumed({"go_on": method})
+
+
+@pytest.mark.parametrize(
+    ("body", "takes_request", "text"),
+    [
+        (
+            {},
+            True,
+            "Going.stream: resume=\"go_on\": Going has no method 'go_on'; write one, or "
+            'resume="replay"',
+        ),
+        ({"go_on": 3}, True, 'Going.stream: resume="go_on" is no method: 3'),
+        (
+            WRONG_BY_INSTANCE,
+            True,
+            'Going.stream: resume="go_on" takes (self, request, items); it must take the request '
+            "and the accepted items; it runs at the caller, where there is no instance: make it a "
+            "@staticmethod",
+        ),
+        (
+            WRONG_BLINDLY,
+            True,
+            'Going.stream: resume="go_on" takes (request); it must take the request and the '
+            "accepted items",
+        ),
+        (
+            {"go_on": staticmethod(go_on_later)},
+            True,
+            'Going.stream: resume="go_on" is asynchronous: write `def`, it only makes a request',
+        ),
+        (
+            {"go_on": go_on},
+            False,
+            'Going.stream: resume="go_on": the handler takes no request, so that none can be made '
+            'to go on with: write resume="replay"',
+        ),
+    ],
+)
+def test_a_method_that_nobody_can_go_on_with_is_refused_where_its_class_is_made(
+    body: dict[str, Any], takes_request: bool, text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resumed(body, takes_request=takes_request)
+
+    assert str(caught.value) == text
+
+
+def test_an_abstract_class_may_leave_the_method_to_those_derived_from_it() -> None:
+    resumed({}, abstract=True)
 
 
 def test_an_endpoint_name_is_one_token() -> None:

@@ -151,7 +151,7 @@ def test_after_the_grace_period_what_still_runs_is_ended(caplog: pytest.LogCaptu
 
 
 def test_one_whose_drain_breaks_is_withdrawn_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(grace: float) -> None:
+    async def broken(*_: object) -> None:
         raise OSError("the drain broke")
 
     async def story(kit: TestKit) -> tuple[InstanceState, list[str]]:

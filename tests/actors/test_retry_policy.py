@@ -21,6 +21,7 @@ from dynbus import (
     Overloaded,
     PayloadTooLarge,
     PermissionDenied,
+    StreamLost,
     Unavailable,
     UnknownOutcome,
 )
@@ -32,6 +33,7 @@ from dynbus.actors.calling.retry_policy import (
     Decision,
     FailedAttempt,
     GiveUp,
+    Move,
     PauseThenRetry,
     RetryNow,
     RetryPolicy,
@@ -40,9 +42,18 @@ from dynbus.bus.errors import ERRORS
 
 
 def policy(
-    *, idempotent: bool = False, retries: int | None = None, migration_limit: int = 0
+    *,
+    idempotent: bool = False,
+    retries: int | None = None,
+    migration_limit: int = 0,
+    continues: bool = False,
 ) -> RetryPolicy:
-    return RetryPolicy(idempotent=idempotent, retries=retries, migration_limit=migration_limit)
+    return RetryPolicy(
+        idempotent=idempotent,
+        retries=retries,
+        migration_limit=migration_limit,
+        continues=continues,
+    )
 
 
 def failed(error: DynbusError, **changes: Any) -> FailedAttempt:
@@ -167,7 +178,45 @@ def test_a_call_moves_as_often_as_it_may(error: DynbusError) -> None:
 
     decisions = [rule.decide(failed(error, others=True)) for _ in range(3)]
 
-    assert decisions == [RetryNow(), RetryNow(), GiveUp()]
+    assert decisions == [Move(), Move(), GiveUp()]
+
+
+@pytest.mark.parametrize("error", [StreamLost("gone"), Migrate("not here")], ids=repr)
+@pytest.mark.parametrize("others", [False, True])
+def test_a_stream_that_goes_on_moves_as_often_as_it_may(error: DynbusError, others: bool) -> None:
+    rule = policy(migration_limit=2, continues=True)
+
+    decisions = [rule.decide(failed(error, number=9, others=others)) for _ in range(3)]
+
+    assert decisions == [
+        Move(),
+        Move(),
+        GiveUp("it moved 2 times, which is its migration_limit"),
+    ]
+
+
+def test_a_stream_at_an_instance_that_its_caller_named_does_not_move() -> None:
+    rule = policy(migration_limit=2, continues=True)
+
+    assert rule.decide(failed(StreamLost("gone"), routed=False)) == GiveUp(
+        "the caller named the instance"
+    )
+
+
+def test_a_stream_that_does_not_go_on_moves_for_no_loss() -> None:
+    assert policy(migration_limit=2).decide(failed(StreamLost("gone"), others=True)) == GiveUp()
+
+
+def test_a_stream_that_moved_waits_for_a_place_where_all_refuse_it() -> None:
+    rule = policy(migration_limit=2, continues=True)
+    refused = failed(REFUSED, waits=True)
+
+    before = rule.decide(refused)
+    rule.decide(failed(StreamLost("gone")))
+    after = [rule.decide(refused._replace(waits=waits)) for waits in (True, False)]
+
+    assert before == GiveUp()
+    assert after == [PauseThenRetry(FIRST_BACKOFF), GiveUp()]
 
 
 @pytest.mark.parametrize(
@@ -220,9 +269,32 @@ def test_every_call_comes_to_an_end_and_every_pause_is_bounded(
         rule.decide(one._replace(number=number)) for number, one in enumerate(failures, 1)
     ]
 
-    assert decisions[-1] in (GiveUp(), RetryNow(counted=False))
+    assert isinstance(decisions[-1], GiveUp) or decisions[-1] == RetryNow(counted=False)
     pauses = [one for one in decisions if isinstance(one, PauseThenRetry)]
     assert all(0 < one.backoff <= MAX_BACKOFF for one in pauses)
+
+
+@given(st.lists(attempts(), min_size=30, max_size=30), st.integers(0, 5))
+def test_a_stream_moves_no_more_often_than_it_may_and_is_asked_for_a_bounded_number_of_times(
+    failures: list[FailedAttempt], migration_limit: int
+) -> None:
+    rule = policy(migration_limit=migration_limit, continues=True)
+
+    decisions: list[Decision] = []
+    number = 0
+    for one in failures:
+        number += 1
+        decisions.append(rule.decide(one._replace(number=number)))
+        if decisions[-1] == RetryNow(counted=False):
+            number -= 1
+        if isinstance(decisions[-1], GiveUp):
+            break
+
+    moves = [one.error for one, made in zip(failures, decisions, strict=False) if made == Move()]
+    drains = sum(isinstance(error, Draining) for error in moves)
+    assert len(moves) - drains <= migration_limit
+    counted = [one for one in decisions if one != RetryNow(counted=False)]
+    assert len(counted) <= MAX_ATTEMPTS + len(moves)
 
 
 @given(attempts(), st.integers(0, 100), st.integers(0, 100))

@@ -26,6 +26,7 @@ def test_no_reason_is_added_or_renamed_without_a_word_to_dashboards() -> None:
         "refused",
         "stale",
         "unexpected",
+        "unknown_request",
         "unsafe_reply",
         "unsubscribed",
     }

@@ -20,7 +20,13 @@ from dynbus.bus.errors import (
     PayloadTooLarge,
     UnknownOutcome,
 )
-from dynbus.bus.protocol.names import EndpointName, dead_letter_stream, work_stream, work_subject
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    cancel_subject,
+    dead_letter_stream,
+    work_stream,
+    work_subject,
+)
 from dynbus.bus.work_queue import (
     DeadLetters,
     Job,
@@ -266,6 +272,29 @@ async def test_a_job_that_is_refused_is_a_dead_letter_and_can_be_tried_again(
         await letters.get(one.letter_id)
 
 
+async def test_a_letter_of_a_job_that_was_too_large_to_keep_is_not_tried_again_empty(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    js = here.data.jetstream
+    await queue.depth()
+    size = js.max_payload - 100
+    await js.publish(work_subject(name), bytes(size))
+    async with queue.take() as taker:
+        await (await next_job(taker)).bury("no paper")
+    letters = DeadLetters(js, name.namespace)
+
+    [letter] = await letters.find()
+
+    assert (letter.data, letter.lost_bytes) == (b"", size)
+    assert letter.error == f"(its {size} bytes were too many to keep) no paper"
+    with pytest.raises(PayloadTooLarge, match="put the job again from where it came"):
+        await letters.retry(letter)
+    assert [one.letter_id for one in await letters.find()] == [letter.letter_id]
+    assert (await queue.depth(max_age=0.0)).jobs == 0
+    await letters.purge(letter)
+    assert await letters.find() == []
+
+
 async def test_a_job_that_dies_again_before_its_letter_is_dropped_has_a_letter_still(
     queue: WorkQueue, here: Presence, name: EndpointName
 ) -> None:
@@ -282,6 +311,30 @@ async def test_a_job_that_dies_again_before_its_letter_is_dropped_has_a_letter_s
 
     [second] = await letters.find()
     assert second.error == "it is not there either"
+
+
+async def test_a_job_that_an_operator_cancelled_is_never_begun(
+    bus: Bus, here: Presence, queue: WorkQueue
+) -> None:
+    operator = await bus.connect()
+    for job_id in ("first", "by-its-id", "by-its-request", "last"):
+        request = "r1" if job_id == "by-its-request" else "another"
+        await queue.put(b"", job_id=job_id, headers={"Dynbus-Request-Id": request})
+
+    async with queue.take() as taker:
+        async with await next_job(taker) as first:
+            # Who takes none yet hears nothing: what is remembered is remembered by takers.
+            await here.lane.run(here.lane.connection.barrier())
+            for said in (b"by-its-id", b'{"request_id": "r1"}'):
+                operator.publish(cancel_subject(queue.name.namespace), said)
+            heard = here.cancels.hear(queue.name.namespace)
+            await eventually(lambda: len(heard) == 2, 30.0)
+        async with await next_job(taker) as last:
+            pass
+
+    assert (first.job_id, last.job_id) == ("first", "last")
+    assert queue.ended == {JobEnd.DONE: 2, JobEnd.CANCELLED: 2}
+    assert await jobs_left(queue) == 0
 
 
 async def test_a_job_past_its_deadline_is_dropped_and_not_begun(queue: WorkQueue) -> None:

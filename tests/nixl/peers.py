@@ -56,6 +56,7 @@ class PeerOptions(NamedTuple):
     ucx: Mapping[str, str] = {}
     namespace: str = ""
     seed: int = 0
+    quiet_seconds: float = QUIET_SECONDS
 
 
 class PeerError(Exception):
@@ -170,7 +171,7 @@ async def _serve(connection: Connection, options: PeerOptions) -> None:
     served.fill(options.seed)
     bus = await Bus.connect(BusConfig(servers=(options.server,)), name=options.name)
     try:
-        config = TransferConfig(quiet_seconds=QUIET_SECONDS, ucx=options.ucx)
+        config = TransferConfig(quiet_seconds=options.quiet_seconds, ucx=options.ucx)
         async with open_agent(bus, options.name, memory, config) as agent:
             served.agent = agent
             connection.send(("", "ready"))

@@ -20,9 +20,11 @@ from tests.llm.disaggregated.test_worker import greedy, seeded
 from dynbus import Runtime, with_options
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.llm.disaggregated.messages import Role, RoleChange
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.page.state import InstanceSurvey
 
 ACTORS = """
 from dynbus.llm.disaggregated.receiving import Limits
@@ -41,8 +43,10 @@ def running(
     model: dict[str, Any],
     workers: int,
     roles: Collection[str] = ("prefill", "decode"),
+    namespace: str = "",
 ) -> Generator[None]:
-    """A run of so many instances of each role."""
+    """A run of so many instances of each role, in a network namespace where one is named."""
+    folder.mkdir(exist_ok=True)
     (folder / "engines.py").write_text(ACTORS)
     nodes = {
         "prefill": {"class": "Engine", "workers": workers, **model},
@@ -56,6 +60,8 @@ def running(
     nodes = {role: nodes[role] for role in roles}
     (folder / "run.yaml").write_bytes(msgspec.json.encode(nodes))
     command = [sys.executable, "-m", "dynbus", "run", "engines.py", "-f", "run.yaml"]
+    if namespace:
+        command = ["ip", "netns", "exec", namespace, *command]
     with (folder / "run.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--nats", url], stdout=log, stderr=log, cwd=folder, env=dict(os.environ)
@@ -76,6 +82,14 @@ def found(runtime: Runtime, node: str) -> list[tuple[str, int]]:
     return [(one.id, int(one.record.address.rpartition(":")[2])) for one in there]
 
 
+async def figures_of(runtime: Runtime, node: str) -> dict[str, float]:
+    """What the only instance of a role says of its hand-overs; nothing where it does not answer."""
+    [(instance, _)] = found(runtime, node)
+    name = InstanceName("killed", node, instance)
+    row = (await InstanceSurvey(runtime.bus).of([name])).get(name)
+    return dict(row.counts.figures) if row is not None and row.counts is not None else {}
+
+
 async def until_found(runtime: Runtime, workers: int) -> None:
     watch = Stopwatch()
     while any(len(found(runtime, node)) < workers for node in ("prefill", "decode")):
@@ -84,20 +98,8 @@ async def until_found(runtime: Runtime, workers: int) -> None:
 
 
 async def tokens_of(client: Any, request: GenerateRequest) -> list[int]:
-    """All tokens of a request, which is gone on with when its instance dies."""
-    tokens: list[int] = []
-    wanted = request.max_tokens
-    assert wanted is not None
-    watch = Stopwatch()
-    while len(tokens) < wanted:
-        rest = request.continued(tokens) if tokens else request
-        try:
-            async for item in client.generate(rest):
-                tokens += item.token_ids
-        except DynbusError:
-            watch.check(2 * PATIENCE, "a request is served")
-            await anyio.sleep(0.05)
-    return tokens
+    """All tokens of a request, whose stream goes on elsewhere when its instance dies."""
+    return [token async for item in client.generate(request) for token in item.token_ids]
 
 
 class Engine(DisaggregatedWorker, namespace="killed"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import tracemalloc
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -22,12 +23,13 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Cancelled, ConfigError, DeadlineExceeded, DynbusError, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.names import transfer_agent_subject
-from dynbus.transfer import exchange
+from dynbus.bus.protocol.names import transfer_agent_subject, transfer_subject
+from dynbus.bus.transport import Message
+from dynbus.transfer import exchange, messages
 from dynbus.transfer.agent import TransferAgent, open_agent
 from dynbus.transfer.binding import Operation
 from dynbus.transfer.config import TransferConfig
-from dynbus.transfer.descriptors import decode, encode
+from dynbus.transfer.descriptors import AgentDescription, decode, encode
 from dynbus.transfer.errors import (
     BadDescription,
     InvalidTransfer,
@@ -37,20 +39,23 @@ from dynbus.transfer.errors import (
 )
 from dynbus.transfer.layout import BlockLayout, KvMemory, Region
 from dynbus.transfer.leases import Ticket
+from dynbus.transfer.links import Moved
 from dynbus.transfer.transfers import Transfer
 
 pytestmark = pytest.mark.anyio
 
 TCP = TransferConfig(ucx={"TLS": "tcp"}, quiet_seconds=1.0)
 DIRECT_TCP = TransferConfig(ucx={"TLS": "tcp"}, reads="direct")
+OTHERS = 1 << 40
+"""From here on no transfer of the process has its number."""
 CONFIGS = pytest.mark.parametrize(
     "config", [TransferConfig(), TCP, DIRECT_TCP], ids=["default", "tcp", "direct tcp"]
 )
 
 
 @asynccontextmanager
-async def on_bus() -> AsyncGenerator[Bus]:
-    server = MemoryBus()
+async def on_bus(server: MemoryBus | None = None) -> AsyncGenerator[Bus]:
+    server = server or MemoryBus()
     bus = await Bus.over(BusConfig(), await server.connect(), await server.connect())
     try:
         yield bus
@@ -60,11 +65,14 @@ async def on_bus() -> AsyncGenerator[Bus]:
 
 @asynccontextmanager
 async def pair(
-    ours: KvMemory, theirs: KvMemory, config: TransferConfig | None = None
+    ours: KvMemory,
+    theirs: KvMemory,
+    config: TransferConfig | None = None,
+    server: MemoryBus | None = None,
 ) -> AsyncGenerator[tuple[TransferAgent, TransferAgent]]:
     """An agent, and its peer."""
     async with (
-        on_bus() as bus,
+        on_bus(server) as bus,
         open_agent(bus, "ns.Decode.1", ours, config) as decode,
         open_agent(bus, "ns.Prefill.1", theirs, config) as prefill,
     ):
@@ -347,6 +355,97 @@ async def test_a_peer_that_lies_about_its_memory_fails_its_own_transfers_alone(
             await transfer.quiet()
         await begin(ours, "read", lend(theirs, [1]), [3]).result()
         assert at_rest(ours)
+
+
+def saying(*kinds: type[messages.Told]) -> Callable[[Message], bool]:
+    return lambda message: isinstance(messages.decode(message.data), kinds)
+
+
+@pytest.mark.parametrize("lost", [messages.Push, messages.Pushed, messages.Unknown])
+async def test_a_message_about_a_push_that_is_lost_costs_a_look_and_not_the_transfer(
+    lost: type[messages.Told],
+) -> None:
+    server, layout = MemoryBus(), small_layout(blocks=64)
+    ours, theirs = filled(layout, 1), filled(layout, 2)
+
+    async with pair(ours, theirs, TCP, server) as (decode, prefill):
+        with server.drop("*.*.*._transfer.*", 1, when=saying(lost)) as first:
+            if lost is messages.Unknown:
+                server.drop("*.*.*._transfer.*", 1, when=saying(messages.Push))
+            began = monotonic()
+            reading = begin(decode, "read", lend(prefill, [9, 3, 4]), [5, 6, 1])
+            await reading.result()
+            assert first.hits == 1
+        assert monotonic() - began < PATIENCE / 2
+        again = begin(decode, "read", lend(prefill, [7]), [2])
+        await again.result()
+        assert prefill.statistics.transfers["write", "done"] == 2
+        assert at_rest(decode)
+
+    everything = range(3 * layout.block_size)
+    assert tokens_of(ours, [5, 6, 1], everything) == tokens_of(theirs, [9, 3, 4], everything)
+
+
+async def test_a_push_that_comes_twice_writes_once() -> None:
+    server, layout = MemoryBus(), small_layout(blocks=64)
+    ours, theirs = filled(layout, 1), filled(layout, 2)
+    async with pair(ours, theirs, TCP, server) as (decode, prefill):
+        heard: list[bytes] = []
+        keep = saying(messages.Push)
+        subscription = decode.bus.data.subscribe(
+            "*.*.*._transfer.*", lambda one: heard.append(one.data) if keep(one) else None
+        )
+        ticket = lend(prefill, [9])
+        await begin(decode, "read", ticket, [5]).result()
+        await eventually(lambda: len(heard) == 1)
+        before = tokens_of(ours, [5], range(4))
+        arrays_of(theirs)[0][:] = 7
+
+        decode.bus.data.publish(transfer_subject(prefill.name, prefill.epoch), heard[0])
+        await eventually(lambda: len(heard) == 2)
+        await begin(decode, "read", lend(prefill, [8]), [6]).result()
+
+        assert prefill.statistics.transfers["write", "done"] == 2
+        assert tokens_of(ours, [5], range(4)) == before
+        subscription.unsubscribe()
+
+
+@pytest.mark.parametrize("seconds", [1e300, math.inf, math.nan, -1.0])
+async def test_a_push_lasts_no_longer_than_the_lease_of_its_blocks(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, layout = MemoryBus(), small_layout(blocks=64)
+    async with pair(filled(layout, 1), filled(layout, 2), TCP, server) as (decode, prefill):
+        decode_told: list[messages.Pushed] = []
+        written: list[float] = []
+        pushes = prefill._pushes  # pyright: ignore[reportPrivateUsage]
+        write = pushes._write  # pyright: ignore[reportPrivateUsage]
+
+        def note(landing: AgentDescription, moved: Moved, seconds: float) -> Transfer:
+            written.append(seconds)
+            return write(landing, moved, seconds)
+
+        monkeypatch.setattr(pushes, "_write", note)
+
+        def hear(message: Message) -> None:
+            told = messages.decode(message.data)
+            if isinstance(told, messages.Push) and 0 < told.seconds < PATIENCE * 2:
+                changed = msgspec.structs.replace(
+                    told, number=told.number + OTHERS, seconds=seconds
+                )
+                to = transfer_subject(prefill.name, prefill.epoch)
+                decode.bus.data.publish(to, messages.encode(changed))
+            elif isinstance(told, messages.Pushed) and told.number >= OTHERS:
+                decode_told.append(told)
+
+        subscription = decode.bus.data.subscribe("*.*.*._transfer.*", hear)
+        await begin(decode, "read", lend(prefill, [9]), [5]).result()
+        await eventually(lambda: bool(decode_told))
+
+        usable = seconds > 0
+        assert decode_told[0].code == ("" if usable else "InvalidTransfer")
+        assert not usable or all(0 < one <= PATIENCE for one in written)
+        subscription.unsubscribe()
 
 
 async def test_reads_are_not_pushed_where_a_frozen_peer_would_write_when_it_wakes() -> None:

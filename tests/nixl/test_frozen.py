@@ -20,23 +20,24 @@ import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
 from tests.llm.disaggregated.test_worker import REMOTE, greedy
 from tests.llm.disaggregated.test_worker import tokens_of as all_tokens_of
-from tests.llm.small.test_actor import served_folder
+from tests.llm.disaggregated.tiny_engine import tiny_engine
 from tests.nixl.serving import found, left_in, running, tokens_of
+from tests.scenarios.observation import Prefer
 
 from dynbus import Runtime, with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.clock import monotonic
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest, Settlement
+from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
 from dynbus.llm.disaggregated.receiving import Limits, Mover, Moving, Peers
 from dynbus.llm.disaggregated.worker import BlockAgent, DisaggregatedWorker
 from dynbus.llm.worker import ModelWorker
-from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import LeaseTable, Ticket
+from dynbus.transfer.settling import Settled, Settlement
 
-TIME = 4.0
-"""Seconds that a request may take; half of it is for its hand-over."""
+TIME = 10.0
+"""Seconds that a request may take; half of it is for its hand-over, the rest for what follows."""
 LEASE = 1.0
 
 
@@ -89,7 +90,9 @@ class WatchedPeers:
         items = self._peers.prefill(request, instance)
         try:
             async for item in items:
-                self._phases.reached("computing")
+                self._phases.reached("taken in")
+                if item.ticket is not None:
+                    self._phases.reached("computing")
                 if item.first is not None:
                     self._phases.reached("first token")
                 yield item
@@ -125,14 +128,7 @@ class Whole(ModelWorker, namespace="killed"):
 
 @pytest.fixture
 def model(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "model": str(served_folder(tmp_path / "tiny")),
-        "backend": "numpy",
-        "block_size": 16,
-        "blocks": 256,
-        "deterministic": True,
-        "max_num_batched_tokens": 128,
-    }
+    return tiny_engine(tmp_path, blocks=256)
 
 
 def freeze(pid: int) -> None:
@@ -175,7 +171,7 @@ async def at_rest(runtime: Runtime, here: Engine) -> None:
         return not (figures.open or figures.quarantined or figures.held or len(agent.leases))
 
     await eventually(is_at_rest, what="nothing is left here")
-    assert await left_in(runtime) == 0
+    assert await left_in(runtime, PATIENCE) == 0
 
 
 @pytest.mark.parametrize(
@@ -203,7 +199,7 @@ def test_a_request_is_right_and_in_time_in_whatever_phase_its_prefill_instance_f
         ):
             pid = await other_side(caller, "prefill")
             whole = await one.start(Whole, **model, model_name="whole")
-            wanted = [await all_tokens_of(caller.client(Whole, wait=10.0), r) for r in requests]
+            wanted = [await all_tokens_of(caller.client(Whole, wait=PATIENCE), r) for r in requests]
             await whole.stop()
             decode = await one.start(Engine, node="decode", disaggregation=REMOTE, **model)
             here = engine_of(decode)
@@ -218,7 +214,7 @@ def test_a_request_is_right_and_in_time_in_whatever_phase_its_prefill_instance_f
                 ended(reason)
 
             here.figures.ended = hand_over_ended  # type: ignore[method-assign]
-            client = caller.client(Engine, node="decode", wait=10.0)
+            client = caller.client(Engine, node="decode", wait=PATIENCE)
             others = itertools.count(90)
 
             async def is_handed_over() -> bool:
@@ -277,11 +273,14 @@ def test_a_request_is_right_in_whatever_phase_its_decode_instance_freezes_and_le
         ):
             pid = await other_side(caller, "decode")
             whole = await one.start(Whole, **model, model_name="whole")
-            wanted = [await all_tokens_of(caller.client(Whole, wait=10.0), r) for r in requests]
+            wanted = [await all_tokens_of(caller.client(Whole, wait=PATIENCE), r) for r in requests]
             await whole.stop()
+            [(frozen_one, _)] = found(caller, "decode")
             prefill = await one.start(Engine, node="prefill", **model)
             here = engine_of(prefill)
-            client = caller.client(Engine, node="decode", wait=10.0)
+            # Where a request goes on when it is noticed that the other one is frozen.
+            await one.start(Engine, node="decode", disaggregation=REMOTE, **model)
+            client = caller.client(Engine, node="decode", wait=PATIENCE, routing=Prefer(frozen_one))
 
             async def is_handed_over() -> bool:
                 """It knows of the prefill instance."""

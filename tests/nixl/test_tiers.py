@@ -23,11 +23,10 @@ from dynbus.llm.tiers import fetching
 from dynbus.llm.tiers.cost import Estimate
 from dynbus.llm.tiers.fetching import PrefixFetcher
 from dynbus.llm.tiers.lending import Lender
-from dynbus.llm.tiers.messages import SettleRequest
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit
-from dynbus.transfer.checksums import Settled
 from dynbus.transfer.layout import KvMemory
+from dynbus.transfer.settling import Settled, Settlement, Settling
 
 SIZE = 4
 PROMPT = [1 + at % 50 for at in range(12 * SIZE + 1)]
@@ -50,6 +49,11 @@ class Worker(ModelWorker, namespace="llm"):
     def fetcher(self) -> PrefixFetcher:
         assert self._fetcher is not None
         return self._fetcher
+
+    @property
+    def settling(self) -> Settling:
+        assert self._settling is not None
+        return self._settling
 
     @property
     def lender(self) -> Lender:
@@ -175,13 +179,13 @@ def test_blocks_with_other_checksums_than_the_peer_has_are_computed(
                     self._peer = peer(instance)
                     self.lend_prefix = self._peer.lend_prefix
 
-                async def settle_prefix(self, request: SettleRequest) -> Settled:
-                    assert request.wanted is not None
+                async def settle(self, settlement: Settlement) -> Settled:
+                    assert settlement.wanted is not None
                     if damages:
                         for region in memory.regions:
                             for at in range(0, region.size, memory.layout.token_bytes):
                                 ctypes.c_uint8.from_address(region.address + at).value ^= 1
-                    return await self._peer.settle_prefix(request)
+                    return await self._peer.settle(settlement)
 
             other.fetcher.peer = Damaging
 
@@ -235,10 +239,10 @@ def test_a_prefix_is_computed_where_its_peer_is_gone_or_does_not_vouch_for_it(
             one, other = await start(kit, model, "one"), await start(kit, model, "other")
             computed = await generate(kit, "one", PROMPT)
 
-            async def denies(_: SettleRequest) -> Settled:
+            async def denies(_: Settlement) -> Settled:
                 return Settled(held=False)
 
-            monkeypatch.setattr(one.lender, "settle", denies)
+            monkeypatch.setattr(one.settling, "settle", denies)
 
             unproven = await generate(kit, "other", PROMPT, peer="one")
             later = await generate(kit, "other", PROMPT[1:], peer="nobody")
@@ -259,7 +263,7 @@ def test_a_caller_that_leaves_in_the_middle_of_a_fetch_has_all_freed(model: str)
             await generate(kit, "one", PROMPT)
             settling = asyncio.Event()
 
-            async def never(request: SettleRequest) -> Settled:
+            async def never(settlement: Settlement) -> Settled:
                 settling.set()
                 await asyncio.Event().wait()
                 return Settled(held=True)
@@ -269,7 +273,7 @@ def test_a_caller_that_leaves_in_the_middle_of_a_fetch_has_all_freed(model: str)
             class Silent:
                 def __init__(self, instance: str) -> None:
                     self.lend_prefix = peer(instance).lend_prefix
-                    self.settle_prefix = never
+                    self.settle = never
 
             other.fetcher.peer = Silent
             call = asyncio.create_task(generate(kit, "other", PROMPT, peer="one"))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.proxy import Proxy
 
 from dynbus import Runtime
+from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.nats.server_process import RunningServer
 
 from .processes import Processes

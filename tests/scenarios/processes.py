@@ -80,6 +80,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._started: list[Process] = []
+        self._by_name: dict[str, Process] = {}
 
     async def worker(
         self, url: str, *actors: str, instance_id: str = "", ttl: float = 0
@@ -87,7 +88,13 @@ class Processes:
         """A worker that serves `actors`, once it is announced."""
         process = self.begin_worker(url, *actors, instance_id=instance_id, ttl=ttl)
         await process.says("ready")
+        if instance_id:
+            self._by_name[instance_id] = process
         return process
+
+    def named(self, instance_id: str) -> Process:
+        """The worker with this instance id."""
+        return self._by_name[instance_id]
 
     def begin_worker(
         self, url: str, *actors: str, instance_id: str = "", ttl: float = 0

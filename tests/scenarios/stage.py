@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.conditions import eventually
-from tests.proxy import Proxy
 
 from dynbus import Runtime
+from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.server import InstanceServer
 

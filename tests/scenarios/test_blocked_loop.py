@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterable
 
 import msgspec
 import pytest
@@ -17,11 +18,15 @@ from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 
 from .observation import Prefer
 from .processes import Processes
-from .workload import Count, Source, Wait
+from .workload import Count, Item, Source, Wait
 
 pytestmark = pytest.mark.anyio
 
 BLOCKED = 5.0
+
+
+async def read_all(stream: AsyncIterable[Item]) -> list[Item]:
+    return [item async for item in stream]
 
 
 async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete(
@@ -33,6 +38,7 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
         with call_options(wait=60.0):
             await source.where()
         waiting = asyncio.create_task(source.work(Wait(seconds=0.5)))
+        lasting = asyncio.create_task(read_all(source.lasting(Count(items=30, pause=0.05))))
         await asyncio.sleep(0.1)
         seen: set[tuple[str, ...]] = set()
 
@@ -45,7 +51,10 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
             await asyncio.sleep(0.02)
         results = await asyncio.gather(blocking, waiting, late)
         took, unhindered = time.monotonic() - begun, watch.seconds()
+        # A stream that could go on elsewhere has no reason to.
+        items = await lasting
 
+    assert [(item.index, item.instance) for item in items] == [(n, "blocked") for n in range(30)]
     assert [result.instance for result in results] == ["blocked"] * 3
     assert took >= BLOCKED
     assert unhindered < 2 * BLOCKED

@@ -8,9 +8,9 @@ import time
 import pytest
 from nats.aio.client import Client
 from tests.conditions import Stopwatch, eventually
-from tests.proxy import Proxy
 
 from dynbus import Runtime, call_options
+from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.liveness import RECONNECT_GRACE
 

@@ -27,6 +27,7 @@ from .workload import Count, Done, Source, payload
 pytestmark = pytest.mark.anyio
 
 ITEMS = 400
+LEASE_TTL = BusConfig().lease_ttl
 WORKS_WITHIN = 2.0
 """Seconds until a new client has an answer, whichever server was killed."""
 
@@ -249,7 +250,7 @@ async def test_old_and_new_callers_find_their_instances_whichever_server_is_kill
                 coming = calling.create_task(new.call())
                 # As long as the servers that are left may take to elect their leaders, and
                 # longer than a record lives.
-                await asyncio.sleep(12.0)
+                await asyncio.sleep(LEASE_TTL + 0.5)
                 coming.cancel()
                 await asyncio.wait({coming})
                 await server.start()

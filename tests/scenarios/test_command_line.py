@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +163,50 @@ def test_without_a_server_a_call_ends_with_no_server(folder: Folder) -> None:
 
     assert ended.returncode == 4
     assert ended.stderr.startswith("dynbus: Unavailable: no NATS server can be reached")
+
+
+# cancel ------------------------------------------------------------------------------------
+
+
+def test_cancel_ends_a_call_of_somebody_else_by_its_id(folder: Folder) -> None:
+    call = folder.begin("call", "demo.Slow.tick", "--request-id", "to-be-cancelled")
+    assert call.stdout is not None
+    call.stdout.readline()
+
+    ended = folder.dynbus("cancel", "to-be-cancelled", "--namespace", "demo", "--json")
+
+    [told] = json.loads(ended.stdout)["requests"]
+    _, errors = call.communicate(timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (told["found"], told["calls"], len(told["instances"])) == (True, 1, 1)
+    assert call.returncode == 15
+    assert "an operator cancelled the request" in errors
+
+
+def test_cancel_says_at_which_instance_a_call_ended_and_so_does_the_log(folder: Folder) -> None:
+    call = folder.begin("call", "demo.Slow.tick", "--request-id", "to-be-named")
+    assert call.stdout is not None
+    call.stdout.readline()
+
+    ended = folder.dynbus("cancel", "to-be-named", "--namespace", "demo")
+
+    call.communicate(timeout=PATIENCE)
+    assert re.fullmatch(r"to-be-named: cancelled 1 call at demo\.Slow@[0-9a-f]+\n", ended.stdout)
+    line = "an operator cancelled requests in demo, 1 calls: to-be-named"
+    folder.wait_for(lambda: line in folder.output())
+
+
+def test_cancel_says_what_it_did_not_find(folder: Folder) -> None:
+    unknown = folder.dynbus("cancel", "nobody's")
+    elsewhere = folder.dynbus("cancel", "nobody's", "--namespace", "other")
+    malformed = folder.dynbus("cancel", "ä")
+
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "processes heard it, and nothing of it runs or waits" in unknown.stderr
+    assert (elsewhere.returncode, elsewhere.stdout) == (1, "")
+    assert "nobody heard it; is the namespace right?" in elsewhere.stderr
+    assert malformed.returncode == 2
+    assert "is no request id" in malformed.stderr
 
 
 # ps, doctor, bench -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import Draining, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import InstanceName
 
 from .observation import Prefer, leftovers
 from .processes import Processes
@@ -123,6 +124,40 @@ async def test_a_worker_process_finishes_its_streams_on_sigterm_and_exits(
     assert counts == [100] * 16
     assert status == 0
     assert "stopped" in worker.output
+
+
+async def test_a_worker_process_hands_its_streams_on_at_sigterm_after_what_it_has_yielded(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    leaving = await processes.worker(own_server.url, instance_id="leaving")
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source, routing=Prefer("leaving"))
+        received: list[list[Item]] = [[] for _ in range(16)]
+
+        async def follow(items: list[Item]) -> None:
+            async for item in source.lasting(Count(items=10**9, pause=0.01)):
+                items.append(item)
+                if item.instance == "staying":
+                    return
+
+        reading = [asyncio.create_task(follow(items)) for items in received]
+        await eventually(lambda: all(received))
+        await processes.worker(own_server.url, instance_id="staying")
+        await runtime.discovery.wait_for_instance(
+            InstanceName("scenario", "Source", "staying"), timeout=PATIENCE
+        )
+
+        watch = Stopwatch()
+        leaving.terminate()
+        await asyncio.gather(*reading)
+        status = await leaving.ended()
+        took = watch.seconds()
+
+    for items in received:
+        assert [item.index for item in items] == list(range(len(items)))
+    assert status == 0
+    assert "16 streams are handed on to other instances" in leaving.output
+    assert took < 4.0
 
 
 async def test_plain_requests_are_not_lost_while_one_of_two_instances_drains(

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from tests.conditions import Stopwatch, eventually
-from tests.proxy import Proxy
 
 from dynbus import DynbusError, Runtime, StreamLost, call_options
+from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import leftovers, no_handler_runs
@@ -141,13 +141,14 @@ async def test_a_link_that_is_deaf_in_one_direction_is_replaced_and_calls_end(
 ) -> None:
     await link.source.where()
 
-    link.proxy.blackhole(to_server=direction == "to_server", to_client=direction == "to_client")
+    link.proxy.swallow_to_server = direction == "to_server"
+    link.proxy.swallow_to_client = direction == "to_client"
     watch = Stopwatch()
     with pytest.raises(DynbusError), call_options(timeout=3.0):
         await link.source.where()
     told = watch.seconds()
     await eventually(lambda: not link.runtime.is_connected, DETECTED_WITHIN)
-    link.proxy.blackhole()
+    link.proxy.swallow_to_server = link.proxy.swallow_to_client = False
     link.proxy.cut()
     await eventually(lambda: link.runtime.is_connected)
     done = await link.source.where()

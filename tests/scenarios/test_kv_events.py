@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.errors import PermissionDenied
 from dynbus.bus.nats.connection import NatsConnection, connect
@@ -68,7 +68,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 async def truth(engine: Process) -> CacheDigest:
     """What an engine holds when it has published everything."""
-    await engine.says(" .\n")
+    await engine.says(" .\n", 2 * PATIENCE)
     found = re.search(r"holds (\d+) (\d+) \.", engine.output)
     assert found is not None
     return CacheDigest(int(found[1]), int(found[2]))

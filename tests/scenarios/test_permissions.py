@@ -59,9 +59,9 @@ PUBLISH = {
     "calling": CLIENT,
 }
 SUBSCRIBE = {
-    "serving": ["scenario.Source.>", "$SRV.>", "_R.serving.>"],
-    "relaying": ["scenario.Relay.>", "$SRV.>", "_R.relaying.>"],
-    "calling": ["_R.calling.>"],
+    "serving": ["scenario.Source.>", "scenario._cancel", "$SRV.>", "_R.serving.>"],
+    "relaying": ["scenario.Relay.>", "scenario._cancel", "$SRV.>", "_R.relaying.>"],
+    "calling": ["_R.calling.>", "scenario._cancel"],
 }
 
 STORE = "$KV.dynbus_instances"
@@ -82,6 +82,7 @@ FOREIGN_PUBLICATIONS = [
     f"{STORE}.other.Relay.forged",
     f"{STORE}.scenario.Foreign.forged",
     "other.Source.where",
+    "scenario._cancel",
     "scenario.Source._kv.forged.0",
     "scenario.Source._kv_load.forged.all",
     f"$JS.API.STREAM.DELETE.{BUCKET}",
@@ -95,14 +96,14 @@ FOREIGN_PUBLICATIONS = [
 OF_INSTANCES_ALONE = ["_R.serving.forged.f", "_INBOX.forged", f"{STORE}.scenario.Source.forged"]
 
 
-def users() -> str:
+def users(subscribe: dict[str, list[str]] = SUBSCRIBE) -> str:
     def quoted(subjects: list[str]) -> str:
         return ", ".join(f'"{subject}"' for subject in subjects)
 
     entries = [
         f'{{ user: "{name}", password: "secret", permissions: {{ '
         f"publish: {{ allow: [{quoted(PUBLISH[name])}] }}, "
-        f"subscribe: {{ allow: [{quoted(SUBSCRIBE[name])}] }} }} }}"
+        f"subscribe: {{ allow: [{quoted(subscribe[name])}] }} }} }}"
         for name in PUBLISH
     ]
     return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
@@ -172,6 +173,21 @@ async def test_they_are_enough_to_serve_to_call_to_relay_and_to_drain(
     assert items == list(range(500))
     assert length == 3_000_000
     assert "iolation" not in guarded.log.read_text()
+
+
+async def test_who_may_not_hear_of_cancels_calls_all_the_same(tmp_path: Path) -> None:
+    """As with files that are older than the subject of operators."""
+    older = {name: [s for s in heard if "_cancel" not in s] for name, heard in SUBSCRIBE.items()}
+    server = await run_server(store_dir=tmp_path / "nats-server", config=users(older))
+    try:
+        async with connect(server, "relaying") as relaying, connect(server, "calling") as calling:
+            await relaying.start(Relay, instance_id="relay")
+            endpoint = calling.namespace("scenario").component("Relay").endpoint("work")
+            await (await endpoint.client()).wait_for_instances(timeout=60.0)
+            await relaying.stop(1.0)
+        assert server.log.read_text().count("iolation") == 2
+    finally:
+        await server.stop()
 
 
 @pytest.mark.parametrize("user", PUBLISH)
@@ -251,7 +267,7 @@ async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_pa
     entries = [
         f'{{ user: "{role}", password: "secret", permissions: {{ '
         f"publish: {{ allow: [{', '.join(map(json.dumps, subjects))}] }}, "
-        f'subscribe: {{ allow: ["_R.{role}.>"] }} }} }}'
+        f'subscribe: {{ allow: ["_R.{role}.>", "demo._cancel"] }} }} }}'
         for role, subjects in roles.items()
     ]
     config = "authorization { users = [\n" + "\n".join(entries) + "\n] }"

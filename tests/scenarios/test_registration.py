@@ -13,9 +13,9 @@ from functools import partial
 import msgspec
 import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
-from tests.proxy import Proxy
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
+from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import decode_record, encode_record

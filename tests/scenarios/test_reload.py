@@ -160,6 +160,8 @@ def test_the_good_version_serves_until_a_change_loads_and_starts(project: Projec
     project.wait_for(lambda: "cannot be loaded: the previous version" in project.output())
     during_mistake = project.answer("Lone")
     project.write(lone=LONE + FAILS)
+    # The version before, which never starts, may be told to have failed, too.
+    project.wait_for(lambda: "RuntimeError: the model is missing" in project.output())
     project.wait_for(lambda: "demo.Lone does not start as it is now" in project.output())
     during_failure = project.answer("Lone"), project.pids()
     after = project.change(lone=LONE.replace("hello", "welcome"))

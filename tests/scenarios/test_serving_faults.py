@@ -1,7 +1,8 @@
 """Every process of a stack that serves models is killed in turn, while clients ask without end.
 
-Each client gets the whole right answer or one typed error: its status, or an event in a stream that
-has begun. Then the stack serves again by itself.
+Engines that are killed cost no client anything: each has the whole right answer. Of what else is
+killed a client gets that or one typed error: its status, or an event in a stream that has begun.
+Then the stack serves again by itself.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import pytest
+from openai import AsyncOpenAI
 from tests.bus.servers import survey_of
 from tests.conditions import PATIENCE, eventually
 
@@ -54,12 +57,15 @@ class Router(RouterActor, namespace="stack"):
             )
 """
 
+PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 MODELS: Final = ("mock", "routed")
 """One that front ends route by themselves, and one behind a router that is a process of its own."""
 
 PROMPTS: Final = [f"Say something of the number {number}. " * 20 for number in range(6)]
 TOKENS: Final = 20
-CLIENTS: Final = 16
+LONG: Final = 60
+CLIENTS: Final = 12
+"""So many that each front end, interface and model is asked."""
 
 
 @pytest.fixture
@@ -72,17 +78,15 @@ def folder(tmp_path: Path, own_server: RunningServer) -> Iterator[Folder]:
         yield project
 
 
-def request(model: str, prompt: str, *, stream: bool) -> bytes:
+def request(path: str, model: str, prompt: str, *, stream: bool) -> bytes:
     """A request for an answer that is always the same."""
-    asked = {
-        "model": model,
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "stream": stream,
-    }
+    asked: dict[str, Any] = {"model": model, "max_tokens": TOKENS, "stream": stream}
+    if path == "/v1/completions":
+        asked["prompt"] = prompt
+    else:
+        asked["messages"] = [{"role": "user", "content": prompt}]
     body = json.dumps(asked).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -135,7 +139,7 @@ class Answer:
         self.error = told.get("error")
         if self.error is None:
             self.is_whole = True
-            self.text = told["choices"][0]["message"]["content"]
+            self.text = self._said(told)
 
     def _read_events(self, body: bytes) -> None:
         *events, rest = body.decode().split("\n\n")
@@ -151,8 +155,21 @@ class Answer:
             if kind == "event: error\n":
                 self.error = told["error"]
             else:
-                for choice in told["choices"]:
-                    self.text += choice["delta"].get("content") or ""
+                self.text += self._said(told)
+                self.is_whole = told.get("type") == "message_stop"
+
+    def _said(self, told: dict[str, Any]) -> str:
+        """The text of an answer, or of a piece of one, of any of the three interfaces."""
+        if "choices" in told:
+            return "".join(
+                choice["text"]
+                if "text" in choice
+                else (choice.get("delta") or choice["message"]).get("content") or ""
+                for choice in told["choices"]
+            )
+        if told["type"] == "message":
+            return "".join(str(block["text"]) for block in told["content"])
+        return str(told.get("delta", {}).get("text", ""))
 
 
 async def ask(port: int, data: bytes) -> Answer:
@@ -189,51 +206,61 @@ class Clients:
 
     def __init__(self, ports: Sequence[int]) -> None:
         self._ports = ports
-        self._texts: dict[str, str] = {}
+        self._texts: dict[tuple[str, str], str] = {}
         self._asked = [0] * CLIENTS
         self._right = [0] * CLIENTS
         self.outcomes: Counter[tuple[int, str]] = Counter()
 
     async def learn(self) -> None:
         """Ask for each answer once; all front ends and models say the same."""
-        for prompt in PROMPTS:
-            said = {
-                (await ask(port, request(model, prompt, stream=False))).text
-                for port in self._ports
-                for model in MODELS
-            }
-            (self._texts[prompt],) = said
+
+        async def learn_one(path: str, prompt: str) -> None:
+            answers = await asyncio.gather(
+                *(
+                    ask(port, request(path, model, prompt, stream=False))
+                    for port in self._ports
+                    for model in (MODELS if "chat" in path else MODELS[:1])
+                )
+            )
+            (self._texts[path, prompt],) = {answer.text for answer in answers}
+
+        await asyncio.gather(*(learn_one(*each) for each in product(PATHS, PROMPTS)))
 
     async def run(self, number: int) -> None:
         """What one client does."""
         port = self._ports[number % 2]
         model = MODELS[number % 4 == 3]
+        path = PATHS[number % 3] if model == MODELS[0] else PATHS[0]
         while True:
             self._asked[number] += 1
             asked = self._asked[number]
             prompt = PROMPTS[(number + asked) % len(PROMPTS)]
-            outcome = await self._outcome(port, model, prompt, stream=(number + asked) % 3 > 0)
+            stream = (number + asked) % 4 > 0
+            outcome = await self._outcome(port, path, model, prompt, stream=stream)
             self.outcomes[port, outcome] += 1
             if outcome == "right":
                 self._right[number] = asked
             else:
                 await asyncio.sleep(0.05)
 
-    async def _outcome(self, port: int, model: str, prompt: str, *, stream: bool) -> str:
+    async def _outcome(self, port: int, path: str, model: str, prompt: str, *, stream: bool) -> str:
+        expected = self._texts[path, prompt]
         try:
-            answer = await ask(port, request(model, prompt, stream=stream))
+            answer = await ask(port, request(path, model, prompt, stream=stream))
         except ConnectionRefusedError:
             return "refused"
         except Cut:
             return "cut"
         if answer.error is None:
             assert answer.is_whole, "a stream that began has neither its end nor an error"
-            assert answer.text == self._texts[prompt]
+            assert answer.text == expected
             return "right"
         assert not answer.is_whole
         assert answer.status == (200 if answer.text else 503), answer.error
+        assert expected.startswith(answer.text)
+        if path == "/v1/messages":
+            return str(answer.error["type"])
         assert answer.error["type"] == "service_unavailable", answer.error
-        assert self._texts[prompt].startswith(answer.text)
         return str(answer.error["code"])
 
     async def are_served(self, *ports: int) -> None:
@@ -266,6 +293,60 @@ async def asking(clients: Clients) -> AsyncGenerator[None]:
         yield
         for task in running:
             task.cancel()
+
+
+async def read_long(client: AsyncOpenAI, number: int, begun: asyncio.Event) -> tuple[str, Any]:
+    """The text of a long answer and how many tokens it says that it has, read as a stream."""
+    text = ""
+    count = 0
+    usage: Any = None
+    stream = await client.chat.completions.create(
+        model=MODELS[0],
+        messages=[{"role": "user", "content": PROMPTS[number]}],
+        max_tokens=LONG,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in stream:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        count += 1
+        if count > LONG // 5:
+            begun.set()
+        if chunk.usage is not None:
+            usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+    return text, usage
+
+
+@asynccontextmanager
+async def reading(
+    port: int, expected: list[tuple[str, Any]]
+) -> AsyncGenerator[list[tuple[str, Any]]]:
+    """Have the `openai` package read long answers while the block runs, and to their ends.
+
+    Args:
+        expected: what they are; empty where that is not known yet.
+
+    Yields:
+        What they were, at the end.
+    """
+    found: list[tuple[str, Any]] = []
+    begun = [asyncio.Event() for _ in range(4)]
+    async with (
+        AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+        ) as client,
+        asyncio.timeout(PATIENCE),
+        asyncio.TaskGroup() as tasks,
+    ):
+        readers = [
+            tasks.create_task(read_long(client, number, each)) for number, each in enumerate(begun)
+        ]
+        for each in begun:
+            await each.wait()
+        yield found
+    found += [reader.result() for reader in readers]
+    assert found == (expected or found)
 
 
 def start_front_end(folder: Folder, port: int) -> subprocess.Popen[bytes]:
@@ -334,6 +415,8 @@ async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
         await eventually(partial(has_models, port), what=f"models at port {port}")
     clients = Clients([first, second])
     await clients.learn()
+    async with reading(second, []) as long:
+        """Nothing is killed yet."""
 
     async with asking(clients):
         await clients.are_served()
@@ -341,9 +424,14 @@ async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
         # Whoever was asked first: what a prompt left in a cache, both front ends find.
         await eventually(partial(agree, first, second), what="both front ends show the same")
 
-        for label in ("stack.Engine/1", "stack.Engine/2", "stack.Router/1"):
-            worker(folder, label).kill()
+        for label in ("stack.Engine/1", "stack.Engine/2"):
+            async with reading(first, long):
+                worker(folder, label).kill()
             await clients.are_served()
+            assert clients.errors(first) == clients.errors(second) == set()
+
+        worker(folder, "stack.Router/1").kill()
+        await clients.are_served()
 
         own_server.kill()
         await own_server.start()

@@ -8,9 +8,11 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from operator import lt
 from pathlib import Path
 
 import pytest
+from tests.conditions import Stopwatch, eventually
 
 from dynbus import Runtime
 from dynbus.bus import exit_codes
@@ -34,11 +36,29 @@ class Splitter(Actor, namespace="demo"):
         return text.upper()
 """
 
+LONG = """
+import asyncio
+from collections.abc import AsyncGenerator
+from dynbus import Actor, handler
+
+class Long(Actor, namespace="demo"):
+    @handler(resume="go_on", timeout=None, concurrency=None)
+    async def count(self, first: int) -> AsyncGenerator[int, None]:
+        for number in range(first, 30_000):
+            yield number
+            await asyncio.sleep(0.02)
+
+    @staticmethod
+    def go_on(first: int, items: list[int]) -> int:
+        return first + len(items)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Folder]:
     with project_folder(tmp_path) as project:
         (tmp_path / "split.py").write_text(SPLIT)
+        (tmp_path / "long.py").write_text(LONG)
         yield project
 
 
@@ -80,6 +100,49 @@ async def test_a_rolling_restart_and_a_change_of_number_lose_no_call(folder: Fol
     ]
     assert all(unary and streams for unary, streams in counts)
     assert len(folder.workers()) == 1
+
+
+@pytest.mark.anyio
+async def test_a_rolling_restart_under_streams_of_ten_minutes_takes_seconds_and_breaks_none(
+    folder: Folder,
+) -> None:
+    await asyncio.to_thread(folder.start_ready, "long.py", "--Long.workers=3", instances=3)
+    first_workers = set(folder.workers())
+    found: list[list[int]] = [[] for _ in range(CALLERS)]
+
+    async with Runtime.connect(folder.url) as runtime:
+        client = await runtime.endpoint("demo.Long.count").client(
+            resume=lambda first, items: first + len(items), migration_limit=1
+        )
+
+        async def read(items: list[int]) -> None:
+            async for number in client.round_robin(0):
+                items.append(number)
+
+        readers = [asyncio.create_task(read(items)) for items in found]
+        try:
+            await eventually(lambda: all(found))
+            watch = Stopwatch()
+            commands = [
+                await asyncio.to_thread(folder.dynbus_in_a_process, *command)
+                for command in (("restart",), ("scale", "Long=1"))
+            ]
+            took = watch.seconds()
+            counts = [len(items) for items in found]
+            await eventually(lambda: all(map(lt, counts, map(len, found))))
+        finally:
+            ended = [reader for reader in readers if reader.done()]
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+
+    assert [(command.returncode, command.stderr) for command in commands] == [(0, "")] * 2
+    assert len(folder.workers()) == 1
+    assert not first_workers & set(folder.workers())
+    assert ended == []
+    assert found == [list(range(len(items))) for items in found]
+    # As long as starting three processes takes; each may drain for 30 s.
+    assert took < 30.0
 
 
 def test_a_run_is_stopped_by_its_folder_and_several_are_told_apart(folder: Folder) -> None:

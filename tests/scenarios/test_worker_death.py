@@ -168,6 +168,41 @@ async def test_a_frozen_worker_is_noticed_and_sends_nothing_once_it_thaws(
     assert took < 4.0
 
 
+async def test_a_stream_goes_on_elsewhere_when_its_worker_is_killed_or_frozen(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    workers = {
+        name: await processes.worker(own_server.url, instance_id=name) for name in ("a", "b", "c")
+    }
+    received: list[Item] = []
+    stalls: list[float] = []
+    stall = Stopwatch()
+
+    async def read(source: Source) -> None:
+        nonlocal stall
+        async for item in source.lasting(Count(items=200, pause=0.01)):
+            if received and item.instance != received[-1].instance:
+                stalls.append(stall.seconds())
+            received.append(item)
+
+    async with Runtime.connect(own_server.url) as runtime:
+        await runtime.discovery.wait_synchronized(60.0)
+        reading = asyncio.create_task(read(runtime.client(Source)))
+        for moves, lose, enough in ((1, "kill", 20), (2, "freeze", 60)):
+            await eventually(lambda enough=enough: len(received) > enough)  # type: ignore[misc]
+            worker = workers[received[-1].instance]
+            worker.kill() if lose == "kill" else worker.freeze()
+            frozen, stall = worker, Stopwatch()
+            await eventually(lambda moves=moves: len(stalls) == moves)  # type: ignore[misc]
+        # What the zombie has to say comes while the stream is still read.
+        frozen.thaw()
+        await reading
+
+    assert [item.index for item in received] == list(range(200))
+    assert len({item.instance for item in received}) == 3
+    assert all(stall < NOTICED_WITHIN for stall in stalls)
+
+
 async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
     own_server: RunningServer, processes: Processes
 ) -> None:

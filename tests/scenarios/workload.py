@@ -14,9 +14,10 @@ from dynbus import Actor, call_options, context, depends, handler
 
 
 class Count(BaseModel):
-    """How many items to send, of how many bytes, with how many seconds between them."""
+    """Up to which item to send, of how many bytes, with how many seconds between them."""
 
     items: int
+    start: int = 0
     size: int = 0
     pause: float = 0.0
     tag: str = ""
@@ -106,6 +107,16 @@ class Source(Actor, namespace="scenario"):
     @handler
     async def where(self) -> Done:
         return Done(instance=self.instance_id, attempt=context().attempt)
+
+    @handler(resume="rest_of")
+    async def lasting(self, request: Count) -> AsyncGenerator[Item, None]:
+        for index in range(request.start, request.items):
+            yield Item(index=index, instance=self.instance_id)
+            await asyncio.sleep(request.pause)
+
+    @staticmethod
+    def rest_of(request: Count, items: list[Item]) -> Count:
+        return request.model_copy(update={"start": len(items)})
 
     @handler(concurrency=None)
     async def count(self, request: Count) -> AsyncGenerator[Item, None]:

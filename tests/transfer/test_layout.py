@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -231,3 +234,19 @@ def test_a_layout_without_its_regions_is_refused() -> None:
 def test_a_region_that_cannot_be_is_refused(fields: tuple[Any, ...]) -> None:
     with pytest.raises(InvalidTransfer, match=r"no region of memory|no device"):
         Region(*fields)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such call")
+def test_memory_that_is_populated_keeps_what_is_in_it_and_has_its_pages() -> None:
+    layout = small_layout(blocks=65_536)
+    # Fresh from the system: numpy may have memory at hand that has its pages.
+    arrays = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for size in layout.region_bytes()]
+    memory = KvMemory.of_arrays(layout, arrays)
+    arrays[0][:3] = 7
+    before = psutil.Process().memory_info().rss
+
+    memory.populate()
+
+    gained = psutil.Process().memory_info().rss - before
+    assert gained > 0.9 * sum(layout.region_bytes())
+    assert arrays[0][:4].tolist() == [7, 7, 7, 0]

@@ -99,6 +99,18 @@ class Splitter(Actor, namespace="demo"):
     async def count(self) -> int:
         return self.seen
 
+    @handler(resume="replay")
+    async def echo(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
+        yield Word(text=prompt.text)
+
+    @handler(resume="left_of", migration_limit=5)
+    async def pushed(self, prompt: Prompt, reply: Reply[Word]) -> None:
+        reply.push(Word(text=prompt.text))
+
+    @staticmethod
+    def left_of(prompt: Prompt, words: list[Word]) -> Prompt | None:
+        return None if words else prompt
+
     @handler
     async def repeat(self, prompt: Prompt = DEFAULT_PROMPT) -> str:
         return prompt.text
@@ -303,3 +315,13 @@ async def serve() -> None:
     await other.close()
     async with await Runtime.connect() as entered:
         assert_type(entered, Runtime)
+
+
+async def resumed(runtime: Runtime) -> None:
+    endpoint = runtime.endpoint("demo.Splitter.echo")
+    await endpoint.client(resume="replay")
+    await endpoint.client(resume=lambda request, items: request, migration_limit=1)
+    async for word in runtime.client(Splitter).echo(Prompt(text="a")):
+        assert_type(word, Word)
+    async for word in runtime.client(Splitter).pushed(Prompt(text="a")):
+        assert_type(word, Word)

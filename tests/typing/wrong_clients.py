@@ -205,3 +205,17 @@ def wrong_options() -> None:
     handler(concurency=1)  # error
     handler(concurrency="many")  # error
     handler(timeout="60s")  # error
+    handler(resume=1)  # error
+    handler(resume="replay", migration_limit="3")  # error
+
+
+async def once(actor: Plain) -> int:
+    return 1
+
+
+async def wrong_resumes(runtime: Runtime) -> None:
+    handler(resume="replay")(once)  # error
+    endpoint = runtime.endpoint("demo.Resumed.words")
+    await endpoint.client(resume="again")  # error
+    await endpoint.client(resume=lambda request: request)  # error
+    await endpoint.client(resume="replay", migration_limit="3")  # error

@@ -6,20 +6,25 @@ Without vLLM these tests are skipped. `.ci/run` makes an environment that has it
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from openai import AsyncOpenAI
 from tests.conditions import PATIENCE
+from tests.optional_package import skip_without
 
+from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.llm.http.frontend import HttpFrontEnd
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.models.catalog import Catalog
 
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -53,16 +58,7 @@ OPTIONS: Final = tuple(f"--Engine.{name}={value}" for name, value in ENGINE.item
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is not None:
-        return
-    if os.environ.get("NEEDS_VLLM"):
-        raise pytest.UsageError("NEEDS_VLLM is set, and vLLM is not installed here")
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(
-                pytest.mark.skip(reason="vLLM is not installed: see docs/guides/vllm.md")
-            )
+    skip_without("vllm", items, Path(__file__).parent, "docs/guides/vllm.md")
 
 
 class Run:
@@ -160,3 +156,14 @@ def front_end(nats_server: RunningServer, tmp_path: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(PATIENCE)
+
+
+@asynccontextmanager
+async def openai_client(runtime: Runtime) -> AsyncGenerator[tuple[HttpFrontEnd, AsyncOpenAI]]:
+    """A front end in this process, and a client of it."""
+    async with (
+        Catalog(runtime) as catalog,
+        HttpFrontEnd(runtime, catalog, HttpSettings(port=0)) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield front, client

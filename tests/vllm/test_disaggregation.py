@@ -22,8 +22,9 @@ from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter import block_hashes, open_router
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.llm.disaggregated.messages import PrefillRequest
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
-from dynbus.llm.vllm.handing_over import HandOver, KvIdentity, PromptToCompute
+from dynbus.llm.vllm.handing_over import HandOver, KvIdentity
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 
@@ -173,7 +174,7 @@ async def test_a_prompt_is_handed_over_once_and_only_to_who_asked(
     async with calling(pair, nats_server.url) as both:
         [instance] = both.instances("prefill")
         identities = [await one.kv_identity() for one in (both.prefill, both.decode)]
-        wanted = PromptToCompute("mine", asked_for("protocol", 80))
+        wanted = PrefillRequest("mine", asked_for("protocol", 80))
         async with aclosing(both.prefill.prefill(wanted)) as stream:
             computed = await anext(stream)
             with pytest.raises(InvalidRequest, match="'mine' is there already"):

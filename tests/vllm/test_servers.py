@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -18,14 +18,11 @@ import msgspec
 import pytest
 from openai import APIError, AsyncOpenAI
 from tests.conditions import PATIENCE, eventually
-from tests.vllm.conftest import ENVIRONMENT, START_TIMEOUT
+from tests.vllm.conftest import ENVIRONMENT, START_TIMEOUT, openai_client
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.kvrouter import KvRouter, block_hashes
-from dynbus.llm.http.frontend import HttpFrontEnd
-from dynbus.llm.http.settings import HttpSettings
-from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.proxy import OpenAiWorker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
@@ -34,7 +31,7 @@ BLOCK: Final = 32
 OPTIONS: Final = (
     "--served-model-name=tiny",
     "--dtype=float32",
-    "--max-model-len=1024",
+    "--max-model-len=2048",
     "--enforce-eager",
     "--max-num-seqs=16",
     f"--block-size={BLOCK}",
@@ -120,16 +117,6 @@ def servers(tmp_path: Path, tiny_model: Path) -> Iterator[list[Server]]:
         yield found
 
 
-@asynccontextmanager
-async def front_end(runtime: Runtime) -> AsyncGenerator[tuple[HttpFrontEnd, AsyncOpenAI]]:
-    async with (
-        Catalog(runtime) as catalog,
-        HttpFrontEnd(runtime, catalog, HttpSettings(port=0)) as front,
-        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield front, client
-
-
 async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
     tmp_path: Path, own_server: RunningServer, servers: list[Server], tiny_model: Path
 ) -> None:
@@ -138,7 +125,7 @@ async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
     with workers(tmp_path, own_server.url, servers, tiny_model) as log:
         async with (
             Runtime.connect(own_server.url) as runtime,
-            front_end(runtime) as (front, client),
+            openai_client(runtime) as (front, client),
         ):
             there = runtime.client(OpenAiWorker)
 
@@ -211,8 +198,8 @@ async def endless(client: AsyncOpenAI, number: int) -> Any:
     return await create(
         model="tiny",
         messages=messages,
-        # As many as fit: the other engine may be a second behind with its first.
-        max_tokens=900,
+        # As many as fit: the other engine may be seconds behind with its first.
+        max_tokens=1900,
         stream=True,
         extra_body={"ignore_eos": True},
     )

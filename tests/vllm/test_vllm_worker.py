@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from openai import AsyncOpenAI
 from tests.conditions import PATIENCE, eventually, wait_until
-from tests.vllm.conftest import START_TIMEOUT, Run, running
+from tests.vllm.conftest import START_TIMEOUT, Run, openai_client, running
 from tokenizers import Tokenizer
 
-from dynbus import Draining, Runtime, UnknownOutcome, call_options
-from dynbus.bus.errors import InvalidRequest, StreamLost
+from dynbus import Runtime, call_options
+from dynbus.bus.errors import InvalidRequest, ResumeMismatch
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter import KvRouter, block_hashes, open_router
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.generation import Generated, GenerateRequest, Sampling, StructuredOutput
 from dynbus.llm.vllm import AdapterAt, VllmWorker
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +103,31 @@ async def test_continuations_end_each_with_its_index_and_log_probabilities(
     logprobs = [one for item in first for one in item.logprobs or ()]
     assert len(logprobs) == 18
     assert all(len(one.top) == 2 and one.logprob <= one.top[0][1] for one in logprobs)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3, temperature=0.8)])
+@pytest.mark.parametrize("form", [None, StructuredOutput(regex="[a-z]{30,60}")])
+async def test_an_output_that_was_broken_off_goes_on_from_what_came(
+    fleet: Run, nats_server: RunningServer, sampling: Sampling, form: StructuredOutput | None
+) -> None:
+    request = GenerateRequest(
+        prompt("broken off", 40), 24, sampling=sampling, structured=form, ignore_eos=True
+    )
+    async with calling(fleet, nats_server.url, 2) as (_, engine):
+        items = await items_of(engine, request)
+        whole = [token for item in items for token in item.token_ids]
+        rest = await items_of(engine, request.continued(whole[:9]))
+        came = [token for item in rest for token in item.token_ids]
+        if form is not None:
+            with pytest.raises(ResumeMismatch, match="of 9 tokens that had come"):
+                await items_of(engine, request.continued(whole[:8] + [whole[8] ^ 1]))
+
+    assert len(came) == len(whole) - 9
+    # What it draws after what came, it draws anew, unless it draws all again.
+    assert rest[-1].sampler_restarted is (form is None)
+    assert not items[-1].sampler_restarted
+    if form is not None or sampling is GREEDY:
+        assert came == whole[9:]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +227,6 @@ async def test_an_adapter_that_vllm_cannot_load_is_refused(
 
 
 async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) -> None:
-    from openai import AsyncOpenAI
-
     async with AsyncOpenAI(base_url=front_end, api_key="none", max_retries=50) as client:
 
         async def is_served() -> bool:
@@ -229,8 +253,6 @@ async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) 
 async def test_calls_and_answers_have_the_form_that_is_asked_for(
     fleet: Run, front_end: str, tiny_model: Path
 ) -> None:
-    from openai import AsyncOpenAI
-
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     # A form may have white space without end between its words, and random weights may like it.
     ids = range(tokenizer.get_vocab_size())
@@ -317,41 +339,77 @@ async def test_a_start_that_fails_says_why(
         assert "Traceback" not in run.output, run.output[-3000:]
 
 
+TOKENS = 700
+
+
+class Answer:
+    """What a client of OpenAI's API reads.
+
+    Attributes:
+        usage: at its end.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.usage: Any = None
+
+    async def read(self, client: AsyncOpenAI, prompt: str) -> None:
+        create: Any = client.chat.completions.create
+        stream = await create(
+            model="tiny",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            self.text += "".join(one.delta.content or "" for one in chunk.choices)
+            self.usage = chunk.usage
+
+
+async def outlive(run: Run, runtime: Runtime, client: AsyncOpenAI, title: str) -> None:
+    """Four answers lose no token when a process with this title dies, and another one comes."""
+    before = set(runtime.instance_ids(Engine))
+    answers = [Answer() for _ in range(4)]
+    reading = [
+        asyncio.create_task(answer.read(client, f"number {number} " * 5))
+        for number, answer in enumerate(answers)
+    ]
+    await eventually(lambda: all(one.text for one in answers), what="texts begin")
+    seen = [answer.text for answer in answers]
+    killed = processes_below(run.process.pid, title)[0]
+    ending = [killed, *processes_below(killed, "")]
+    os.kill(killed, signal.SIGKILL)
+    await asyncio.gather(*reading)
+
+    for answer, text in zip(answers, seen, strict=True):
+        assert answer.text.startswith(text)
+        assert answer.usage.completion_tokens == TOKENS
+    assert any("sampler_restarted" in one.usage.model_extra for one in answers)
+    wait_until(lambda: not any(map(is_alive, ending)), what="vLLM ends")
+
+    def is_replaced() -> bool:
+        there = set(runtime.instance_ids(Engine))
+        return len(there) == 2 and len(there & before) == 1
+
+    await eventually(is_replaced, START_TIMEOUT, what="another instance is there")
+
+
 @pytest.mark.timeout(900)
-async def test_an_engine_that_dies_is_withdrawn_and_starts_again(
+async def test_answers_outlive_an_engine_that_dies_which_is_withdrawn_and_starts_again(
     tmp_path: Path, own_server: RunningServer, tiny_model: Path
 ) -> None:
-    """First a process of vLLM's is killed, then the worker: nothing of either is left."""
-    with running(tmp_path, own_server.url, tiny_model) as run:
-        async with calling(run, own_server.url, 1) as (runtime, engine):
-            [first] = runtime.instance_ids(Engine)
-            stream = engine.generate(GenerateRequest(prompt("dies", 40), 900, ignore_eos=True))
-            await anext(stream)
-            core = processes_below(run.process.pid, "EngineCore")
-            assert core
-            os.kill(core[0], signal.SIGKILL)
-            with pytest.raises((Draining, StreamLost, UnknownOutcome)):
-                async for _ in stream:
-                    pass
-            await eventually(
-                lambda: [one for one in runtime.instance_ids(Engine) if one != first],
-                START_TIMEOUT,
-                what="another instance is there",
-            )
-            [second] = runtime.instance_ids(Engine)
-            whole = await items_of(engine, GenerateRequest(prompt("again", 40), 4))
-            assert whole[-1].finish_reason is not None
-
-            [worker] = [pid for pid in processes_below(run.process.pid, "dynbus worker")]
-            of_engine = processes_below(worker, "")
-            assert len(of_engine) >= 2
-            os.kill(worker, signal.SIGKILL)
-            wait_until(lambda: not any(map(is_alive, of_engine)), what="vLLM ends")
-            await eventually(
-                lambda: [one for one in runtime.instance_ids(Engine) if one not in (first, second)],
-                START_TIMEOUT,
-                what="a third instance is there",
-            )
+    """First a process of vLLM's is killed, then a worker: nothing of either is left."""
+    with running(tmp_path, own_server.url, tiny_model, "--Engine.workers=2") as run:
+        async with (
+            calling(run, own_server.url, 2) as (runtime, _),
+            openai_client(runtime) as (front, client),
+        ):
+            await eventually(lambda: front.shared.models.served, what="the model is served")
+            for title in ("EngineCore", "dynbus worker"):
+                await outlive(run, runtime, client, title)
         last = processes_below(run.process.pid, "")
         assert run.stop() == 0
     wait_until(lambda: not any(map(is_alive, last)), what="everything ends")

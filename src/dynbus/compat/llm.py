@@ -99,8 +99,8 @@ async def register_llm(
         model_path: where its files are; see `dynbus.llm.register_llm`.
         model_name: by which requests ask for it; unless given, the name of the repository, the
             folder or the GGUF file.
-        options: `context_length` in tokens, `kv_cache_block_size` in tokens, `migration_limit` and
-            `user_data`, as of `dynbus.llm.register_llm`.
+        options: `context_length` in tokens, `kv_cache_block_size` in tokens, `migration_limit`
+            (0 unless given) and `user_data`, as of `dynbus.llm.register_llm`.
 
     Raises:
         ConfigError: an argument is not usable.
@@ -123,6 +123,7 @@ async def register_llm(
             'runtime.namespace("n").component("c").endpoint("e")'
         )
     form[place] = served.address
+    options.setdefault("migration_limit", 0)
     card = await cast("Any", register)(*form, **options)
     if card.input is ModelInput.Tokens:
         translation = TokenTranslation(card.eos_token_ids)

@@ -386,7 +386,7 @@ def test_the_calls_of_an_instance_that_is_gone_end(
 
 
 @pytest.mark.parametrize(("calls", "level"), [(0, "DEBUG"), (2, "WARNING")])
-def test_an_instance_that_is_gone_is_named_with_the_calls_that_end(
+def test_an_instance_that_is_gone_is_named_with_the_calls_that_were_open_at_it(
     calls: int, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:
@@ -401,7 +401,7 @@ def test_an_instance_that_is_gone_is_named_with_the_calls_that_end(
 
     (record,) = caplog.records
     assert record.levelname == level
-    assert record.message == f"played.FarSide@one is gone; open calls to it that end: {calls}"
+    assert record.message == f"played.FarSide@one is gone; calls that were open at it: {calls}"
 
 
 def test_an_instance_whose_loop_is_blocked_too_long_is_gone() -> None:

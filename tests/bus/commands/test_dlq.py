@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from dynbus.bus.bus import Bus
 from dynbus.bus.commands.dlq import dlq
 from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, work_subject
 from dynbus.bus.work_queue import NoDeadLetter, WorkQueue, WorkQueueConfig
 
 pytestmark = pytest.mark.anyio
@@ -46,6 +46,13 @@ async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
     one, two, three = (letter["letter"] for letter in listed)
     shown = (await command("show", namespace, one)).output
     as_json = json.loads((await command("show", namespace, one, "--json")).output)
+    await bus.data.jetstream.publish(
+        work_subject(queue.name), bytes(bus.data.jetstream.max_payload - 100), message_id="large"
+    )
+    async with queue.take() as taker:
+        await (await anext(taker)).bury("too large")
+    *_, large = json.loads((await command("list", namespace, "--json")).output)
+    empty = await command("retry", namespace, large["letter"])
     retried = await command("retry", namespace, one)
     dropped = await command("purge", namespace, two)
     rest = await command("purge", namespace, "--all")
@@ -61,7 +68,9 @@ async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
     assert as_json["data"] == "page \x1b[31m"
     assert retried.output == f"retried: {one} one\n"
     assert dropped.output == f"dropped: {two} two\n"
-    assert rest.output == f"dropped: {three} three\n"
+    assert rest.output == f"dropped: {three} three\ndropped: {large['letter']} large\n"
+    assert isinstance(empty.exception, PayloadTooLarge)
+    assert large["lost_bytes"] == bus.data.jetstream.max_payload - 100
     assert isinstance(again.exception, NoDeadLetter)
     assert (await queue.depth(max_age=0.0)).waiting == 1
     await bus.close()

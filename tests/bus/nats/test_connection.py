@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tests.bus.servers import server_stopped
 from tests.conditions import eventually
-from tests.proxy import Proxy
 
+from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.nats import connection as module
 from dynbus.bus.nats.connection import NatsConnection, connect
@@ -56,6 +56,27 @@ async def hears(connection: NatsConnection, subject: str) -> bool:
     await connection.barrier()
     subscription.unsubscribe()
     return len(heard) == 1
+
+
+async def test_whoever_is_cancelled_while_they_connect_is_cancelled(
+    nats_server: RunningServer,
+) -> None:
+    """Whatever arrives in the turn of the loop in which they are."""
+    cancelled = turns = 0
+    while cancelled < 400:
+        connecting = asyncio.create_task(connect((nats_server.url,)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if connecting.done():
+            await connecting.result().close()
+            turns = 0
+            continue
+        connecting.cancel()
+        await asyncio.wait({connecting})
+
+        assert connecting.cancelled()
+        cancelled += 1
+        turns += 1
 
 
 # For ever ----------------------------------------------------------------------------------

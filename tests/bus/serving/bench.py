@@ -12,6 +12,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.serving.calls import Call, ServedEndpoint
@@ -45,7 +46,8 @@ class Bench:
 
     def __init__(self, bus: Bus, handler: Endpoint) -> None:
         self.bus = bus
-        self.execution = Execution(bus, INSTANCE, self._retired)
+        self.cancelled = Tombstones()
+        self.execution = Execution(bus, INSTANCE, self.cancelled, self._retired)
         self.served = ServedEndpoint(ADDRESS, handler, INSTANCE)
         self._made: dict[Call, Called] = {}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.serving.admission import Admission, Admittance, Entry, Turn
+from dynbus.bus.serving.admission import CONTINUED, Admission, Admittance, Entry, Turn
 
 from .virtual_handler import Call, VirtualHandler, outcomes
 
@@ -359,3 +359,95 @@ def test_a_call_whose_turn_came_and_that_does_not_begin_leaves_it_to_the_next() 
     assert turn == Turn("c", [])
     assert (admission.running, admission.waiting) == (1, 0)
     assert len(admission.durations) == 1
+
+
+# Continued calls --------------------------------------------------------------------------
+
+
+def enter_continued(admission: Admission[str], *calls: str) -> list[Entry[str]]:
+    """Let calls in that go on with streams of other instances, and have no time at all."""
+    return [admission.enter(call, call[0], 0.0, 1e-9, continued=True) for call in calls]
+
+
+def test_a_continued_call_is_refused_neither_for_a_full_queue_nor_for_its_time() -> None:
+    admission: Admission[str] = Admission(2, 1)
+    for number in range(16):
+        enter(admission, f"z{number}")
+        admission.leave(f"z{number}", 1.0, whole=True)
+    enter(admission, "a1", "a2", "a3")
+
+    entries = enter_continued(admission, "b1", "a4")
+
+    assert entries == [Entry(WAIT), Entry(WAIT)]
+    assert enter(admission, "a5") == [FULL]
+
+
+def test_a_continued_call_takes_no_place_of_the_queue_from_others() -> None:
+    admission: Admission[str] = Admission(1, 2)
+    enter(admission, "a1")
+    enter_continued(admission, "b1", "b2", "b3")
+
+    assert enter(admission, "a2", "a3", "a4") == [WAIT, WAIT, FULL]
+
+
+def test_a_continued_call_makes_no_place_for_a_client_with_fewer_calls() -> None:
+    admission: Admission[str] = Admission(1, 1)
+    enter(admission, "a1", "a2")
+    enter_continued(admission, "a3", "a4", "a5")
+
+    assert admission.enter("b1", "b", 0.0, None) == Entry(FULL)
+
+
+def test_a_continued_call_has_every_second_turn_and_takes_none_of_its_client() -> None:
+    admission: Admission[str] = Admission(2, None)
+    enter(admission, "a1", "a2", "a3", "b1", "a4", "b2")
+    enter_continued(admission, "a5", "a6", "b3", "b4", "b5")
+
+    order = leave_all(admission, "a1")
+
+    assert order == ["a5", "a3", "a6", "b1", "b3", "a4", "b4", "b2", "b5"]
+
+
+def test_a_mailbox_runs_continued_calls_too_in_the_order_of_their_arrival() -> None:
+    admission: Admission[str] = Admission(1, None)
+    enter(admission, "a1", "a2")
+    enter_continued(admission, "b1")
+    enter(admission, "a3")
+
+    assert leave_all(admission, "a1") == ["a2", "b1", "a3"]
+
+
+def test_a_client_that_says_continued_of_all_its_calls_fills_no_more_than_its_share() -> None:
+    admission: Admission[str] = Admission(1, 0)
+    enter(admission, "a1")
+
+    entries = enter_continued(admission, *[f"b{number}" for number in range(CONTINUED + 1)])
+
+    assert [entry.admittance for entry in entries] == [WAIT] * CONTINUED + [FULL]
+    assert admission.withdraw("b0")
+    assert enter_continued(admission, "b999") == [Entry(WAIT)]
+
+
+@given(
+    st.integers(2, 4),
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=40),
+)
+def test_continued_calls_change_the_order_of_no_others(
+    concurrency: int, calls: list[tuple[str, bool]]
+) -> None:
+    mixed: Admission[str] = Admission(concurrency, None)
+    ordinary: Admission[str] = Admission(concurrency, None)
+    running = [f"z{number}" for number in range(concurrency)]
+    enter(mixed, *running)
+    enter(ordinary, *running)
+    names = {f"{client}{number}": of for number, (client, of) in enumerate(calls)}
+    for name, continued in names.items():
+        assert mixed.enter(name, name[0], 0.0, None, continued=continued).admittance is WAIT
+        if not continued:
+            enter(ordinary, name)
+
+    order = leave_all(mixed, "z0")
+
+    assert sorted(order) == sorted(names)
+    assert [name for name in order if not names[name]] == leave_all(ordinary, "z0")
+    assert [name for name in order if names[name]] == [name for name, of in names.items() if of]

@@ -652,6 +652,114 @@ def test_what_still_runs_after_the_grace_ends_in_draining(
     ]
 
 
+async def three_and_no_more(_: bytes) -> AsyncGenerator[bytes, None]:
+    for number in range(3):
+        yield b"%d" % number
+    await asyncio.sleep(600.0)
+
+
+def test_a_drain_hands_on_streams_that_go_on_elsewhere_and_lets_the_others_finish() -> None:
+    async def story() -> float:
+        loop = asyncio.get_running_loop()
+        async with serving(endpoint(three_and_no_more, streaming=True)) as given:
+            for number in range(40):
+                given.client.send(number, CONTINUES=str(number % 2))
+            given.client.send(99)
+            await given.client.heard(Items, 41)
+
+            draining = asyncio.create_task(given.instance.drain(1.2, lambda _: True))
+            begun = loop.time()
+            handed_on = await given.client.heard(Failed, 40)
+            took = loop.time() - begun
+
+            assert {(one.code, one.started) for one in handed_on} == {("Draining", True)}
+            assert sorted(one.number for one in handed_on) == list(range(40))
+            # After all that was yielded.
+            assert {one.sequence for one in handed_on} == {3}
+            await draining
+            assert loop.time() - begun >= 1.2
+            (*_, last) = await given.client.heard(Failed, 41)
+            assert (last.number, last.code) == (99, "Draining")
+        return took
+
+    assert run(story()) < 0.6
+
+
+def test_a_drain_keeps_streams_for_as_long_as_no_other_instance_takes_calls() -> None:
+    async def story() -> None:
+        others: list[str] = []
+        async with serving(endpoint(three_and_no_more, streaming=True)) as given:
+            given.client.send(1, CONTINUES="0")
+            await given.client.heard(Items)
+
+            draining = asyncio.create_task(given.instance.drain(30.0, lambda _: bool(others)))
+            # A client that is silent for longer is taken for dead.
+            await asyncio.sleep(0.8)
+            assert given.client.all(Failed) == []
+            others.append("a new one")
+            (failed,) = await given.client.heard(Failed)
+
+            assert failed.code == "Draining"
+            await asyncio.wait_for(draining, 1.0)
+
+    run(story())
+
+
+def test_a_drain_gives_back_streams_that_wait_as_not_started() -> None:
+    async def story() -> None:
+        async with serving(
+            endpoint(three_and_no_more, streaming=True, concurrency=1, queue=4)
+        ) as given:
+            for number in (1, 2):
+                given.client.send(number, CONTINUES="0")
+            await given.client.heard(Items)
+
+            await given.instance.drain(30.0, lambda _: True)
+            failed = await given.client.heard(Failed, 2)
+
+            assert {(one.number, one.started) for one in failed} == {(1, True), (2, False)}
+
+    run(story())
+
+
+def test_what_continues_a_stream_is_taken_in_beside_a_full_queue() -> None:
+    async def story() -> None:
+        async with serving(
+            endpoint(three_and_no_more, streaming=True, concurrency=1, queue=0)
+        ) as given:
+            given.client.send(1)
+            given.client.send(2)
+            given.client.send(3, CONTINUES="0")
+            given.client.send(4, CONTINUES="7")
+            refused = await given.client.heard(Failed, 2)
+
+            assert {(one.number, one.code) for one in refused} == {
+                (2, "Overloaded"),
+                (3, "Overloaded"),
+            }
+            assert given.instance.execution.load == 2
+
+    run(story())
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "many", "٣", "1" * 16])
+def test_what_says_no_number_of_items_is_refused(text: str) -> None:
+    async def story() -> None:
+        async with serving(endpoint(count, streaming=True)) as given:
+            block = headers.encode({headers.FRAMES: f"1 {'0' * 32} 1 {INCARNATION}"})
+            block = block[:-2] + f"{headers.CONTINUES}: {text}\r\n\r\n".encode()
+            given.client.connection.publish(
+                ADDRESS.at(INSTANCE), b"", reply=f"{given.client.base}.1", headers=block
+            )
+
+            reply = await given.client.reply()
+
+            assert headers.decode(reply.headers)[headers.ERROR] == "InvalidRequest"
+            assert given.instance.execution.load == 0
+
+    run(story())
+
+
 def test_a_stop_tells_every_caller_before_it_returns() -> None:
     async def story() -> None:
         async with serving(Handler(5.0).endpoint) as given:

@@ -32,7 +32,7 @@ def test_an_actor_of_a_file_has_each_setting_as_an_argument() -> None:
     config = RouterConfig()
     known = defaults(Front)
 
-    assert list(known) == ["policies", *NAMES]
+    assert list(known) == ["policies", "migration_limit", *NAMES]
     assert {name: known[name] for name in NAMES if name != "shadows"} == {
         name: getattr(config, name) for name in NAMES if name != "shadows"
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.instance_view import Instance
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.profiles import InstanceProfile, Profiles, read_profile
 
@@ -19,6 +21,19 @@ def agree(
     return known.agree(profiles, block_size)
 
 
+def instance(name: str, metadata: dict[str, str]) -> Instance:
+    record = InstanceRecord(
+        namespace="test",
+        component="engine",
+        instance_id=name,
+        incarnation="1",
+        endpoints={},
+        started=0.0,
+        metadata=metadata,
+    )
+    return Instance(record, 0.0)
+
+
 def test_a_profile_has_all_that_the_metadata_says() -> None:
     profile = read_profile(
         "a",
@@ -29,6 +44,8 @@ def test_a_profile_has_all_that_the_metadata_says() -> None:
             "kv_dp_size": "2",
             "kv_events": "true",
             "kv_fetches": "true",
+            "lend_blocks": "500",
+            "model_fingerprint": "f1",
             "kv_tokenizer_id": "qwen",
             "kv_tags": "eu, fast,",
             "kv_loras": "sql",
@@ -43,6 +60,7 @@ def test_a_profile_has_all_that_the_metadata_says() -> None:
     assert profile.ranks == (Rank("a", 0), Rank("a", 1))
     assert profile.has_events
     assert profile.fetches
+    assert (profile.lends, profile.model) == (500, "f1")
     assert profile.tokenizer_id == "qwen"
     assert profile.tags == {"eu", "fast"}
     assert profile.loras == {"sql"}
@@ -67,6 +85,7 @@ def test_an_instance_that_says_nothing_has_one_rank_and_no_events() -> None:
         ("kv_dp_size", "9" * 400),
         ("kv_events", "maybe"),
         ("kv_fetches", "1"),
+        ("lend_blocks", "0"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_instance_and_key(key: str, text: str) -> None:
@@ -121,3 +140,24 @@ def test_a_key_that_is_unknown_is_refused_with_those_that_are() -> None:
 def test_an_exact_router_refuses_an_instance_without_events() -> None:
     with pytest.raises(ConfigError, match=r"instance a publishes no KV events .*exact=False"):
         agree(read_profile("a", {"kv_block_size": "16"}), needs_events=True)
+
+
+def test_of_instances_that_cannot_fetch_from_each_other_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known = Profiles(block_size=16, tokenizer_id="", needs_events=False)
+    fetches = {"kv_fetches": "true"}
+    there = [
+        instance("a", {**fetches, "model_fingerprint": "f1"}),
+        instance("b", {**fetches, "model_fingerprint": "f2"}),
+        instance("c", {"model_fingerprint": "f3"}),
+        instance("d", {**fetches, "model_fingerprint": "f2"}),
+    ]
+
+    for now in range(3):
+        found, _ = known.of(there, float(now))
+        assert [one.model for one in found] == ["f1", "f2", "f3", "f2"]
+
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "instance b computes another model than a"
+    ]

@@ -193,6 +193,7 @@ def test_a_caller_that_leaves_ends_the_engines_work() -> None:
         ({"fields": {"token_id": "ids"}}, "token_id"),
         ({"policy": "fastest"}, "policy 'fastest' is unknown"),
         ({"target": "llm.Engine"}, "llm.Engine"),
+        ({"migration_limit": -1}, "migration_limit=-1: give a whole number"),
     ],
 )
 def test_a_setting_that_makes_no_sense_keeps_a_router_from_starting(
@@ -215,6 +216,7 @@ def test_the_settings_of_a_router_can_be_given_as_text() -> None:
         "fields": '{"token_ids": "prompt.ids"}',
         "block_size": "16",
         "queue_limit": "7",
+        "migration_limit": "5",
         "approximate_ttl": "2.5",
     }
 
@@ -224,6 +226,7 @@ def test_the_settings_of_a_router_can_be_given_as_text() -> None:
     assert arguments["policies"] == ["dynamo"]
     assert arguments["fields"] == RequestFields(token_ids="prompt.ids")
     assert (arguments["block_size"], arguments["queue_limit"]) == (16, 7)
+    assert arguments["migration_limit"] == 5
     assert Front(**arguments)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_an_instance_that_does_not_fetch_neither_gets_nor_gives_blocks() -> None
         profiles = sorted([fetching(one), profile(other)], key=lambda known: known.instance)
         decision = decide(scheduler, request("r", profiles))
         assert [known.peer_blocks for known in decision.candidates] == [0, 0]
+
+
+def test_a_peer_with_another_model_is_named_to_nobody() -> None:
+    mine, theirs = (replace(fetching(name), model=model) for name, model in ("ax", "by"))
+    alike = replace(fetching("c"), model="x")
+    scheduler = KvScheduler(follower=HandIndex(b=4, c=2))
+
+    alone = decide(scheduler, request("r", [mine, theirs]))
+    decision = decide(scheduler, request("s", [mine, theirs, alike]))
+
+    assert [one.peer_blocks for one in alone.candidates] == [0, 0]
+    assert [one.peer_blocks for one in decision.candidates] == [2, 0, 0]
+
+
+def test_no_more_is_expected_of_a_peer_than_it_lends() -> None:
+    mine, generous = fetching("a"), replace(fetching("b"), lends=3)
+    scheduler = KvScheduler(follower=HandIndex(b=4, c=4))
+
+    alone = decide(scheduler, request("r", [mine, replace(generous, lends=1)]))
+    decision = decide(scheduler, request("s", [mine, replace(fetching("c"), lends=2), generous]))
+
+    assert [one.peer_blocks for one in alone.candidates] == [1, 0]
+    assert [one.peer_blocks for one in decision.candidates] == [3, 0, 0]
 
 
 def test_what_is_only_guessed_of_a_peer_is_not_to_be_fetched() -> None:

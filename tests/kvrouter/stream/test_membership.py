@@ -101,6 +101,20 @@ def test_a_rank_is_quiet_when_nothing_of_it_was_heard_for_long() -> None:
     assert (early, late) == ([], [Rank("a", 0)])
 
 
+def test_who_sent_events_before_its_lease_was_known_is_not_quiet() -> None:
+    members = Membership()
+    ranks = [Rank("a", 0)]
+    members.quiet([], 100.0)
+    members.update([], ["a"], 200.0)
+    members.heard(Rank("a", 0), 200.0)
+    members.quiet(ranks, 200.1)
+
+    members.update(["a"], ["a"], 200.2)
+
+    assert members.quiet(ranks, 200.3) == []
+    assert members.quiet(ranks, 200.1 + QUIET_AFTER) == ranks
+
+
 def test_a_time_in_which_nobody_could_be_heard_is_no_silence() -> None:
     members = Membership()
     ranks = [Rank("a", 0)]

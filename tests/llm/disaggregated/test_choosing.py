@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import pytest
+
+from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.instance_view import Instance
 from dynbus.kvrouter.radix import Rank
 from dynbus.kvrouter.routing import OVERLAP_KEY
+from dynbus.kvrouter.routing.profiles import MODEL_KEY
 from dynbus.llm.disaggregated.choosing import PrefillChoice
 from dynbus.llm.disaggregated.decision import PrefillReason
 from dynbus.llm.disaggregated.settings import DisaggregationSettings
@@ -39,9 +45,23 @@ class Live:
     current = DisaggregationSettings(local_prompt_tokens=100, max_queue_length=2)
 
 
-def choice(**loads: Load) -> PrefillChoice:
+def instance(name: str, model: str = "") -> Instance:
+    record = InstanceRecord(
+        namespace="test",
+        component="prefill",
+        instance_id=name,
+        incarnation="1",
+        endpoints={},
+        started=0.0,
+        metadata={MODEL_KEY: model} if model else {},
+    )
+    return Instance(record, 0.0)
+
+
+def choice(*instances: Instance, own: Sequence[str] = (), **loads: Load) -> PrefillChoice:
     router, runner, live = (cast("Any", one) for one in (Router(**loads), Runner(), Live()))
-    return PrefillChoice(router, lambda: list(loads), runner, live)
+    there = instances or [instance(name) for name in loads]
+    return PrefillChoice(router, lambda: there, runner, live, own=set(own), model="mine")
 
 
 def test_of_the_prompts_that_were_sent_each_instance_computes_one() -> None:
@@ -72,3 +92,29 @@ def test_without_a_number_of_blocks_nothing_is_cached() -> None:
 
     assert [deciding.cached_tokens(told) for told in ({}, {OVERLAP_KEY: "-3"})] == [0, 0]
     assert deciding.decide(REQUEST, 0).reason is PrefillReason.NO_PREFILL
+
+
+def test_an_instance_with_another_model_is_left_out_which_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    there = [instance("a", "mine"), instance("b", "theirs"), instance("c")]
+    deciding = choice(*there, a=Load(0, 0), b=Load(9, 9000), c=Load(0, 0))
+
+    decisions = [deciding.decide(REQUEST, 0) for _ in range(3)]
+
+    assert {decision.load.instances for decision in decisions} == {2}
+    assert {decision.load.queued_tokens for decision in decisions} == {0}
+    assert [one.id for one in deciding.usable(there)] == ["a", "c"]
+    assert caplog.text.count("prefill instance b computes a model of fingerprint theirs") == 1
+
+
+def test_where_all_compute_another_model_there_is_no_prefill_instance() -> None:
+    deciding = choice(instance("b", "theirs"), b=Load(0, 0))
+
+    assert deciding.decide(REQUEST, 0).reason is PrefillReason.NO_PREFILL
+
+
+def test_an_instance_that_serves_both_roles_computes_no_prompts_for_itself() -> None:
+    deciding = choice(instance("a"), instance("b"), own=["a"], b=Load(0, 0))
+
+    assert deciding.decide(REQUEST, 0).load.instances == 1

@@ -14,19 +14,24 @@ from tests.conditions import eventually
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import JumpingLoop
+from dynbus.bus.commands.server import connected
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.leases import ensure_bucket, record_subject
 from dynbus.llm.commands.disagg import disagg
 from dynbus.llm.disaggregated.settings import (
+    NOTHING_STORED,
     STREAM,
     DisaggregationSettings,
     change_settings,
     follow_settings,
     parse_changes,
     read_settings,
+    remove_settings,
     stored_components,
 )
 
@@ -56,7 +61,10 @@ async def bus(server: MemoryBus) -> AsyncIterator[Bus]:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"local_prompt_token": "1"}, "'local_prompt_token' is not a setting .* there are mode,"),
+        (
+            {"local_prompt_token": "1"},
+            r"'local_prompt_token' is not a setting .*mean local_prompt_tokens.*: there are mode,",
+        ),
         ({"local_prompt_tokens": "many"}, "= 'many' is not usable: give a whole number"),
         ({"local_prompt_tokens": "-1"}, "local_prompt_tokens = -1 is not usable: give 0 or more"),
         ({"max_queue_length": "0"}, "max_queue_length = 0 is not usable: give 1 or more, or mode"),
@@ -119,6 +127,11 @@ async def test_what_is_no_settings_is_ignored_and_those_before_hold(bus: Bus) ->
         # A later version's record may say more.
         await js.publish(subject, b'{"max_queue_length": 3, "of_later": true}')
         await eventually(lambda: live.current.max_queue_length == 3)
+        # What it says of others stays.
+        await change_settings(js, DECODE, {}, unset=["max_queue_length"])
+        left = await js.last("KV_dynbus_disaggregation", subject)
+        assert left is not None
+        assert json.loads(left.data) == {"of_later": True}
 
         await js.publish(subject, b"", headers={"KV-Operation": "DEL"})
         await eventually(lambda: live.current == OWN)
@@ -170,19 +183,102 @@ async def test_two_who_change_settings_at_once_both_have_their_way(bus: Bus) -> 
     }
 
 
+async def test_a_record_that_says_nothing_is_none(bus: Bus) -> None:
+    js = bus.data.jetstream
+    assert await change_settings(js, DECODE, {}, unset=["mode"]) == NOTHING_STORED
+    await change_settings(js, DECODE, {"max_queue_length": 9})
+    async with follow_settings(bus, DECODE, OWN) as live:
+        await eventually(lambda: live.current.max_queue_length == 9)
+
+        await change_settings(js, DECODE, {}, unset=["max_queue_length"])
+
+        assert await stored_components(js) == []
+        await eventually(lambda: live.current == OWN)
+        await change_settings(js, DECODE, {"max_queue_length": 7})
+        await eventually(lambda: live.current.max_queue_length == 7)
+
+
+@pytest.mark.parametrize("bad", [b"{", b"[]", b"\xff", b'{"mode": 5}'])
+async def test_a_record_that_is_none_can_be_removed(bus: Bus, bad: bytes) -> None:
+    js = bus.data.jetstream
+    assert await remove_settings(js, DECODE) == NOTHING_STORED
+    await change_settings(js, DECODE, {"max_queue_length": 9})
+    await js.publish(f"$KV.dynbus_disaggregation.{DECODE}", bad)
+    with pytest.raises(ConfigError, match="unset"):
+        await change_settings(js, DECODE, {"max_queue_length": 8})
+
+    assert (await remove_settings(js, DECODE)).changes == {}
+
+    assert await stored_components(js) == []
+    await change_settings(js, DECODE, {"max_queue_length": 8})
+    assert (await read_settings(js, DECODE)).changes == {"max_queue_length": 8}
+
+
+def announced(component: str, instance: str, own: DisaggregationSettings) -> tuple[str, bytes]:
+    """The record of a decode instance."""
+    namespace, name = component.split(".")
+    record = InstanceRecord(
+        namespace=namespace,
+        component=name,
+        instance_id=instance,
+        incarnation="1",
+        endpoints={},
+        started=1.0,
+        metadata=own.metadata(),
+    )
+    return record_subject(namespace, name, instance), encode_record(record)
+
+
+def test_the_command_tells_the_workers_own_values_from_those_that_hold(
+    nats_server: RunningServer,
+) -> None:
+    component = f"n{secrets.token_hex(4)}.decode"
+
+    def command(*arguments: str) -> Result:
+        return CliRunner().invoke(disagg, [*arguments, "--nats", nats_server.url])
+
+    async def announce() -> None:
+        async with connected(BusConfig(servers=(nats_server.url,)), "test") as server:
+            js = server.connection.jetstream
+            await ensure_bucket(js)
+            for instance, tokens in (("a", 64), ("b", 128)):
+                own = DisaggregationSettings(local_prompt_tokens=tokens)
+                await js.publish(*announced(component, instance, own))
+
+    nobody = command("set", component, "max_queue_length=9").stderr
+    asyncio.run(announce())
+    table = command("set", component, "mode=local")
+    typed = command("set", f"{component}r", "mode=local").stderr
+    told = json.loads(command("show", component, "--json").stdout)
+    command("unset", f"{component}r", "--all")
+
+    assert f"no decode instance of {component} is there" in nobody
+    assert table.stderr == ""
+    assert [line.split() for line in table.stdout.splitlines()[1:5]] == [
+        ["mode", "local", "auto", "the", "record"],
+        ["through", "direct", "direct", "default"],
+        ["local_prompt_tokens", "128,", "64", "128,", "64", "the", "workers'", "own"],
+        ["idle_local_prompt_tokens", "0", "0", "default"],
+    ]
+    assert f"(did you mean {component}?)" in typed
+    assert told["workers"]["a"]["own"]["local_prompt_tokens"] == 64
+    assert told["workers"]["b"]["own"]["max_queue_length"] == 4
+    assert told["workers"]["b"]["live"]["max_queue_length"] == 9
+
+
 def test_the_command_shows_and_changes_settings(nats_server: RunningServer) -> None:
     component = f"n{secrets.token_hex(4)}.Decode"
 
     def command(*arguments: str) -> Result:
         return CliRunner().invoke(disagg, [*arguments, "--nats", nats_server.url])
 
-    before = json.loads(command("show", component, "--json").output)
+    before = json.loads(command("show", component, "--json").stdout)
     after = json.loads(
-        command("set", component, "max_queue_length=9", "mode=local", "--json").output
+        command("set", component, "max_queue_length=9", "mode=local", "--json").stdout
     )
-    listed = json.loads(command("show", "--json").output)
-    table = command("show", component).output
-    unset = json.loads(command("unset", component, "mode", "--json").output)
+    listed = json.loads(command("show", "--json").stdout)
+    table = command("show", component).stdout
+    unset = json.loads(command("unset", component, "mode", "--json").stdout)
     refused = command("set", component, "max_queue_length=nine")
     unknown = command("unset", component, "maximum")
 
@@ -197,5 +293,9 @@ def test_the_command_shows_and_changes_settings(nats_server: RunningServer) -> N
     assert (unset["changed"], unset["settings"]["mode"]) == (["max_queue_length"], "auto")
     assert isinstance(refused.exception, ConfigError)
     assert isinstance(unknown.exception, ConfigError)
-    assert json.loads(command("show", component, "--json").output) == unset
+    assert json.loads(command("show", component, "--json").stdout) == unset
     assert command("set", component, "mode").exit_code == 2
+    assert command("unset", component).exit_code == 2
+    assert command("unset", component, "mode", "--all").exit_code == 2
+    assert command("unset", component, "--all").exit_code == 0
+    assert component not in json.loads(command("show", "--json").stdout)

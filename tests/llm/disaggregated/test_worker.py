@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.conditions import eventually
 from tests.llm.disaggregated.agents import MemoryAgent, Wire
+from tests.llm.disaggregated.tiny_engine import tiny_engine
 from tests.llm.small.test_actor import served_folder
 from tests.llm.weights.tiny_models import VOCABULARY, TinyModel
 
@@ -25,13 +27,15 @@ from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, Draining, InvalidRequest, StreamLost
 from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.bus.work_queue import JobEnd
+from dynbus.kvrouter import KvRouter
+from dynbus.llm.disaggregated import worker
 from dynbus.llm.disaggregated.messages import (
     PrefillJob,
     PrefillRequest,
     Role,
     RoleChange,
     RoleState,
-    Settlement,
 )
 from dynbus.llm.disaggregated.receiving import Limits
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
@@ -40,10 +44,10 @@ from dynbus.llm.models.records import read_cards
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 from dynbus.transfer.binding import nixl
-from dynbus.transfer.checksums import Settled
 from dynbus.transfer.errors import LeaseLost
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import Ticket
+from dynbus.transfer.settling import Settled, Settlement
 
 
 class Engine(DisaggregatedWorker, namespace="test"):
@@ -66,14 +70,7 @@ class Whole(ModelWorker, namespace="test"):
 
 @pytest.fixture
 def model(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "model": str(served_folder(tmp_path / "tiny")),
-        "backend": "numpy",
-        "block_size": 16,
-        "blocks": 128,
-        "deterministic": True,
-        "max_num_batched_tokens": 128,
-    }
+    return tiny_engine(tmp_path)
 
 
 REMOTE = {"mode": "remote"}
@@ -114,6 +111,12 @@ class Pair:
         self.model = model
         self.wire = Engine.wire = Wire()
 
+    async def joined_by_queue(self) -> tuple[ActorInstance, ActorInstance]:
+        """A prefill and a decode instance, which hand prompts over by a work queue."""
+        settings = {**REMOTE, "through": "queue"}
+        prefill = await self.start("prefill", disaggregation=settings)
+        return prefill, await self.start("decode", disaggregation=settings)
+
     async def start(self, node: str, **settings: Any) -> ActorInstance:
         instance = await self.kit.start(Engine, node=node, **{**self.model, **settings})
         # Its first role has its own name.
@@ -136,6 +139,22 @@ class Pair:
 def engine_of(instance: ActorInstance) -> Engine:
     assert isinstance(instance.actor, Engine)
     return instance.actor
+
+
+def router_of(instance: ActorInstance) -> KvRouter:
+    """By which a decode instance sends prompts to prefill instances."""
+    choice = engine_of(instance)._choice  # pyright: ignore[reportPrivateUsage]
+    assert choice is not None
+    return choice._router  # pyright: ignore[reportPrivateUsage]
+
+
+async def takes_no_jobs(instance: ActorInstance) -> None:
+    """Have a prefill instance take none, while it is found still."""
+    roles = engine_of(instance)._roles  # pyright: ignore[reportPrivateUsage]
+    assert roles is not None
+    retire = roles._serves["prefill"].retire  # pyright: ignore[reportPrivateUsage]
+    assert retire is not None
+    await retire()
 
 
 def control_of(instance: ActorInstance) -> str:
@@ -210,14 +229,16 @@ def test_tokens_are_those_of_one_engine_and_no_prompt_is_computed_twice(
     run(story())
 
 
-def test_prompts_go_by_the_work_queue_too(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("told", ["both roles", "decode alone"])
+def test_prompts_go_by_the_work_queue_too(model: dict[str, Any], told: str) -> None:
     requests = [greedy(100), seeded(200, seed=3), *(greedy(40 + n, seed=n) for n in range(6))]
 
     async def story() -> None:
         async with TestKit() as kit:
             pair = Pair(kit, model)
             by_queue = {**REMOTE, "through": "queue"}
-            prefill = await pair.start("prefill", disaggregation=by_queue)
+            theirs = {"disaggregation": by_queue} if told == "both roles" else {}
+            prefill = await pair.start("prefill", **theirs)
             decode = await pair.start("decode", disaggregation=by_queue)
             wanted = await expected(kit, model, *requests)
 
@@ -225,6 +246,10 @@ def test_prompts_go_by_the_work_queue_too(model: dict[str, Any]) -> None:
 
             assert found == wanted
             assert engine_of(decode).figures.remote[""] == len(requests)
+            # Routers know of those, too, for `dynbus why` and for the load.
+            decided = router_of(decode).latest_decisions(100)
+            assert len({one.request_id for one in decided}) == len(requests)
+            assert {one.chosen.instance for one in decided} == {prefill.name.instance_id}
             queue = engine_of(prefill)._queue  # pyright: ignore[reportPrivateUsage]
 
             async def is_empty() -> bool:
@@ -254,14 +279,14 @@ def test_a_lease_that_is_settled_too_late_or_by_somebody_else_leaves_nothing(
                     if item.first is not None:
                         break
                 first, second, *_ = tickets
-                foreign = Settlement("one", first.lease_id, "of another life")
+                foreign = Settlement(first.lease_id, "of another life")
                 assert not (await control.settle(foreign)).held
-                in_time = Settlement("one", first.lease_id, first.epoch)
+                in_time = Settlement(first.lease_id, first.epoch)
                 assert (await control.settle(in_time)).held
                 assert not (await control.settle(in_time)).held
                 # So much later, all of them have run out.
                 table.held(second.lease_id, second.epoch, monotonic() + 60)
-                too_late = Settlement("one", second.lease_id, second.epoch)
+                too_late = Settlement(second.lease_id, second.epoch)
                 assert not (await control.settle(too_late)).held
                 with pytest.raises(LeaseLost):
                     await anext(items)
@@ -277,9 +302,7 @@ def test_a_job_that_is_none_becomes_a_dead_letter_and_the_next_one_is_taken(
     async def story() -> None:
         async with TestKit() as kit:
             pair = Pair(kit, model)
-            by_queue = {**REMOTE, "through": "queue"}
-            prefill = await pair.start("prefill", disaggregation=by_queue)
-            decode = await pair.start("decode", disaggregation=by_queue)
+            prefill, decode = await pair.joined_by_queue()
             [wanted] = await expected(kit, model, greedy(100))
             queue = engine_of(decode)._queue  # pyright: ignore[reportPrivateUsage]
             deep = b'{"later": ' + 10_000 * b"["
@@ -301,6 +324,36 @@ def test_a_job_that_is_none_becomes_a_dead_letter_and_the_next_one_is_taken(
     run(story())
 
 
+def test_a_job_for_another_model_is_left_to_others(
+    model: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill, decode = await pair.joined_by_queue()
+            [wanted] = await expected(kit, model, greedy(100))
+            queue = engine_of(decode)._queue  # pyright: ignore[reportPrivateUsage]
+            takers = engine_of(prefill)._queue  # pyright: ignore[reportPrivateUsage]
+            strange = msgspec.json.encode(PrefillJob("of-others", "nobody", model="another"))
+            await queue.put(strange, job_id="of-others")
+
+            await eventually(lambda: takers.ended[JobEnd.RETURNED] >= 2, what="it is given back")
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+
+            assert engine_of(decode).figures.remote == {"": 1}
+
+            async def only_it_is_left() -> bool:
+                return (await queue.depth()).jobs == 1
+
+            await eventually(only_it_is_left, what="the other job is done")
+            assert takers.ended[JobEnd.RETRIED] == takers.ended[JobEnd.DEAD] == 0
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+    told = [one for one in caplog.records if "are left to others" in one.getMessage()]
+    assert [one.levelname for one in told].count("WARNING") == 1
+
+
 @pytest.mark.parametrize("through", ["direct", "queue"])
 def test_nothing_is_taken_of_an_instance_with_another_model_of_the_same_shapes(
     model: dict[str, Any], tmp_path: Path, through: str, caplog: pytest.LogCaptureFixture
@@ -316,12 +369,29 @@ def test_nothing_is_taken_of_an_instance_with_another_model_of_the_same_shapes(
             decode = await pair.start("decode", disaggregation=settings)
             [wanted] = await expected(kit, model, greedy(100))
 
-            assert await tokens_of(pair.client, greedy(100)) == wanted
-            assert engine_of(decode).figures.remote == {"refused": 1}
-            await at_rest(pair, prefill, decode)
+            for _ in range(2):
+                assert await tokens_of(pair.client, greedy(100)) == wanted
+
+            # Nobody was asked in vain.
+            assert engine_of(decode).figures.local == {"no_prefill": 2}
+            assert not engine_of(prefill).figures.served
+            assert caplog.text.count("give both the same files") == 1
+            alike = await pair.start("prefill", disaggregation=settings)
+            assert await tokens_of(pair.client, greedy(100, seed=2)) == await tokens_of(
+                kit.client(Whole), greedy(100, seed=2)
+            )
+            assert engine_of(decode).figures.remote == {"": 1}
+            assert engine_of(alike).figures.served["left"] + engine_of(alike).figures.served["read"]
+            # One that does not know better is refused.
+            strange = PrefillRequest("one", greedy(100), model="another")
+            asked = with_options(
+                kit.client(Engine, node="prefill"), instance=alike.name.instance_id
+            )
+            with pytest.raises(InvalidRequest, match="give both the same files"):
+                await anext(asked.prefill(strange))
+            await at_rest(pair, prefill, decode, alike)
 
     run(story())
-    assert "give both the same files" in caplog.text
 
 
 def test_an_instance_that_takes_its_own_job_computes_it_where_it_decodes(
@@ -331,8 +401,8 @@ def test_an_instance_that_takes_its_own_job_computes_it_where_it_decodes(
         async with TestKit() as kit:
             pair = Pair(kit, model)
             settings = {"role": "both", "disaggregation": {**REMOTE, "through": "queue"}}
-            # Which is there, and takes no jobs.
             prefill = await pair.start("prefill")
+            await takes_no_jobs(prefill)
             both = await pair.start("decode", **settings)
             [wanted] = await expected(kit, model, greedy(100))
 
@@ -394,11 +464,43 @@ def test_a_request_is_one_trace_through_queue_prefill_transfer_and_decode(
         assert (span.attributes or {})["dynbus.work_queue.taken_by"]
 
 
+@pytest.mark.parametrize("through", ["direct", "queue"])
+def test_a_prompt_that_waits_in_the_engine_of_a_prefill_instance_waits_on(
+    model: dict[str, Any], through: str
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            settings = {**REMOTE, "through": through}
+            prefill = await pair.start("prefill", disaggregation=settings, blocks=24)
+            decode = await pair.start("decode", disaggregation=settings)
+            [wanted] = await expected(kit, model, greedy(100, seed=5))
+            limits = Engine.hand_over_limits
+            assert limits.queue < limits.lease < limits.hand_over
+            holding = kit.client(Engine, node="prefill").prefill(PrefillRequest("one", greedy(300)))
+            async for item in holding:
+                if item.first is not None:
+                    break
+            began = monotonic()
+
+            # There is no room for it until the lease of the other one has run out.
+            found = await tokens_of(pair.client, greedy(100, seed=5))
+
+            assert monotonic() - began > limits.queue
+            assert found == wanted
+            assert engine_of(decode).figures.remote == {"": 1}
+            await holding.aclose()
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
 def test_a_job_that_nobody_takes_is_computed_here(model: dict[str, Any]) -> None:
     async def story() -> None:
         async with TestKit() as kit:
             pair = Pair(kit, model)
             prefill = await pair.start("prefill")
+            await takes_no_jobs(prefill)
             decode = await pair.start("decode", disaggregation={**REMOTE, "through": "queue"})
             [wanted] = await expected(kit, model, greedy(100))
 
@@ -589,13 +691,13 @@ def test_a_prefill_instance_that_freezes_before_it_settles_is_made_up_for(
             prefill = await pair.start("prefill")
             decode = await pair.start("decode", disaggregation=REMOTE)
             [wanted] = await expected(kit, model, greedy(200))
-            sender = engine_of(prefill)._sender  # pyright: ignore[reportPrivateUsage]
+            settling = engine_of(prefill)._settling  # pyright: ignore[reportPrivateUsage]
 
             async def freeze(_: Settlement) -> Settled:
                 await anyio.sleep_forever()
                 raise AssertionError
 
-            monkeypatch.setattr(sender, "settle", freeze)
+            monkeypatch.setattr(settling, "settle", freeze)
 
             assert await tokens_of(pair.client, greedy(200)) == wanted
 
@@ -629,6 +731,48 @@ def test_a_decode_instance_that_dies_before_it_settles_leaves_the_other_nothing(
             await at_rest(pair, prefill)
             task.cancel()
             await asyncio.wait({task})
+
+    run(story())
+
+
+@pytest.mark.parametrize("when", ["granted", "stalled", "read", "decoding"])
+@pytest.mark.parametrize("make", [greedy, seeded])
+def test_the_stream_of_a_decode_instance_that_dies_goes_on_at_another(
+    model: dict[str, Any], when: str, make: Callable[..., GenerateRequest]
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decoding = [await pair.start("decode", disaggregation=REMOTE) for _ in range(2)]
+            [wanted] = await expected(kit, model, make(200, 20))
+            stream: Any = pair.client.generate(make(200, 20))
+
+            def die() -> None:
+                pair.wire.granted = pair.wire.begun = pair.wire.done = None
+                pair.wire.stalls = False
+                [first] = [one for one in decoding if one.id == stream.instance_id]
+                decoding.remove(first)
+                bus = first.actor.runtime.bus
+                for connection in (bus.data, bus.lane.connection):
+                    connection.disconnect()  # type: ignore[attr-defined]
+
+            if when == "granted":
+                pair.wire.granted = die
+            elif when == "stalled":
+                pair.wire.stalls, pair.wire.begun = True, die
+            elif when == "read":
+                pair.wire.done = die
+            tokens: list[int] = []
+            async for item in stream:
+                tokens += item.token_ids
+                if when == "decoding" and len(tokens) == 9:
+                    die()
+
+            assert tokens == wanted
+            assert len(decoding) == 1
+            pair.wire.become_quiet()
+            await at_rest(pair, prefill, *decoding)
 
     run(story())
 
@@ -670,14 +814,14 @@ def test_a_prefill_instance_that_gives_no_checksums_is_not_believed(
             prefill = await pair.start("prefill")
             decode = await pair.start("decode", disaggregation=REMOTE)
             [wanted] = await expected(kit, model, greedy(200))
-            sender = engine_of(prefill)._sender  # pyright: ignore[reportPrivateUsage]
-            assert sender is not None
-            settle = sender.settle
+            settling = engine_of(prefill)._settling  # pyright: ignore[reportPrivateUsage]
+            assert settling is not None
+            settle = settling.settle
 
             async def silent(settlement: Settlement) -> Settled:
                 return await settle(msgspec.structs.replace(settlement, wanted=None))
 
-            monkeypatch.setattr(sender, "settle", silent)
+            monkeypatch.setattr(settling, "settle", silent)
 
             assert await tokens_of(pair.client, greedy(200)) == wanted
             assert engine_of(decode).figures.remote == {"bad_answer": 1}
@@ -736,6 +880,44 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
     run(story())
 
 
+def test_a_role_is_said_to_be_ready_and_stopped_once_and_former_ones_are_forgotten(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "ENDED_IDS", 1)
+    caplog.set_level("INFO")
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            await pair.start("prefill")
+            await pair.start("decode", disaggregation=REMOTE)
+            one = await pair.start("prefill", disaggregation=REMOTE)
+            control = with_options(
+                kit.client(Engine, node="hand_over"), instance=control_of(one), timeout=60.0
+            )
+
+            roles: list[Role] = ["both", "prefill", "decode", "prefill"]
+            for role in roles:
+                await control.change_role(RoleChange(role))
+                await tokens_of(pair.client, greedy(100))
+                # For longer than routers take silence for news.
+                await anyio.sleep(30.0)
+
+            ids = engine_of(one)._ids  # pyright: ignore[reportPrivateUsage]
+            # For others, for what it does now, and one of what it did.
+            assert len(ids) == 3
+
+    run(story())
+    said = Counter(
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().endswith((" is ready", " is stopped"))
+    )
+    assert len(said) == 2 * (3 + 3 + 3)
+    assert set(said.values()) == {1}
+    assert "nothing heard" not in caplog.text
+
+
 @pytest.mark.parametrize("how", ["change", "stop"])
 def test_calls_of_a_role_that_is_given_up_have_the_grace_of_a_drain(
     model: dict[str, Any], how: str
@@ -788,6 +970,27 @@ def test_a_grace_that_is_none_is_refused(model: dict[str, Any]) -> None:
                     await control.change_role(RoleChange("decode", grace))
 
     run(story())
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("disagregation", "disaggregation"),
+        ("disaggregations", "disaggregation"),
+        ("rolle", "role"),
+        ("roles", "role"),
+        ("check_sums", "checksums"),
+    ],
+)
+def test_an_option_that_is_nearly_one_is_refused(
+    model: dict[str, Any], option: str, meant: str
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await Pair(kit, model).start("decode", **{option: "auto"})
+
+    with pytest.raises(ConfigError, match=rf"{option!r} \(did you mean {meant}\?\)"):
+        run(story())
 
 
 def test_a_worker_without_a_role_says_how_it_gets_one(model: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.conditions import eventually
 from tests.llm.engine.engines import CountingEngine
 
-from dynbus.bus.errors import ConfigError, Draining, HandlerError, InvalidRequest
+from dynbus.bus.errors import ConfigError, HandlerError, InvalidRequest
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.llm.engine import Engine, EngineWorker, LoadMetrics
 from dynbus.llm.garbage import THRESHOLDS
@@ -151,9 +151,8 @@ def test_an_engine_that_raises_breaks_its_worker_and_no_other() -> None:
                 engine.allowed.release(1000)
                 with pytest.raises(HandlerError, match="failed with it: .* 13 is poison"):
                     await poisoned
-                with pytest.raises(Draining, match="its engine failed: .* 13 is poison"):
-                    async for _ in stream:
-                        pass
+                # What did no harm goes on there.
+                assert len([item async for item in stream]) == 999
             await instance.stopped.wait()
             assert not other.broken
             assert len(await items_of(kit.client(Worker), GenerateRequest([1], 3))) == 3

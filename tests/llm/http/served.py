@@ -80,13 +80,17 @@ class ScriptedEngine(Actor, namespace="test"):
             yield Generated([], finish_reason="stop")
             return
         for index in range(request.n):
-            for place, token_id in enumerate([*ids, 2][:most]):
-                ended = place + 1 == min(most, len(ids) + 1)
+            # What was made elsewhere already is not made again.
+            made = [*ids, 2][request.generated :]
+            for place, token_id in enumerate(made[:most]):
+                ended = place + 1 == min(most, len(made))
                 reason: FinishReason | None = (
                     ("stop" if token_id == 2 else "length") if ended else None
                 )
                 wanted = request.sampling.logprobs
                 logprob = TokenLogprob(token_id, -0.5, [(token_id, -0.5), (5, -1.5)][: wanted or 0])
+                if word == "slowly":
+                    await asyncio.sleep(0.02)
                 yield Generated(
                     [token_id],
                     index=index,

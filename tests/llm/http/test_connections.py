@@ -16,6 +16,7 @@ from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import CHATML
 
 from dynbus import ConfigError
+from dynbus.llm.http.frontend import Frontend
 
 from .served import Served, served
 
@@ -87,6 +88,27 @@ async def test_a_client_that_leaves_stops_its_engine_at_once() -> None:
             await front.engine.left.wait()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_operator_cancels_a_request_by_the_id_of_its_answer(stream: bool) -> None:
+    async with served() as front:
+        operator = await front.kit.bus.connect()
+        word = "endless a" if stream else "silent"
+        asked = request(chat(word, stream=stream), X_Request_Id="told")
+        asking = asyncio.create_task(exchange(front, asked))
+        await eventually(lambda: front.engine.running == 1)
+        front.engine.left.clear()
+
+        operator.publish("test._cancel", b"told")
+
+        status, fields, body = await asking
+        async with asyncio.timeout(30):
+            await front.engine.left.wait()
+    assert "x-request-id: told" in fields
+    assert status == (200 if stream else 499)
+    last = body.split(b"data: ")[-1].partition(b"\n")[0] if stream else body
+    assert error_of(last)["message"] == "an operator cancelled the request"
+
+
 async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() -> None:
     async with served() as front:
         for stream in (True, False):
@@ -96,7 +118,7 @@ async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() ->
             writer.transport.abort()
             await eventually(lambda: front.engine.running == 0)
         await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
-        page = front.front_end.shared.metrics.page(1)
+        page = front.front_end.shared.metrics.page(1, {})
 
     assert 'status="499"} 2' in page
 
@@ -391,6 +413,24 @@ async def test_a_request_whose_body_is_not_there_at_the_end_of_the_grace_is_told
     assert head.startswith(b"HTTP/1.1 503")
     assert b"connection: close" in head
     assert error_of(body)["code"] == "Draining"
+
+
+async def test_the_log_of_an_actor_says_where_it_answers_and_of_a_program_its_output_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Http(Frontend, namespace="llm"):
+        """A front end in a graph."""
+
+    caplog.set_level(logging.INFO, "dynbus.llm.http.frontend")
+    async with served() as front:
+        of_a_program = list(caplog.messages)
+        instance = await front.kit.start(Http, port=0)
+        actor = instance.actor
+        assert isinstance(actor, Http)
+        url = actor.url
+
+    assert of_a_program == []
+    assert caplog.messages == [f"the front end answers at {url}"]
 
 
 async def test_logs_say_how_a_request_went_and_never_what_it_said(

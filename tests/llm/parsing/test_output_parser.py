@@ -566,3 +566,16 @@ def test_nothing_comes_after_the_end(format: str) -> None:
 
     assert joined([parser.end(), parser.end()]) == Read(" ")
     assert parser.push("b") == Delta()
+
+
+def test_the_ids_of_calls_are_made_of_what_the_request_gives() -> None:
+    text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    given = iter(("a" * 32, "b" * 32))
+
+    parser = output_parser(
+        "hermes", "", tools=TOOLS, reasons_from_start=False, new_id=lambda: next(given)
+    )
+    assert parser is not None
+    calls = [*parser.push(text * 2).tool_calls, *parser.end().tool_calls]
+
+    assert [call.id for call in calls if call.id] == ["call_" + "a" * 24, "call_" + "b" * 24]

@@ -203,3 +203,22 @@ def test_whatever_is_no_answer_is_an_error_that_says_so(item: bytes | str) -> No
 
     with contextlib.suppress(InvalidResponse):
         read_answer(data)
+
+
+def test_what_an_engine_that_goes_on_has_in_its_cache_is_not_counted_again() -> None:
+    told = transcript(prompts=2, streams=False)
+    chunks: list[bytes] = []
+
+    told.take(0, Generated([5], cached_tokens=2), chunks)
+    told.take(1, Generated([5], cached_tokens=0), chunks)
+    told.take(0, Generated([6], finish_reason="stop", cached_tokens=3), chunks)
+    told.take(1, Generated([6], finish_reason="stop", sampler_restarted=True), chunks)
+
+    usage = json.loads(told.end())["usage"]
+    assert usage == {
+        "prompt_tokens": 4,
+        "completion_tokens": 4,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "sampler_restarted": True,
+    }

@@ -183,3 +183,14 @@ def test_a_response_repeats_what_was_asked() -> None:
     assert whole["max_output_tokens"] == 9
     assert whole["store"] is False
     assert whole["usage"] is None
+
+
+def test_a_response_tells_the_times_of_the_clock_that_it_is_given() -> None:
+    at = 1000.0
+    format = ResponseFormat(b'{"model":"tiny"}', "1", now=lambda: at)
+    format.output(0).piece(Output(0, Delta("Hi"), None, "stop"))
+    at = 1005.9
+
+    end = format.end(None)
+
+    assert b'"created_at":1000,"completed_at":1005' in end

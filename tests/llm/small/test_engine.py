@@ -10,6 +10,7 @@ from tests.llm.small.decoders import BACKENDS
 from tests.llm.weights.tiny_models import CONTEXT, TINY_MODELS, VOCABULARY
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
+from dynbus.llm.continuing import resume
 from dynbus.llm.engine import RequestTooLong
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.small import SmallConfig, SmallEngine
@@ -108,32 +109,28 @@ def test_a_deterministic_engine_draws_the_same_tokens_in_any_company(
     options = replace(SMALL, backend=backend, deterministic=True)
     requests = {
         str(at): GenerateRequest(
-            references.prompt(30 + at), 20, sampling=Sampling(seed=at), ignore_eos=True
+            references.prompt(30 + at),
+            20,
+            sampling=Sampling(seed=at, temperature=at % 3, frequency_penalty=0.1 * at),
+            ignore_eos=True,
         )
         for at in range(6)
     }
     alone = engine(tmp_path, options)
-    wanted = {
-        name: tokens_of(run(alone, {name: request})[name]) for name, request in requests.items()
-    }
+    whole = {name: run(alone, {name: request})[name] for name, request in requests.items()}
+    wanted = {name: tokens_of(items) for name, items in whole.items()}
 
     together = run(engine(tmp_path, replace(options, blocks=24)), requests)
+    rests = {
+        name: resume(request, whole[name][: 9 + int(name)]) for name, request in requests.items()
+    }
     continued = run(
-        engine(tmp_path, options),
-        {
-            name: GenerateRequest(
-                [*request.token_ids, *wanted[name][:9]],
-                11,
-                sampling=request.sampling,
-                ignore_eos=True,
-            )
-            for name, request in requests.items()
-        },
+        engine(tmp_path, options), {name: rest for name, rest in rests.items() if rest is not None}
     )
 
     assert {name: tokens_of(items) for name, items in together.items()} == wanted
     assert {name: tokens_of(items) for name, items in continued.items()} == {
-        name: tokens[9:] for name, tokens in wanted.items()
+        name: tokens[9 + int(name) :] for name, tokens in wanted.items()
     }
 
 

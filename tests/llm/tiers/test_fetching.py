@@ -12,14 +12,14 @@ from dynbus.bus.background import Background
 from dynbus.bus.errors import Cancelled, DynbusError, InvalidRequest, NoInstances, Overloaded
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.tiers.cost import Rates
+from dynbus.llm.tiers.cost import Rates, Verdict
 from dynbus.llm.tiers.fetching import MAX_FETCHES, Fetch, PrefixFetcher
 from dynbus.llm.tiers.lending import MAX_LOANS, MAX_SECONDS, Lender
-from dynbus.llm.tiers.messages import LendRequest, Lent, SettleRequest
+from dynbus.llm.tiers.messages import LendRequest, Lent
 from dynbus.testing import run
-from dynbus.transfer.checksums import Settled
 from dynbus.transfer.errors import TransferFailed
 from dynbus.transfer.leases import LeaseTable, Ticket
+from dynbus.transfer.settling import Settled, Settlement, Settling
 
 SIZE = 16
 PROMPT = GenerateRequest(list(range(10 * SIZE + 5)))
@@ -125,7 +125,8 @@ class Story:
         self.memory = Memory("agent of a")
         self.memory.source = self.source = Memory("agent of b", [f"b{at}" for at in range(20)])
         self.lending = Engine(range(5, 16), held)
-        self.lender = Lender(self.lending, cast(Any, self.source), SIZE, 16)
+        self.settling = Settling(cast(Any, self.source), self.source.leases)
+        self.lender = Lender(self.lending, cast(Any, self.source), self.settling, SIZE, 16)
         self.rates = Rates(SIZE, 1 << 20)
         self.rates.note_prefill(512, 1.0)
         self.settles = True
@@ -155,8 +156,8 @@ class Story:
         finally:
             await lending.aclose()
 
-    async def settle_prefix(self, request: SettleRequest) -> Settled:
-        return await self.lender.settle(request) if self.settles else Settled(held=False)
+    async def settle(self, settlement: Settlement) -> Settled:
+        return await self.settling.settle(settlement) if self.settles else Settled(held=False)
 
     async def fetch(self) -> None:
         metadata = {"kv_peer": "b", "kv_peer_blocks": "8", "kv_overlap_blocks": "0"}
@@ -318,6 +319,27 @@ def test_a_request_that_ends_before_it_has_blocks_is_no_failure_of_the_peer(
     assert told.rates.peer("b").failures == 0
 
 
+@pytest.mark.parametrize(
+    ("compute_s", "move_s", "patience", "transfer"),
+    [
+        (0.3, 0.1, 0.5, 0.5),
+        (2.0, 0.4, 2.0, 1.6),
+        (2.0, 1.0, 2.0, 2.0),
+        # The peer may be in the middle of a long step, and answers when that has ended.
+        (7.0, 0.2, 7.0, 0.8),
+        (200.0, 10.0, 30.0, 30.0),
+    ],
+)
+def test_a_peer_may_take_as_long_as_computing_and_a_transfer_four_times_what_is_expected(
+    compute_s: float, move_s: float, patience: float, transfer: float
+) -> None:
+    verdict = Verdict(compute_s, move_s)
+    fetch, hurried = Fetch("b", 16, verdict), Fetch("b", 16, verdict, spare=0.2)
+
+    assert (fetch.patience, fetch.transfer_patience) == pytest.approx((patience, transfer))
+    assert (hurried.patience, hurried.transfer_patience) == (0.2, 0.2)
+
+
 # Plans --------------------------------------------------------------------------------------
 
 
@@ -419,7 +441,9 @@ def test_peers_keep_no_more_blocks_in_place_than_they_may_and_shared_ones_count_
     async def story() -> None:
         async with Background("test") as background:
             told = Story(background)
-            lender = Lender(told.lending, cast(Any, told.source), SIZE, most_blocks=4)
+            lender = Lender(
+                told.lending, cast(Any, told.source), told.settling, SIZE, most_blocks=4
+            )
             # More than that is not lent even to one.
             loans = [lender.lend(LendRequest([1] * 8 * SIZE, 5.0), stays) for _ in range(2)]
             lent = [await anext(loan) for loan in loans]
@@ -451,7 +475,7 @@ def test_a_lease_that_nobody_settles_ends_with_its_time_and_cannot_be_settled_th
             assert lent.ticket is not None
             with pytest.raises(StopAsyncIteration):
                 await anext(lending)
-            late = await told.lender.settle(SettleRequest(lent.ticket.lease_id, lent.ticket.epoch))
+            late = await told.settling.settle(Settlement(lent.ticket.lease_id, lent.ticket.epoch))
             assert not late.held
             assert told.lending.released == ["lent.0"]
             assert not len(told.source.leases)
@@ -489,7 +513,7 @@ def test_a_lease_is_settled_once_and_by_its_epoch_alone() -> None:
             assert ticket is not None
             epochs = ["another", ticket.epoch, ticket.epoch]
             found = [
-                (await told.lender.settle(SettleRequest(ticket.lease_id, epoch))).held
+                (await told.settling.settle(Settlement(ticket.lease_id, epoch))).held
                 for epoch in epochs
             ]
             await lending.aclose()

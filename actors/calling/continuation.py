@@ -1,0 +1,251 @@
+"""How a stream goes on at another instance: what its caller keeps of it, and asks for next.
+
+A continuation stands between a call and its attempts. It is shown the items of each attempt, says
+which of them the reader gets, and makes the request of the next attempt when one is lost. It waits
+for nothing and looks at no clock: `RetryPolicy` says whether another attempt follows, `Invocation`
+carries both out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from asyncio import CancelledError
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Protocol
+
+from dynbus.bus.errors import DynbusError, ResumeMismatch, StreamLost, describe_exception
+
+RESUME_BYTES: Final = 4 << 20
+"""Bytes of accepted items that are kept of one stream, so that it can go on with them."""
+
+RESUME_WAIT: Final = 10.0
+"""Seconds for which a stream that lost its instance waits for another one."""
+
+MOST_MARKS: Final = 1024
+"""Digests on the way that a replay compares with, at most."""
+
+_DIGEST: Final = 16
+_SIZE: Final = 4
+
+
+class NextRequest(NamedTuple):
+    """What the next attempt sends.
+
+    Attributes:
+        data: the encoded request.
+        request: the same for routers, decoded.
+    """
+
+    data: bytes
+    request: Any
+
+
+class Continuation(Protocol):
+    """What the caller of one stream keeps, so that it can go on elsewhere."""
+
+    @property
+    def accepted(self) -> int:
+        """Items that the reader was shown, of all attempts."""
+        ...
+
+    def take(self, items: Sequence[bytes]) -> Sequence[bytes]:
+        """What of the next items of the present attempt the reader is shown.
+
+        Raises:
+            ResumeMismatch: they contradict what it was shown before.
+        """
+        ...
+
+    def check_end(self) -> None:
+        """The present attempt has ended well.
+
+        Raises:
+            ResumeMismatch: before all that the reader was shown came again.
+        """
+        ...
+
+    def next_request(self) -> NextRequest | None:
+        """What the next attempt sends; None when nothing is left to come, and the stream ends well.
+
+        The items that follow are taken for those of the next attempt.
+
+        Raises:
+            DynbusError: the stream cannot go on; it says why.
+        """
+        ...
+
+
+Resume = Callable[[bytes, Any], Continuation]
+"""How the streams of a handler or a client go on: makes the continuation of a call, of its encoded
+request and the request that routers look at. `Replay` is one, `partial(Resuming, make)` another."""
+
+MakeRequest = Callable[[bytes, Sequence[bytes]], NextRequest | None]
+"""Makes the next request of the first one and all accepted items, both encoded."""
+
+
+class Replay:
+    """The same request once more: what comes again is compared, and not shown a second time.
+
+    Of the accepted items it keeps a running hash, not the items.
+    """
+
+    __slots__ = (
+        "_data",
+        "_digest",
+        "_marks",
+        "_position",
+        "_replayed",
+        "_request",
+        "_stride",
+        "accepted",
+    )
+
+    def __init__(self, data: bytes, request: Any) -> None:
+        self._data = data
+        self._request = request
+        self.accepted = 0
+        # Of the accepted items, and of those of the present attempt while they come again.
+        self._digest = self._replayed = b""
+        self._position = 0
+        # The digest after each `_stride` accepted items, so that a difference is found early.
+        self._marks: list[bytes] = []
+        self._stride = 1
+
+    def __repr__(self) -> str:
+        return f"<Replay [{self._position} of {self.accepted} items]>"
+
+    def take(self, items: Sequence[bytes]) -> Sequence[bytes]:
+        ahead = self.accepted - self._position
+        if ahead:
+            self._compare(items[:ahead])
+            items = items[ahead:]
+        digest, position = self._digest, self.accepted
+        for item in items:
+            digest = _next_digest(digest, item)
+            position += 1
+            if not position % self._stride:
+                self._mark(digest)
+        self._digest = digest
+        if not ahead or items:
+            self.accepted = self._position = position
+        return items
+
+    def check_end(self) -> None:
+        if self._position < self.accepted:
+            raise ResumeMismatch(
+                f"the stream began again and ended after {self._position} items, but "
+                f"{self.accepted} had been delivered"
+            )
+
+    def next_request(self) -> NextRequest:
+        self._position = 0
+        self._replayed = b""
+        return NextRequest(self._data, self._request)
+
+    def _compare(self, items: Sequence[bytes]) -> None:
+        digest, position, stride, marks = self._replayed, self._position, self._stride, self._marks
+        for item in items:
+            digest = _next_digest(digest, item)
+            position += 1
+            known = self._digest if position == self.accepted else b""
+            if not position % stride:
+                known = marks[position // stride - 1]
+            if known and known != digest:
+                before = f" or one of the {stride - 1} before it" if stride > 1 else ""
+                raise ResumeMismatch(
+                    "the stream began again with other items than were delivered: of "
+                    f"{self.accepted}, item {position}{before} differs"
+                )
+        self._replayed, self._position = digest, position
+
+    def _mark(self, digest: bytes) -> None:
+        self._marks.append(digest)
+        if len(self._marks) > MOST_MARKS:
+            # From here on each second one.
+            del self._marks[::2]
+            self._stride *= 2
+
+
+class Resuming:
+    """Another request, made of the first one and the accepted items: only what is new comes.
+
+    Args:
+        make: called when an attempt is lost.
+    """
+
+    __slots__ = ("_data", "_items", "_make", "_sizes", "accepted")
+
+    def __init__(self, make: MakeRequest, data: bytes, request: Any) -> None:
+        self._make = make
+        self._data = data
+        self.accepted = 0
+        # One after the other, since an object for each would be larger than most of them; None
+        # once there are too many.
+        self._items: bytearray | None = bytearray()
+        self._sizes = array("I")
+
+    def __repr__(self) -> str:
+        return f"<Resuming [{self.accepted} items]>"
+
+    def take(self, items: Sequence[bytes]) -> Sequence[bytes]:
+        self.accepted += len(items)
+        kept = self._items
+        if kept is not None:
+            for item in items:
+                kept += item
+                self._sizes.append(len(item))
+            if len(kept) + _SIZE * len(self._sizes) > RESUME_BYTES:
+                self._items = None
+                self._sizes = array("I")
+        return items
+
+    def check_end(self) -> None:
+        return
+
+    def next_request(self) -> NextRequest | None:
+        if self._items is None:
+            raise StreamLost(
+                f"its {self.accepted} items are more than the {RESUME_BYTES >> 20} MiB that are "
+                "kept to go on with"
+            )
+        items: list[bytes] = []
+        begin = 0
+        for size in self._sizes:
+            items.append(bytes(self._items[begin : begin + size]))
+            begin += size
+        return self._make(self._data, items)
+
+
+def requests_made_by(
+    function: Callable[[Any, list[Any]], Any],
+    *,
+    label: str,
+    decode: Callable[[bytes], Any],
+    decode_many: Callable[[Sequence[bytes]], list[Any]],
+    encode: Callable[[Any], bytes],
+) -> MakeRequest:
+    """What makes the next request by a function of the user's, of the decoded values.
+
+    Args:
+        function: of the request and the accepted items; None when nothing is left to come.
+        label: how errors name it.
+        decode, encode: of requests.
+        decode_many: of items.
+    """
+
+    def make(data: bytes, items: Sequence[bytes]) -> NextRequest | None:
+        try:
+            request = function(decode(data), decode_many(items))
+            return None if request is None else NextRequest(encode(request), request)
+        except DynbusError:
+            raise
+        except (Exception, GeneratorExit, CancelledError) as error:
+            # It waits for nothing, so that the last two are its own, and end no task here.
+            raise StreamLost(f"{label} raised {describe_exception(error)}") from error
+
+    return make
+
+
+def _next_digest(digest: bytes, item: bytes) -> bytes:
+    return blake2b(digest + item, digest_size=_DIGEST).digest()

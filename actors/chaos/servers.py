@@ -1,0 +1,130 @@
+"""The nats-servers of a run: its own, at ports of their own, and gone with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import anyio
+import msgspec
+
+from dynbus.bus.commands.server import connected
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.transport import Message
+
+from .proxy import Proxy
+
+LEADER_SECONDS: Final = 1.0
+LEADER_QUIET: Final = 0.5
+"""Seconds for the answer to the question who leads: one comes, or none."""
+
+
+class OwnServers:
+    """One server, or several that are a cluster; each perhaps behind proxies.
+
+    Attributes:
+        servers: as processes.
+        for_workers, for_callers: a proxy in front of each server; none where nothing is proxied.
+        down: the servers that are not running, by their index.
+    """
+
+    def __init__(self, servers: list[RunningServer]) -> None:
+        self.servers = servers
+        self.for_workers: list[Proxy] = []
+        self.for_callers: list[Proxy] = []
+        self.down: set[int] = set()
+
+    @property
+    def worker_url(self) -> str:
+        """What instances connect to."""
+        return ",".join(each.url for each in self.for_workers or self.servers)
+
+    @property
+    def caller_url(self) -> str:
+        """What callers connect to."""
+        return ",".join(each.url for each in self.for_callers or self.servers)
+
+    async def kill(self, index: int) -> None:
+        """kill -9 of one."""
+        self.down.add(index)
+        await asyncio.to_thread(self.servers[index].kill)
+
+    async def start(self, index: int) -> None:
+        """Start it again, at its port and with its data."""
+        await self.servers[index].start()
+        self.down.discard(index)
+
+    async def leader(self) -> int | None:
+        """Which of them leads the records of instances; None where nobody can tell now."""
+        config = BusConfig(servers=tuple(server.url for server in self.servers))
+        names: list[str] = []
+        with suppress(DynbusError):
+            async with connected(config, "dynbus-chaos leader") as server:
+                question = f"$JS.API.STREAM.INFO.{INSTANCES_STREAM.name}"
+                names = await server.ask(
+                    [question], b"{}", _leader_of, seconds=LEADER_SECONDS, quiet=LEADER_QUIET
+                )
+        known = {server.name: index for index, server in enumerate(self.servers)}
+        return known.get(names[0]) if names else None
+
+
+class _Cluster(msgspec.Struct):
+    leader: str = ""
+
+
+class _StreamInfo(msgspec.Struct):
+    cluster: _Cluster = msgspec.field(default_factory=_Cluster)
+
+
+def _leader_of(answer: Message) -> str | None:
+    try:
+        return msgspec.json.decode(answer.data, type=_StreamInfo).cluster.leader or None
+    except msgspec.DecodeError:
+        return None
+
+
+@asynccontextmanager
+async def own_servers(folder: Path, count: int, *, proxied: bool) -> AsyncGenerator[OwnServers]:
+    """Start the servers, with their data in `folder`; they end with the block.
+
+    Raises:
+        ConfigError: there is no nats-server, or it does not start.
+        Unavailable: one did not answer in time.
+    """
+    routes_at = [free_port() for _ in range(count)]
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes_at)
+    servers: list[RunningServer] = []
+    for number, port in enumerate(routes_at, 1):
+        # Servers of a cluster tell their clients of each other: a way round the proxies.
+        hidden = "no_advertise: true" if proxied else ""
+        listen = f'listen: "127.0.0.1:{port}"'
+        cluster = f"cluster {{ name: chaos, {listen}, routes: [{routes}], {hidden} }}"
+        servers.append(
+            RunningServer(
+                free_port(),
+                store_dir=folder / f"server-{number}",
+                config=cluster if count > 1 else "",
+                bound=True,
+            )
+        )
+    async with AsyncExitStack() as stack:
+        async with anyio.create_task_group() as starting:
+            for server in servers:
+                stack.push_async_callback(_end, server)
+                starting.start_soon(server.start)
+        running = OwnServers(servers)
+        for server in servers if proxied else ():
+            running.for_workers.append(await stack.enter_async_context(Proxy(server.port)))
+            running.for_callers.append(await stack.enter_async_context(Proxy(server.port)))
+        yield running
+
+
+async def _end(server: RunningServer) -> None:
+    with anyio.CancelScope(shield=True):
+        await server.stop()

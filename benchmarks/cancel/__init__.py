@@ -1,0 +1,1 @@
+"""How soon an operator's cancel takes effect."""

@@ -1,0 +1,116 @@
+"""What operators see of a work queue: how its jobs fare, how long they wait, how many there are."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio
+
+from dynbus.bus.background import Background
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.telemetry.metrics import Labels, Metrics
+from dynbus.bus.telemetry.telemetry import Telemetry
+
+from .job import JobEnd, QueueDepth
+
+logger = logging.getLogger(__name__)
+
+MEASURE_INTERVAL: Final = 5.0
+"""Seconds between two questions for the depth of a queue that is taken from."""
+
+
+class QueueFigures:
+    """What one process counts of a queue; metrics only with telemetry.
+
+    Attributes:
+        ended: how many jobs left their takers, by how they did.
+    """
+
+    def __init__(self, telemetry: Telemetry | None, name: EndpointName) -> None:
+        self.ended: Counter[JobEnd] = Counter()
+        self._metrics: Metrics | None = None if telemetry is None else telemetry.metrics
+        self._name = name
+        self._labels: Labels = (
+            ("dynbus.namespace", name.namespace),
+            ("dynbus.component", name.component),
+            ("dynbus.endpoint", name.endpoint),
+        )
+
+    def __repr__(self) -> str:
+        return f"<QueueFigures {self._name}>"
+
+    def put(self) -> None:
+        """A job was put."""
+        self._count("put")
+
+    def taken(self, waited: float | None) -> None:
+        """A job was handed out.
+
+        Args:
+            waited: seconds since it was put, by the server's clock and ours; None for one that was
+                handed out before.
+        """
+        self._count("taken")
+        if self._metrics is not None and waited is not None:
+            histogram = self._metrics.histogram(
+                "work_queue.wait.duration", "Seconds until a job was handed out for the first time."
+            )
+            histogram.record(max(0.0, waited), dict(self._labels))
+
+    def left(self, end: JobEnd) -> None:
+        """A job has left its taker."""
+        self.ended[end] += 1
+        self._count(str(end))
+
+    def _count(self, event: str) -> None:
+        if self._metrics is not None:
+            tally = self._metrics.tally(
+                "work_queue.jobs", "{job}", "Jobs of work queues, by what became of them."
+            )
+            tally.add((*self._labels, ("dynbus.result", event)))
+
+    @asynccontextmanager
+    async def measured(
+        self, background: Background, depth: Callable[[], Awaitable[QueueDepth]]
+    ) -> AsyncGenerator[None]:
+        """Measure the depth of the queue while the block runs."""
+        if self._metrics is None:
+            yield
+            return
+        # Each process that takes tells the depth of the whole queue.
+        gauge = self._metrics.gauge(
+            "work_queue.depth", "{job}", "Jobs that a work queue holds, by state.", max
+        )
+        source = random_id()
+
+        async def measure() -> None:
+            while True:
+                try:
+                    found = await depth()
+                except DynbusError as error:
+                    logger.debug("the depth of %s is not known: %s", self._name, error)
+                else:
+                    states = {"waiting": found.waiting, "held": found.held}
+                    gauge.put(
+                        source,
+                        {
+                            (*self._labels, ("dynbus.state", state)): count
+                            for state, count in states.items()
+                        },
+                    )
+                await anyio.sleep(MEASURE_INTERVAL)
+
+        work = background.start(measure, name=f"measure {self._name}")
+        try:
+            yield
+        finally:
+            # It may be about to tell what it was answered.
+            with anyio.CancelScope(shield=True):
+                await work.end()
+            gauge.remove(source)

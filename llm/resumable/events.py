@@ -1,0 +1,128 @@
+"""The events of a stream with their numbers: `id: REQUEST.N`, from 1 on; what is the same each time
+that they are made."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.answers import AnswerFormat
+from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.pipeline.serving import Sink
+
+RESUMED: Final = b": the stream goes on\n"
+"""What a resumed stream begins with: a comment, which clients skip."""
+
+GIVEN_UP: Final = b": the stream cannot be resumed elsewhere any more\n"
+"""What is told where the events have no ids from then on."""
+
+_NUMBER: Final = re.compile(r"[0-9]{1,9}")
+
+
+def number_of(event_id: str, request_id: str) -> int:
+    """How many events whoever has seen this one has seen; 0 for an empty id.
+
+    Raises:
+        BadRequest: it is no event of that stream.
+    """
+    if not event_id:
+        return 0
+    stream, _, number = event_id.rpartition(".")
+    if stream != request_id or _NUMBER.fullmatch(number) is None:
+        raise BadRequest(
+            f"Last-Event-ID: {event_id[:200]!r} is no event of the stream {request_id}: give the "
+            "id of the last event that was read, or none",
+            param="Last-Event-ID",
+        )
+    return int(number)
+
+
+def numbered_ids(seed: str) -> Callable[[], str]:
+    """Gives an id at each call, of 32 hexadecimal digits: the same ones for the same seed."""
+    numbers = count()
+    return lambda: hashlib.blake2s(f"{seed}.{next(numbers)}".encode(), digest_size=16).hexdigest()
+
+
+class EventNumbers:
+    """Gives the events of one stream their ids.
+
+    Args:
+        after: how many of the first events are left out.
+
+    Attributes:
+        count: how many events there were, those that are left out counted in.
+    """
+
+    def __init__(self, request_id: str, after: int = 0) -> None:
+        self.count = 0
+        self._id = f"id: {request_id}.".encode()
+        self._after = after
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Give no more ids: what follows can be read here alone."""
+        self._stopped = True
+
+    def take(self, chunk: bytes) -> bytes:
+        """One or more whole events, as they are told; empty for none that are."""
+        if self._stopped:
+            return chunk
+        told: list[bytes] = []
+        # A line of data has no line end in it, so an empty line ends an event.
+        for event in chunk.split(b"\n\n")[:-1]:
+            self.count += 1
+            if self.count > self._after:
+                told.append(b"%b%d\n%b\n\n" % (self._id, self.count, event))
+        return b"".join(told)
+
+
+class NumberedSink:
+    """Numbers an answer on its way to who reads it, who may leave: the sink of a completion.
+
+    Attributes:
+        to: who reads; None for nobody.
+        is_over: whether there is no more.
+    """
+
+    def __init__(self, numbers: EventNumbers, to: Sink | None) -> None:
+        self.numbers = numbers
+        self.to = to
+        self.is_over = False
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        """Take the next chunks."""
+        told = [numbered for chunk in chunks if (numbered := self.numbers.take(chunk))]
+        return self.to.write(told) if told and self.to is not None else True
+
+    def end(self, error: DynbusError | None) -> None:
+        """There is no more."""
+        self.is_over = True
+        if self.to is not None:
+            self.to.end(error)
+
+    def give_up(self) -> None:
+        """Say that the stream can be read here alone from now on."""
+        self.numbers.stop()
+        if self.to is not None:
+            self.to.write([GIVEN_UP])
+
+
+class NumberedErrors:
+    """Tells the error that ends a stream as an event with a number.
+
+    Args:
+        request_id: of the stream, whoever reads it.
+    """
+
+    def __init__(self, format: AnswerFormat, numbers: EventNumbers, request_id: str) -> None:
+        self._format = format
+        self._numbers = numbers
+        self._request_id = request_id
+
+    def error(self, error: DynbusError, request_id: str) -> bytes:
+        """What ends a stream that fails after its start."""
+        return self._numbers.take(self._format.error(error, self._request_id))

@@ -1,0 +1,311 @@
+"""`RunningStream`: a resumable stream that this front end goes on with.
+
+What the engine sends is stored first and told then. What comes while a record is on its way is the
+next record, so one record holds what one step brings, or several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+import anyio
+
+from dynbus.actors import Arrival
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.context import Context, enter_context
+from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse, describe_exception
+from dynbus.bus.transport import WrongLastSequence
+from dynbus.llm.answers import Usage
+from dynbus.llm.pipeline.serving import Completion, Part
+
+from .events import NumberedSink
+from .records import KEPT, Came, Owned, Piece, StreamLog, failed_with, failure
+from .store import STORE_TIMEOUT, StreamStore
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL: Final = 1.0
+"""Seconds between two looks whether anybody reads."""
+
+
+class AnswerClock:
+    """The time that an answer tells: when the items came that it is made of.
+
+    Attributes:
+        at: Unix seconds.
+    """
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def __call__(self) -> float:
+        return self.at
+
+
+class _NoStream:
+    """The engine's stream of items that were stored: there is none."""
+
+    def cancel(self) -> None:
+        """Leave it."""
+
+
+class _Waiting(NamedTuple):
+    piece: Piece
+    arrival: Arrival[Part, bytes]
+    now: float
+
+
+def stored_arrival(piece: Piece) -> Arrival[Part, bytes]:
+    """What a piece of a log was when it came."""
+    return Arrival(cast("Any", _NoStream()), piece.items, piece.ended, failed_with(piece))
+
+
+def take_stored(
+    completion: Completion, part: int, arrival: Arrival[Part, bytes], now: float
+) -> None:
+    """Have a completion take what was stored of its answer, whatever an engine has sent."""
+    try:
+        completion.take(part, arrival, now)
+    except Exception as error:
+        logger.exception("what an engine sent cannot be read")
+        completion.end(
+            InvalidResponse(f"an item of the engine does not fit: {describe_exception(error)}")
+        )
+
+
+class RunningStream:
+    """A resumable stream that this front end goes on with, read or not.
+
+    Args:
+        key: of its log.
+        log: as far as it was written.
+        completion: has taken all that the log holds; its sink is `sink`.
+        clock: of the answer's format.
+        begin: sends the request to engines.
+        context: of the calls for it.
+        counted: told what became of it.
+        started: pieces that are to be stored first, which came of no engine.
+
+    Attributes:
+        is_logged: whether another front end could go on with it.
+        sent: set once the request was sent to an engine, or could not be.
+        runs: whether something may still be made for it here.
+        on_lost: called when another front end goes on with it, so that nothing more is told here.
+        on_end: called when it does not run any more.
+    """
+
+    def __init__(
+        self,
+        store: StreamStore,
+        key: str,
+        log: StreamLog,
+        completion: Completion,
+        sink: NumberedSink,
+        clock: AnswerClock,
+        begin: Callable[[Completion], Awaitable[None]],
+        context: Context,
+        counted: Callable[[str], object],
+        started: Sequence[Piece] = (),
+    ) -> None:
+        self.key = key
+        self.is_logged = True
+        self.sent = anyio.Event()
+        self.runs = True
+        self.on_lost: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] | None = None
+        self._store = store
+        self._log = log
+        self._completion = completion
+        self._sink = sink
+        self._clock = clock
+        self._begin = begin
+        self._context = context
+        self._counted = counted
+        self._waiting = [_Waiting(one, stored_arrival(one), 0.0) for one in started]
+        self._news = asyncio.Event()
+        self._last_read = monotonic()
+        self._is_left = False
+        # Why its log has to be replaced, as soon as that can be.
+        self._to_bury = ""
+        completion.taker = self
+
+    def __repr__(self) -> str:
+        state = "read" if self._sink.to is not None else "unread"
+        return f"<RunningStream {self.key} [{state}, {self._log!r}]>"
+
+    # As work of an exchange ---------------------------------------------------------------------
+
+    @property
+    def answer_id(self) -> str:
+        """Of its answer."""
+        return self._completion.answer_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens so far."""
+        return self._completion.usage
+
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the outputs that have ended."""
+        return self._completion.finish_reasons
+
+    @property
+    def instances(self) -> Sequence[str]:
+        """The ids of the engines that work for it."""
+        return self._completion.instances
+
+    def cancel(self, error: DynbusError | None = None) -> None:
+        """Its reader has left: it goes on for a while, for whoever comes."""
+        if self._sink.to is not None:
+            self._sink.to = None
+            self._last_read = monotonic()
+            # It may have waited for a reader that was slow.
+            self._completion.resume()
+            self._news.set()
+
+    def seen(self) -> None:
+        """Somebody reads it at another front end, or asks for it."""
+        self._last_read = monotonic()
+
+    # What engines send --------------------------------------------------------------------------
+
+    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+        """Take what has arrived of one stream."""
+        error = None if arrival.error is None else failure(arrival.error)
+        items = list(arrival.items)
+        piece = Piece(unix_time(), part, items, arrival.ended, error)
+        # The error as all others will know it.
+        self._waiting.append(_Waiting(piece, arrival._replace(error=failed_with(piece)), now))
+        self._news.set()
+
+    def end(self, error: DynbusError | None) -> None:
+        """There is no more."""
+        self._fail(error or Cancelled("the engine's stream was left"))
+
+    def _fail(self, error: DynbusError) -> None:
+        piece = Piece(unix_time(), 0, [], True, failure(error))
+        self._waiting.append(_Waiting(piece, stored_arrival(piece), 0.0))
+        self._news.set()
+
+    # Life ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Carry it out, to its end or until nobody is left who may read it."""
+        enter_context(self._context)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send)
+                tasks.start_soon(self._keep_burying)
+                await self._tell()
+                tasks.cancel_scope.cancel()
+        finally:
+            is_over = self._sink.is_over
+            if not is_over:
+                self._completion.cancel()
+                self._context.kill()
+            self.runs = False
+            if self.on_end is not None:
+                self.on_end()
+            if not is_over:
+                with anyio.move_on_after(STORE_TIMEOUT, shield=True):
+                    await self._leave()
+            with anyio.move_on_after(STORE_TIMEOUT, shield=True):
+                await self._bury()
+
+    async def _keep_burying(self) -> None:
+        while True:
+            await anyio.sleep(LOOK_INTERVAL)
+            await self._bury()
+
+    async def _send(self) -> None:
+        try:
+            await self._begin(self._completion)
+        except DynbusError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("the stream %s could not be sent to an engine", self.key)
+            self._fail(DynbusError(f"the front end failed: {describe_exception(error)}"))
+        finally:
+            self.sent.set()
+
+    async def _tell(self) -> None:
+        while not self._sink.is_over:
+            if not self._waiting:
+                self._news.clear()
+                with anyio.move_on_after(LOOK_INTERVAL):
+                    await self._news.wait()
+            if self._is_unread():
+                self._is_left = True
+                self._counted("left")
+                return
+            waiting, self._waiting = self._waiting, []
+            if waiting and self.is_logged:
+                await self._store_pieces([one.piece for one in waiting])
+                if self._is_left:
+                    return
+            for piece, arrival, now in waiting:
+                self._clock.at = piece.at
+                take_stored(self._completion, piece.part, arrival, now)
+        if self.is_logged:
+            self._store.ended(self.key, self._log)
+
+    def _is_unread(self) -> bool:
+        if self._sink.to is not None:
+            return False
+        return not self.is_logged or monotonic() - self._last_read > KEPT
+
+    async def _store_pieces(self, pieces: list[Piece]) -> None:
+        record = Came(pieces)
+        if not self._log.has_room(len(self._log.encode(record))):
+            self._give_up("too_large", "it has become too large")
+            await self._bury()
+            return
+        try:
+            await self._store.append(self.key, self._log, record)
+        except WrongLastSequence:
+            if await self._is_taken():
+                self._is_left = True
+                self.is_logged = False
+                self._counted("lost")
+                if self.on_lost is not None and self._sink.to is not None:
+                    self.on_lost()
+            else:
+                self._give_up("unlogged", "it could not be stored")
+        except DynbusError as error:
+            logger.warning("the stream %s is not resumable any more: %s", self.key, error)
+            self._give_up("unlogged", "it could not be stored")
+
+    async def _is_taken(self) -> bool:
+        """Whether somebody else goes on with it; the log may also be lost with the server."""
+        try:
+            last = await self._store.last(self.key)
+        except DynbusError:
+            return False
+        return last is not None
+
+    def _give_up(self, what: str, why: str) -> None:
+        self.is_logged = False
+        self._to_bury = why
+        self._counted(what)
+        self._sink.give_up()
+
+    async def _bury(self) -> None:
+        """See that nobody goes on with what its reader was told more of."""
+        if self._to_bury and await self._store.bury(self.key, self._to_bury):
+            self._to_bury = ""
+
+    async def _leave(self) -> None:
+        """Let others know that nobody goes on with it here."""
+        if not self.is_logged:
+            return
+        if self._is_left:
+            await self._store.close_log(self.key, self._log, f"nobody read it for {KEPT:g} s")
+            return
+        try:
+            await self._store.append(self.key, self._log, Owned(""))
+        except DynbusError as error:
+            logger.debug("the stream %s was not handed on: %s", self.key, error)

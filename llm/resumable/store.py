@@ -1,0 +1,292 @@
+"""The logs of resumable streams on the bus, and the question whether an owner lives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio
+
+from dynbus.actors import Runtime
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import (
+    STREAM_LOGS,
+    is_safe_reply,
+    stream_log_subject,
+    stream_owner_subject,
+)
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.transport import (
+    REPLICAS,
+    Message,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    Subscription,
+    WrongLastSequence,
+)
+
+from .records import KEPT, Over, OwnerWatch, Record, StreamLog
+
+logger = logging.getLogger(__name__)
+
+MOST_STORED: Final = 256 * 1024 * 1024
+"""Bytes of all logs; the oldest records go first."""
+
+MAX_AGE: Final = 3600.0
+"""Seconds for which a record is kept: an answer that takes longer is not resumed."""
+
+STORE_TIMEOUT: Final = 1.0
+"""Seconds that tokens wait until they are stored at most."""
+
+SWEEP_INTERVAL: Final = 5.0
+
+YES: Final = b"1"
+NO: Final = b"0"
+
+CONFIG: Final = StreamConfig(
+    STREAM_LOGS,
+    (stream_log_subject("*"),),
+    StreamLimits(max_bytes=MOST_STORED, max_age=MAX_AGE),
+    in_memory=True,
+    replicas=REPLICAS,
+    description="streams of answers that clients may go on with at another front end",
+)
+
+
+class StreamStore:
+    """What a front end reads and writes of resumable streams.
+
+    Nothing is made on the bus before the first of them.
+
+    Args:
+        owns: whether this front end goes on with the stream of a key; it learns by this of a
+            reader elsewhere.
+
+    Attributes:
+        me: the name of this front end.
+    """
+
+    def __init__(self, runtime: Runtime, owns: Callable[[str], bool]) -> None:
+        self.me = random_id()
+        self._bus = runtime.bus
+        self._owns = owns
+        self._jetstream = runtime.bus.data.jetstream
+        self._answers = f"{runtime.bus.replies.base}.{self.me}"
+        self._watches: dict[str, OwnerWatch] = {}
+        self._subscriptions: list[Subscription] = []
+        self._is_ready = False
+        self._getting_ready = anyio.Lock()
+        self._asked = 0
+        # The logs of streams that are at their end, and when they are dropped.
+        self._ended: dict[str, tuple[StreamLog, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<StreamStore {self.me[:8]}>"
+
+    def close(self) -> None:
+        """Answer no more questions: whoever asks takes this front end for gone."""
+        for subscription in self._subscriptions:
+            subscription.unsubscribe()
+        self._subscriptions = []
+
+    async def make_ready(self) -> None:
+        """Make the stream of the logs where it is missing, and answer questions from now on.
+
+        Raises:
+            DynbusError: the bus does not allow it, or is away.
+        """
+        if self._is_ready:
+            return
+        async with self._getting_ready:
+            if self._is_ready:
+                return
+            data = self._bus.data
+            await self._jetstream.ensure_stream(CONFIG, timeout=STORE_TIMEOUT)
+            if not self._subscriptions:
+                self._subscriptions = [
+                    data.subscribe(stream_owner_subject(self.me), self._answer),
+                    data.subscribe(f"{self._answers}.*", self._answered),
+                ]
+            await data.barrier(timeout=STORE_TIMEOUT)
+            self._is_ready = True
+
+    # Logs --------------------------------------------------------------------------------------
+
+    async def append(self, key: str, log: StreamLog, record: Record) -> None:
+        """Store the next record of a log.
+
+        Raises:
+            WrongLastSequence: somebody else has written.
+            DynbusError: it could not be stored, or nobody knows.
+        """
+        data = log.encode(record)
+        rolls_up = isinstance(record, Over)
+        try:
+            sequence = await self._publish(key, log, data, rolls_up=rolls_up)
+        except NoStream:
+            # The server was started again, or is about to elect a leader.
+            self._is_ready = False
+            if log.sequence:
+                raise
+            await self.make_ready()
+            sequence = await self._publish(key, log, data, rolls_up=False)
+        except WrongLastSequence:
+            raise
+        except DynbusError as error:
+            sequence = await self._stored(key, log, data, error)
+        log.wrote(record, len(data), sequence, unix_time())
+
+    async def _stored(self, key: str, log: StreamLog, data: bytes, error: DynbusError) -> int:
+        """The number of a record of which the bus did not say in time whether it is stored: it may
+        have, to a process that was frozen.
+
+        Raises:
+            WrongLastSequence: somebody else has written meanwhile.
+            DynbusError: `error`, when it is not stored; or nobody knows.
+        """
+        last = await self.last(key)
+        if last is None or last.sequence == log.sequence:
+            raise error
+        if last.data != data:
+            raise WrongLastSequence(f"somebody else has written to the log {key}") from error
+        return last.sequence
+
+    async def _publish(self, key: str, log: StreamLog, data: bytes, *, rolls_up: bool) -> int:
+        return await self._jetstream.publish(
+            stream_log_subject(key),
+            data,
+            timeout=STORE_TIMEOUT,
+            expected_last_subject_sequence=log.sequence,
+            rollup=rolls_up,
+        )
+
+    async def bury(self, key: str, reason: str) -> bool:
+        """Replace a log by the reason why it cannot be resumed, whoever wrote last; whether
+        that is done.
+
+        For one whose owner no longer knows what is stored: its reader has been told more.
+        """
+        try:
+            await self.make_ready()
+            await self._jetstream.publish(
+                stream_log_subject(key),
+                StreamLog().encode(Over(reason)),
+                timeout=STORE_TIMEOUT,
+                rollup=True,
+            )
+        except NoStream:
+            self._is_ready = False
+            return False
+        except DynbusError as error:
+            logger.debug("the log %s stays as it is: %s", key, error)
+            return False
+        return True
+
+    async def close_log(self, key: str, log: StreamLog, reason: str) -> None:
+        """Replace a log by the reason why it cannot be resumed, as far as that can be."""
+        try:
+            await self.append(key, log, Over(reason))
+        except DynbusError as error:
+            logger.debug("the log %s stays as it is: %s", key, error)
+
+    async def last(self, key: str) -> StoredMessage | None:
+        """The last record of a log; None for none.
+
+        Raises:
+            DynbusError: it cannot be read.
+        """
+        subject = stream_log_subject(key)
+        try:
+            return await self._jetstream.last(STREAM_LOGS, subject, timeout=STORE_TIMEOUT)
+        except NoStream:
+            return None
+
+    def ended(self, key: str, log: StreamLog) -> None:
+        """A stream is at its end: its log stays for those who have not read it to there."""
+        self._ended[key] = log, monotonic() + KEPT
+
+    async def sweep(self) -> None:
+        """Drop logs when their time is over, without end."""
+        while True:
+            await anyio.sleep(SWEEP_INTERVAL)
+            now = monotonic()
+            for key, (log, until) in list(self._ended.items()):
+                if now >= until:
+                    del self._ended[key]
+                    await self.close_log(key, log, f"it ended more than {KEPT:g} s ago")
+
+    @asynccontextmanager
+    async def reading(
+        self,
+        key: str,
+        take: Callable[[StoredMessage], None],
+        caught_up: Callable[[], None],
+        lost: Callable[[], None],
+    ) -> AsyncGenerator[None]:
+        """Read a log from its beginning, and what is written to it.
+
+        Args:
+            caught_up: called when all that it held at the beginning was read.
+            lost: called when all logs were lost meanwhile.
+
+        Raises:
+            NoStream: there are no logs.
+            DynbusError: it cannot be read.
+        """
+        consumer = await self._jetstream.consume(
+            STREAM_LOGS,
+            take,
+            subject=stream_log_subject(key),
+            start_sequence=1,
+            on_caught_up=caught_up,
+            on_recreated=lost,
+        )
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await consumer.stop()
+
+    # Owners ------------------------------------------------------------------------------------
+
+    def ask(self, key: str, owner: str, watch: OwnerWatch) -> None:
+        """Ask an owner whether it goes on with a stream; the watch is told what it says."""
+        watch.ask(monotonic())
+        if owner == self.me:
+            watch.answered(owns=self._owns(key))
+            return
+        self._asked += 1
+        number = str(self._asked)
+        self._watches = {
+            known: other for known, other in self._watches.items() if other is not watch
+        }
+        self._watches[number] = watch
+        self._bus.data.publish(
+            stream_owner_subject(owner), key.encode(), reply=f"{self._answers}.{number}"
+        )
+
+    def forget(self, watch: OwnerWatch) -> None:
+        """Tell a watch nothing more."""
+        self._watches = {
+            number: other for number, other in self._watches.items() if other is not watch
+        }
+
+    def _answer(self, message: Message) -> None:
+        if is_safe_reply(message.reply, self._bus.config.reply_prefixes):
+            owns = self._owns(message.data[:64].decode("ascii", "replace"))
+            self._bus.data.publish(message.reply, YES if owns else NO)
+
+    def _answered(self, message: Message) -> None:
+        watch = self._watches.pop(message.subject.rpartition(".")[2], None)
+        if watch is None:
+            return
+        if headers.status(message.headers) == headers.NO_RESPONDERS:
+            watch.bounced()
+        else:
+            watch.answered(owns=message.data == YES)

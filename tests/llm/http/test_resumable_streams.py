@@ -1,0 +1,493 @@
+"""Streams that clients resume: read in pieces, at several front ends, each event once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import anyio
+import httpx2
+import pytest
+from openai import AsyncOpenAI, AsyncStream
+from openai.types.chat import ChatCompletionChunk
+from tests.conditions import PATIENCE, eventually
+
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.protocol.names import STREAM_LOGS
+from dynbus.llm.http.frontend import HttpFrontEnd
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.resumable import records, running
+from dynbus.llm.resumable.records import log_key
+
+from .served import Served, served
+
+pytestmark = pytest.mark.anyio
+
+SAID: Final = "the quick brown fox jumps over the lazy dog and runs away"
+WORDS: Final = f"say {SAID}"
+
+BODIES: Final[dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": WORDS}],
+        "stream_options": {"include_usage": True},
+    },
+    "/v1/completions": {"prompt": f"<|im_start|>user\n{WORDS}<|im_end|>\n<|im_start|>assistant"},
+    "/v1/responses": {"input": WORDS},
+    "/v1/messages": {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 500},
+}
+
+
+NAMED: Final = {"X-Request-Id": "one"}
+
+
+@asynccontextmanager
+async def two_front_ends(**settings: Any) -> AsyncGenerator[tuple[Served, HttpFrontEnd]]:
+    async with served(**settings) as first:
+        config = HttpSettings(port=0, grace=1.0, **settings)
+        async with HttpFrontEnd(first.kit.caller, first.catalog, config) as second:
+            await eventually(lambda: len(second.shared.models.served) == 4)
+            yield first, second
+
+
+def events_of(text: str) -> list[str]:
+    """The events of a stream, without comments."""
+    lines = [line for line in text.split("\n") if not line.startswith(":")]
+    return [event for event in "\n".join(lines).split("\n\n") if event]
+
+
+@pytest.fixture
+async def reader() -> AsyncGenerator[Reader]:
+    async with httpx2.AsyncClient(timeout=PATIENCE) as client:
+        yield Reader(client)
+
+
+class Reader:
+    """A client, which may leave after so many events."""
+
+    def __init__(self, client: httpx2.AsyncClient) -> None:
+        self._client = client
+
+    async def post(self, url: str, body: dict[str, Any], **options: Any) -> Read:
+        """Ask for a stream."""
+        path = options.pop("path", "/v1/chat/completions")
+        headers = {"Dynbus-Resumable": "1", **options.pop("headers", {})}
+        body = {"model": "tiny", "stream": True, **body}
+        return await self._read("POST", url + path, headers=headers, json=body, **options)
+
+    async def events(self, url: str, body: dict[str, Any]) -> AsyncGenerator[str]:
+        """The events of a stream as they come."""
+        told = {"model": "tiny", "stream": True, **body}
+        headers = {"Dynbus-Resumable": "1", **NAMED}
+        path, text = "/v1/chat/completions", ""
+        async with self._client.stream("POST", url + path, headers=headers, json=told) as answer:
+            async for piece in answer.aiter_text():
+                *events, text = (text + piece).split("\n\n")
+                for event in events:
+                    yield event
+
+    async def go_on(self, url: str, name: str, after: int = 0, **options: Any) -> Read:
+        """Read a stream on."""
+        headers = {"Last-Event-ID": f"{name}.{after}"} if after else {}
+        headers |= options.pop("headers", {})
+        return await self._read("GET", f"{url}/v1/streams/{name}", headers=headers, **options)
+
+    async def _read(self, method: str, url: str, *, most: int = 10**6, **options: Any) -> Read:
+        text = ""
+        async with self._client.stream(method, url, **options) as answer:
+            async for piece in answer.aiter_text():
+                text += piece
+                if len(events_of(text)) > most:
+                    break
+        told = text if answer.status_code != 200 else ""
+        return Read(answer.status_code, answer.headers, events_of(text)[:most], told)
+
+
+class Read(NamedTuple):
+    """What came of an answer: its events, or its refusal."""
+
+    status: int
+    headers: Any
+    events: list[str]
+    refusal: str
+
+
+def number(event: str) -> int:
+    return int(event.partition("\n")[0].rpartition(".")[2])
+
+
+def asking(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+async def test_a_stream_that_is_cut_anywhere_is_resumed_at_another_front_end(
+    reader: Reader,
+) -> None:
+    async with two_front_ends() as (first, second):
+        for place, (path, body) in enumerate(BODIES.items()):
+            name = f"request/{place}"
+            headers = {"X-Request-Id": name}
+            whole = await reader.post(first.url, body, path=path, headers=headers)
+            assert whole.headers["dynbus-resumable"] == "1"
+            assert [number(event) for event in whole.events] == [*range(1, len(whole.events) + 1)]
+            assert len(whole.events) > 5
+
+            for cut in (0, 1, 2, 7, len(whole.events) - 1, len(whole.events)):
+                rest = await reader.go_on(second.url, name, cut)
+
+                assert whole.events[:cut] + rest.events == whole.events
+
+
+async def test_a_stream_whose_client_leaves_in_the_middle_goes_on_for_the_next(
+    reader: Reader,
+) -> None:
+    async with two_front_ends() as (first, second):
+        body = asking("endless word")
+        before = await reader.post(first.url, body, headers=NAMED, most=20)
+        assert len(before.events) == 20
+
+        more = await reader.go_on(second.url, "one", 20, most=20)
+        again = await reader.go_on(first.url, "one", 10, most=30)
+
+        assert first.engine.running == 1
+        assert [number(event) for event in more.events] == [*range(21, 41)]
+        assert again.events == [*before.events[10:], *more.events]
+
+
+async def test_a_front_end_that_ends_hands_its_streams_to_the_next(reader: Reader) -> None:
+    async with two_front_ends() as (first, second):
+        whole = await reader.post(first.url, asking(WORDS), headers={"X-Request-Id": "whole"})
+        body = asking(f"slowly {SAID}")
+        before = await reader.post(first.url, body, headers=NAMED, most=4)
+        await first.front_end.close()
+
+        after = await reader.go_on(second.url, "one", 4)
+
+        told = [contents(event) for event in [*before.events, *after.events]]
+        assert told == [contents(event) for event in whole.events]
+        assert second.shared.resumable.counts["taken_over"] == 1
+
+
+def contents(event: str) -> str:
+    """What an event adds to the text."""
+    data = event.rpartition("data: ")[2]
+    if data == "[DONE]":
+        return data
+    choices = json.loads(data)["choices"]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+async def test_whoever_reads_when_a_front_end_ends_is_cut_off_and_goes_on(reader: Reader) -> None:
+    async with two_front_ends() as (first, second):
+        whole: list[str] = []
+        cut = False
+        async with anyio.create_task_group() as tasks:
+            try:
+                async for event in reader.events(first.url, asking("endless word")):
+                    if not whole:
+                        tasks.start_soon(first.front_end.close)
+                    whole.append(event)
+            except httpx2.TransportError:
+                cut = True
+
+        assert cut
+        assert len(whole) > 20
+        rest = await reader.go_on(second.url, "one", len(whole), most=20)
+
+        numbers = [number(event) for event in [*whole, *rest.events]]
+        assert numbers == [*range(1, len(whole) + 21)]
+        assert "error" not in "".join(whole)
+
+
+async def test_the_log_says_of_who_goes_on_which_stream_it_is(
+    reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dynbus.llm.http.exchange")
+    async with two_front_ends() as (first, second):
+        await reader.post(first.url, asking(WORDS), headers={"X-Request-Id": "first"})
+        await reader.go_on(second.url, "first", headers={"X-Request-Id": "another"})
+
+        await eventually(lambda: len(caplog.messages) == 2)
+
+    assert caplog.messages[1].startswith(
+        "GET /v1/streams/{request} 200 request_id=another stream=first model=tiny "
+    )
+
+
+async def test_each_prompt_of_a_request_goes_on(reader: Reader) -> None:
+    async with two_front_ends() as (first, second):
+        prompts = [
+            f"<|im_start|>user\nslowly {said}<|im_end|>\n<|im_start|>assistant"
+            for said in (SAID, "two words")
+        ]
+        before = await reader.post(
+            first.url,
+            {"prompt": prompts, "max_tokens": 500},
+            path="/v1/completions",
+            headers=NAMED,
+            most=20,
+        )
+        await first.front_end.close()
+
+        after = await reader.go_on(second.url, "one", 20)
+
+        texts = ["", ""]
+        for event in [*before.events, *after.events[:-1]]:
+            [choice] = json.loads(event.rpartition("data: ")[2])["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == [SAID, "two words"]
+        assert after.events[-1].endswith("data: [DONE]")
+
+
+async def test_clients_that_are_cut_at_random_read_each_event_once(reader: Reader) -> None:
+    async with two_front_ends() as (first, second):
+
+        async def read(seed: int) -> None:
+            chance, name = random.Random(seed), f"seed-{seed}"
+            urls = (first.url, second.url)
+            body = asking(f"slowly {SAID}", logprobs=True)
+            headers = {"X-Request-Id": name}
+            told = (await reader.post(first.url, body, headers=headers, most=2)).events
+            while not told or not told[-1].endswith("[DONE]"):
+                most = chance.randrange(1, 12)
+                more = await reader.go_on(chance.choice(urls), name, len(told), most=most)
+                assert more.status == 200
+                told += more.events
+
+            assert told == (await reader.go_on(chance.choice(urls), name)).events
+            assert "".join(map(contents, told)) == f"{SAID}[DONE]"
+
+        async with anyio.create_task_group() as tasks:
+            for seed in range(8):
+                tasks.start_soon(read, seed)
+        assert len(first.engine.requests) == 8
+
+
+async def test_what_cannot_be_resumed_says_why(reader: Reader) -> None:
+    async with two_front_ends() as (first, second):
+        text = await reader.post(first.url, {"model": "text", **asking("hello")})
+        several = await reader.post(first.url, asking(WORDS, n=2))
+        unknown = await reader.go_on(second.url, "never")
+        await reader.post(first.url, asking(WORDS), headers=NAMED)
+        twice = await reader.post(first.url, asking(WORDS), headers=NAMED)
+        foreign = await reader.go_on(second.url, "one", headers={"Last-Event-ID": "two.1"})
+        beyond = await reader.go_on(second.url, "one", 1000)
+
+        for answer, why in ((text, "takes text"), (several, "one output"), (twice, "already")):
+            assert answer.status == 200
+            assert answer.headers["dynbus-resumable"] == "0"
+            assert why in answer.headers["dynbus-resumable-reason"]
+            assert not any(event.startswith("id:") for event in answer.events)
+        assert unknown.status == 404
+        assert "stream_not_found" in unknown.refusal
+        assert foreign.status == beyond.status == 400
+        assert "Last-Event-ID" in foreign.refusal
+
+
+async def test_a_stream_is_there_for_the_key_that_asked_for_it(
+    tmp_path: Path, reader: Reader
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada key-of-ada\nbob key-of-bob\n")
+    async with two_front_ends(api_keys=keys) as (first, second):
+        ada, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ada", "bob"))
+        whole = await reader.post(first.url, asking(WORDS), headers={**NAMED, **ada})
+
+        own = await reader.go_on(second.url, "one", headers=ada)
+        others = await reader.go_on(second.url, "one", headers=bob)
+        nobodys = await reader.go_on(second.url, "one")
+
+        assert own.events == whole.events
+        assert (others.status, nobodys.status) == (404, 401)
+
+
+async def test_a_stream_that_nobody_reads_any_more_is_left(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "KEPT", 0.1)
+    async with two_front_ends() as (first, second):
+        await reader.post(first.url, asking("endless word"), headers=NAMED, most=5)
+
+        await eventually(lambda: first.engine.running == 0)
+        await eventually(lambda: not first.front_end.shared.resumable.owns(log_key("", "one")))
+        late = await reader.go_on(second.url, "one", 5)
+
+        assert late.status == 410
+        assert "stream_gone" in late.refusal
+        assert "nobody read it" in late.refusal
+
+
+async def test_a_stream_that_becomes_too_large_goes_on_without_ids(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(records, "MOST_BYTES", 800)
+    async with two_front_ends() as (first, second):
+        answer = await reader.post(first.url, asking(f"slowly {SAID}"), headers=NAMED)
+        late = await reader.go_on(second.url, "one", 1)
+
+        assert answer.events[-1] == "data: [DONE]"
+        assert 0 < sum(event.startswith("id:") for event in answer.events) < len(answer.events) - 5
+        assert late.status == 410
+        assert "too large" in late.refusal
+        assert first.front_end.shared.resumable.counts["too_large"] == 1
+
+
+async def test_a_stream_that_cannot_be_stored_any_longer_goes_on_where_it_is(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
+    async with two_front_ends() as (first, second):
+        told: list[str] = []
+        async for event in reader.events(first.url, asking(f"slowly {SAID}")):
+            told.append(event)
+            if len(told) == 5:
+                # As a server does that was started again.
+                await first.kit.caller.bus.data.jetstream.delete_stream(STREAM_LOGS)
+        late = await reader.go_on(second.url, "one", 5)
+
+        events = events_of("\n\n".join(told))
+        assert "".join(map(contents, events)) == f"{SAID}[DONE]"
+        assert events[0].startswith("id: one.1\n")
+        assert not events[-1].startswith("id:")
+        assert first.front_end.shared.resumable.counts["unlogged"] == 1
+        assert late.status == 410
+        assert "could not be stored" in late.refusal
+
+
+async def test_a_stream_that_goes_on_without_its_client_does_not_run_again_beside_itself(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, _):
+        request: dict[str, Any] = {"headers": {**NAMED, "Idempotency-Key": "key"}, "most": 5}
+        before = await reader.post(first.url, asking("endless word"), **request)
+        again = await reader.post(first.url, asking("endless word"), **request)
+
+        assert (before.status, again.status) == (200, 409)
+        assert (len(first.engine.requests), first.engine.running) == (1, 1)
+
+        monkeypatch.setattr(running, "KEPT", 0.0)
+        await eventually(lambda: first.engine.running == 0)
+        anew = await reader.post(first.url, asking("endless word"), **request)
+
+        assert anew.status == 200
+
+
+class LateAnswer:
+    """Stands before the bus's stored streams: the answer to one publish comes too late, as to a
+    process that was frozen meanwhile.
+
+    Attributes:
+        stored: set when it is stored.
+        woken: the publisher goes on when this is set.
+    """
+
+    def __init__(self, publish: Any, after: int) -> None:
+        self._publish = publish
+        self._left = after
+        self.stored, self.woken = anyio.Event(), anyio.Event()
+
+    async def __call__(self, *args: Any, **options: Any) -> int:
+        sequence: int = await self._publish(*args, **options)
+        self._left -= 1
+        if self._left == 0:
+            self.stored.set()
+            await self.woken.wait()
+            raise Unavailable("there was no answer in time")
+        return sequence
+
+
+async def test_a_record_that_is_stored_ends_nothing_when_the_answer_comes_too_late(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, second):
+        jetstream = first.kit.caller.bus.data.jetstream
+        late = LateAnswer(jetstream.publish, after=4)
+        late.woken.set()
+        monkeypatch.setattr(jetstream, "publish", late)
+
+        answer = await reader.post(first.url, asking(f"slowly {SAID}"), headers=NAMED)
+        again = await reader.go_on(second.url, "one", 2)
+
+        assert late.stored.is_set()
+        numbers = [number(event) for event in answer.events]
+        assert numbers == [*range(1, len(answer.events) + 1)]
+        assert again.events == answer.events[2:]
+        assert first.front_end.shared.resumable.counts["unlogged"] == 0
+
+
+def _owns_nothing(key: str) -> bool:
+    return False
+
+
+async def test_a_front_end_that_wakes_in_the_middle_of_storing_leaves_a_stream_to_who_took_it_over(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, second):
+        streams, jetstream = first.front_end.shared.resumable, first.kit.caller.bus.data.jetstream
+        late = LateAnswer(jetstream.publish, after=4)
+        monkeypatch.setattr(jetstream, "publish", late)
+        # What is frozen does not say that it goes on with the stream.
+        monkeypatch.setattr(streams.store, "_owns", _owns_nothing)
+        told: list[str] = []
+
+        async def read_first() -> None:
+            async for event in reader.events(first.url, asking("endless word")):
+                told.append(event)
+                assert len(told) < 200, "it is not cut"
+
+        async def read_until_cut() -> None:
+            with pytest.raises(httpx2.TransportError):
+                await read_first()
+
+        cut = asyncio.ensure_future(read_until_cut())
+        await late.stored.wait()
+        before = await reader.go_on(second.url, "one", 1, most=20)
+        late.woken.set()
+        await cut
+        after = await reader.go_on(second.url, "one", 1, most=40)
+
+        assert (streams.counts["lost"], streams.counts["unlogged"]) == (1, 0)
+        assert (before.status, after.status) == (200, 200)
+        assert [number(event) for event in after.events] == [*range(2, 42)]
+        assert after.events[:20] == before.events
+        assert told[1:] == before.events[: len(told) - 1]
+
+
+async def test_an_error_in_a_stream_is_an_event_that_is_read_again(reader: Reader) -> None:
+    async with two_front_ends() as (first, second):
+        whole = await reader.post(first.url, asking("break a"), headers=NAMED)
+        rest = await reader.go_on(second.url, "one", 2)
+
+        assert whole.events[-1].startswith(f"id: one.{len(whole.events)}\nevent: error\n")
+        assert whole.events[2:] == rest.events
+
+
+async def test_the_openai_package_reads_a_stream_and_goes_on_with_it() -> None:
+    async with (
+        two_front_ends() as (first, second),
+        AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none", max_retries=0) as asked,
+        AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none", max_retries=0) as other,
+    ):
+        stream = await asked.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": WORDS}],
+            stream=True,
+            extra_headers={"Dynbus-Resumable": "1"},
+        )
+        name = stream.response.headers["x-request-id"]
+        chunks = [chunk async for chunk in stream]
+
+        rest = await other.get(
+            f"/streams/{name}",
+            cast_to=ChatCompletionChunk,
+            stream=True,
+            stream_cls=AsyncStream[ChatCompletionChunk],
+            options={"headers": {"Last-Event-ID": f"{name}.3"}},
+        )
+
+        assert [chunk async for chunk in rest] == chunks[3:]
