@@ -367,7 +367,9 @@ class Invocation:
                 self._end(error)
                 raise
             if not items:
-                self.finish(None)
+                ended = self.finish(None)
+                if ended is not None:
+                    raise ended
                 return []
             shown = self.arrived(items)
             if shown:
@@ -398,8 +400,9 @@ class Invocation:
         """
         has_begun = self.has_begun
         if has_begun and not self.continues:
-            self.finish(error)
-            raise error
+            ended = self.finish(error)
+            assert ended is not None, "an error was given"
+            raise ended
         try:
             await self._prepare_retry(error)
             if has_begun and not self._take_next_request():
@@ -431,25 +434,30 @@ class Invocation:
             self._observation.items(len(items))
         return items
 
-    def finish(self, error: DynbusError | None) -> None:
-        """A stream is over, and has ended so; once its items were read.
+    def finish(self, error: DynbusError | None) -> DynbusError | None:
+        """A stream is over, and its last attempt has ended so; once its items were read.
 
-        Raises:
-            ResumeMismatch: it did not come to what it had delivered before it moved.
+        Returns:
+            What its reader gets; None when it ended well.
         """
-        attempt = self._attempt
-        if isinstance(error, StreamLost):
-            error.retryable = self._idempotent or not self.has_begun
-        if error is None and self._continuation is not None:
-            try:
-                self._continuation.check_end()
-            except ResumeMismatch as mismatch:
-                self._mend(mismatch)
-                self._end(mismatch)
-                raise
+        attempt, continuation = self._attempt, self._continuation
         if error is not None and attempt is not None and attempt.was_unreachable(error):
             self._pass_over(error, unreachable=True)
+        if error is None and continuation is not None:
+            try:
+                continuation.check_end()
+            except ResumeMismatch as mismatch:
+                self._mend(mismatch)
+                error = mismatch
+        elif (
+            isinstance(error, StreamLost | Migrate | Draining)
+            and self.has_begun
+            and not self.continues
+        ):
+            # That the instance asks for another one is of no use to a reader who has items.
+            error = self._stream_lost(error, "no resume is declared, or a migration_limit of 0")
         self._end(error)
+        return error
 
     def abandon(self, error: DynbusError | None = None) -> None:
         """Leave the call: the far side is cancelled, and what was not sent yet never is.
@@ -511,13 +519,18 @@ class Invocation:
         Args:
             why: what keeps a stream from going on; empty for the error itself.
         """
-        lost, continuation = self._lost or error, self._continuation
+        continuation = self._continuation
         delivered = continuation is not None and continuation.accepted > 0
         if isinstance(error, StreamLost):
             error.retryable = self._idempotent or not delivered
         if not delivered or not (error.retryable or isinstance(error, StreamLost)):
             return error
-        text = f"{lost.message or lost.code}; the stream cannot go on: {why or error.message}"
+        return self._stream_lost(error, why or error.message)
+
+    def _stream_lost(self, error: DynbusError, why: str) -> StreamLost:
+        """What a stream ends with of which its reader has items, when it cannot go on."""
+        lost = self._lost or error
+        text = f"{lost.message or lost.code}; the stream cannot go on: {why}"
         failure = StreamLost(text, hop=lost.hop, request_id=self.request_id)
         failure.retryable = self._idempotent
         failure.__cause__ = error

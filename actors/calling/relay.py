@@ -324,10 +324,7 @@ class RelayedStream(OfInvocation, Generic[K]):
             # The next writer has credit of its own.
             self.unread_bytes = 0
             return _arrival((self, items, False, None)) if items else None
-        try:
-            self._invocation.finish(error)
-        except ResumeMismatch as mismatch:
-            error = mismatch
+        error = self._invocation.finish(error)
         self._finish(error)
         return Arrival(self, items, True, error)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from .checker import Checker, Spread, Stall, Violation, spread
 from .nemesis import Done
+from .servers import ServerHoldings
 
 
 class Resources(msgspec.Struct, frozen=True):
@@ -37,10 +38,16 @@ class Resources(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What the callers' process held at a moment, in seconds after the faults began."""
+    """What the callers' process and the servers held at a moment.
+
+    Attributes:
+        at: seconds after the faults began.
+        servers: None where they could not be asked at this moment.
+    """
 
     at: float
     held: Resources
+    servers: ServerHoldings | None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +68,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         whole_after: seconds from the last fault until every instance was ready again.
         broken: how often each promise was not kept.
         violations: the first of those.
-        before, after: what the callers' process held when the faults began and when all was over.
+        before, after: what the callers' process and the servers held when the faults began and when
+            all was over.
         samples: the same in between.
     """
 
@@ -86,8 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     whole_after: float | None
     broken: dict[str, int]
     violations: list[Violation]
-    before: Resources
-    after: Resources
+    before: Sample
+    after: Sample
     samples: list[Sample]
     steps: list[Done]
 

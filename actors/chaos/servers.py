@@ -20,9 +20,26 @@ from dynbus.bus.transport import Message
 
 from .proxy import Proxy
 
-LEADER_SECONDS: Final = 1.0
-LEADER_QUIET: Final = 0.5
-"""Seconds for the answer to the question who leads: one comes, or none."""
+ANSWER_SECONDS: Final = 1.0
+ANSWER_QUIET: Final = 0.5
+"""Seconds for a server's answers about itself: they come soon, or not at all."""
+STREAM_LIST: Final = "$JS.API.STREAM.LIST"
+ACCOUNT_STATE: Final = "$SYS.REQ.ACCOUNT.PING.STATZ"
+
+
+class ServerHoldings(msgspec.Struct, frozen=True):
+    """What the run's servers hold together.
+
+    Attributes:
+        messages: of all streams, the records of instances among them.
+        bytes: of these messages, as they are stored.
+    """
+
+    connections: int
+    subscriptions: int
+    consumers: int
+    messages: int
+    bytes: int
 
 
 class OwnServers:
@@ -68,10 +85,68 @@ class OwnServers:
             async with connected(config, "dynbus-chaos leader") as server:
                 question = f"$JS.API.STREAM.INFO.{INSTANCES_STREAM.name}"
                 names = await server.ask(
-                    [question], b"{}", _leader_of, seconds=LEADER_SECONDS, quiet=LEADER_QUIET
+                    [question], b"{}", _leader_of, seconds=ANSWER_SECONDS, quiet=ANSWER_QUIET
                 )
         known = {server.name: index for index, server in enumerate(self.servers)}
         return known.get(names[0]) if names else None
+
+    async def holdings(self) -> ServerHoldings | None:
+        """What the servers hold together; None where they cannot be asked now."""
+        config = BusConfig(servers=tuple(server.url for server in self.servers))
+        answers: list[_Lists] = []
+        with suppress(DynbusError):
+            async with connected(config, "dynbus-chaos holdings") as server:
+                answers = await server.ask(
+                    [STREAM_LIST, ACCOUNT_STATE],
+                    b"{}",
+                    _lists_of,
+                    seconds=ANSWER_SECONDS,
+                    quiet=ANSWER_QUIET,
+                )
+        accounts = [one for answer in answers for one in answer.data.account_statz]
+        streams = [one.state for answer in answers for one in answer.streams]
+        if not accounts or not streams:
+            return None
+        return ServerHoldings(
+            connections=sum(each.conns for each in accounts),
+            subscriptions=sum(each.num_subscriptions for each in accounts),
+            consumers=sum(each.consumer_count for each in streams),
+            messages=sum(each.messages for each in streams),
+            bytes=sum(each.bytes for each in streams),
+        )
+
+
+class _Account(msgspec.Struct):
+    conns: int
+    num_subscriptions: int
+
+
+class _Accounts(msgspec.Struct):
+    account_statz: list[_Account] = []
+
+
+class _StreamState(msgspec.Struct):
+    messages: int
+    bytes: int
+    consumer_count: int
+
+
+class _ListedStream(msgspec.Struct):
+    state: _StreamState
+
+
+class _Lists(msgspec.Struct):
+    """The answer to either question: it has one of the two."""
+
+    data: _Accounts = msgspec.field(default_factory=_Accounts)
+    streams: list[_ListedStream] = []
+
+
+def _lists_of(answer: Message) -> _Lists | None:
+    try:
+        return msgspec.json.decode(answer.data, type=_Lists)
+    except msgspec.DecodeError:
+        return None
 
 
 class _Cluster(msgspec.Struct):

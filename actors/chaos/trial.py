@@ -235,14 +235,14 @@ async def _under_faults(
             try:
                 with anyio.move_on_after(WARMUP_SECONDS):
                     await interrupted.wait()
-                before = Resources.now()
+                before = await _sample(servers, monotonic())
                 began = monotonic()
-                samples = await _break(nemesis, steps, options.seconds, interrupted)
+                samples = await _break(nemesis, steps, options.seconds, servers, interrupted)
                 took = monotonic() - began
                 whole_after = await _whole(supervisor, checker)
             finally:
                 load.ending.set()
-        after = Resources.now()
+        after = await _sample(servers, began)
         if whole_after is not None:
             for source in sources:
                 await load.call(source.next_call())
@@ -277,24 +277,33 @@ async def _under_faults(
 
 
 async def _break(
-    nemesis: Nemesis, steps: Sequence[Step], seconds: float, interrupted: asyncio.Event
+    nemesis: Nemesis,
+    steps: Sequence[Step],
+    seconds: float,
+    servers: OwnServers,
+    interrupted: asyncio.Event,
 ) -> list[Sample]:
-    """Have faults go on for so long, and heal them; what this process held meanwhile."""
+    """Have faults go on for so long, and heal them; what was held meanwhile."""
     samples: list[Sample] = []
     async with task_group() as faults:
         faults.start_soon(nemesis.run, steps)
-        faults.start_soon(_take_samples, samples)
+        faults.start_soon(_take_samples, samples, servers)
         with anyio.move_on_after(seconds):
             await interrupted.wait()
         faults.cancel_scope.cancel()
     return samples
 
 
-async def _take_samples(samples: list[Sample]) -> None:
+async def _take_samples(samples: list[Sample], servers: OwnServers) -> None:
     began = monotonic()
     while True:
         await anyio.sleep(SAMPLE_SECONDS)
-        samples.append(Sample(round(monotonic() - began, 1), Resources.now()))
+        samples.append(await _sample(servers, began))
+
+
+async def _sample(servers: OwnServers, began: float) -> Sample:
+    """What is held now, in a run whose faults `began` then."""
+    return Sample(round(monotonic() - began, 1), Resources.now(), await servers.holdings())
 
 
 def _bounds(count: int) -> tuple[int, int]:

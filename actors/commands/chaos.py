@@ -284,7 +284,7 @@ def _print(report: Report) -> None:
         rows += [("stalls without a fault", _of(report.unexplained))]
     whole = "never" if report.whole_after is None else f"{report.whole_after:g} s"
     rows += [("whole again after", whole)]
-    memory = f"{report.before.memory:g} to {report.after.memory:g} MiB"
+    memory = f"{report.before.held.memory:g} to {report.after.held.memory:g} MiB"
     rows += [("memory of the callers", memory)]
     rows += [(f"BROKEN: {promise}", f"{count:,}") for promise, count in report.broken.items()]
     rows += [

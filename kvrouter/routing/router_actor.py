@@ -198,7 +198,7 @@ class RouterActor(Actor, abstract=True):
         found: Stream[bytes] | bytes = await client.generate(request).raw()
         return found
 
-    @handler
+    @handler(idempotent=True)
     async def decisions(self, request: DecisionQuery) -> list[dict[str, Any]]:
         """The decisions for a request, one per attempt, while they are kept.
 
@@ -208,7 +208,7 @@ class RouterActor(Actor, abstract=True):
         found = [] if router is None else router.decisions(request.request_id)
         return tell(newest(found), monotonic())
 
-    @handler
+    @handler(idempotent=True)
     async def use_policy(self, request: PolicyChoice) -> PolicyChoice:
         """Decide by another of the configured policies from now on."""
         if request.policy not in self._policies:
@@ -220,7 +220,7 @@ class RouterActor(Actor, abstract=True):
             self._router.use_policy(request.policy)
         return request
 
-    @handler
+    @handler(idempotent=True)
     async def policy(self) -> PolicyReport:
         """The policy that decides now, and those that `use_policy` may change to."""
         if self._router is None:

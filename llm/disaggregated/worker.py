@@ -432,7 +432,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
             (ended,),
         )
 
-    @handler
+    @handler(idempotent=True)
     async def role(self) -> RoleState:
         """What the instance serves."""
         assert self._roles is not None

@@ -174,7 +174,7 @@ class EngineWorker(Actor, abstract=True):
         finally:
             unlink()
 
-    @handler
+    @handler(idempotent=True)
     async def load_metrics(self) -> LoadMetrics:
         """How busy the engine is."""
         runner = self._running()

@@ -152,7 +152,7 @@ class Frontend(Actor, abstract=True):
         """Where it answers; empty before it is started."""
         return self._front_end.url if self._front_end is not None else ""
 
-    @handler
+    @handler(idempotent=True)
     async def address(self) -> str:
         """Where it answers."""
         return self.url

@@ -537,7 +537,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
             self._adapters.pop(request.name).set()
             await self.__dynbus_instance__.renew_metadata()
 
-    @handler
+    @handler(idempotent=True)
     async def adapters(self) -> list[str]:
         """The names of the adapters that are loaded."""
         return sorted(self._engine().adapters)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dynbus import Actor, ConfigError, Draining, HandlerError, Migrate, Unavailable, handler
+from dynbus import Actor, ConfigError, HandlerError, StreamLost, Unavailable, handler
 from dynbus.compat.runtime import (
     Client,
     Context,
@@ -319,7 +319,7 @@ def test_a_call_that_is_given_back_before_its_first_item_goes_elsewhere() -> Non
     assert "leaving" in asked
 
 
-def test_a_stream_that_is_given_back_after_its_first_item_ends_with_migrate() -> None:
+def test_a_stream_that_is_given_back_after_its_first_item_is_lost() -> None:
     async def leaving(request: Any) -> Any:
         yield 1
         raise GeneratorExit("Worker shutting down, migrating request")
@@ -329,7 +329,7 @@ def test_a_stream_that_is_given_back_after_its_first_item_ends_with_migrate() ->
             await one.serve(generate=leaving)
             answer = await (await one.client()).generate({}, annotated=False)
             first = await anext(answer)
-            with pytest.raises(Migrate):
+            with pytest.raises(StreamLost, match="the handler asks for another instance"):
                 await anext(answer)
             return first
 
@@ -376,7 +376,7 @@ def test_calls_of_what_is_not_graceful_are_ended_at_once() -> None:
             answer = await client.generate({})
             await anext(answer)
             runtime.shutdown()
-            with pytest.raises(Draining):
+            with pytest.raises(StreamLost, match="going away"):
                 await items_of(answer)
             await serving
             return asyncio.get_running_loop().time() - begun

@@ -9,7 +9,7 @@ import pytest
 from nats.aio.client import Client
 from tests.conditions import PATIENCE, Stopwatch, eventually
 
-from dynbus import Draining, Runtime, call_options
+from dynbus import Draining, Runtime, StreamLost, call_options
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import InstanceName
 
@@ -61,7 +61,9 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
         assert leftovers(calling) == {}
 
 
-async def test_what_is_left_after_the_grace_ends_in_draining(own_server: RunningServer) -> None:
+async def test_what_is_left_after_the_grace_ends_in_draining_and_begun_streams_are_lost(
+    own_server: RunningServer,
+) -> None:
     async with (
         Runtime.connect(own_server.url) as serving,
         Runtime.connect(own_server.url) as calling,
@@ -77,14 +79,14 @@ async def test_what_is_left_after_the_grace_ends_in_draining(own_server: Running
         begun, watch = time.monotonic(), Stopwatch()
         await instance.stop(0.5)
         took, unhindered = time.monotonic() - begun, watch.seconds()
-        with pytest.raises(Draining) as of_stream:
+        with pytest.raises(StreamLost, match="is going away; the stream cannot go on") as lost:
             await stream
         with pytest.raises(Draining) as of_unary:
             await unary
 
         assert took >= 0.5
         assert unhindered < 5.0
-        assert of_stream.value.retryable
+        assert not lost.value.retryable
         assert of_unary.value.retryable
         assert leftovers(calling) == {}
 

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dynbus.actors.chaos.checker import Promise, Spread, Violation
-from dynbus.actors.chaos.report import Report, Resources
+from dynbus.actors.chaos.report import Report, Resources, Sample
 from dynbus.actors.chaos.schedule import Kind
+from dynbus.actors.chaos.servers import ServerHoldings
 from dynbus.actors.chaos.trial import TrialOptions
 from dynbus.actors.commands import chaos as command
 from dynbus.bus.errors import ConfigError
@@ -39,8 +40,8 @@ KEPT = Report(
     whole_after=0.4,
     broken={},
     violations=[],
-    before=Resources(50.0, 10, 20),
-    after=Resources(51.0, 10, 20),
+    before=Sample(0.0, Resources(50.0, 10, 20), ServerHoldings(6, 60, 1, 6, 3000)),
+    after=Sample(62.0, Resources(51.0, 10, 20), ServerHoldings(6, 60, 1, 9, 4000)),
     samples=[],
     steps=[],
 )
