@@ -261,6 +261,9 @@ class UnknownOutcome(DynbusError):
     code = "UnknownOutcome"
 
 
+LOSSES: Final = (StreamLost, Migrate, Draining)
+"""How a stream ends that its instance lost or gave up, so that another one may go on with it."""
+
 ERRORS: dict[str, type[DynbusError]] = {DynbusError.code: DynbusError, **_defined}
 """The classes above by their codes; a user's class takes the place of none of them."""
 

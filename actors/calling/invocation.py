@@ -17,6 +17,7 @@ from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.errors import (
+    LOSSES,
     Cancelled,
     DeadlineExceeded,
     Draining,
@@ -37,9 +38,17 @@ from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 
 from .attempt import Attempt
 from .client_side import ClientSide
-from .continuation import RESUME_WAIT, Continuation, Resume
+from .continuation import Continuation, Resume
 from .options import CallOptions
-from .retry_policy import FailedAttempt, GiveUp, Move, PauseThenRetry, RetryPolicy, is_away
+from .retry_policy import (
+    RESUME_WAIT,
+    FailedAttempt,
+    GiveUp,
+    Move,
+    PauseThenRetry,
+    RetryPolicy,
+    is_away,
+)
 from .routing import NO_METADATA, Router
 from .selection import Selection
 
@@ -97,6 +106,7 @@ class Invocation:
         "_schemas",
         "_selection",
         "_wait_until",
+        "_why_not",
         "data",
         "endpoint",
         "instance_id",
@@ -138,9 +148,13 @@ class Invocation:
         self._schemas = schemas
         self._attempt: Attempt | None = None
         self._attempts = 0
-        self._continuation: Continuation | None = (
-            resume(data, request) if resume is not None and migration_limit else None
-        )
+        self._continuation: Continuation | None = None
+        # Why a stream would not go on.
+        self._why_not = "no resume is declared"
+        if resume is not None:
+            self._why_not = "its migration_limit is 0"
+            if migration_limit:
+                self._continuation = resume(data, request)
         # How the last attempt ended that had begun.
         self._lost: DynbusError | None = None
         self._left = False
@@ -398,11 +412,11 @@ class Invocation:
         Raises:
             DynbusError: the error itself, when it may not be; or that of a later attempt.
         """
-        has_begun = self.has_begun
-        if has_begun and not self.continues:
+        if not self.may_follow:
             ended = self.finish(error)
             assert ended is not None, "an error was given"
             raise ended
+        has_begun = self.has_begun
         try:
             await self._prepare_retry(error)
             if has_begun and not self._take_next_request():
@@ -418,6 +432,11 @@ class Invocation:
         """Whether anything of the results has arrived, so that the call is never repeated but by a
         stream that goes on."""
         return self._attempt is not None and self._attempt.has_begun
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether another attempt may follow the present one, as far as its items go."""
+        return self.continues or not self.has_begun
 
     def arrived(self, items: list[bytes]) -> list[bytes]:
         """Tell the observers of items that have arrived; those that the reader is shown.
@@ -449,13 +468,9 @@ class Invocation:
             except ResumeMismatch as mismatch:
                 self._mend(mismatch)
                 error = mismatch
-        elif (
-            isinstance(error, StreamLost | Migrate | Draining)
-            and self.has_begun
-            and not self.continues
-        ):
+        elif isinstance(error, LOSSES) and not self.may_follow:
             # That the instance asks for another one is of no use to a reader who has items.
-            error = self._stream_lost(error, "no resume is declared, or a migration_limit of 0")
+            error = self._stream_lost(error, self._why_not)
         self._end(error)
         return error
 
@@ -527,9 +542,20 @@ class Invocation:
             return error
         return self._stream_lost(error, why or error.message)
 
+    def _is_own(self, error: DynbusError) -> bool:
+        """Whether it says something of the instance that was called, not of one that this called in
+        its turn."""
+        return error.hop in {"", self.endpoint.hop(self.instance_id)}
+
     def _stream_lost(self, error: DynbusError, why: str) -> StreamLost:
         """What a stream ends with of which its reader has items, when it cannot go on."""
         lost = self._lost or error
+        if not self._is_own(error):
+            if isinstance(error, StreamLost):
+                # It says what keeps that one from going on.
+                error.retryable = self._idempotent
+                return error
+            why = "a call that its handler made was given up"
         text = f"{lost.message or lost.code}; the stream cannot go on: {why}"
         failure = StreamLost(text, hop=lost.hop, request_id=self.request_id)
         failure.retryable = self._idempotent
@@ -593,7 +619,12 @@ class Invocation:
     def _failed(
         self, error: DynbusError, attempt: Attempt | None, *, answered: bool
     ) -> FailedAttempt:
-        """What the retry policy goes by after an attempt; None for one that chose no instance."""
+        """What the retry policy goes by.
+
+        Args:
+            attempt: None where no instance was chosen.
+            answered: whether it was sent, and ended with the error.
+        """
         unreachable = attempt is not None and attempt.was_unreachable(error)
         is_refusal = isinstance(error, Unavailable) and not error.started
         return FailedAttempt(
@@ -603,6 +634,7 @@ class Invocation:
             routed=bool(self.instance_id and not self.options.get("instance")),
             unreachable=unreachable,
             lost=answered and not unreachable and is_refusal,
+            own=self._is_own(error),
             settling=self.side.discovery.view.is_settling(monotonic()),
             others=self._selection.has_untried(self.instance_id),
             waits=self._wait_left() > 0,
@@ -661,6 +693,9 @@ class Invocation:
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the observers how the call ended, once."""
+        if isinstance(error, DynbusError) and self._may_have_started:
+            # The last attempt may not have, and an earlier one has.
+            error.started = True
         observation, self._observation = self._observation, None
         if observation is not None:
             observation.end(error)

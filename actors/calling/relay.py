@@ -318,8 +318,7 @@ class RelayedStream(OfInvocation, Generic[K]):
         error = call.error
         if error is None and reader.terminal is None:
             return _arrival((self, items, False, None)) if items else None
-        may_follow = not reader.has_begun or self._invocation.continues
-        if error is not None and may_follow and self._begin_again(error):
+        if error is not None and self._invocation.may_follow and self._begin_again(error):
             self._call = None
             # The next writer has credit of its own.
             self.unread_bytes = 0

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import (
+    LOSSES,
     Draining,
     DynbusError,
     InvalidRequest,
     Migrate,
     NoInstances,
     Overloaded,
-    StreamLost,
 )
 
 MAX_ATTEMPTS: Final = 8
@@ -28,6 +28,9 @@ FIRST_BACKOFF: Final = 0.1
 MAX_BACKOFF: Final = 2.0
 MAX_DRAINS: Final = 64
 """How often a stream is handed on by instances that drain, beside its `migration_limit`."""
+
+RESUME_WAIT: Final = 10.0
+"""Seconds for which a stream that lost its instance waits for another one."""
 
 
 class FailedAttempt(NamedTuple):
@@ -40,6 +43,8 @@ class FailedAttempt(NamedTuple):
             none was chosen.
         unreachable: whether nobody listens at the instance any longer.
         lost: whether the instance is there and says that the request never came.
+        own: whether the error says something of this instance; that of a call which its handler
+            made says it of another, and was tried elsewhere by that call.
         settling: whether we came or came back to the bus a moment ago, or it lost a server, so
             that instances may still be coming back too.
         others: whether there is another instance that was not tried.
@@ -52,6 +57,7 @@ class FailedAttempt(NamedTuple):
     routed: bool
     unreachable: bool
     lost: bool
+    own: bool
     settling: bool
     others: bool
     waits: bool
@@ -153,7 +159,7 @@ class RetryPolicy:
         if failed.unreachable and not error.started and failed.settling:
             # Right after an outage an instance may be a moment later on the bus than we are.
             return PauseThenRetry(self._backoff(), counted=False)
-        if self._continues and error.started and isinstance(error, StreamLost | Migrate | Draining):
+        if self._continues and error.started and failed.own and isinstance(error, LOSSES):
             return self._move_on(failed)
         # Those that a stream moved for had begun; they are bounded by the limits.
         moved = self._migrations + self._drains if self._continues else 0
@@ -162,7 +168,7 @@ class RetryPolicy:
         refused = not error.started and not failed.lost
         if failed.routed and refused and (failed.others or (failed.waits and is_away(failed))):
             return RetryNow()
-        if isinstance(error, Migrate | Draining) and self._may_migrate(failed):
+        if failed.own and isinstance(error, Migrate | Draining) and self._may_migrate(failed):
             self._migrations += 1
             return Move()
         waits = bool(moved) and failed.routed and failed.waits
@@ -205,8 +211,7 @@ class RetryPolicy:
 
 def is_away(failed: FailedAttempt) -> bool:
     """Whether an instance takes no more calls, so that it is not to be chosen again soon."""
-    error = failed.error
-    return failed.unreachable or isinstance(error, Draining)
+    return failed.unreachable or (failed.own and isinstance(failed.error, Draining))
 
 
 def _is_final(failed: FailedAttempt) -> bool:

@@ -19,6 +19,8 @@ VISIBLE: Final = 0.25
 """Seconds without an item, beyond the pause that the handler makes, that count as a stall."""
 REACH: Final = 0.5
 """Seconds after a fault in which an item may still come that was on its way before."""
+AROUND: Final = 1000
+"""Items before and behind the next one among which one that is not the next is looked for."""
 EXAMPLES: Final = 20
 """Violations that are kept with their words; beyond that they are counted."""
 
@@ -138,6 +140,7 @@ class CallCheck:
         "_ended",
         "_expected",
         "_last",
+        "_next",
         "_pause",
         "_replays",
         "got",
@@ -163,6 +166,8 @@ class CallCheck:
         self._deadline = None if timeout is None else now + timeout
         self._ended = False
         self._broken: set[Promise] = set()
+        # Of the item that is to come: not `got`, once one was lost or doubled.
+        self._next = 0
         self.got = 0
 
     def item(self, item: bytes, now: float) -> None:
@@ -178,24 +183,34 @@ class CallCheck:
             self._violated(Promise.AFTER_THE_END, f"item {index}")
         if self._expected is None:
             return
-        wanted = self._expected(index)
+        wanted = self._expected(self._next)
         if item == wanted:
+            self._next += 1
             return
+        promise, count = self._misplaced(item, wanted, self._expected)
+        self._violated(promise, f"item {index} is {item[:80]!r}, not {wanted!r}", count)
+
+    def _misplaced(
+        self, item: bytes, wanted: bytes | None, expected: Callable[[int], bytes | None]
+    ) -> tuple[Promise, int]:
+        """What it breaks that this item came, and how many items are concerned."""
+        before = range(max(0, self._next - AROUND), self._next)
         if wanted is None:
-            promise = Promise.LONG
-        elif any(self._expected(before) == item for before in range(index)):
-            promise = Promise.DOUBLED
-        elif any(self._expected(after) == item for after in range(index + 1, index + 1000)):
-            promise = Promise.LOST
-        else:
-            promise = Promise.WRONG
-        self._violated(promise, f"item {index} is {item[:80]!r}, not {wanted!r}")
+            return Promise.LONG, 1
+        if any(expected(index) == item for index in before):
+            return Promise.DOUBLED, 1
+        for lost in range(1, AROUND):
+            if expected(self._next + lost) == item:
+                self._next += lost + 1
+                return Promise.LOST, lost
+        self._next += 1
+        return Promise.WRONG, 1
 
     def end(self, now: float) -> None:
         """The stream ended well."""
         self._end(now, "")
         if self._expected is not None:
-            wanted = self._expected(self.got)
+            wanted = self._expected(self._next)
             if wanted is not None:
                 text = f"it had {self.got} items, the next was to be {wanted!r}"
                 self._violated(Promise.SHORT, text)
@@ -222,11 +237,11 @@ class CallCheck:
         self._checker.ends["hung"] += 1
         self._violated(Promise.HUNG, f"{self.got} items, the last {now - self._last:.1f} s ago")
 
-    def _violated(self, promise: Promise, details: str) -> None:
+    def _violated(self, promise: Promise, details: str, count: int = 1) -> None:
         # One item too many is followed by others: the first says what is wrong.
         is_first = promise not in self._broken
         self._broken.add(promise)
-        self._checker.violated(promise, self._call, details, is_example=is_first)
+        self._checker.violated(promise, self._call, details, count=count, is_example=is_first)
 
     def _end(self, now: float, code: str) -> None:
         checker = self._checker
@@ -292,10 +307,16 @@ class Checker:
         )
 
     def violated(
-        self, promise: Promise, call: str, details: str, *, is_example: bool = True
+        self,
+        promise: Promise,
+        call: str,
+        details: str,
+        *,
+        count: int = 1,
+        is_example: bool = True,
     ) -> None:
-        """A promise was not kept."""
-        self.broken[promise.value] += 1
+        """A promise was not kept, so many times at once."""
+        self.broken[promise.value] += count
         if is_example and len(self.examples) < EXAMPLES:
             self.examples.append(Violation(promise, call, details))
 

@@ -134,6 +134,7 @@ class Proxy(Faults):
     ) -> None:
         assert self._server is not None
         self._server.close()
+        self.refuse()
         self.cut()
         # One turn for the transports that were just aborted to close their sockets.
         await asyncio.sleep(0)
@@ -162,6 +163,11 @@ class Proxy(Faults):
             server = await asyncio.open_connection("127.0.0.1", self._target_port)
         except OSError:
             writer.transport.abort()
+            return
+        if self._refuse:
+            # Since it was taken.
+            writer.transport.abort()
+            server[1].transport.abort()
             return
         self.links.append(Link(self, (reader, writer), server))
 

@@ -162,17 +162,12 @@ async def run_trial(options: TrialOptions, interrupted: asyncio.Event) -> Report
 
 @dataclass(frozen=True)
 class _Graph:
-    """What is started.
-
-    Attributes:
-        addresses: of the nodes of each class.
-    """
+    """What is started."""
 
     nodes: Sequence[PlannedNode]
     settings: WorkerSettings
     machine: Machine
     drain_grace: float
-    addresses: dict[str, list[str]]
 
 
 async def _graph_of(options: TrialOptions, servers: OwnServers, forks: ForkServer) -> _Graph:
@@ -182,7 +177,7 @@ async def _graph_of(options: TrialOptions, servers: OwnServers, forks: ForkServe
         assignment = Assignment(Echo, {}, ServiceArgs(workers=count))
         bus = {"servers": url, "drain_grace": DRAIN_GRACE}
         settings = WorkerSettings(sys.path, bus, "console", level)
-        return _Graph([planned(assignment)], settings, Machine(), DRAIN_GRACE, {})
+        return _Graph([planned(assignment)], settings, Machine(), DRAIN_GRACE)
     request = msgspec.structs.replace(options.graph, nats=url)
     plan = await plan_elsewhere(forks, MakePlan(request, "console", level))
     config = load_config(plan.bus, os.environ, sources=plan.sources)
@@ -191,7 +186,7 @@ async def _graph_of(options: TrialOptions, servers: OwnServers, forks: ForkServe
     sys.path[:] = plan.path
     importlib.invalidate_caches()
     nodes = [_with_spare(node, options.instances) for node in plan.nodes]
-    graph = _Graph(nodes, settings, plan.machine, config.drain_grace, plan.addresses)
+    graph = _Graph(nodes, settings, plan.machine, config.drain_grace)
     if not options.calls and not _without_request(graph):
         raise ConfigError(
             "nothing would be called, so nothing checked: every endpoint needs a request; give "

@@ -18,15 +18,14 @@ import msgspec
 
 from dynbus.actors import Arrival
 from dynbus.actors.calling.clients import Call, EndpointClient, with_options
-from dynbus.actors.calling.continuation import RESUME_WAIT
 from dynbus.actors.calling.relay import Relay, RelayedStream
+from dynbus.actors.calling.retry_policy import RESUME_WAIT
 from dynbus.bus.background import Background
 from dynbus.bus.errors import (
+    LOSSES,
     Cancelled,
-    Draining,
     DynbusError,
     InvalidResponse,
-    Migrate,
     StreamLost,
     Unavailable,
     describe_exception,
@@ -44,9 +43,6 @@ logger = logging.getLogger(__name__)
 LONG_PROMPT: Final = 16_384
 """Tokens from which on a prompt is worked on in stretches, with a turn of the loop for others
 between them: each takes a millisecond or more."""
-
-_LOSSES: Final = (StreamLost, Migrate, Draining)
-"""How a stream ends with which another engine goes on."""
 
 _decode: Final = msgspec.json.Decoder(Generated).decode
 
@@ -302,7 +298,7 @@ class _Continuations:
             StreamLost: what has come is of another request.
         """
         rests, self._rests = self._rests, None
-        if rests is None or not self.items or not isinstance(error, _LOSSES):
+        if rests is None or not self.items or not isinstance(error, LOSSES):
             return False
         for rest in rests(self._request, self.items):
             call = self._context.run(self._client.generate, rest).raw()

@@ -18,6 +18,7 @@ from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
     Draining,
@@ -35,6 +36,7 @@ from dynbus.actors.calling import continuation
 from dynbus.actors.calling.relay import Arrival, Relay
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
+from dynbus.bus.protocol.names import cancel_subject
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.testing import TestKit, run
@@ -115,6 +117,15 @@ class Counter(Actor, namespace="resumed"):
         yield "first"
         raise Migrate("not here")
 
+    @handler
+    async def returned(self) -> AsyncGenerator[str, None]:
+        yield "first"
+        raise Migrate("not here")
+
+    @handler
+    async def drained(self) -> None:
+        raise Draining("I go")
+
     @handler(resume="replay", concurrency=1, queue=0)
     async def alone(self, request: Count) -> AsyncGenerator[int, None]:
         async for number in self._numbers(request):
@@ -123,6 +134,27 @@ class Counter(Actor, namespace="resumed"):
     @handler
     async def continues(self, request: Count) -> str:
         return "unary"
+
+
+class Above(Actor, namespace="resumed"):
+    """Calls a `Counter`, and goes on elsewhere itself."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    async def on_start(self) -> None:
+        self.counter = self.runtime.client(Counter)
+
+    @handler(resume="replay")
+    async def of(self, endpoint: str) -> AsyncGenerator[Any, None]:
+        self.begun += 1
+        yield "above"
+        if endpoint == "drained":
+            await self.counter.drained()
+            return
+        stream = self.counter.hand_round() if endpoint == "hand_round" else self.counter.returned()
+        async for item in stream:
+            yield item
 
 
 class First:
@@ -445,10 +477,7 @@ def test_without_resume_a_stream_that_is_lost_ends_so(relay: bool) -> None:
     count, error = on_a_kit(story)
 
     assert (count, type(error)) == (3, StreamLost)
-    assert error.message == (
-        "the instance is gone; the stream cannot go on: no resume is declared, or a "
-        "migration_limit of 0"
-    )
+    assert error.message == ("the instance is gone; the stream cannot go on: no resume is declared")
     assert not error.retryable
 
 
@@ -602,6 +631,58 @@ def test_an_error_of_the_handler_ends_a_stream_that_could_go_on() -> None:
 
 
 # While it moves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        (
+            "hand_round",
+            "not here; the stream cannot go on: it moved once, which is its migration_limit",
+        ),
+        ("returned", "not here; the stream cannot go on: no resume is declared"),
+        ("drained", "I go; the stream cannot go on: a call that its handler made was given up"),
+    ],
+)
+@pytest.mark.parametrize("relay", [False, True])
+def test_what_a_handler_calls_moves_by_itself_and_its_loss_moves_nobody_above(
+    endpoint: str, why: str, relay: bool
+) -> None:
+    async def story(kit: TestKit) -> tuple[int, DynbusError, int]:
+        await started(kit)
+        above = [await kit.start(Above) for _ in range(2)]
+        _, error = await failure_of(kit.client(Above).of(endpoint), relay=relay)
+        seen = kit.caller.discovery.view.instances("resumed", "Above", monotonic())
+        begun = sum(one.actor.begun for one in above if isinstance(one.actor, Above))
+        return begun, error, len(seen)
+
+    begun, error, seen = on_a_kit(story)
+
+    assert (begun, seen) == (1, 2)
+    assert (type(error), error.message, error.retryable) == (StreamLost, why, False)
+    assert error.hop.startswith("resumed.Counter.")
+
+
+@pytest.mark.parametrize("ends_by", ["its deadline", "an operator"])
+def test_what_ends_a_stream_between_two_attempts_does_not_say_that_it_never_began(
+    ends_by: str,
+) -> None:
+    async def story(kit: TestKit) -> tuple[int, DynbusError]:
+        await kit.start(Counter, instance_id="a")
+        with call_options(request_id="r", timeout=8.0 if ends_by == "its deadline" else 60.0):
+            stream = kit.client(Counter).again(Count(then="migrate"))
+        if ends_by == "an operator":
+            subject = cancel_subject("resumed")
+            asyncio.get_running_loop().call_later(
+                5.0, lambda: kit.caller.bus.data.publish(subject, b"r")
+            )
+        return await failure_of(stream)
+
+    count, error = on_a_kit(story)
+
+    assert count == 3
+    assert type(error) is (DeadlineExceeded if ends_by == "its deadline" else Cancelled)
+    assert error.started
 
 
 @pytest.mark.parametrize("relay", [False, True])

@@ -37,6 +37,7 @@ from dynbus.actors.calling.retry_policy import (
     PauseThenRetry,
     RetryNow,
     RetryPolicy,
+    is_away,
 )
 from dynbus.bus.errors import ERRORS
 
@@ -65,6 +66,7 @@ def failed(error: DynbusError, **changes: Any) -> FailedAttempt:
         routed=True,
         unreachable=False,
         lost=False,
+        own=True,
         settling=False,
         others=False,
         waits=False,
@@ -82,6 +84,15 @@ def test_decisions_of_different_kinds_are_not_equal() -> None:
     equal = [(one, other) for one in decisions for other in decisions if one == other]
 
     assert equal == [(one, one) for one in decisions]
+
+
+@pytest.mark.parametrize("error", [StreamLost("gone"), Migrate("not here"), Draining("I go")])
+def test_the_loss_of_a_call_that_the_handler_made_moves_nothing(error: DynbusError) -> None:
+    attempt = failed(error, others=True, own=False)
+
+    assert not is_away(attempt)
+    for continues in (False, True):
+        assert policy(migration_limit=3, continues=continues).decide(attempt) == GiveUp()
 
 
 def test_what_never_started_goes_on_at_the_next_instance_at_once() -> None:

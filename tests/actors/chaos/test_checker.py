@@ -59,6 +59,18 @@ def test_an_item_that_is_not_the_next_one_is_noticed(items: list[bytes], promise
     assert checker.examples[0].call == "call 1"
 
 
+def test_each_item_that_is_lost_or_doubled_is_counted_once() -> None:
+    items = [b"%d" % number for number in range(2000)]
+    checker = Checker()
+
+    check = checker.begin("call 1", now=0.0, expected=of_items(items))
+    for item in items[:10] + items[13:500] + items[498:]:
+        check.item(item, 0.0)
+    check.end(0.1)
+
+    assert found(checker) == {Promise.LOST.value: 3, Promise.DOUBLED.value: 2}
+
+
 def test_an_end_before_the_last_item_is_noticed() -> None:
     checker = Checker()
 
@@ -114,7 +126,7 @@ def test_each_item_too_many_is_counted_and_the_first_of_each_call_is_told() -> N
 
     for call in ("one", "another"):
         check = checker.begin(call, now=0.0, expected=of_items(ITEMS))
-        for item in [b"a", b"b", b"a", b"b", b"c"]:
+        for item in [b"a", b"b", b"a", b"b", b"c", b"d", b"e"]:
             check.item(item, 0.1)
 
     assert found(checker) == {Promise.DOUBLED.value: 4, Promise.LONG.value: 2}
