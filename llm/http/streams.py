@@ -170,8 +170,9 @@ class StreamExchange(Exchange):
         try:
             async with store.reading(self._key, self._arrived, self._caught_up, self._lost):
                 rebuilt = await self._follow()
-            if rebuilt is not None:
-                self._own(rebuilt)
+                if rebuilt is not None:
+                    # At once: the end of reading takes a while, in which others ask who goes on.
+                    self._own(rebuilt)
         finally:
             store.forget(self._watch)
 
@@ -295,14 +296,14 @@ class StreamExchange(Exchange):
             self._shared.resumable.store.ask(self._key, log.owner, self._watch)
 
     async def _takes_over(self) -> bool:
-        store = self._shared.resumable.store
+        streams = self._shared.resumable
         try:
-            await store.append(self._key, self._log, Owned(store.me))
+            await streams.claim(self._key, self._log, Owned(streams.store.me))
         except WrongLastSequence:
             # Its owner lives, or another front end was faster: what that wrote comes.
             self._watch = OwnerWatch()
             return False
-        self._shared.resumable.count("taken_over")
+        streams.count("taken_over")
         return True
 
     def _own(self, rebuilt: _Rebuilt) -> None:

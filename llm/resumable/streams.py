@@ -14,7 +14,7 @@ from dynbus.bus.background import Background
 from dynbus.bus.errors import DynbusError, Overloaded, PayloadTooLarge
 from dynbus.bus.transport import WrongLastSequence
 
-from .records import MOST_REQUEST, Begun, StreamLog
+from .records import MOST_REQUEST, Begun, Owned, StreamLog
 from .running import RunningStream
 from .store import StreamStore
 
@@ -38,6 +38,9 @@ class ResumableStreams:
         self.counts: Counter[str] = Counter()
         self._most = most
         self._running: dict[str, RunningStream] = {}
+        # The streams of which it is being stored that this front end goes on with them, and how
+        # many times over: several may be resumed here at a time.
+        self._claimed: Counter[str] = Counter()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
 
     def __repr__(self) -> str:
@@ -73,13 +76,32 @@ class ResumableStreams:
         await self.store.make_ready()
         log = StreamLog()
         try:
-            await self.store.append(key, log, begun)
+            await self.claim(key, log, begun)
         except WrongLastSequence:
             raise DynbusError(
                 f"there is a stream of the request id {begun.request_id} already"
             ) from None
         self.counts["begun"] += 1
         return log
+
+    async def claim(self, key: str, log: StreamLog, record: Begun | Owned) -> None:
+        """Store that this front end goes on with a stream; `start` has to follow before anything
+        is waited for.
+
+        Others may read the record before this front end is told that it is stored: who asks until
+        then learns that it goes on here, and does not take the stream away from it.
+
+        Raises:
+            WrongLastSequence: somebody else has written.
+            DynbusError: it could not be stored, or nobody knows.
+        """
+        self._claimed[key] += 1
+        try:
+            await self.store.append(key, log, record)
+        finally:
+            self._claimed[key] -= 1
+            if not self._claimed[key]:
+                del self._claimed[key]
 
     def start(self, stream: RunningStream) -> None:
         """Carry a stream out beside all else.
@@ -109,6 +131,6 @@ class ResumableStreams:
         """Whether this front end goes on with a stream, for somebody who would read it."""
         stream = self._running.get(key)
         if stream is None or not stream.is_logged:
-            return False
+            return key in self._claimed
         stream.seen()
         return True

@@ -458,6 +458,87 @@ async def test_a_front_end_that_wakes_in_the_middle_of_storing_leaves_a_stream_t
         assert told[1:] == before.events[: len(told) - 1]
 
 
+async def test_a_stream_stays_with_who_took_it_over_while_the_reading_of_its_log_ends(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, second), another(first) as third:
+        streams, told = second.shared.resumable, anyio.Event()
+        reading = streams.store.reading
+
+        @asynccontextmanager
+        async def reading_that_ends_late(*args: Any) -> AsyncGenerator[None]:
+            async with reading(*args):
+                yield
+                # As long as a server takes to drop a consumer.
+                await told.wait()
+
+        monkeypatch.setattr(streams.store, "reading", reading_that_ends_late)
+        await reader.post(first.url, asking("endless word"), headers=NAMED, most=4)
+        await first.front_end.close()
+
+        taking = asyncio.ensure_future(reader.go_on(second.url, "one", 4, most=200))
+        await eventually(lambda: streams.counts["taken_over"] == 1)
+        beside = await reader.go_on(third.url, "one", 4, most=20)
+        told.set()
+        taken = await taking
+
+        assert third.shared.resumable.counts["taken_over"] == 0
+        assert len(taken.events) == 200
+        assert beside.events == taken.events[:20]
+
+
+@asynccontextmanager
+async def another(first: Served) -> AsyncGenerator[HttpFrontEnd]:
+    async with HttpFrontEnd(first.kit.caller, first.catalog, HttpSettings(port=0)) as third:
+        await eventually(lambda: len(third.shared.models.served) == 4)
+        yield third
+
+
+async def test_a_stream_stays_with_who_takes_it_over_before_that_knows_it_is_stored(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, second), another(first) as third:
+        await reader.post(first.url, asking("endless word"), headers=NAMED, most=4)
+        await first.front_end.close()
+        jetstream = first.kit.caller.bus.data.jetstream
+        late = LateAnswer(jetstream.publish, after=1)
+        monkeypatch.setattr(jetstream, "publish", late)
+
+        taking = asyncio.ensure_future(reader.go_on(second.url, "one", 4, most=20))
+        await late.stored.wait()
+        beside = await reader.go_on(third.url, "one", most=4)
+        late.woken.set()
+        taken = await taking
+
+        counts = [one.shared.resumable.counts["taken_over"] for one in (second, third)]
+        assert counts == [1, 0]
+        assert [number(event) for event in [*beside.events, *taken.events]] == [*range(1, 25)]
+
+
+async def test_a_stream_is_not_taken_from_who_begins_it_before_that_knows_it_is_stored(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, second):
+        jetstream = first.kit.caller.bus.data.jetstream
+        late = LateAnswer(jetstream.publish, after=1)
+        monkeypatch.setattr(jetstream, "publish", late)
+        streams = second.shared.resumable
+
+        beginning = asyncio.ensure_future(
+            reader.post(first.url, asking("endless word"), headers=NAMED, most=200)
+        )
+        await late.stored.wait()
+        following = asyncio.ensure_future(reader.go_on(second.url, "one", most=20))
+        await eventually(lambda: streams.counts["followed"] == 1)
+        late.woken.set()
+        begun, followed = await beginning, await following
+
+        assert streams.counts["taken_over"] == 0
+        assert len(first.engine.requests) == 1
+        assert len(begun.events) == 200
+        assert followed.events == begun.events[:20]
+
+
 async def test_an_error_in_a_stream_is_an_event_that_is_read_again(reader: Reader) -> None:
     async with two_front_ends() as (first, second):
         whole = await reader.post(first.url, asking("break a"), headers=NAMED)
