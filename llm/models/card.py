@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from dynbus.actors.declaring.resume import MIGRATION_LIMIT
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.llm.generation import DefaultSampling
@@ -21,7 +22,6 @@ MAX_USER_DATA: Final = 32 * 1024
 """Bytes as JSON."""
 
 DEFAULT_BLOCK_SIZE: Final = 16
-MIGRATION_LIMIT: Final = 3
 
 TOKENIZER: Final = "tokenizer.json"
 TEMPLATE: Final = "chat_template.jinja"

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import msgspec
 
 from dynbus.actors.calling.clients import EndpointAddress
+from dynbus.actors.declaring.resume import MIGRATION_LIMIT
 from dynbus.actors.runtime import Actor
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
@@ -22,7 +23,6 @@ from dynbus.llm.generation import DefaultSampling
 from .card import (
     CONFIGURATION,
     DEFAULT_BLOCK_SIZE,
-    MIGRATION_LIMIT,
     TEMPLATE,
     TOKENIZER,
     ModelCard,

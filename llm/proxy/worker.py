@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from dynbus import Actor, Reply, handler
+from dynbus.actors.declaring.resume import MIGRATION_LIMIT
 from dynbus.bus.background import Work
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
@@ -27,7 +28,6 @@ from dynbus.bus.errors import (
 from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
 from dynbus.llm.models.card import (
     MAX_NAME,
-    MIGRATION_LIMIT,
     ModelCard,
     ModelInput,
     ModelType,

@@ -45,7 +45,7 @@ T = TypeVar("T")
 GATHERING_TURNS: Final = 3
 """Turns of the loop for which endpoints that are served together are gathered into one instance."""
 
-MIGRATION_LIMIT: Final = 8
+HANDLER_MIGRATIONS: Final = 8
 """How often a call goes to another instance since a handler gave it back before its first item."""
 
 CLEANUP_TIMEOUT: Final = 30.0
@@ -315,7 +315,7 @@ class Endpoint:
         Raises:
             Unavailable: the instances cannot be read.
         """
-        client = await self.address.client(migration_limit=MIGRATION_LIMIT)
+        client = await self.address.client(migration_limit=HANDLER_MIGRATIONS)
         return Client(client, self.runtime.runtime.discovery)
 
 
