@@ -152,7 +152,8 @@ class Replay:
                 before = f" or one of the {stride - 1} before it" if stride > 1 else ""
                 raise ResumeMismatch(
                     "the stream began again with other items than were delivered: of "
-                    f"{self.accepted}, item {position}{before} differs"
+                    f"{self.accepted}, item {position}{before} differs; a handler that is replayed "
+                    "gives the same items each time"
                 )
         self._replayed, self._position = digest, position
 

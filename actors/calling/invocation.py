@@ -150,7 +150,7 @@ class Invocation:
         self._attempts = 0
         self._continuation: Continuation | None = None
         # Why a stream would not go on.
-        self._why_not = "no resume is declared"
+        self._why_not = "its caller knows no resume"
         if resume is not None:
             self._why_not = "its migration_limit is 0"
             if migration_limit:

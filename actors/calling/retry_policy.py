@@ -32,6 +32,9 @@ MAX_DRAINS: Final = 64
 RESUME_WAIT: Final = 10.0
 """Seconds for which a stream that lost its instance waits for another one."""
 
+MOVES_SPENT: Final = "which is its migration_limit"
+"""How a stream says that it may move no more; the end of its message."""
+
 
 class FailedAttempt(NamedTuple):
     """What is known of an attempt that failed.
@@ -189,7 +192,7 @@ class RetryPolicy:
         limit = self._migration_limit
         if self._migrations >= limit:
             times = "once" if limit == 1 else f"{limit} times"
-            return GiveUp(f"it moved {times}, which is its migration_limit")
+            return GiveUp(f"it moved {times}, {MOVES_SPENT}")
         self._migrations += 1
         return Move()
 

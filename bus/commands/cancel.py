@@ -30,8 +30,8 @@ _HELP: Final = """End requests by their ids, wherever they run or wait.
 
     The calls with such an id end with Cancelled, at their instances and at whoever made them;
     sub-calls follow, and no retry and no other instance brings them back. For a minute a request
-    with the id that arrives does not begin either, and a job of a work queue that waits under it
-    never does.
+    with the id that arrives does not begin either, nor a job of a work queue that waits under it,
+    as long as the process lives that would take it.
 
     The id is what a log, a trace or an error says: context().id, or the x-request-id of an
     answer of the front end.

@@ -22,7 +22,7 @@ front of a blocked loop, or is another attempt. After that the id may be used ag
 JOB_SECONDS: Final = 24 * 3600.0
 """How long a job that was queued before, or within `REQUEST_SECONDS` after, is not begun."""
 
-OPERATOR: Final = "an operator cancelled the request"
+OPERATOR: Final = "an operator cancelled the requests of this id"
 
 _ID = re.compile(r"[ -~]{1,128}")
 

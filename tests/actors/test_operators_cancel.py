@@ -113,7 +113,9 @@ def test_what_runs_ends_with_its_sub_calls_and_what_waits_never_starts() -> None
             assert served(queued, "two") == served(running, "one") == {"demo.Outer@o": 1}
             assert (made(queued, "two"), made(running, "one")) == (1, 1)
             for call in (runs, waits):
-                with pytest.raises(Cancelled, match="an operator cancelled the request"):
+                with pytest.raises(
+                    Cancelled, match="an operator cancelled the requests of this id"
+                ):
                     await call
             await asyncio.sleep(1.0)
             assert outer.actor.begun == ["runs", "last"]  # type: ignore[attr-defined]

@@ -477,7 +477,9 @@ def test_without_resume_a_stream_that_is_lost_ends_so(relay: bool) -> None:
     count, error = on_a_kit(story)
 
     assert (count, type(error)) == (3, StreamLost)
-    assert error.message == ("the instance is gone; the stream cannot go on: no resume is declared")
+    assert error.message == (
+        "the instance is gone; the stream cannot go on: its caller knows no resume"
+    )
     assert not error.retryable
 
 
@@ -512,8 +514,8 @@ def test_a_replay_that_differs_ends_the_stream_before_anything_of_it_is_shown(re
 
     assert (count, type(error)) == (3, ResumeMismatch)
     assert str(error) == (
-        "the stream began again with other items than were delivered: of 3, item 1 differs "
-        "(at resumed.Counter.again@b)"
+        "the stream began again with other items than were delivered: of 3, item 1 differs; "
+        "a handler that is replayed gives the same items each time (at resumed.Counter.again@b)"
     )
     assert len(sent) <= 2, "the instance was not told to stop"
 
@@ -640,7 +642,7 @@ def test_an_error_of_the_handler_ends_a_stream_that_could_go_on() -> None:
             "hand_round",
             "not here; the stream cannot go on: it moved once, which is its migration_limit",
         ),
-        ("returned", "not here; the stream cannot go on: no resume is declared"),
+        ("returned", "not here; the stream cannot go on: its caller knows no resume"),
         ("drained", "I go; the stream cannot go on: a call that its handler made was given up"),
     ],
 )

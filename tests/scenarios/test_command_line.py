@@ -180,7 +180,7 @@ def test_cancel_ends_a_call_of_somebody_else_by_its_id(folder: Folder) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (told["found"], told["calls"], len(told["instances"])) == (True, 1, 1)
     assert call.returncode == 15
-    assert "an operator cancelled the request" in errors
+    assert "an operator cancelled the requests of this id" in errors
 
 
 def test_cancel_says_at_which_instance_a_call_ended_and_so_does_the_log(folder: Folder) -> None:

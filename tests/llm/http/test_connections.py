@@ -106,7 +106,7 @@ async def test_an_operator_cancels_a_request_by_the_id_of_its_answer(stream: boo
     assert "x-request-id: told" in fields
     assert status == (200 if stream else 499)
     last = body.split(b"data: ")[-1].partition(b"\n")[0] if stream else body
-    assert error_of(last)["message"] == "an operator cancelled the request"
+    assert error_of(last)["message"] == "an operator cancelled the requests of this id"
 
 
 async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() -> None:
