@@ -15,6 +15,7 @@ from dynbus.llm.openai.embeddings import EmbeddingsRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from dynbus.llm.responses.requests import ResponsesRequest
+from dynbus.llm.resumable.records import KEPT_SECONDS
 
 from .schemas import (
     ANSWERS,
@@ -179,7 +180,7 @@ def _stream() -> dict[str, Any]:
         **{status: _STATUSES[status] for status in ("400", "401", "405", "413", "429", "503")},
         "404": "There is no such stream of this key, or no model for it.",
         "408": _STATUSES["408"],
-        "410": "It cannot be resumed: its 60 s are over, or it was too large.",
+        "410": f"It cannot be resumed: its {KEPT_SECONDS:g} s are over, or it was too large.",
     }
     event = record({"data": STRING, "id": STRING}, {"event": STRING})
     described = {**event, "description": "The events after the last that was read."}

@@ -14,7 +14,7 @@ import msgspec
 
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.context import Context
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.transport import StoredMessage, WrongLastSequence
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api
@@ -37,7 +37,6 @@ from dynbus.llm.resumable.events import (
     numbered_ids,
 )
 from dynbus.llm.resumable.records import (
-    ASK_AGAIN,
     ASK_INTERVAL,
     Begun,
     Next,
@@ -61,6 +60,14 @@ LABEL: Final = "/v1/streams/{request}"
 """How all of them are counted."""
 
 LAST_EVENT_ID: Final = "last-event-id"
+
+SILENCE: Final = 10.0
+"""Seconds without a record after which a log is not waited for any more, as long as it has not told
+all that it held: a reader of JetStream that has to begin anew takes as long at most."""
+
+WATCH_INTERVAL: Final = 0.1
+"""Seconds between two looks at what follows from a log of which nothing new has come: whether its
+owner has to be asked, or has answered."""
 
 
 class _Held:
@@ -198,7 +205,7 @@ class StreamExchange(Exchange):
             self._news.clear()
             rebuilt = await self._take(rebuilt)
             if not self._is_caught_up and not self._log.over:
-                await self._news.wait()
+                await self._catch_up()
                 continue
             step = next_step(
                 self._log,
@@ -222,8 +229,22 @@ class StreamExchange(Exchange):
             if step is Next.WHOLE:
                 return None
             self._ask()
-            with anyio.move_on_after(ASK_AGAIN):
+            with anyio.move_on_after(WATCH_INTERVAL):
                 await self._news.wait()
+
+    async def _catch_up(self) -> None:
+        """Wait for more of what the log held at the beginning.
+
+        Raises:
+            Unavailable: the bus does not tell it.
+        """
+        with anyio.move_on_after(SILENCE):
+            await self._news.wait()
+        if not self._news.is_set():
+            raise Unavailable(
+                f"the bus has told nothing of the log of the stream for {SILENCE:g} s: ask again",
+                started=False,
+            )
 
     async def _take(self, rebuilt: _Rebuilt | None) -> _Rebuilt | None:
         """Take the messages that have come."""
@@ -232,7 +253,7 @@ class StreamExchange(Exchange):
             owner = self._log.owner
             pieces = self._log.read(message.data, message.sequence, message.time)
             if self._log.owner != owner:
-                self._watch = OwnerWatch()
+                self._watch_anew()
             elif self._is_caught_up:
                 self._watch.wrote()
             self._wrote_at = monotonic()
@@ -295,13 +316,18 @@ class StreamExchange(Exchange):
         if log.owner and self._watch.due(now, is_silent=now - self._wrote_at >= ASK_INTERVAL):
             self._shared.resumable.store.ask(self._key, log.owner, self._watch)
 
+    def _watch_anew(self) -> None:
+        """Know nothing yet of whoever owns it now."""
+        self._shared.resumable.store.forget(self._watch)
+        self._watch = OwnerWatch()
+
     async def _takes_over(self) -> bool:
         streams = self._shared.resumable
         try:
             await streams.claim(self._key, self._log, Owned(streams.store.me))
         except WrongLastSequence:
             # Its owner lives, or another front end was faster: what that wrote comes.
-            self._watch = OwnerWatch()
+            self._watch_anew()
             return False
         streams.count("taken_over")
         return True

@@ -18,7 +18,7 @@ import msgspec
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.wire import SECRET_BYTES, Failed, error_of, failed_frame
 
-KEPT: Final = 60.0
+KEPT_SECONDS: Final = 60.0
 """Seconds for which a stream can be resumed after its last event, or its last reader."""
 
 MOST_BYTES: Final = 1024 * 1024
@@ -224,7 +224,7 @@ def next_step(log: StreamLog, *, is_complete: bool, owner_lives: bool | None, no
         return Next.GONE
     if log.begun is None:
         return Next.UNKNOWN
-    is_late = now - log.last_at > KEPT
+    is_late = now - log.last_at > KEPT_SECONDS
     if is_complete:
         return Next.GONE if is_late else Next.WHOLE
     if log.owner and owner_lives is None:
@@ -238,12 +238,17 @@ class OwnerWatch:
     """Whether the owner of a stream lives. Times are of one monotonic clock.
 
     It goes by questions without an answer, not by time: whoever asks may have been frozen itself.
+
+    Attributes:
+        question: the number of the last question as long as it has no answer; for who asks it.
+        lives: None where nobody knows.
     """
 
     def __init__(self) -> None:
         self._asked: float | None = None
         self._misses = 0
         self._bounces = 0
+        self.question = ""
         self.lives: bool | None = None
 
     def due(self, now: float, *, is_silent: bool) -> bool:

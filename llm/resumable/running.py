@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import anyio
+import anyio.abc
 
 from dynbus.actors import Arrival
 from dynbus.bus.clock import monotonic, unix_time
@@ -22,13 +23,16 @@ from dynbus.llm.answers import Usage
 from dynbus.llm.pipeline.serving import Completion, Part
 
 from .events import NumberedSink
-from .records import KEPT, Came, Owned, Piece, StreamLog, failed_with, failure
+from .records import KEPT_SECONDS, Came, Owned, Piece, StreamLog, failed_with, failure
 from .store import STORE_TIMEOUT, StreamStore
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks whether anybody reads."""
+
+BURY_INTERVAL: Final = 1.0
+"""Seconds between two attempts to replace a log that must not be gone on with."""
 
 
 class AnswerClock:
@@ -130,6 +134,7 @@ class RunningStream:
         self._is_left = False
         # Why its log has to be replaced, as soon as that can be.
         self._to_bury = ""
+        self._tasks: anyio.abc.TaskGroup | None = None
         completion.taker = self
 
     def __repr__(self) -> str:
@@ -198,8 +203,8 @@ class RunningStream:
         enter_context(self._context)
         try:
             async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
                 tasks.start_soon(self._send)
-                tasks.start_soon(self._keep_burying)
                 await self._tell()
                 tasks.cancel_scope.cancel()
         finally:
@@ -217,8 +222,9 @@ class RunningStream:
                 await self._bury()
 
     async def _keep_burying(self) -> None:
-        while True:
-            await anyio.sleep(LOOK_INTERVAL)
+        """Bury it as soon as that can be, beside the telling, which waits for no bus any more."""
+        while self._to_bury:
+            await anyio.sleep(BURY_INTERVAL)
             await self._bury()
 
     async def _send(self) -> None:
@@ -256,7 +262,7 @@ class RunningStream:
     def _is_unread(self) -> bool:
         if self._sink.to is not None:
             return False
-        return not self.is_logged or monotonic() - self._last_read > KEPT
+        return not self.is_logged or monotonic() - self._last_read > KEPT_SECONDS
 
     async def _store_pieces(self, pieces: list[Piece]) -> None:
         record = Came(pieces)
@@ -290,6 +296,8 @@ class RunningStream:
     def _give_up(self, what: str, why: str) -> None:
         self.is_logged = False
         self._to_bury = why
+        if self._tasks is not None:
+            self._tasks.start_soon(self._keep_burying)
         self._counted(what)
         self._sink.give_up()
 
@@ -303,7 +311,8 @@ class RunningStream:
         if not self.is_logged:
             return
         if self._is_left:
-            await self._store.close_log(self.key, self._log, f"nobody read it for {KEPT:g} s")
+            reason = f"nobody read it for {KEPT_SECONDS:g} s"
+            await self._store.close_log(self.key, self._log, reason)
             return
         try:
             await self._store.append(self.key, self._log, Owned(""))

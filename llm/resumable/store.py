@@ -31,7 +31,7 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .records import KEPT, Over, OwnerWatch, Record, StreamLog
+from .records import KEPT_SECONDS, Over, OwnerWatch, Record, StreamLog
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class StreamStore:
 
     def ended(self, key: str, log: StreamLog) -> None:
         """A stream is at its end: its log stays for those who have not read it to there."""
-        self._ended[key] = log, monotonic() + KEPT
+        self._ended[key] = log, monotonic() + KEPT_SECONDS
 
     async def sweep(self) -> None:
         """Drop logs when their time is over, without end."""
@@ -219,7 +219,7 @@ class StreamStore:
             for key, (log, until) in list(self._ended.items()):
                 if now >= until:
                     del self._ended[key]
-                    await self.close_log(key, log, f"it ended more than {KEPT:g} s ago")
+                    await self.close_log(key, log, f"it ended more than {KEPT_SECONDS:g} s ago")
 
     @asynccontextmanager
     async def reading(
@@ -261,11 +261,9 @@ class StreamStore:
         if owner == self.me:
             watch.answered(owns=self._owns(key))
             return
+        self.forget(watch)
         self._asked += 1
-        number = str(self._asked)
-        self._watches = {
-            known: other for known, other in self._watches.items() if other is not watch
-        }
+        number = watch.question = str(self._asked)
         self._watches[number] = watch
         self._bus.data.publish(
             stream_owner_subject(owner), key.encode(), reply=f"{self._answers}.{number}"
@@ -273,9 +271,8 @@ class StreamStore:
 
     def forget(self, watch: OwnerWatch) -> None:
         """Tell a watch nothing more."""
-        self._watches = {
-            number: other for number, other in self._watches.items() if other is not watch
-        }
+        self._watches.pop(watch.question, None)
+        watch.question = ""
 
     def _answer(self, message: Message) -> None:
         if is_safe_reply(message.reply, self._bus.config.reply_prefixes):
@@ -286,6 +283,7 @@ class StreamStore:
         watch = self._watches.pop(message.subject.rpartition(".")[2], None)
         if watch is None:
             return
+        watch.question = ""
         if headers.status(message.headers) == headers.NO_RESPONDERS:
             watch.bounced()
         else:

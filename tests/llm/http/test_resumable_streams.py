@@ -20,6 +20,7 @@ from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.protocol.names import STREAM_LOGS
+from dynbus.llm.http import streams
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.resumable import records, running
@@ -90,6 +91,10 @@ class Reader:
                 *events, text = (text + piece).split("\n\n")
                 for event in events:
                     yield event
+
+    async def read_on(self, url: str, body: dict[str, Any], name: str) -> None:
+        """Ask for a stream and read all that comes."""
+        await self.post(url, body, headers={"X-Request-Id": name})
 
     async def go_on(self, url: str, name: str, after: int = 0, **options: Any) -> Read:
         """Read a stream on."""
@@ -309,7 +314,7 @@ async def test_a_stream_is_there_for_the_key_that_asked_for_it(
 async def test_a_stream_that_nobody_reads_any_more_is_left(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "KEPT", 0.1)
+    monkeypatch.setattr(running, "KEPT_SECONDS", 0.1)
     async with two_front_ends() as (first, second):
         await reader.post(first.url, asking("endless word"), headers=NAMED, most=5)
 
@@ -340,7 +345,7 @@ async def test_a_stream_that_becomes_too_large_goes_on_without_ids(
 async def test_a_stream_that_cannot_be_stored_any_longer_goes_on_where_it_is(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
+    monkeypatch.setattr(running, "BURY_INTERVAL", 0.02)
     async with two_front_ends() as (first, second):
         told: list[str] = []
         async for event in reader.events(first.url, asking(f"slowly {SAID}")):
@@ -359,6 +364,44 @@ async def test_a_stream_that_cannot_be_stored_any_longer_goes_on_where_it_is(
         assert "could not be stored" in late.refusal
 
 
+async def test_a_stream_that_cannot_be_stored_any_longer_is_refused_to_others_while_it_runs(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "BURY_INTERVAL", 0.02)
+    async with two_front_ends() as (first, second), anyio.create_task_group() as tasks:
+        counts = first.front_end.shared.resumable.counts
+        tasks.start_soon(reader.read_on, first.url, asking("endless word"), "one")
+        await eventually(lambda: first.engine.running == 1)
+        # As a server does that was started again.
+        await first.kit.caller.bus.data.jetstream.delete_stream(STREAM_LOGS)
+        await eventually(lambda: counts["unlogged"] == 1)
+
+        async with asyncio.timeout(PATIENCE):
+            while (late := await reader.go_on(second.url, "one", most=1)).status == 404:
+                pass
+
+        assert late.status == 410
+        assert "could not be stored" in late.refusal
+        assert first.engine.running == 1
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_stream_has_one_task_while_it_is_resumable(reader: Reader) -> None:
+    async with served() as first, anyio.create_task_group() as tasks:
+        for place in range(4):
+            name = f"request-{place}"
+            tasks.start_soon(reader.read_on, first.url, asking("endless word"), name)
+        await eventually(lambda: first.engine.running == 4)
+
+        def tasks_of_streams() -> list[str]:
+            names = [task.get_name() for task in asyncio.all_tasks()]
+            return [name for name in names if "RunningStream" in name or "the stream" in name]
+
+        # The request was sent by one more each.
+        await eventually(lambda: len(tasks_of_streams()) == 4, what="one task a stream")
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_stream_that_goes_on_without_its_client_does_not_run_again_beside_itself(
     monkeypatch: Any, reader: Reader
 ) -> None:
@@ -370,7 +413,7 @@ async def test_a_stream_that_goes_on_without_its_client_does_not_run_again_besid
         assert (before.status, again.status) == (200, 409)
         assert (len(first.engine.requests), first.engine.running) == (1, 1)
 
-        monkeypatch.setattr(running, "KEPT", 0.0)
+        monkeypatch.setattr(running, "KEPT_SECONDS", 0.0)
         await eventually(lambda: first.engine.running == 0)
         anew = await reader.post(first.url, asking("endless word"), **request)
 
@@ -537,6 +580,30 @@ async def test_a_stream_is_not_taken_from_who_begins_it_before_that_knows_it_is_
         assert len(first.engine.requests) == 1
         assert len(begun.events) == 200
         assert followed.events == begun.events[:20]
+
+
+async def test_a_stream_of_which_the_bus_tells_nothing_is_refused_in_time(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(streams, "SILENCE", 0.1)
+    async with two_front_ends() as (first, second):
+        whole = await reader.post(first.url, asking(WORDS), headers=NAMED)
+        jetstream = first.kit.caller.bus.data.jetstream
+        consume = jetstream.consume
+
+        async def consume_nothing(stream: str, take: Any, **options: Any) -> Any:
+            # As when the server goes away right after it has made the consumer.
+            told: dict[str, Any] = {**options, "on_caught_up": None}
+            return await consume(stream, lambda _: None, **told)
+
+        with monkeypatch.context() as silent:
+            silent.setattr(jetstream, "consume", consume_nothing)
+            refused = await reader.go_on(second.url, "one", 2)
+        after = await reader.go_on(second.url, "one", 2)
+
+        assert refused.status == 503
+        assert "has told nothing of the log of the stream for 0.1 s" in refused.refusal
+        assert after.events == whole.events[2:]
 
 
 async def test_an_error_in_a_stream_is_an_event_that_is_read_again(reader: Reader) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynbus.bus.errors import HandlerError, Overloaded, StreamLost
 from dynbus.llm.resumable.records import (
-    KEPT,
+    KEPT_SECONDS,
     MOST_BOUNCES,
     MOST_BYTES,
     MOST_MISSES,
@@ -154,13 +154,13 @@ def test_whatever_front_ends_do_one_alone_writes_and_all_read_the_same(
 @pytest.mark.parametrize(
     ("is_complete", "lives", "age", "then"),
     [
-        (True, None, KEPT, Next.WHOLE),
-        (True, None, KEPT + 1, Next.GONE),
+        (True, None, KEPT_SECONDS, Next.WHOLE),
+        (True, None, KEPT_SECONDS + 1, Next.GONE),
         (False, None, 0, Next.ASK),
-        (False, None, KEPT + 1, Next.ASK),
-        (False, True, KEPT + 1, Next.FOLLOW),
-        (False, False, KEPT, Next.TAKE),
-        (False, False, KEPT + 1, Next.GONE),
+        (False, None, KEPT_SECONDS + 1, Next.ASK),
+        (False, True, KEPT_SECONDS + 1, Next.FOLLOW),
+        (False, False, KEPT_SECONDS, Next.TAKE),
+        (False, False, KEPT_SECONDS + 1, Next.GONE),
     ],
 )
 def test_what_follows_from_a_log_and_its_owner(
