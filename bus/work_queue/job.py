@@ -214,6 +214,21 @@ def judge(
     return Verdict(facts)
 
 
+def counted(delivery: Delivery) -> tuple[Delivery, float]:
+    """A delivery as its job counts it, and the seconds for which it is to be given back at once; 0
+    for one that may begin.
+
+    A copy of a job that was given back for a while waits by its first delivery: a stream hands out
+    what is put at once.
+    """
+    text = delivery.message.headers.get(header_names.JOB_DELAY, "")
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        return delivery, 0.0
+    if delivery.tries > 1:
+        return delivery._replace(tries=delivery.tries - 1), 0.0
+    return delivery, int(text) / 1000
+
+
 def error_text(error: BaseException | str) -> str:
     """An error as a header can carry it."""
     text = error if isinstance(error, str) else describe_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -224,9 +225,9 @@ class JobStream:
             return False
         return True
 
-    async def put_again(self, delivery: Delivery, job_id: str) -> bool:
-        """Put a copy of a job whose deliveries are used up though nothing was wrong with it; False
-        where it cannot be put."""
+    async def put_again(self, delivery: Delivery, job_id: str, delay: float) -> bool:
+        """Put a copy of a job whose deliveries are used up though nothing was wrong with it, to
+        begin after `delay` seconds; False where it cannot be put."""
         message = delivery.message
         fields = {
             name: value
@@ -234,6 +235,8 @@ class JobStream:
             if not is_reserved(name) or name == header_names.JOB_DEADLINE
         }
         fields[header_names.JOB] = job_id
+        if delay > 0:
+            fields[header_names.JOB_DELAY] = str(math.ceil(delay * 1000))
         try:
             await self.jetstream.publish(
                 self._subject,

@@ -17,7 +17,7 @@ from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.transport import ConnectionState, Delivery
 
 from .dead_letters import DeadLetters
-from .job import DeathReason, Facts, JobEnd, Verdict, judge
+from .job import DeathReason, Facts, JobEnd, Verdict, counted, judge
 from .job_stream import CONSUMER, JobStream
 from .observing import QueueFigures
 
@@ -266,6 +266,7 @@ class Taker:
 
     def _receive(self, delivery: Delivery) -> None:
         key = _key(delivery)
+        delivery, delay = counted(delivery)
         if (job := self._held.get(key)) is not None:
             # A server that was killed had not kept to itself that we have it, or was not heard for
             # so long that it gave it to us once more.
@@ -273,6 +274,11 @@ class Taker:
             self._ask()
         elif key in self._settled:
             self._background.start(self._drop_again, delivery, name="settle a job again")
+            self._ask()
+        elif delay:
+            self._background.start(
+                self._jobs.give_back, delivery, delay, name="have a job wait that was given back"
+            )
             self._ask()
         else:
             self._ready.append(delivery)
@@ -384,7 +390,7 @@ class Taker:
     async def _return(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
         # The server counts its deliveries, and not what became of them.
         is_last = delivery.tries >= self._jobs.config.tries
-        if not (is_last and await self._jobs.put_again(delivery, job_id)):
+        if not (is_last and await self._jobs.put_again(delivery, job_id, delay)):
             await self._jobs.give_back(delivery, delay)
         else:
             await self._drop(delivery, self._jobs.created)

@@ -242,6 +242,30 @@ async def test_a_job_that_is_given_back_by_those_who_leave_never_dies_of_it(
     assert await jobs_left(queue) == 0
 
 
+@pytest.mark.parametrize("tries", [1, 2])
+async def test_a_job_that_is_given_back_for_a_while_waits_on_its_last_delivery_too(
+    here: Presence, name: EndpointName, tries: int
+) -> None:
+    queue = WorkQueue(here, name, STEADY._replace(tries=tries))
+    await queue.put(b"page", job_id="one", headers={"colour": "red"})
+
+    async with queue.take() as taker:
+        job = await next_job(taker)
+        told = [job.tries]
+        for _ in range(2 * tries):
+            given_back = monotonic()
+            await job.give_back(delay=0.3)
+            job = await next_job(taker)
+            assert monotonic() - given_back >= 0.29
+            told.append(job.tries)
+        assert (job.job_id, job.data, job.headers) == ("one", b"page", {"colour": "red"})
+        await job.ack()
+
+    assert told == [*[*range(1, tries + 1)] * 2, 1]
+    assert queue.ended == {JobEnd.RETURNED: 2 * tries, JobEnd.DONE: 1}
+    assert await jobs_left(queue) == 0
+
+
 async def test_a_job_that_is_refused_is_a_dead_letter_and_can_be_tried_again(
     queue: WorkQueue, here: Presence, name: EndpointName
 ) -> None:
