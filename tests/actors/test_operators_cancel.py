@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
 import pytest
 
 from dynbus import Actor, Cancelled, Overloaded, call_options, handler
+from dynbus.actors.calling.client_side import ClientSide
+from dynbus.bus.cancels import Holder
 from dynbus.bus.drops import DropReason
 from dynbus.testing import TestKit, run
 
@@ -188,6 +190,35 @@ def test_a_call_that_waits_for_an_instance_or_for_its_next_attempt_ends_too() ->
 
             assert (made(first, "none"), made(second, "pause")) == (1, 1)
             assert outer.actor.begun == ["once"]  # type: ignore[attr-defined]
+
+    run(story())
+
+
+def test_who_calls_no_more_is_told_of_no_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            bus = kit.caller.bus
+            told: list[Holder] = []
+            add = bus.cancels.add
+
+            def add_noted(holder: Holder) -> Callable[[], None]:
+                told.append(holder)
+                remove = add(holder)
+
+                def remove_noted() -> None:
+                    remove()
+                    told.remove(holder)
+
+                return remove_noted
+
+            monkeypatch.setattr(bus.cancels, "add", add_noted)
+            side = ClientSide(bus)
+            await side.begin_calling()
+            assert len(told) == 2
+
+            await side.end_calling()
+
+            assert told == []
 
     run(story())
 
