@@ -38,10 +38,9 @@ from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 
 from .attempt import Attempt
 from .client_side import ClientSide
-from .continuation import Continuation, Resume
+from .continuation import RESUME_WAIT, Continuation, Resume
 from .options import CallOptions
 from .retry_policy import (
-    RESUME_WAIT,
     FailedAttempt,
     GiveUp,
     Move,

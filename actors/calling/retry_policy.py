@@ -29,9 +29,6 @@ MAX_BACKOFF: Final = 2.0
 MAX_DRAINS: Final = 64
 """How often a stream is handed on by instances that drain, beside its `migration_limit`."""
 
-RESUME_WAIT: Final = 10.0
-"""Seconds for which a stream that lost its instance waits for another one."""
-
 MOVES_SPENT: Final = "which is its migration_limit"
 """How a stream says that it may move no more; the end of its message."""
 

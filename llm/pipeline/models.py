@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol, Self, get_args
 import anyio
 
 from dynbus.actors import Routing, Runtime
+from dynbus.actors.calling.continuation import RESUME_WAIT
 from dynbus.actors.calling.relay import Relay
-from dynbus.actors.calling.retry_policy import RESUME_WAIT
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (

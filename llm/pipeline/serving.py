@@ -18,8 +18,8 @@ import msgspec
 
 from dynbus.actors import Arrival
 from dynbus.actors.calling.clients import Call, EndpointClient, with_options
+from dynbus.actors.calling.continuation import RESUME_WAIT
 from dynbus.actors.calling.relay import Relay, RelayedStream
-from dynbus.actors.calling.retry_policy import RESUME_WAIT
 from dynbus.bus.background import Background
 from dynbus.bus.errors import (
     LOSSES,

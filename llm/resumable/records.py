@@ -119,6 +119,14 @@ def log_key(tenant: str, request_id: str) -> str:
     return hashlib.blake2s(told, digest_size=16).hexdigest()
 
 
+def is_over(data: bytes) -> bool:
+    """Whether a record says that its log cannot be resumed: another may begin in its place."""
+    try:
+        return isinstance(_decode(data).record, Over)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
 def failure(error: DynbusError) -> Failed:
     """An error as it is stored."""
     return failed_frame(0, bytes(SECRET_BYTES), 0, 0, error)

@@ -31,7 +31,7 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .records import KEPT_SECONDS, Over, OwnerWatch, Record, StreamLog
+from .records import KEPT_SECONDS, Begun, Over, OwnerWatch, Record, StreamLog
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,8 @@ class StreamStore:
             DynbusError: it could not be stored, or nobody knows.
         """
         data = log.encode(record)
-        rolls_up = isinstance(record, Over)
+        # A log begins in the place of one that is over, if any.
+        rolls_up = isinstance(record, Begun | Over)
         try:
             sequence = await self._publish(key, log, data, rolls_up=rolls_up)
         except NoStream:

@@ -14,7 +14,7 @@ from dynbus.bus.background import Background
 from dynbus.bus.errors import DynbusError, Overloaded, PayloadTooLarge
 from dynbus.bus.transport import WrongLastSequence
 
-from .records import MOST_REQUEST, Begun, Owned, StreamLog
+from .records import MOST_REQUEST, Begun, Owned, StreamLog, is_over
 from .running import RunningStream
 from .store import StreamStore
 
@@ -76,7 +76,14 @@ class ResumableStreams:
         await self.store.make_ready()
         log = StreamLog()
         try:
-            await self.claim(key, log, begun)
+            try:
+                await self.claim(key, log, begun)
+            except WrongLastSequence:
+                last = await self.store.last(key)
+                if last is None or not is_over(last.data):
+                    raise
+                log.sequence = last.sequence
+                await self.claim(key, log, begun)
         except WrongLastSequence:
             raise DynbusError(
                 f"there is a stream of the request id {begun.request_id} already"

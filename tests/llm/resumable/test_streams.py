@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import anyio
 import pytest
 
-from dynbus.bus.errors import Unavailable
-from dynbus.bus.transport import WrongLastSequence
-from dynbus.llm.resumable.records import Begun, Owned, StreamLog
+from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.transport import StoredMessage, WrongLastSequence
+from dynbus.llm.resumable.records import Begun, Came, Owned, StreamLog
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.testing import TestKit
 
@@ -38,6 +39,28 @@ class SilentPublish:
         self.begun.set()
         await self.failed.wait()
         raise Unavailable("there was no answer in time")
+
+
+async def test_an_id_names_another_stream_once_that_of_the_first_is_over() -> None:
+    async with front_end() as (streams, _):
+        first = await streams.begin("key", BEGUN)
+        with pytest.raises(DynbusError, match="there is a stream of the request id one already"):
+            await streams.begin("key", BEGUN)
+        await streams.store.append("key", first, Came([]))
+        await streams.store.close_log("key", first, "it is over")
+
+        second = await streams.begin("key", BEGUN)
+        await streams.store.append("key", second, Came([]))
+
+        read, log = anyio.Event(), StreamLog()
+
+        def take(stored: StoredMessage) -> None:
+            log.read(stored.data, stored.sequence, 0.0)
+
+        async with streams.store.reading("key", take, read.set, read.set):
+            with anyio.fail_after(5.0):
+                await read.wait()
+        assert (log.begun, log.over, log.sequence) == (BEGUN, "", second.sequence)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
