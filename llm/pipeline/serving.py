@@ -190,7 +190,8 @@ class Completion(ABC):
         try:
             await self._send(relay, client, background)
         except BaseException:
-            self.cancel()
+            # Whoever hears of it may still have to tell the sink.
+            self._leave_streams()
             raise
 
     @abstractmethod
@@ -216,6 +217,9 @@ class Completion(ABC):
     def cancel(self, error: DynbusError | None = None) -> None:
         """Leave it: engines stop, and the sink is told nothing more."""
         self._is_over = True
+        self._leave_streams(error)
+
+    def _leave_streams(self, error: DynbusError | None = None) -> None:
         for stream in self._streams:
             stream.cancel(error)
 

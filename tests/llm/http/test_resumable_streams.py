@@ -615,6 +615,38 @@ async def test_an_error_in_a_stream_is_an_event_that_is_read_again(reader: Reade
         assert whole.events[2:] == rest.events
 
 
+async def test_a_stream_that_no_engine_may_begin_any_more_ends_with_the_reason(
+    reader: Reader,
+) -> None:
+    async with two_front_ends() as (first, second):
+        operator = await first.kit.bus.connect()
+        operator.publish("test._cancel", b"one")
+        await eventually(lambda: first.kit.caller.bus.cancels.has("test", "one"))
+
+        refused = await reader.post(first.url, asking("a"), headers=NAMED)
+        again = await reader.go_on(second.url, "one")
+
+    assert (refused.status, refused.headers["dynbus-resumable"]) == (499, "1")
+    assert "an operator cancelled the requests of this id" in refused.refusal
+    assert "an operator cancelled the requests of this id" in again.events[-1]
+
+
+async def test_a_stream_that_may_not_go_on_where_it_is_taken_over_ends_with_the_reason(
+    reader: Reader,
+) -> None:
+    async with two_front_ends() as (first, second):
+        await reader.post(first.url, asking(f"slowly {SAID}"), headers=NAMED, most=4)
+        await first.front_end.close()
+        operator = await first.kit.bus.connect()
+        operator.publish("test._cancel", b"one")
+        await eventually(lambda: first.kit.caller.bus.cancels.has("test", "one"))
+
+        rest = await reader.go_on(second.url, "one", 4)
+
+    assert second.shared.resumable.counts["taken_over"] == 1
+    assert "an operator cancelled the requests of this id" in rest.events[-1]
+
+
 async def test_the_openai_package_reads_a_stream_and_goes_on_with_it() -> None:
     async with (
         two_front_ends() as (first, second),
