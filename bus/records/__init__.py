@@ -3,10 +3,20 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import discovery, instance_view, leased_record, leases, objects, presence, reading
+    from . import (
+        discovery,
+        expired_records,
+        instance_view,
+        leased_record,
+        leases,
+        objects,
+        presence,
+        reading,
+    )
 
 __all__ = [
     "discovery",
+    "expired_records",
     "instance_view",
     "leased_record",
     "leases",

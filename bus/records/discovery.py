@@ -23,6 +23,7 @@ from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
+from .expired_records import ExpiredRecords
 from .instance_view import EXPIRY_GRACE, ComponentKey, Instance, InstanceView
 from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of, ttl_of
 from .presence import ask
@@ -204,8 +205,10 @@ class Discovery:
 
     def _launch(self) -> None:
         background = self._bus.lane.background
+        expired = ExpiredRecords(self._bus.lane.connection.jetstream, INSTANCES_STREAM.name)
         self._works = [
-            background.start(self._watch, name="discovery"),
+            background.start(partial(self._watch, expired), name="discovery"),
+            background.start(expired.remove, name="the removal of expired records"),
             background.start(self._read_until_watching, name="discovery's first reading"),
         ]
 
@@ -213,19 +216,31 @@ class Discovery:
         for work in self._works:
             await work.end()
 
-    async def _watch(self) -> None:
+    async def _watch(self, expired: ExpiredRecords) -> None:
+        def receive(message: StoredMessage) -> None:
+            expired.see(message)
+            self._receive(message)
+
+        def began() -> None:
+            expired.begin_reading()
+            self._bus.to_main(self.view.pass_began)
+
+        def caught_up() -> None:
+            expired.caught_up()
+            self._bus.to_main(self._caught_up)
+
         jetstream = self._bus.lane.connection.jetstream
         self._bus.lane.connection.on_state(self._on_state)
         self._bus.data.on_state(self._on_state)
         while True:
-            self._bus.to_main(self.view.pass_began)
+            began()
             try:
                 consumer = await jetstream.consume(
                     INSTANCES_STREAM.name,
-                    self._receive,
+                    receive,
                     last_per_subject=True,
-                    on_restart=lambda: self._bus.to_main(self.view.pass_began),
-                    on_caught_up=lambda: self._bus.to_main(self._caught_up),
+                    on_restart=began,
+                    on_caught_up=caught_up,
                 )
                 break
             except NoStream:

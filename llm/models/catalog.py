@@ -16,6 +16,7 @@ from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, NoInstances, Unavailable
 from dynbus.bus.protocol.headers import MARKER_REASON
+from dynbus.bus.records.expired_records import ExpiredRecords
 from dynbus.bus.transport import NoStream, OrderedConsumer, StoredMessage
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
@@ -157,6 +158,7 @@ class Catalog(Openable):
         self._view = CardView(self._owners)
         self._artefacts = Artefacts(runtime.bus.data.jetstream)
         self._caught_up = asyncio.Event()
+        self._expired = ExpiredRecords(runtime.bus.data.jetstream, CARDS_STREAM.name)
         self._failure = "JetStream has not answered yet"
         self._changed = asyncio.Event()
         self._models: list[ServedModel] | None = None
@@ -272,6 +274,7 @@ class Catalog(Openable):
         runtime.discovery.begin()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read)
+            tasks.start_soon(self._expired.remove)
             tasks.start_soon(self._look)
             with anyio.move_on_after(runtime.bus.config.connect_timeout):
                 await self._caught_up.wait()
@@ -300,8 +303,8 @@ class Catalog(Openable):
                     CARDS_STREAM.name,
                     self._receive,
                     last_per_subject=True,
-                    on_restart=self._view.begin_reading,
-                    on_caught_up=self._caught_up.set,
+                    on_restart=self._begin_reading,
+                    on_caught_up=self._end_reading,
                 )
             except NoStream:
                 is_there = False
@@ -309,7 +312,16 @@ class Catalog(Openable):
                 self._failure = str(error)
                 await anyio.sleep(RETRY_DELAY)
 
+    def _begin_reading(self) -> None:
+        self._view.begin_reading()
+        self._expired.begin_reading()
+
+    def _end_reading(self) -> None:
+        self._expired.caught_up()
+        self._caught_up.set()
+
     def _receive(self, message: StoredMessage) -> None:
+        self._expired.see(message)
         if message.is_marker:
             expired = MARKER_REASON in message.headers
             (self._view.end if expired else self._view.withdraw)(message.subject)

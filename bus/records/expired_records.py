@@ -1,0 +1,101 @@
+"""Records that their server keeps beyond their time, and what removes them.
+
+A nats-server that is killed may bring back messages whose TTL was over, and keeps some of them for
+ever (2.15.1). Whoever reads records skips them. They are removed here: each kill would leave some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import anyio
+
+from dynbus.bus.errors import DynbusError, PermissionDenied
+from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.transport import JetStream, StoredMessage
+
+from .leases import ttl_of
+
+logger = logging.getLogger(__name__)
+
+BEYOND: Final = 60.0
+"""Seconds beyond its TTL after which a stored message is one that its server forgot."""
+
+REMOVED_AFTER: Final = (30.0, 60.0)
+"""Seconds between a reading and the removal: the server may do it itself, and of many readers one
+should."""
+
+
+def beyond_their_time(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+    """Those that should have expired long ago when the newest was stored: all times are the
+    server's."""
+    newest = max((message.time for message in messages), default=0.0)
+    return [message for message in messages if newest > _end(message) + BEYOND]
+
+
+def _end(message: StoredMessage) -> float:
+    """When a message expires, in Unix seconds of its server."""
+    ttl = ttl_of(message)
+    return math.inf if ttl is None else message.time + ttl
+
+
+class ExpiredRecords:
+    """What somebody who reads a bucket finds that is beyond its time, and has removed.
+
+    Args:
+        stream: of the bucket; its subjects keep their last message alone.
+    """
+
+    def __init__(self, jetstream: JetStream, stream: str) -> None:
+        self._jetstream = jetstream
+        self._stream = stream
+        self._found = asyncio.Event()
+        self.begin_reading()
+
+    def __repr__(self) -> str:
+        state = "some" if self._found.is_set() else "none"
+        return f"<ExpiredRecords of {self._stream} [{state}]>"
+
+    def begin_reading(self) -> None:
+        """The bucket is read from its beginning."""
+        self._newest, self._first_end = 0.0, math.inf
+
+    def see(self, message: StoredMessage) -> None:
+        """A message of the bucket, as it was read."""
+        self._newest = max(self._newest, message.time)
+        self._first_end = min(self._first_end, _end(message))
+
+    def caught_up(self) -> None:
+        """All that the bucket held at the beginning was read."""
+        if self._newest > self._first_end + BEYOND:
+            self._found.set()
+
+    async def remove(self) -> None:
+        """Remove what is found, without end, or until that turns out not to be allowed."""
+        while True:
+            await self._found.wait()
+            await anyio.sleep(jitter.uniform(*REMOVED_AFTER))
+            self._found.clear()
+            try:
+                await self._remove()
+            except PermissionDenied as error:
+                logger.info("expired records stay in %s: %s", self._stream, error)
+                return
+            except DynbusError as error:
+                logger.debug("expired records stay in %s for now: %s", self._stream, error)
+
+    async def _remove(self) -> None:
+        expired = beyond_their_time(await self._jetstream.read(self._stream))
+        for message in expired:
+            # Whatever was written under the name meanwhile has a later sequence.
+            await self._jetstream.purge(self._stream, message.subject, up_to=message.sequence)
+        if expired:
+            logger.info(
+                "%d records were removed from %s that its server had kept beyond their time",
+                len(expired),
+                self._stream,
+            )

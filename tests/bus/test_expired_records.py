@@ -1,0 +1,147 @@
+"""Records that a server keeps beyond their time are found where records are read, and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conditions import eventually
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import PermissionDenied
+from dynbus.bus.records.expired_records import (
+    BEYOND,
+    REMOVED_AFTER,
+    ExpiredRecords,
+    beyond_their_time,
+)
+from dynbus.bus.transport import StoredMessage
+from dynbus.testing import run
+
+STREAM = "KV_some"
+DEL = {"KV-Operation": "DEL"}
+
+
+def stored(name: str, at: float, ttl: str = "10s", **fields: str) -> StoredMessage:
+    headers = {"Nats-TTL": ttl, **fields} if ttl else fields
+    return StoredMessage(f"$KV.some.{name}", round(at), at, headers, b"{}")
+
+
+DEAD = stored("dead", 100.0)
+MARKER = stored("left", 120.0, "20s", **DEL)
+FOR_EVER = stored("added", 90.0, "")
+YOUNG = stored("young", 320.0)
+LONG = stored("long", 110.0, "1000s")
+NEWEST = stored("newest", 390.0)
+
+
+def test_only_what_should_have_expired_long_before_the_newest_was_stored_is_beyond_its_time() -> (
+    None
+):
+    messages = [FOR_EVER, DEAD, LONG, MARKER, YOUNG, NEWEST]
+
+    assert beyond_their_time(messages) == [DEAD, MARKER]
+    assert beyond_their_time([DEAD]) == beyond_their_time([]) == []
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1e5), st.integers(1, 10**4)), max_size=30))
+def test_what_is_seen_while_reading_says_whether_anything_is_beyond_its_time(
+    written: list[tuple[float, int]],
+) -> None:
+    messages = [stored(str(n), at, f"{ttl}s") for n, (at, ttl) in enumerate(written)]
+    expired = reading(Kept([]), messages)
+
+    assert ("[some]" in repr(expired)) is bool(beyond_their_time(messages))
+
+
+class Kept:
+    """Stands for a server that keeps what it should have dropped."""
+
+    def __init__(self, messages: list[StoredMessage], *, refuses: bool = False) -> None:
+        self.messages = {message.subject: message for message in messages}
+        self.refuses = refuses
+        self.purged: list[str] = []
+
+    async def read(self, stream: str) -> list[StoredMessage]:
+        assert stream == STREAM
+        return list(self.messages.values())
+
+    async def purge(self, stream: str, subject: str, *, up_to: int) -> int:
+        if self.refuses:
+            raise PermissionDenied(f"no purge of {stream}")
+        self.purged.append(subject)
+        if self.messages[subject].sequence > up_to:
+            return 0
+        del self.messages[subject]
+        return 1
+
+
+def reading(kept: Kept, messages: list[StoredMessage]) -> ExpiredRecords:
+    """What somebody knows who has read these messages."""
+    expired = ExpiredRecords(cast("Any", kept), STREAM)
+    for message in messages:
+        expired.see(message)
+    expired.caught_up()
+    return expired
+
+
+def removing(kept: Kept, until: Callable[[], object]) -> float:
+    """Seconds until what was read is removed."""
+
+    async def story() -> float:
+        expired = reading(kept, list(kept.messages.values()))
+        begun = monotonic()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(expired.remove)
+            await eventually(until)
+            tasks.cancel_scope.cancel()
+        return monotonic() - begun
+
+    return run(story())
+
+
+def test_what_is_beyond_its_time_is_removed_a_while_later_and_nothing_else() -> None:
+    kept = Kept([FOR_EVER, DEAD, LONG, MARKER, YOUNG, NEWEST])
+
+    took = removing(kept, lambda: len(kept.messages) == 4)
+
+    assert REMOVED_AFTER[0] <= took <= REMOVED_AFTER[1] + 1.0
+    assert list(kept.messages.values()) == [FOR_EVER, LONG, YOUNG, NEWEST]
+    assert kept.purged == [DEAD.subject, MARKER.subject]
+
+
+def test_a_record_that_was_renewed_meanwhile_stays() -> None:
+    kept = Kept([DEAD, NEWEST])
+    expired = reading(kept, [DEAD, NEWEST])
+    kept.messages[DEAD.subject] = DEAD._replace(sequence=400, time=NEWEST.time + BEYOND)
+
+    async def story() -> None:
+        with anyio.move_on_after(2 * REMOVED_AFTER[1]):
+            await expired.remove()
+
+    run(story())
+
+    assert kept.purged == []
+    assert len(kept.messages) == 2
+
+
+def test_who_may_not_remove_anything_lets_it_be() -> None:
+    kept = Kept([DEAD, NEWEST], refuses=True)
+    expired = reading(kept, [DEAD, NEWEST])
+
+    async def story() -> None:
+        with anyio.fail_after(2 * REMOVED_AFTER[1]):
+            await expired.remove()
+
+    run(story())
+
+    assert len(kept.messages) == 2
+
+
+@pytest.mark.parametrize("ttl", ["", "never"])
+def test_what_says_nothing_of_its_time_stays(ttl: str) -> None:
+    assert beyond_their_time([stored("added", 1.0, ttl), NEWEST]) == []
