@@ -44,7 +44,8 @@ ANSWER_TIMEOUT: Final = 2.0
 ELECTION_SECONDS: Final = 10.0
 RENEWALS_PER_COUNT: Final = 10
 
-_TTL = re.compile(r"([0-9]{1,9})s?")
+_TTL = re.compile(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?([0-9]{1,9})s?")
+"""Seconds, as dynbus writes them, or a duration such as 2m0s, as nats-server writes its markers."""
 
 INSTANCES_STREAM: Final = StreamConfig(
     name=f"KV_{INSTANCES_BUCKET}",
@@ -111,8 +112,11 @@ def record_of(message: StoredMessage) -> InstanceRecord | None:
 
 def ttl_of(message: StoredMessage) -> float | None:
     """Seconds for which a record was written; None where it does not say that."""
-    seconds = _TTL.fullmatch(message.headers.get(TTL, ""))
-    return float(seconds[1]) if seconds is not None else None
+    found = _TTL.fullmatch(message.headers.get(TTL, ""))
+    if found is None:
+        return None
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return 3600 * hours + 60 * minutes + seconds
 
 
 class Holder(NamedTuple):

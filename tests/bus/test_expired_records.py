@@ -32,7 +32,7 @@ def stored(name: str, at: float, ttl: str = "10s", **fields: str) -> StoredMessa
 
 
 DEAD = stored("dead", 100.0)
-MARKER = stored("left", 120.0, "20s", **DEL)
+MARKER = stored("left", 120.0, "0m20s", **DEL)
 FOR_EVER = stored("added", 90.0, "")
 YOUNG = stored("young", 320.0)
 LONG = stored("long", 110.0, "1000s")

@@ -300,7 +300,14 @@ def test_a_view_knows_whether_what_comes_may_have_been_stored_long_ago() -> None
 
 @pytest.mark.parametrize(
     ("headers", "ttl"),
-    [({"Nats-TTL": "10s"}, 10.0), ({"Nats-TTL": "7"}, 7.0), ({}, None), ({"Nats-TTL": "x"}, None)],
+    [
+        ({"Nats-TTL": "10s"}, 10.0),
+        ({"Nats-TTL": "7"}, 7.0),
+        ({"Nats-TTL": "2m0s"}, 120.0),
+        ({"Nats-TTL": "1h0m5s"}, 3605.0),
+        ({}, None),
+        ({"Nats-TTL": "x"}, None),
+    ],
 )
 def test_a_record_tells_the_ttl_that_it_was_written_with(
     headers: dict[str, str], ttl: float | None
