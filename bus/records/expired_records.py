@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 BEYOND: Final = 60.0
 """Seconds beyond its TTL after which a stored message is one that its server forgot."""
 
-REMOVED_AFTER: Final = (30.0, 60.0)
-"""Seconds between a reading and the removal: the server may do it itself, and of many readers one
-should."""
+REMOVED_AFTER: Final = (BEYOND + 15.0, BEYOND + 45.0)
+"""Seconds between a reading and the removal: what had expired then is beyond its time by now, where
+the server has not removed it itself; and of many readers one should be the first."""
 
 
 def beyond_their_time(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
@@ -44,7 +44,7 @@ def _end(message: StoredMessage) -> float:
 
 
 class ExpiredRecords:
-    """What somebody who reads a bucket finds that is beyond its time, and has removed.
+    """What somebody who reads a bucket finds that has expired, and removes when it stays.
 
     Args:
         stream: of the bucket; its subjects keep their last message alone.
@@ -71,7 +71,7 @@ class ExpiredRecords:
 
     def caught_up(self) -> None:
         """All that the bucket held at the beginning was read."""
-        if self._newest > self._first_end + BEYOND:
+        if self._newest > self._first_end:
             self._found.set()
 
     async def remove(self) -> None:

@@ -49,13 +49,15 @@ def test_only_what_should_have_expired_long_before_the_newest_was_stored_is_beyo
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e5), st.integers(1, 10**4)), max_size=30))
-def test_what_is_seen_while_reading_says_whether_anything_is_beyond_its_time(
+def test_what_is_seen_while_reading_says_whether_anything_has_expired(
     written: list[tuple[float, int]],
 ) -> None:
     messages = [stored(str(n), at, f"{ttl}s") for n, (at, ttl) in enumerate(written)]
+    newest = max((at for at, _ in written), default=0.0)
+
     expired = reading(Kept([]), messages)
 
-    assert ("[some]" in repr(expired)) is bool(beyond_their_time(messages))
+    assert ("[some]" in repr(expired)) is any(at + ttl < newest for at, ttl in written)
 
 
 class Kept:
@@ -112,6 +114,21 @@ def test_what_is_beyond_its_time_is_removed_a_while_later_and_nothing_else() -> 
     assert REMOVED_AFTER[0] <= took <= REMOVED_AFTER[1] + 1.0
     assert list(kept.messages.values()) == [FOR_EVER, LONG, YOUNG, NEWEST]
     assert kept.purged == [DEAD.subject, MARKER.subject]
+
+
+def test_what_had_just_expired_when_it_was_read_is_removed_too() -> None:
+    kept = Kept([stored("just", 100.0), stored("newest", 110.5)])
+    renewed = stored("newest", 110.5 + REMOVED_AFTER[0])
+
+    async def story() -> None:
+        expired = reading(kept, list(kept.messages.values()))
+        kept.messages[renewed.subject] = renewed
+        with anyio.move_on_after(2 * REMOVED_AFTER[1]):
+            await expired.remove()
+
+    run(story())
+
+    assert list(kept.messages.values()) == [renewed]
 
 
 def test_a_record_that_was_renewed_meanwhile_stays() -> None:
