@@ -225,6 +225,10 @@ class TransferAgent:
             self, moved, ticket, ticket.agent, min(deadline, monotonic() + ticket.seconds)
         )
         self._open[transfer.number] = transfer
+        if transfer.deadline <= monotonic():
+            # The link's thread might be done with it before the loop's next turn.
+            transfer.expire()
+            return transfer
         peer = self._peers.get(ticket.agent)
         if peer is not None and peer.description.epoch == ticket.epoch:
             self._begin(transfer, peer)

@@ -66,9 +66,7 @@ class Transfer:
         self._error: DynbusError | None = None
         self._over = asyncio.Event()
         self._quiet = asyncio.Event()
-        self._timer = self._bus.loop.call_later(
-            max(0.0, deadline - self._begun), self._expire, deadline - self._begun
-        )
+        self._timer = self._bus.loop.call_later(max(0.0, deadline - self._begun), self.expire)
 
     def __repr__(self) -> str:
         return f"<Transfer {self.number} {self.operation} {self.peer} [{self.state.value}]>"
@@ -173,10 +171,12 @@ class Transfer:
             self._finish("failed", error)
             self._be_quiet()
 
-    def _expire(self, seconds: float) -> None:
+    def expire(self) -> None:
+        """Give it up: its time is over."""
+        seconds = max(0.0, self.deadline - self._begun)
         self._abandon(
             "expired",
-            DeadlineExceeded(f"the {self.operation} was not done within {max(0.0, seconds):.3g} s"),
+            DeadlineExceeded(f"the {self.operation} was not done within {seconds:.3g} s"),
         )
 
     def _abandon(self, result: str, error: DynbusError) -> None:

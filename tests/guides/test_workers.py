@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from tests.conditions import eventually
 
-from dynbus import Migrate, Runtime
+from dynbus import Runtime, StreamLost
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.compat.runtime import Client, DistributedRuntime, Responses
 from dynbus.llm.http.frontend import HttpFrontEnd
@@ -138,7 +138,7 @@ async def test_requests_are_given_back_and_left(nats_server: RunningServer, tmp_
 
     assert whole == [{"number": 0}, {"number": 1}, {"number": 2}]
     assert firsts == whole[:1] * 2
-    assert [type(error) for error in errors] == [Migrate] * 2
+    assert [type(error) for error in errors] == [StreamLost] * 2
     assert 0 < counts[-1] < 100_000
 
 
