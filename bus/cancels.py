@@ -109,15 +109,14 @@ class Cancels:
         # Every attempt at a call asks, and nearly always nothing was cancelled.
         return bool(tombstones and tombstones.has_request(request_id, monotonic()))
 
-    def add(self, holder: Holder) -> Callable[[], None]:
-        """Have `holder` called on the main loop with every cancel; returns what ends that."""
+    def add(self, holder: Holder) -> None:
+        """Have `holder` called on the main loop with every cancel."""
         self._holders.append(holder)
 
-        def remove() -> None:
-            if holder in self._holders:
-                self._holders.remove(holder)
-
-        return remove
+    def remove(self, holder: Holder) -> None:
+        """The inverse of `add`; one that is not there is none."""
+        if holder in self._holders:
+            self._holders.remove(holder)
 
     # On the lane -------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Generator, Sequence, Set
 from contextlib import AsyncExitStack, contextmanager
 
 import anyio
@@ -45,11 +45,10 @@ class ClientSide:
         self._closed = False
         # What no instance has yet: calls that wait for one, for the bus, or for another attempt.
         self._waits: dict[anyio.CancelScope, tuple[str, str]] = {}
-        self._hear_no_cancels: Callable[[], None] = _nothing
 
     async def begin_calling(self) -> None:
         """Take part in calls from now on."""
-        self._hear_no_cancels = self.bus.cancels.add(self._cancel_waits)
+        self.bus.cancels.add(self._cancel_waits)
         self.bus.data.on_state(self._on_state)
         await self.caller.start()
 
@@ -57,7 +56,7 @@ class ClientSide:
         """End every call; those that wait for the bus or an instance too."""
         self._closed = True
         async with AsyncExitStack() as then:
-            then.callback(self._hear_no_cancels)
+            then.callback(self.bus.cancels.remove, self._cancel_waits)
             then.push_async_callback(self.discovery.close)
             then.push_async_callback(self.caller.close)
 
@@ -119,7 +118,3 @@ class ClientSide:
             self._connected.set()
         else:
             self._connected.clear()
-
-
-def _nothing() -> None:
-    """There is nothing to end yet."""

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from typing import Any, Final, Protocol, cast
 
@@ -101,13 +102,13 @@ class Echoes:
         make: Callable[[], Awaitable[Any] | AsyncIterator[Any]]
         if drawn < 0.1:
             kind, count = "once", 1
-            make = lambda: self._once.once(request)  # noqa: E731
+            make = partial(self._once.once, request)
         elif drawn < 0.55:
             kind = "replayed"
-            make = lambda: self._echo.replayed(request)  # noqa: E731
+            make = partial(self._echo.replayed, request)
         else:
             kind = "resumed"
-            make = lambda: self._echo.resumed(request)  # noqa: E731
+            make = partial(self._echo.resumed, request)
 
         def expected(index: int) -> bytes | None:
             return token(request.prompt, index).encode() if index < count else None

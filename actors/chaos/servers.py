@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import msgspec
@@ -19,6 +19,8 @@ from dynbus.bus.records.leases import INSTANCES_STREAM
 from dynbus.bus.transport import Message
 
 from .proxy import Proxy
+
+T = TypeVar("T")
 
 ANSWER_SECONDS: Final = 1.0
 ANSWER_QUIET: Final = 0.5
@@ -79,30 +81,13 @@ class OwnServers:
 
     async def leader(self) -> int | None:
         """Which of them leads the records of instances; None where nobody can tell now."""
-        config = BusConfig(servers=tuple(server.url for server in self.servers))
-        names: list[str] = []
-        with suppress(DynbusError):
-            async with connected(config, "dynbus-chaos leader") as server:
-                question = f"$JS.API.STREAM.INFO.{INSTANCES_STREAM.name}"
-                names = await server.ask(
-                    [question], b"{}", _leader_of, seconds=ANSWER_SECONDS, quiet=ANSWER_QUIET
-                )
+        names = await self._ask([f"$JS.API.STREAM.INFO.{INSTANCES_STREAM.name}"], _leader_of)
         known = {server.name: index for index, server in enumerate(self.servers)}
         return known.get(names[0]) if names else None
 
     async def holdings(self) -> ServerHoldings | None:
         """What the servers hold together; None where they cannot be asked now."""
-        config = BusConfig(servers=tuple(server.url for server in self.servers))
-        answers: list[_Lists] = []
-        with suppress(DynbusError):
-            async with connected(config, "dynbus-chaos holdings") as server:
-                answers = await server.ask(
-                    [STREAM_LIST, ACCOUNT_STATE],
-                    b"{}",
-                    _lists_of,
-                    seconds=ANSWER_SECONDS,
-                    quiet=ANSWER_QUIET,
-                )
+        answers = await self._ask([STREAM_LIST, ACCOUNT_STATE], _lists_of)
         accounts = [one for answer in answers for one in answer.data.account_statz]
         streams = [one.state for answer in answers for one in answer.streams]
         if not accounts or not streams:
@@ -114,6 +99,16 @@ class OwnServers:
             messages=sum(each.messages for each in streams),
             bytes=sum(each.bytes for each in streams),
         )
+
+    async def _ask(self, subjects: Sequence[str], read: Callable[[Message], T | None]) -> list[T]:
+        """What the servers say; nothing where they cannot be asked now."""
+        config = BusConfig(servers=tuple(server.url for server in self.servers))
+        with suppress(DynbusError):
+            async with connected(config, "dynbus-chaos") as server:
+                return await server.ask(
+                    subjects, b"{}", read, seconds=ANSWER_SECONDS, quiet=ANSWER_QUIET
+                )
+        return []
 
 
 class _Account(msgspec.Struct):

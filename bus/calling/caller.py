@@ -7,7 +7,7 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -82,7 +82,6 @@ class Caller:
         self.deadlines = Deadlines(bus.loop, PendingCall.expire)
         # Made once: each call would make one more object for the garbage collector to look at.
         self._on_end = self._ended
-        self._hear_no_cancels: Callable[[], None] = _nothing
         self._closed = False
 
     def __repr__(self) -> str:
@@ -99,7 +98,7 @@ class Caller:
         bus.data.on_state(self._on_state)
         bus.data.on_error(self._refused)
         bus.heartbeats.add(self.registry)
-        self._hear_no_cancels = bus.cancels.add(self._cancel_requests)
+        bus.cancels.add(self._cancel_requests)
         await bus.data.barrier()
         await bus.lane.run(self._start_control())
 
@@ -194,7 +193,7 @@ class Caller:
         for call in list(self._open.calls.values()):
             call.abandon()
         self.deadlines.clear()
-        self._hear_no_cancels()
+        self.bus.cancels.remove(self._cancel_requests)
 
     def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[Found]:
         """End what an operator cancels on this side too, wherever it is and whatever becomes of it
@@ -438,7 +437,3 @@ class Caller:
         if state is ConnectionState.CONNECTED:
             for remote in self._open.remotes():
                 remote.returned()
-
-
-def _nothing() -> None:
-    """There is nothing to end yet."""

@@ -122,7 +122,6 @@ class InstanceServer:
         self._subscriptions: list[Subscription] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._stop_listening: Callable[[], None] = _nothing
-        self._hear_no_cancels: Callable[[], None] = _nothing
 
     def __repr__(self) -> str:
         state = "draining" if self.execution.draining else "serving"
@@ -152,7 +151,7 @@ class InstanceServer:
             PermissionDenied: the server refuses one of the subjects.
         """
         data = self.bus.data
-        self._hear_no_cancels = self.bus.cancels.add(self._cancel_requests)
+        self.bus.cancels.add(self._cancel_requests)
         await self.control.start()
         ask = self._contracts.address.at(self.name.instance_id)
         self._subscriptions.append(data.subscribe(ask, partial(self._receive, self._contracts)))
@@ -261,7 +260,7 @@ class InstanceServer:
             logger.warning("%r: the server did not confirm its stop: %s", self, error)
         finally:
             self._stop_listening()
-            self._hear_no_cancels()
+            self.bus.cancels.remove(self._cancel_requests)
             if self._sweeper is not None:
                 self._sweeper.cancel()
             self.control.stop()

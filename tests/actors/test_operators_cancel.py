@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -199,19 +199,20 @@ def test_who_calls_no_more_is_told_of_no_cancels(monkeypatch: pytest.MonkeyPatch
         async with TestKit() as kit:
             bus = kit.caller.bus
             told: list[Holder] = []
-            add = bus.cancels.add
+            add, remove = bus.cancels.add, bus.cancels.remove
 
-            def add_noted(holder: Holder) -> Callable[[], None]:
+            def add_noted(holder: Holder) -> None:
                 told.append(holder)
-                remove = add(holder)
+                add(holder)
 
-                def remove_noted() -> None:
-                    remove()
+            def remove_noted(holder: Holder) -> None:
+                remove(holder)
+                # Those of the kit were there before.
+                if holder in told:
                     told.remove(holder)
 
-                return remove_noted
-
             monkeypatch.setattr(bus.cancels, "add", add_noted)
+            monkeypatch.setattr(bus.cancels, "remove", remove_noted)
             side = ClientSide(bus)
             await side.begin_calling()
             assert len(told) == 2
