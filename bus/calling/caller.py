@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PART_HEADER_BYTES: Final = 64
+DOUBT_SECONDS: Final = 1.0
+"""For which a call waits to hear whether its dead instance took it at all."""
 
 _RESULTS = (Item, Items, End, Failed, Part)
 
@@ -372,18 +374,27 @@ class Caller:
         level = logging.WARNING if calls else logging.DEBUG
         logger.log(level, "%s is gone; calls that were open at it: %d", remote.name, len(calls))
         for call in calls:
-            hop = call.endpoint.hop(remote.name.instance_id)
-            call.unreachable = True
-            if call.streaming:
-                call.fail(StreamLost("the instance is gone", hop=hop))
+            if call.doubt and not call.reader.has_begun:
+                # This loop is slow: the server's word that nobody took it is on its way.
+                self.bus.loop.call_later(DOUBT_SECONDS, self._left_alone, call)
             else:
-                call.fail(
-                    UnknownOutcome(
-                        "the instance is gone; the call may or may not have been carried out",
-                        hop=hop,
-                    )
-                )
+                self._left_alone(call)
         self._open.forget(remote)
+
+    def _left_alone(self, call: PendingCall) -> None:
+        """The instance of a call died, and nothing says that it never took it."""
+        if not call.is_open:
+            return
+        call.unreachable = True
+        hop = call.endpoint.hop(call.remote.name.instance_id)
+        if call.streaming:
+            call.fail(StreamLost("the instance is gone", hop=hop))
+        else:
+            call.fail(
+                UnknownOutcome(
+                    "the instance is gone; the call may or may not have been carried out", hop=hop
+                )
+            )
 
     def hear(self, said: Said[Remote]) -> None:
         """Carry out what an instance says."""

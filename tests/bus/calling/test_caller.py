@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -381,6 +382,48 @@ def test_the_calls_of_an_instance_that_is_gone_end(
             assert type(call.error) is kind
             assert call.unreachable
             assert side.caller.open_calls() == {}
+
+    run(story())
+
+
+def test_a_call_in_doubt_of_an_instance_that_is_gone_hears_first_whether_anybody_took_it() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(instance_id="nobody")
+            while not call.doubt:
+                await asyncio.sleep(0)
+
+            side.caller.gone(call.remote)
+
+            assert call.is_open
+            with pytest.raises(Unavailable) as raised:
+                await call.result()
+            assert not raised.value.started
+
+    run(story())
+
+
+@pytest.mark.parametrize(("streaming", "kind"), [(False, UnknownOutcome), (True, StreamLost)])
+def test_a_call_in_doubt_that_hears_nothing_of_it_ends_all_the_same(
+    streaming: bool, kind: type[DynbusError]
+) -> None:
+    """Another than the server said that nobody took it."""
+
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(streaming=streaming)
+            taken = await side.far.request()
+            side.far.connection.publish(
+                f"{taken.base}.{taken.number}", b"", headers=b"NATS/1.0 503\r\n\r\n"
+            )
+            await settle(side.far.connection)
+            assert call.doubt
+
+            side.caller.gone(call.remote)
+
+            with pytest.raises(kind):
+                await call.result()
+            assert call.unreachable
 
     run(story())
 
