@@ -8,6 +8,7 @@ the socket (mode 0600).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -20,6 +21,7 @@ import anyio
 import msgspec
 from anyio.abc import SocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from dynbus.actors.declaring.service_args import MAX_WORKERS
 from dynbus.bus.background import task_group
@@ -85,7 +87,7 @@ class RunShown(msgspec.Struct, frozen=True, tag="shown"):
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
-    """A step is done."""
+    """A step begins, or is done."""
 
     text: str
 
@@ -155,20 +157,31 @@ class _Control:
             except msgspec.DecodeError as error:
                 await _send(stream, Refused(f"this is no question to a run: {error}"))
                 return
-            try:
-                async for answer in self._carry_out(question):
-                    await _send(stream, answer)
-            except ChangeFailed as error:
-                await _send(stream, Refused(str(error)))
-            except Exception as error:
-                # The run must not end of a question.
-                logger.exception("%r could not be carried out", question)
-                await _send(stream, Refused(f"{type(error).__name__}: {error}"))
+            # What is done waits for no reader: one that was stopped holds up no restart.
+            told, answers = anyio.create_memory_object_stream[Answer](math.inf)
+            async with task_group() as tasks:
+                tasks.start_soon(_send_all, stream, answers)
+                with told:
+                    await self._answer(question, told.send_nowait)
 
-    async def _carry_out(self, question: Question) -> AsyncGenerator[Answer]:
+    async def _answer(self, question: Question, tell: Callable[[Answer], None]) -> None:
+        try:
+            await self._carry_out(question, tell)
+        except ChangeFailed as error:
+            tell(Refused(str(error)))
+        except Exception as error:
+            # The run must not end of a question.
+            logger.exception("%r could not be carried out", question)
+            tell(Refused(f"{type(error).__name__}: {error}"))
+
+    async def _carry_out(self, question: Question, tell: Callable[[Answer], None]) -> None:
         supervisor = self._supervisor
+
+        def step(text: str) -> None:
+            tell(Told(text))
+
         if isinstance(question, ShowRun):
-            yield RunShown(os.getpid(), [_shown(child) for child in supervisor.children])
+            tell(RunShown(os.getpid(), [_shown(child) for child in supervisor.children]))
         elif isinstance(question, StopRun):
             self._stop(question.at_once)
             await anyio.sleep_forever()  # until the run has ended
@@ -178,14 +191,14 @@ class _Control:
                     f"{question.count} instances: give a number from 0 to {MAX_WORKERS}"
                 )
             address = supervisor.find(question.name)
-            await supervisor.scale(address, question.count)
-            yield _told(f"{address}: {question.count} instance{'s' * (question.count != 1)}")
+            await supervisor.scale(address, question.count, tell=step)
+            tell(_told(f"{address}: {question.count} instance{'s' * (question.count != 1)}"))
         else:
             addresses = [supervisor.find(name) for name in question.names]
             for address in addresses or list(supervisor.nodes):
-                await supervisor.restart(address)
-                yield _told(f"{address}: restarted")
-        yield Done()
+                await supervisor.restart(address, tell=step)
+                tell(_told(f"{address}: restarted"))
+        tell(Done())
 
 
 def _told(text: str) -> Told:
@@ -197,6 +210,12 @@ def _shown(child: Child) -> InstanceShown:
     is_draining = child.is_leaving and child.state is ChildState.READY
     state = "draining" if is_draining else child.state.value
     return InstanceShown(child.label, state, child.pid, child.instance_id)
+
+
+async def _send_all(stream: SocketStream, answers: MemoryObjectReceiveStream[Answer]) -> None:
+    with answers:
+        async for answer in answers:
+            await _send(stream, answer)
 
 
 async def _send(stream: SocketStream, answer: Answer) -> None:

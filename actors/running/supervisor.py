@@ -53,6 +53,14 @@ FAILED_GRACE: Final = 2.0
 logger = logging.getLogger(__name__)
 
 
+def _tell_nobody(text: str) -> None:
+    """Of a change that nobody waits for."""
+
+
+def _counted(count: int, verb: str) -> str:
+    return f"1 instance {verb}s" if count == 1 else f"{count} instances {verb}"
+
+
 class ChangeFailed(Exception):
     """Raised when a run could not be changed as asked; what it has goes on.
 
@@ -222,11 +230,19 @@ class Supervisor:
 
     # Changes -------------------------------------------------------------------------------
 
-    async def scale(self, address: str, count: int, *, overlap: bool = False) -> None:
+    async def scale(
+        self,
+        address: str,
+        count: int,
+        *,
+        overlap: bool = False,
+        tell: Callable[[str], object] = _tell_nobody,
+    ) -> None:
         """Have `count` instances of a node: start those that are missing, or drain the last ones.
 
         Args:
             overlap: do not wait for those that drain.
+            tell: called with what is waited for, in words.
 
         Raises:
             ChangeFailed: one of the instances did not start.
@@ -235,11 +251,20 @@ class Supervisor:
             await self._forget_ended(address)
             children = self.instances(address)
             if len(children) < count:
-                await self._add(await self._more(self.nodes[address], count - len(children)))
-            await self._part_with(children[count:], overlap)
+                added = await self._more(self.nodes[address], count - len(children))
+                tell(f"{address}: {_counted(len(added), 'start')}")
+                await self._add(added)
+            if surplus := children[count:]:
+                tell(f"{address}: {_counted(len(surplus), 'drain')}")
+                await self._part_with(surplus, overlap)
 
     async def restart(
-        self, address: str, count: int | None = None, *, overlap: bool = False
+        self,
+        address: str,
+        count: int | None = None,
+        *,
+        overlap: bool = False,
+        tell: Callable[[str], object] = _tell_nobody,
     ) -> None:
         """Replace the instances of a node, one after the other: each is drained when the one that
         replaces it is ready, or before that one starts where it needs the GPUs of the former. When
@@ -248,6 +273,7 @@ class Supervisor:
         Args:
             count: how many there are to be afterwards; as many as before when None.
             overlap: start the next without waiting for the one that drains.
+            tell: called with what is waited for, in words.
 
         Raises:
             ChangeFailed: an instance did not start; those that are not replaced go on.
@@ -256,8 +282,9 @@ class Supervisor:
             node, old = self.nodes[address], self.instances(address)
             count = len(old) if count is None else count
             surplus = old[count:]
-            for former in old[:count]:
-                await self._replace(former, node, surplus, overlap)
+            for number, former in enumerate(old[:count], 1):
+                progress = f"{number} of {min(count, len(old))}"
+                await self._replace(former, node, surplus, overlap, progress, tell)
             for _ in range(count - len(old)):
                 await self._add(await self._more(node, 1))
             await self._part_with(surplus, overlap)
@@ -310,12 +337,19 @@ class Supervisor:
         await self._retire([child for child in self.instances(address) if child.ended.is_set()])
 
     async def _replace(
-        self, former: Child, node: PlannedNode, surplus: list[Child], overlap: bool
+        self,
+        former: Child,
+        node: PlannedNode,
+        surplus: list[Child],
+        overlap: bool,
+        progress: str,
+        tell: Callable[[str], object],
     ) -> None:
         """Start what replaces an instance, and drain that; first where its GPUs are needed.
 
         Args:
             surplus: others that are to go; those that went are taken out.
+            progress: which one of how many it is.
 
         Raises:
             ChangeFailed: the new one did not start.
@@ -329,10 +363,15 @@ class Supervisor:
                 logger.info("%s is drained first: its GPUs are needed", child.label)
             # Whoever gives up here would leave the node with one instance less.
             with anyio.CancelScope(shield=True):
+                tell(f"{former.label} drains first: its GPUs are needed ({progress})")
                 await self._retire(going)
-                await self._add(await self._more(node, 1))
+                more = await self._more(node, 1)
+                tell(f"{more[0].label} starts in its place")
+                await self._add(more)
         else:
+            tell(f"{added.label} starts in place of {former.label} ({progress})")
             await self._add([added])
+            tell(f"{added.label} is ready, {former.label} drains")
             await self._part_with([former], overlap)
 
     async def _more(self, node: PlannedNode, count: int) -> list[Child]:

@@ -158,7 +158,8 @@ async def test_instances_keep_gpus_of_their_own_through_every_change(
         await eventually(lambda: crashed.pid not in (None, former) and crashed.ready_at)
         after_crash = gpus(folder, supervisor)
         # No GPU is left for those that replace them.
-        await supervisor.restart("placed.Large")
+        steps: list[str] = []
+        await supervisor.restart("placed.Large", tell=steps.append)
         after_restart = gpus(folder, supervisor)
         indices = [seen_by(folder, c)["indices"] for c in supervisor.instances("placed.Large")]
         await supervisor.scale("placed.Large", 1)
@@ -194,6 +195,12 @@ async def test_instances_keep_gpus_of_their_own_through_every_change(
     nothing = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DYNBUS_WORKER_CORES", "MODE")
     assert [plain[name] for name in nothing] == [None] * 4
     assert after_crash == after_restart == {"Large/1": "4", "Large/2": "5", "Plain/1": None}
+    assert steps == [
+        "placed.Large/1 drains first: its GPUs are needed (1 of 2)",
+        "placed.Large/1 starts in its place",
+        "placed.Large/2 drains first: its GPUs are needed (2 of 2)",
+        "placed.Large/2 starts in its place",
+    ]
     assert indices == [[0, 0], [1, 1]]
     assert after_scale == {"Large/1": "4", "Other/1": "5", "Plain/1": None}
     assert (beside.label, beside_index) == ("placed.Plain/2", [0, 0])

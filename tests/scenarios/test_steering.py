@@ -93,10 +93,17 @@ async def test_a_rolling_restart_and_a_change_of_number_lose_no_call(folder: Fol
             done.set()
         counts = await asyncio.gather(*callers)
 
-    assert [(command.returncode, command.stdout, command.stderr) for command in commands] == [
-        (0, "demo.Splitter: restarted\n", ""),
-        (0, "demo.Splitter: 3 instances\n", ""),
-        (0, "demo.Splitter: 1 instance\n", ""),
+    assert [(command.returncode, command.stderr) for command in commands] == [(0, "")] * 3
+    assert [command.stdout.splitlines() for command in commands] == [
+        [
+            "demo.Splitter/3 starts in place of demo.Splitter/1 (1 of 2)",
+            "demo.Splitter/3 is ready, demo.Splitter/1 drains",
+            "demo.Splitter/1 starts in place of demo.Splitter/2 (2 of 2)",
+            "demo.Splitter/1 is ready, demo.Splitter/2 drains",
+            "demo.Splitter: restarted",
+        ],
+        ["demo.Splitter: 1 instance starts", "demo.Splitter: 3 instances"],
+        ["demo.Splitter: 2 instances drain", "demo.Splitter: 1 instance"],
     ]
     assert all(unary and streams for unary, streams in counts)
     assert len(folder.workers()) == 1
