@@ -241,8 +241,9 @@ def requests_made_by(
             return None if request is None else NextRequest(encode(request), request)
         except DynbusError:
             raise
-        except (Exception, GeneratorExit, CancelledError) as error:
-            # It waits for nothing, so that the last two are its own, and end no task here.
+        except (Exception, GeneratorExit, CancelledError, SystemExit) as error:
+            # It waits for nothing, so that these are its own, and end no task here. An exit is that
+            # of the handler's author: one in the handler does not end the caller's program either.
             raise StreamLost(f"{label} raised {describe_exception(error)}") from error
 
     return make

@@ -603,7 +603,8 @@ def test_a_request_that_cannot_be_made_ends_the_stream_and_is_told() -> None:
 
 @pytest.mark.parametrize("relay", [False, True])
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), GeneratorExit("no"), asyncio.CancelledError("no")]
+    "error",
+    [ValueError("no"), GeneratorExit("no"), asyncio.CancelledError("no"), SystemExit("no")],
 )
 def test_whatever_is_raised_where_a_request_is_made_ends_the_stream_as_lost(
     error: BaseException, relay: bool
