@@ -217,30 +217,16 @@ class Discovery:
             await work.end()
 
     async def _watch(self, expired: ExpiredRecords) -> None:
-        def receive(message: StoredMessage) -> None:
-            expired.see(message)
-            self._receive(message)
-
-        def began() -> None:
-            expired.begin_reading()
-            self._bus.to_main(self.view.pass_began)
-
-        def caught_up() -> None:
-            expired.caught_up()
-            self._bus.to_main(self._caught_up)
-
-        jetstream = self._bus.lane.connection.jetstream
+        began = partial(self._bus.to_main, self.view.pass_began)
         self._bus.lane.connection.on_state(self._on_state)
         self._bus.data.on_state(self._on_state)
         while True:
             began()
             try:
-                consumer = await jetstream.consume(
-                    INSTANCES_STREAM.name,
-                    receive,
-                    last_per_subject=True,
+                consumer = await expired.consume(
+                    self._receive,
                     on_restart=began,
-                    on_caught_up=caught_up,
+                    on_caught_up=partial(self._bus.to_main, self._caught_up),
                 )
                 break
             except NoStream:

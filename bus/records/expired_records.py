@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import anyio
 
 from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.transport import JetStream, StoredMessage
+from dynbus.bus.transport import JetStream, OrderedConsumer, StoredMessage
 
 from .leases import ttl_of
 
@@ -44,7 +44,7 @@ def _end(message: StoredMessage) -> float:
 
 
 class ExpiredRecords:
-    """What somebody who reads a bucket finds that has expired, and removes when it stays.
+    """A bucket for somebody who reads it, finds what has expired, and removes that when it stays.
 
     Args:
         stream: of the bucket; its subjects keep their last message alone.
@@ -54,25 +54,51 @@ class ExpiredRecords:
         self._jetstream = jetstream
         self._stream = stream
         self._found = asyncio.Event()
-        self.begin_reading()
+        # Of what was read since the beginning: when the newest was stored, and the first expires.
+        self._newest, self._first_end = 0.0, math.inf
 
     def __repr__(self) -> str:
         state = "some" if self._found.is_set() else "none"
         return f"<ExpiredRecords of {self._stream} [{state}]>"
 
-    def begin_reading(self) -> None:
-        """The bucket is read from its beginning."""
-        self._newest, self._first_end = 0.0, math.inf
+    async def consume(
+        self,
+        on_message: Callable[[StoredMessage], None],
+        *,
+        on_restart: Callable[[], None],
+        on_caught_up: Callable[[], None],
+    ) -> OrderedConsumer:
+        """Read the last message of each subject and what follows; see `JetStream.consume`.
 
-    def see(self, message: StoredMessage) -> None:
-        """A message of the bucket, as it was read."""
-        self._newest = max(self._newest, message.time)
-        self._first_end = min(self._first_end, _end(message))
+        Raises:
+            NoStream: there is no such bucket.
+        """
 
-    def caught_up(self) -> None:
-        """All that the bucket held at the beginning was read."""
-        if self._newest > self._first_end:
-            self._found.set()
+        def begin() -> None:
+            self._newest, self._first_end = 0.0, math.inf
+
+        def take(message: StoredMessage) -> None:
+            self._newest = max(self._newest, message.time)
+            self._first_end = min(self._first_end, _end(message))
+            on_message(message)
+
+        def restart() -> None:
+            begin()
+            on_restart()
+
+        def caught_up() -> None:
+            if self._newest > self._first_end:
+                self._found.set()
+            on_caught_up()
+
+        begin()
+        return await self._jetstream.consume(
+            self._stream,
+            take,
+            last_per_subject=True,
+            on_restart=restart,
+            on_caught_up=caught_up,
+        )
 
     async def remove(self) -> None:
         """Remove what is found, without end, or until that turns out not to be allowed."""

@@ -293,18 +293,15 @@ class Catalog(Openable):
                 await consumer.stop()
 
     async def _consume(self) -> OrderedConsumer:
-        jetstream = self._runtime.bus.data.jetstream
         is_there = True
         while True:
             try:
                 if not is_there:
-                    await jetstream.ensure_stream(CARDS_STREAM)
-                return await jetstream.consume(
-                    CARDS_STREAM.name,
+                    await self._runtime.bus.data.jetstream.ensure_stream(CARDS_STREAM)
+                return await self._expired.consume(
                     self._receive,
-                    last_per_subject=True,
-                    on_restart=self._begin_reading,
-                    on_caught_up=self._end_reading,
+                    on_restart=self._view.begin_reading,
+                    on_caught_up=self._caught_up.set,
                 )
             except NoStream:
                 is_there = False
@@ -312,16 +309,7 @@ class Catalog(Openable):
                 self._failure = str(error)
                 await anyio.sleep(RETRY_DELAY)
 
-    def _begin_reading(self) -> None:
-        self._view.begin_reading()
-        self._expired.begin_reading()
-
-    def _end_reading(self) -> None:
-        self._expired.caught_up()
-        self._caught_up.set()
-
     def _receive(self, message: StoredMessage) -> None:
-        self._expired.see(message)
         if message.is_marker:
             expired = MARKER_REASON in message.headers
             (self._view.end if expired else self._view.withdraw)(message.subject)

@@ -55,7 +55,7 @@ def test_what_is_seen_while_reading_says_whether_anything_has_expired(
     messages = [stored(str(n), at, f"{ttl}s") for n, (at, ttl) in enumerate(written)]
     newest = max((at for at, _ in written), default=0.0)
 
-    expired = reading(Kept([]), messages)
+    expired = run(reading(Kept(messages)))
 
     assert ("[some]" in repr(expired)) is any(at + ttl < newest for at, ttl in written)
 
@@ -67,6 +67,19 @@ class Kept:
         self.messages = {message.subject: message for message in messages}
         self.refuses = refuses
         self.purged: list[str] = []
+
+    async def consume(
+        self,
+        stream: str,
+        on_message: Callable[[StoredMessage], None],
+        *,
+        on_caught_up: Callable[[], None],
+        **_: object,
+    ) -> None:
+        assert stream == STREAM
+        for message in self.messages.values():
+            on_message(message)
+        on_caught_up()
 
     async def read(self, stream: str) -> list[StoredMessage]:
         assert stream == STREAM
@@ -82,12 +95,16 @@ class Kept:
         return 1
 
 
-def reading(kept: Kept, messages: list[StoredMessage]) -> ExpiredRecords:
-    """What somebody knows who has read these messages."""
+async def reading(kept: Kept) -> ExpiredRecords:
+    """What somebody knows who has read what is kept now."""
     expired = ExpiredRecords(cast("Any", kept), STREAM)
-    for message in messages:
-        expired.see(message)
-    expired.caught_up()
+    read: list[StoredMessage] = []
+    caught_up: list[bool] = []
+    await expired.consume(
+        read.append, on_restart=lambda: None, on_caught_up=lambda: caught_up.append(True)
+    )
+    assert read == list(kept.messages.values())
+    assert caught_up == [True]
     return expired
 
 
@@ -95,7 +112,7 @@ def removing(kept: Kept, until: Callable[[], object]) -> float:
     """Seconds until what was read is removed."""
 
     async def story() -> float:
-        expired = reading(kept, list(kept.messages.values()))
+        expired = await reading(kept)
         begun = monotonic()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(expired.remove)
@@ -121,7 +138,7 @@ def test_what_had_just_expired_when_it_was_read_is_removed_too() -> None:
     renewed = stored("newest", 110.5 + REMOVED_AFTER[0])
 
     async def story() -> None:
-        expired = reading(kept, list(kept.messages.values()))
+        expired = await reading(kept)
         kept.messages[renewed.subject] = renewed
         with anyio.move_on_after(2 * REMOVED_AFTER[1]):
             await expired.remove()
@@ -133,7 +150,7 @@ def test_what_had_just_expired_when_it_was_read_is_removed_too() -> None:
 
 def test_a_record_that_was_renewed_meanwhile_stays() -> None:
     kept = Kept([DEAD, NEWEST])
-    expired = reading(kept, [DEAD, NEWEST])
+    expired = run(reading(kept))
     kept.messages[DEAD.subject] = DEAD._replace(sequence=400, time=NEWEST.time + BEYOND)
 
     async def story() -> None:
@@ -148,7 +165,7 @@ def test_a_record_that_was_renewed_meanwhile_stays() -> None:
 
 def test_who_may_not_remove_anything_lets_it_be() -> None:
     kept = Kept([DEAD, NEWEST], refuses=True)
-    expired = reading(kept, [DEAD, NEWEST])
+    expired = run(reading(kept))
 
     async def story() -> None:
         with anyio.fail_after(2 * REMOVED_AFTER[1]):
