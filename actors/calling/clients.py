@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from functools import partial
 from inspect import Parameter
 from typing import Any, Final, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
 from .client_side import ClientSide
-from .continuation import MakeRequest, NextRequest, Replay, Resume, Resuming, requests_made_by
+from .continuation import Replay, Resume, resume_by
 from .invocation import Invocation, OfInvocation
 from .options import (
     NONE,
@@ -138,7 +137,7 @@ class EndpointClient:
         label = f"client of {endpoint}"
         self._given_resume: ClientResume | None = checked_client_resume(label, resume)
         self._migration_limit = checked_limit(label, migration_limit, resumes=resume is not None)
-        self._make_request = _make_by(self._given_resume)
+        self._resume = _resume_of_client(self._given_resume)
         self._routers: dict[RoutingName, Router] = {}
 
     def __repr__(self) -> str:
@@ -222,46 +221,30 @@ class EndpointClient:
             self._side,
             self.endpoint,
             router,
-            request if routed_as is None else routed_as,
+            request,
             encode_json(request),
+            routed_as=routed_as,
             streaming=None,
             # The instance keeps the limit that its handler declares.
             timeout=None,
             migration_limit=self._migration_limit,
-            resume=self._resume(routed_as),
+            resume=self._resume,
             options=options,
         )
         return Call(invocation)
 
-    def _resume(self, routed_as: Any) -> Resume | None:
-        """How a call goes on."""
-        make = self._make_request
-        if make is None:
-            return Replay if self._given_resume == REPLAY else None
-        return partial(Resuming, make if routed_as is None else _routed(make, routed_as))
 
-
-def _make_by(resume: ClientResume | None) -> MakeRequest | None:
-    """What makes requests to go on with by a client's function, if it has one."""
+def _resume_of_client(resume: ClientResume | None) -> Resume | None:
+    """How the streams of an untyped client go on, as it was given."""
     if not callable(resume):
-        return None
-    return requests_made_by(
+        return Replay if resume == REPLAY else None
+    return resume_by(
         resume,
         label=f"resume={brief_repr(resume)}",
         decode=decode_json,
         decode_many=decode_json_items,
         encode=encode_json,
     )
-
-
-def _routed(make: MakeRequest, routed_as: Any) -> MakeRequest:
-    """The same, with routers looking at what the first request was routed as."""
-
-    def routed(data: bytes, items: Sequence[bytes]) -> NextRequest | None:
-        made = make(data, items)
-        return None if made is None else NextRequest(made.data, routed_as)
-
-    return routed
 
 
 class Namespace:
@@ -489,14 +472,13 @@ def _resume_of(actor: type[DeclaredActor], spec: HandlerSpec) -> Resume | None:
     function, codec = spec.resume_function(actor), spec.request_codec
     if function is None or codec is None:
         return Replay if spec.resume is not None else None
-    make = requests_made_by(
+    return resume_by(
         function,
         label=f"{actor.__name__}.{spec.resume}",
         decode=codec.decode,
         decode_many=spec.result_codec.decode_many,
         encode=codec.encode,
     )
-    return partial(Resuming, make)
 
 
 def _unary_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -78,7 +79,7 @@ class Continuation(Protocol):
 
 Resume = Callable[[bytes, Any], Continuation]
 """How the streams of a handler or a client go on: makes the continuation of a call, of its encoded
-request and the request that routers look at. `Replay` is one, `partial(Resuming, make)` another."""
+request and the same decoded. `Replay` is one, and `resume_by` makes others."""
 
 MakeRequest = Callable[[bytes, Sequence[bytes]], NextRequest | None]
 """Makes the next request of the first one and all accepted items, both encoded."""
@@ -218,15 +219,15 @@ class Resuming:
         return self._make(self._data, items)
 
 
-def requests_made_by(
+def resume_by(
     function: Callable[[Any, list[Any]], Any],
     *,
     label: str,
     decode: Callable[[bytes], Any],
     decode_many: Callable[[Sequence[bytes]], list[Any]],
     encode: Callable[[Any], bytes],
-) -> MakeRequest:
-    """What makes the next request by a function of the user's, of the decoded values.
+) -> Resume:
+    """How streams go on by a function of the user's, of the decoded values.
 
     Args:
         function: of the request and the accepted items; None when nothing is left to come.
@@ -246,7 +247,7 @@ def requests_made_by(
             # of the handler's author: one in the handler does not end the caller's program either.
             raise StreamLost(f"{label} raised {describe_exception(error)}") from error
 
-    return make
+    return partial(Resuming, make)
 
 
 def _next_digest(digest: bytes, item: bytes) -> bytes:

@@ -77,6 +77,7 @@ class Invocation:
     """A call from its options to its end. Made when the call is written, sent when awaited.
 
     Args:
+        routed_as: what the router looks at in place of the requests; None for those.
         streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
         resume: how a stream goes on at another instance; None where it does not.
@@ -123,6 +124,7 @@ class Invocation:
         request: Any,
         data: bytes,
         *,
+        routed_as: Any = None,
         streaming: bool | None,
         timeout: float | None = DEFAULT_TIMEOUT,
         idempotent: bool = False,
@@ -159,7 +161,9 @@ class Invocation:
         self._left = False
         self._may_have_started = False
         self._retry_policy: RetryPolicy | None = None
-        self._selection = Selection(side, endpoint, router, request, self.request_id, parent)
+        self._selection = Selection(
+            side, endpoint, router, request, routed_as, self.request_id, parent
+        )
         self._fields: dict[str, str] | None = None
         self._metadata: Mapping[str, str] = NO_METADATA
         self._priority = 0

@@ -38,6 +38,7 @@ class Selection:
 
     Args:
         request: as the caller gave it, for the router.
+        routed_as: what the router looks at in place of this and later requests; None for those.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Selection:
         "_parent",
         "_request",
         "_request_id",
+        "_routed_as",
         "_router",
         "_side",
         "_tried",
@@ -57,6 +59,7 @@ class Selection:
         endpoint: EndpointName,
         router: Router,
         request: Any,
+        routed_as: Any,
         request_id: str,
         parent: Context | None,
     ) -> None:
@@ -64,6 +67,7 @@ class Selection:
         self._endpoint = endpoint
         self._router = router
         self._request = request
+        self._routed_as = routed_as
         self._request_id = request_id
         self._parent = parent
         self._tried: frozenset[str] = NOBODY
@@ -84,7 +88,7 @@ class Selection:
         self._left = (instance_id, instance.record.incarnation) if instance is not None else None
 
     def ask_for(self, request: Any) -> None:
-        """Have routers look at another request from now on."""
+        """Have routers look at another request from now on, unless it is routed as something."""
         self._request = request
 
     def count(self) -> int:
@@ -140,7 +144,7 @@ class Selection:
         instances = self._untried(instances)
         request = RouteRequest(
             self._endpoint,
-            self._request,
+            self._request if self._routed_as is None else self._routed_as,
             self._parent,
             self._load,
             self._request_id,

@@ -25,8 +25,7 @@ from dynbus.actors.calling.continuation import (
     Continuation,
     NextRequest,
     Replay,
-    Resuming,
-    requests_made_by,
+    resume_by,
 )
 
 REQUEST = NextRequest(b'"all"', "all")
@@ -41,15 +40,15 @@ def rest(first: Any, items: list[Any]) -> Any:
     return first - len(items) or None
 
 
-def counting(limit: int, function: Any = rest) -> Resuming:
-    make = requests_made_by(
+def counting(limit: int, function: Any = rest) -> Continuation:
+    resume = resume_by(
         function,
         label="rest",
         decode=json.loads,
         decode_many=lambda items: [json.loads(item) for item in items],
         encode=lambda value: json.dumps(value).encode(),
     )
-    return Resuming(make, str(limit).encode(), limit)
+    return resume(str(limit).encode(), limit)
 
 
 # The same request once more -----------------------------------------------------------------
