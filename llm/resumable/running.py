@@ -131,10 +131,8 @@ class RunningStream:
         self._waiting = [_Waiting(one, stored_arrival(one), 0.0) for one in started]
         self._news = asyncio.Event()
         self._last_read = monotonic()
-        self._is_left = False
         # Why its log has to be replaced, as soon as that can be.
         self._to_bury = ""
-        self._tasks: anyio.abc.TaskGroup | None = None
         completion.taker = self
 
     def __repr__(self) -> str:
@@ -201,11 +199,11 @@ class RunningStream:
     async def run(self) -> None:
         """Carry it out, to its end or until nobody is left who may read it."""
         enter_context(self._context)
+        is_unread = False
         try:
             async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
                 tasks.start_soon(self._send)
-                await self._tell()
+                is_unread = await self._tell(tasks)
                 tasks.cancel_scope.cancel()
         finally:
             is_over = self._sink.is_over
@@ -217,7 +215,7 @@ class RunningStream:
                 self.on_end()
             if not is_over:
                 with anyio.move_on_after(STORE_TIMEOUT, shield=True):
-                    await self._leave()
+                    await self._leave(is_unread=is_unread)
             with anyio.move_on_after(STORE_TIMEOUT, shield=True):
                 await self._bury()
 
@@ -238,52 +236,59 @@ class RunningStream:
         finally:
             self.sent.set()
 
-    async def _tell(self) -> None:
+    async def _tell(self, tasks: anyio.abc.TaskGroup) -> bool:
+        """Tell what comes, until there is no more of it or it does not go on here.
+
+        Returns:
+            Whether it does not since nobody has read it for a while.
+        """
         while not self._sink.is_over:
             if not self._waiting:
                 self._news.clear()
                 with anyio.move_on_after(LOOK_INTERVAL):
                     await self._news.wait()
             if self._is_unread():
-                self._is_left = True
                 self._counted("left")
-                return
+                return True
             waiting, self._waiting = self._waiting, []
             if waiting and self.is_logged:
-                await self._store_pieces([one.piece for one in waiting])
-                if self._is_left:
-                    return
+                if not await self._store_pieces([one.piece for one in waiting]):
+                    return False
+                if self._to_bury:
+                    tasks.start_soon(self._keep_burying)
             for piece, arrival, now in waiting:
                 self._clock.at = piece.at
                 take_stored(self._completion, piece.part, arrival, now)
         if self.is_logged:
             self._store.ended(self.key, self._log)
+        return False
 
     def _is_unread(self) -> bool:
         if self._sink.to is not None:
             return False
         return not self.is_logged or monotonic() - self._last_read > KEPT_SECONDS
 
-    async def _store_pieces(self, pieces: list[Piece]) -> None:
+    async def _store_pieces(self, pieces: list[Piece]) -> bool:
+        """Store what is told next, as far as that can be; False when somebody else goes on."""
         record = Came(pieces)
         if not self._log.has_room(len(self._log.encode(record))):
             self._give_up("too_large", "it has become too large")
             await self._bury()
-            return
+            return True
         try:
             await self._store.append(self.key, self._log, record)
         except WrongLastSequence:
             if await self._is_taken():
-                self._is_left = True
                 self.is_logged = False
                 self._counted("lost")
                 if self.on_lost is not None and self._sink.to is not None:
                     self.on_lost()
-            else:
-                self._give_up("unlogged", "it could not be stored")
+                return False
+            self._give_up("unlogged", "it could not be stored")
         except DynbusError as error:
             logger.warning("the stream %s is not resumable any more: %s", self.key, error)
             self._give_up("unlogged", "it could not be stored")
+        return True
 
     async def _is_taken(self) -> bool:
         """Whether somebody else goes on with it; the log may also be lost with the server."""
@@ -296,8 +301,6 @@ class RunningStream:
     def _give_up(self, what: str, why: str) -> None:
         self.is_logged = False
         self._to_bury = why
-        if self._tasks is not None:
-            self._tasks.start_soon(self._keep_burying)
         self._counted(what)
         self._sink.give_up()
 
@@ -306,11 +309,11 @@ class RunningStream:
         if self._to_bury and await self._store.bury(self.key, self._to_bury):
             self._to_bury = ""
 
-    async def _leave(self) -> None:
+    async def _leave(self, *, is_unread: bool) -> None:
         """Let others know that nobody goes on with it here."""
         if not self.is_logged:
             return
-        if self._is_left:
+        if is_unread:
             reason = f"nobody read it for {KEPT_SECONDS:g} s"
             await self._store.close_log(self.key, self._log, reason)
             return
