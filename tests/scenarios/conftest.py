@@ -13,6 +13,7 @@ from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.nats.server_process import RunningServer
 
 from .processes import Processes
+from .project import Folder, project_folder
 from .stage import Link, Stage, set_stage
 
 
@@ -24,6 +25,13 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield started
     finally:
         started.end_all()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    """A project folder; nothing that is started in it outlives the test."""
+    with project_folder(tmp_path) as project:
+        yield project
 
 
 @pytest.fixture

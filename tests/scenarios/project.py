@@ -99,10 +99,19 @@ class Folder:
         return {**os.environ, "PYTHONPATH": paths, "NATS_URL": self.url}
 
     def start(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        """Start `dynbus run` as a terminal would: in a process group of its own."""
+        """Start `dynbus run`."""
+        return self._start("run", *arguments, python=python)
+
+    def start_front_end(self, port: int) -> subprocess.Popen[bytes]:
+        """Start `dynbus http`."""
+        options = ("--port", str(port), "--grace", "20", "--log-level", "warning")
+        return self._start("http", *options)
+
+    def _start(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        """Start a command as a terminal would: in a process group of its own."""
         with self.log.open("ab") as output:
             run = subprocess.Popen(
-                [sys.executable, *python, "-m", "dynbus", "run", *arguments],
+                [sys.executable, *python, "-m", "dynbus", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -9,8 +9,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -20,7 +18,7 @@ from dynbus.actors.chaos.report import Report
 from dynbus.actors.chaos.schedule import Kind
 from dynbus.actors.chaos.trial import TrialOptions, run_trial
 
-from .project import Folder, project_folder
+from .project import Folder
 
 pytestmark = pytest.mark.anyio
 
@@ -36,12 +34,6 @@ SHORT = TrialOptions(
 )
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
 """Minutes of each long form."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Folder]:
-    with project_folder(tmp_path) as project:
-        yield project
 
 
 async def test_no_stream_loses_or_doubles_an_item_whatever_fails_under_it() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -15,8 +14,8 @@ from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import Folder, project_folder
-from .test_serving_faults import get, start_front_end, unchunked
+from .project import Folder
+from .test_serving_faults import get, unchunked
 
 pytestmark = pytest.mark.anyio
 
@@ -28,16 +27,6 @@ class Engine(ModelWorker, namespace="stack"):
 """
 
 TOKENS: Final = 60
-
-
-@pytest.fixture
-def folder(tmp_path: Path, own_server: RunningServer) -> Iterator[Folder]:
-    path = tmp_path / "project"
-    path.mkdir()
-    with project_folder(path) as project:
-        (project.path / "stack.py").write_text(ENGINE)
-        project.url = own_server.url
-        yield project
 
 
 def asking(name: str) -> bytes:
@@ -117,9 +106,11 @@ async def serves(port: int) -> bool:
 async def test_a_front_end_that_dies_or_freezes_costs_its_clients_a_reconnect_and_no_token(
     folder: Folder, own_server: RunningServer
 ) -> None:
+    folder.url = own_server.url
+    (folder.path / "stack.py").write_text(ENGINE)
     first, second = free_port(), free_port()
     folder.start("stack.py", "--Engine.engine=mock", "--log-level=warning")
-    fronts = [start_front_end(folder, port) for port in (first, second)]
+    fronts = [folder.start_front_end(port) for port in (first, second)]
     for port in (first, second):
         await eventually(partial(serves, port), what=f"models at port {port}")
     whole = contents(events_of(await read(second, asking("whole"))))

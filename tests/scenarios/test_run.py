@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -17,7 +15,7 @@ from tests.conditions import PATIENCE, Stopwatch
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import ACTORS, Folder, project_folder
+from .project import ACTORS, Folder
 
 LEAVES = """
 import sys
@@ -95,12 +93,6 @@ from graph_actors import Engine, Front
 
 Front.link(Engine)
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Folder]:
-    with project_folder(tmp_path) as project:
-        yield project
 
 
 # Starting ----------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ import asyncio
 import json
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -29,7 +27,7 @@ from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import Folder, project_folder
+from .project import Folder
 
 pytestmark = pytest.mark.anyio
 
@@ -66,16 +64,6 @@ TOKENS: Final = 20
 LONG: Final = 60
 CLIENTS: Final = 12
 """So many that each front end, interface and model is asked."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, own_server: RunningServer) -> Iterator[Folder]:
-    path = tmp_path / "project"
-    path.mkdir()
-    with project_folder(path) as project:
-        (project.path / "stack.py").write_text(STACK)
-        project.url = own_server.url
-        yield project
 
 
 def request(path: str, model: str, prompt: str, *, stream: bool) -> bytes:
@@ -349,22 +337,6 @@ async def reading(
     assert found == (expected or found)
 
 
-def start_front_end(folder: Folder, port: int) -> subprocess.Popen[bytes]:
-    """`dynbus http` in the folder."""
-    options = ("--port", str(port), "--grace", "20", "--log-level", "warning")
-    with folder.log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dynbus", "http", *options],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=folder.path,
-            env=folder.environment(),
-        )
-    folder.runs.append(process)
-    return process
-
-
 def get(port: int, path: str) -> bytes:
     """What is answered to a GET; nothing where nobody listens yet."""
     try:
@@ -407,10 +379,12 @@ def renderers(front: subprocess.Popen[bytes]) -> list[psutil.Process]:
 async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
     folder: Folder, own_server: RunningServer
 ) -> None:
+    folder.url = own_server.url
+    (folder.path / "stack.py").write_text(STACK)
     first, second = free_port(), free_port()
     engines = ("--Engine.engine=mock", "--Engine.workers=2", "--Engine.speedup_ratio=0.5")
     run = folder.start("stack.py", *engines, "--log-level=warning")
-    fronts = [start_front_end(folder, port) for port in (first, second)]
+    fronts = [folder.start_front_end(port) for port in (first, second)]
     for port in (first, second):
         await eventually(partial(has_models, port), what=f"models at port {port}")
     clients = Clients([first, second])
@@ -446,7 +420,7 @@ async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
         clients.errors(first)
         fronts[0].kill()
         await clients.are_served(second)
-        fronts[0] = start_front_end(folder, first)
+        fronts[0] = folder.start_front_end(first)
         await clients.are_served(first)
         assert not {"cut", "refused"} & clients.errors(second)
 
