@@ -96,7 +96,6 @@ class Invocation:
         "_idempotent",
         "_left",
         "_lost",
-        "_may_have_started",
         "_metadata",
         "_migration_limit",
         "_observation",
@@ -156,10 +155,9 @@ class Invocation:
             self._why_not = "its migration_limit is 0"
             if migration_limit:
                 self._continuation = resume(data, request)
-        # How the last attempt ended that had begun.
+        # How the last attempt ended that may have started; None where none has.
         self._lost: DynbusError | None = None
         self._left = False
-        self._may_have_started = False
         self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
             side, endpoint, router, request, routed_as, self.request_id, parent
@@ -238,8 +236,11 @@ class Invocation:
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.get("instance") or ""
-        answered = await self._turn() if self._lost is not None and self.continues else None
+        answered: Callable[[], None] | None = None
         try:
+            if self._moves:
+                answered = await self._turn()
+                self._check_not_left()
             self._attempt = attempt = await self._choose()
         except BaseException:
             if answered is not None:
@@ -285,13 +286,13 @@ class Invocation:
 
         Raises:
             DeadlineExceeded: its time was over first.
-            Cancelled: the call was left.
+            Cancelled: an operator has cancelled it.
         """
         left = self._time_left()
         try:
             async with asyncio.timeout(left):
                 with self._until_cancelled():
-                    answered = await self.side.migrations.turn(
+                    return await self.side.migrations.turn(
                         self.endpoint.component_name, self._selection.count()
                     )
         except TimeoutError:
@@ -299,12 +300,6 @@ class Invocation:
                 f"the deadline passed before {self.endpoint} was called again",
                 request_id=self.request_id,
             ) from None
-        try:
-            self._check_not_left()
-        except Cancelled:
-            answered()
-            raise
-        return answered
 
     async def _check_schemas(self, own: HandlerSchemas, theirs: str) -> None:
         """See to it that the chosen instance can serve, although its class is another version.
@@ -498,6 +493,11 @@ class Invocation:
 
     # Internals -----------------------------------------------------------------------------
 
+    @property
+    def _moves(self) -> bool:
+        """Whether it is a stream that has lost an instance, and goes on at another."""
+        return self._lost is not None and self.continues
+
     def _taken(self, continuation: Continuation, items: list[bytes]) -> list[bytes]:
         try:
             shown = list(continuation.take(items))
@@ -579,7 +579,6 @@ class Invocation:
             attempt.end(error)
         if self._left:
             raise error
-        self._may_have_started |= error.started
         if error.started:
             self._lost = error
             # There was an instance: for the next one the caller waits anew.
@@ -659,7 +658,7 @@ class Invocation:
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""
         wait = self.options.get("wait") or 0.0
-        if self._lost is not None and self.continues:
+        if self._moves:
             wait = max(wait, RESUME_WAIT)
         if not wait:
             return 0.0
@@ -689,14 +688,14 @@ class Invocation:
             raise Cancelled(
                 f"the caller left before {self.endpoint} was called",
                 request_id=self.request_id,
-                started=self._may_have_started,
+                started=self._lost is not None,
             )
         if self.side.bus.cancels.has(self.endpoint.namespace, self.request_id):
-            raise Cancelled(OPERATOR, request_id=self.request_id, started=self._may_have_started)
+            raise Cancelled(OPERATOR, request_id=self.request_id, started=self._lost is not None)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the observers how the call ended, once."""
-        if isinstance(error, DynbusError) and self._may_have_started:
+        if isinstance(error, DynbusError) and self._lost is not None:
             # The last attempt may not have, and an earlier one has.
             error.started = True
         observation, self._observation = self._observation, None
