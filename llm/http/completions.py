@@ -132,10 +132,9 @@ class CompletionExchange(Exchange):
         return isinstance(self._work, RunningStream) and self._work.is_logged
 
     def _end_recording(self) -> None:
-        stream = self._work
-        if isinstance(stream, RunningStream) and stream.runs:
+        if isinstance(self._work, RunningStream):
             # Its engine works on without its client: the same request is not to run beside it.
-            stream.on_end = super()._end_recording
+            self._work.when_done(super()._end_recording)
         else:
             super()._end_recording()
 
@@ -175,8 +174,8 @@ class CompletionExchange(Exchange):
             model.begin,
             context,
             streams.count,
+            self._cut,
         )
-        stream.on_lost = self._cut
         self._writer.add_headers({RESUMABLE: "1"})
         streams.start(stream)
         # It is the stream's from now on.

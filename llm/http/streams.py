@@ -354,9 +354,9 @@ class StreamExchange(Exchange):
             rebuilt.model.begin,
             context,
             streams.count,
+            self._cut,
             [Piece(unix_time(), part, [], True) for part in done],
         )
-        stream.on_lost = self._cut
         self._work = stream
         self._writer.when_writable = completion.resume
         streams.start(stream)

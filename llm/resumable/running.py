@@ -91,14 +91,12 @@ class RunningStream:
         begin: sends the request to engines.
         context: of the calls for it.
         counted: told what became of it.
+        on_lost: called when another front end goes on with it, so that nothing more is told here.
         started: pieces that are to be stored first, which came of no engine.
 
     Attributes:
         is_logged: whether another front end could go on with it.
         sent: set once the request was sent to an engine, or could not be.
-        runs: whether something may still be made for it here.
-        on_lost: called when another front end goes on with it, so that nothing more is told here.
-        on_end: called when it does not run any more.
     """
 
     def __init__(
@@ -112,14 +110,12 @@ class RunningStream:
         begin: Callable[[Completion], Awaitable[None]],
         context: Context,
         counted: Callable[[str], object],
+        on_lost: Callable[[], object],
         started: Sequence[Piece] = (),
     ) -> None:
         self.key = key
         self.is_logged = True
         self.sent = anyio.Event()
-        self.runs = True
-        self.on_lost: Callable[[], object] | None = None
-        self.on_end: Callable[[], object] | None = None
         self._store = store
         self._log = log
         self._completion = completion
@@ -128,9 +124,12 @@ class RunningStream:
         self._begin = begin
         self._context = context
         self._counted = counted
+        self._on_lost = on_lost
         self._waiting = [_Waiting(one, stored_arrival(one), 0.0) for one in started]
         self._news = asyncio.Event()
         self._last_read = monotonic()
+        self._runs = True
+        self._when_done: Callable[[], object] | None = None
         # Why its log has to be replaced, as soon as that can be.
         self._to_bury = ""
         completion.taker = self
@@ -169,6 +168,13 @@ class RunningStream:
             # It may have waited for a reader that was slow.
             self._completion.resume()
             self._news.set()
+
+    def when_done(self, then: Callable[[], object]) -> None:
+        """Have `then` called when nothing more is made for it here; at once where that is so."""
+        if self._runs:
+            self._when_done = then
+        else:
+            then()
 
     def seen(self) -> None:
         """Somebody reads it at another front end, or asks for it."""
@@ -210,9 +216,9 @@ class RunningStream:
             if not is_over:
                 self._completion.cancel()
                 self._context.kill()
-            self.runs = False
-            if self.on_end is not None:
-                self.on_end()
+            self._runs = False
+            if self._when_done is not None:
+                self._when_done()
             if not is_over:
                 with anyio.move_on_after(STORE_TIMEOUT, shield=True):
                     await self._leave(is_unread=is_unread)
@@ -281,8 +287,8 @@ class RunningStream:
             if await self._is_taken():
                 self.is_logged = False
                 self._counted("lost")
-                if self.on_lost is not None and self._sink.to is not None:
-                    self.on_lost()
+                if self._sink.to is not None:
+                    self._on_lost()
                 return False
             self._give_up("unlogged", "it could not be stored")
         except DynbusError as error:
