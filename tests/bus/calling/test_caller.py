@@ -390,7 +390,7 @@ def test_a_call_in_doubt_of_an_instance_that_is_gone_hears_first_whether_anybody
     async def story() -> None:
         async with played() as side:
             call = side.begin(instance_id="nobody")
-            while not call.doubt:
+            while not call.doubt:  # noqa: ASYNC110 - it is in doubt for a few turns alone
                 await asyncio.sleep(0)
 
             side.caller.gone(call.remote)
