@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from dynbus.bus import exit_codes
 
 from .terminal import duration, json_option, nats_option, notice, plain, print_json, print_table
+
+if TYPE_CHECKING:
+    from .survey import Request, Row
+
+MOST_SHOWN: Final = 100
+"""Requests in the table."""
 
 _STYLES: Final = {"serving": "green", "draining": "yellow", "silent": "red", "unlisted": "yellow"}
 
@@ -23,33 +29,41 @@ _HELP: Final = """List the instances of all actors.
     LOAD   calls that run / that wait
     STATUS what the instance's process says of how it is, if any says something
 
+    With --requests the oldest requests that run or wait at them, whose ids `dynbus cancel` takes.
+
     \b
     dynbus ps --namespace demo
+    dynbus ps --requests --namespace demo
     dynbus ps --json | jq '.[] | select(.state == "silent")'
     """
 
 
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
+@click.option("--requests", is_flag=True, help="List requests at the instances, by their ids.")
 @json_option
 @nats_option
-def ps(namespace: str | None, as_json: bool, nats: str | None) -> None:
+def ps(namespace: str | None, requests: bool, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from dynbus.bus.clock import unix_time
+    from dynbus.bus.serving.services import MOST_REQUESTS
 
     from .server import connected, prepare
     from .survey import Survey, survey
 
     async def look() -> Survey:
         async with connected(config, "dynbus-ps") as server:
-            return await survey(server)
+            return await survey(server, MOST_REQUESTS if requests else 0)
 
     config = prepare(nats)
     found = asyncio.run(look())
     if found.notice:
         notice(found.notice)
     rows = [row for row in found.rows if namespace in (None, row.namespace)]
+    if requests:
+        show_requests(rows, as_json=as_json)
+        return
     now = unix_time()
     if as_json:
         print_json([row.to_json(now) for row in rows])
@@ -75,6 +89,54 @@ def ps(namespace: str | None, as_json: bool, nats: str | None) -> None:
             for row in rows
         ],
     )
+
+
+def show_requests(rows: Sequence[Row], *, as_json: bool) -> None:
+    """The requests at instances, the oldest first."""
+    from dynbus.bus.serving.services import MOST_REQUESTS
+
+    found = [(row, each) for row in rows for each in row.requests or ()]
+    found.sort(key=lambda pair: -pair[1].age)
+    if as_json:
+        print_json([_request_json(row, each) for row, each in found])
+    elif found:
+        print_table(
+            ("REQUEST", "ENDPOINT", "INSTANCE", "STATE", "AGE"),
+            [
+                (
+                    plain(each.request_id),
+                    plain(f"{row.namespace}.{row.component}.{each.endpoint}"),
+                    plain(row.instance_id),
+                    "waits" if each.waits else "runs",
+                    duration(each.age),
+                )
+                for row, each in found[:MOST_SHOWN]
+            ],
+        )
+    else:
+        notice("no request runs or waits")
+    left = 0 if as_json else max(0, len(found) - MOST_SHOWN)
+    for row in rows:
+        # What others end meanwhile is not left out.
+        if row.requests is not None and len(row.requests) >= MOST_REQUESTS:
+            left += max(0, row.running + row.waiting - len(row.requests))
+    if left:
+        notice(f"{left} more are not shown: they began later")
+    if untold := sum(row.requests is None for row in rows):
+        whose = "1 instance" if untold == 1 else f"{untold} instances"
+        notice(f"the requests of {whose} are not known: silent, or older than the question")
+
+
+def _request_json(row: Row, request: Request) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "namespace": row.namespace,
+        "component": row.component,
+        "endpoint": request.endpoint,
+        "instance_id": row.instance_id,
+        "state": "waits" if request.waits else "runs",
+        "age": round(request.age, 1),
+    }
 
 
 def _status(status: Mapping[str, str]) -> str:

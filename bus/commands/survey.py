@@ -52,6 +52,19 @@ class Counts(NamedTuple):
     figures: Mapping[str, float]
 
 
+class Request(NamedTuple):
+    """A request that runs or waits at an instance.
+
+    Attributes:
+        age: seconds since it arrived there.
+    """
+
+    request_id: str
+    endpoint: str
+    age: float
+    waits: bool
+
+
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -66,6 +79,7 @@ class Row(NamedTuple):
         status: what its process says of how it is; empty without an answer.
         counts: None without an answer.
         schemas: the schema hash of each endpoint that its record tells.
+        requests: the oldest ones that it has; None where it does not tell, or was not asked.
     """
 
     namespace: str
@@ -82,6 +96,7 @@ class Row(NamedTuple):
     status: Mapping[str, str] = NOTHING
     counts: Counts | None = None
     schemas: Mapping[str, str] = NOTHING
+    requests: tuple[Request, ...] | None = None
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
@@ -91,7 +106,7 @@ class Row(NamedTuple):
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
-        del fields["answers"], fields["counts"]
+        del fields["answers"], fields["counts"], fields["requests"]
         return fields
 
 
@@ -102,8 +117,11 @@ class Survey(NamedTuple):
     notice: str
 
 
-async def survey(server: Server) -> Survey:
+async def survey(server: Server, requests: int = 0) -> Survey:
     """Ask the server and all instances, within bounded time.
+
+    Args:
+        requests: how many of those that it has each instance is to name.
 
     Raises:
         PermissionDenied, Unavailable: the server cannot be used.
@@ -122,7 +140,7 @@ async def survey(server: Server) -> Survey:
         tasks.start_soon(read_records)
         answers = await server.ask(
             ("$SRV.STATS",),
-            b"",
+            msgspec.json.encode({"requests": requests}) if requests else b"",
             lambda message: parse_answer(message.data, monotonic()),
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
@@ -164,6 +182,11 @@ def parse_answer(data: bytes, now: float = 0.0) -> Row | None:
     if component == found.name or not _are_names(namespace, component, found.id):
         return None
     loads = [endpoint.data for endpoint in found.endpoints]
+    requests = [
+        Request(each.id, endpoint.name, each.age, each.waits)
+        for endpoint in found.endpoints
+        for each in endpoint.data.requests or ()
+    ]
     return Row(
         namespace,
         component,
@@ -184,11 +207,18 @@ def parse_answer(data: bytes, now: float = 0.0) -> Row | None:
             seconds=sum(endpoint.processing_time for endpoint in found.endpoints) / 1e9,
             figures=next((load.figures for load in loads if load.figures), dict[str, float]()),
         ),
+        requests=None if all(load.requests is None for load in loads) else tuple(requests),
     )
 
 
 def _are_names(*tokens: str) -> bool:
     return all(map(TOKEN.fullmatch, tokens))
+
+
+class _Request(msgspec.Struct, frozen=True):
+    id: str
+    age: float = 0.0
+    waits: bool = False
 
 
 class _Load(msgspec.Struct, frozen=True):
@@ -198,6 +228,7 @@ class _Load(msgspec.Struct, frozen=True):
     items: int | None = None
     status: dict[str, str] = {}
     figures: dict[str, float] = {}
+    requests: list[_Request] | None = None
 
 
 class _Endpoint(msgspec.Struct, frozen=True):

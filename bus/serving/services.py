@@ -6,13 +6,14 @@ services is answered after a short random pause when many instances would answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dynbus.bus.clock import unix_time
+from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.drops import DropReason
 from dynbus.bus.protocol.names import is_safe_reply
 from dynbus.bus.protocol.tokens import jitter
@@ -27,7 +28,14 @@ JITTER_ABOVE: Final = 100
 MAX_JITTER: Final = 0.25
 MAX_HELD_BACK: Final = 256
 """Answers that may wait for their pause; what is asked beyond that is answered at once."""
+MOST_REQUESTS: Final = 64
+"""Requests that one answer to `STATS` names, the oldest ones, where they are asked for."""
+_MOST_ASKED: Final = 1024
+"""Bytes that a question may have: a longer one is none that is known."""
 _TYPE = "io.nats.micro.v1.{}_response"
+
+_Answer = Callable[[bytes], dict[str, Any]]
+"""What is answered to a question."""
 
 
 class ServiceResponder:
@@ -57,10 +65,17 @@ class ServiceResponder:
             PermissionDenied: the server refuses one of them.
         """
         data = self._server.bus.data
-        for verb, answer in (("PING", self.ping), ("INFO", self.info), ("STATS", self.stats)):
+        answers: tuple[tuple[str, _Answer], ...] = (
+            ("PING", lambda _: self.ping()),
+            ("INFO", lambda _: self.info()),
+            ("STATS", lambda question: self.stats(_requests_wanted(question))),
+        )
+        for verb, answer in answers:
             for suffix in ("", f".{self.name}", f".{self.name}.{self._server.name.instance_id}"):
 
-                def respond(message: Message, answer: Any = answer, suffix: str = suffix) -> None:
+                def respond(
+                    message: Message, answer: _Answer = answer, suffix: str = suffix
+                ) -> None:
                     self._respond(message, answer, direct=suffix.count(".") == 2)
 
                 self._subscriptions.append(data.subscribe(f"$SRV.{verb}{suffix}", respond))
@@ -92,9 +107,14 @@ class ServiceResponder:
             ],
         }
 
-    def stats(self) -> dict[str, Any]:
-        """The answer to `$SRV.STATS`; times are in nanoseconds."""
+    def stats(self, requests: int = 0) -> dict[str, Any]:
+        """The answer to `$SRV.STATS`; times are in nanoseconds.
+
+        Args:
+            requests: how many of those that run or wait are named, the oldest ones.
+        """
         server = self._server
+        named = self._requests(requests)
         status = server.bus.status.read(server.name.address)
         figures = server.bus.status.figures(str(server.name))
         said: dict[str, Any] = {"status": status} if status else {}
@@ -119,6 +139,7 @@ class ServiceResponder:
                         "waiting": served.admission.waiting,
                         "draining": server.execution.draining,
                         **({"items": items[name]} if name in items else {}),
+                        **({"requests": named.get(name, [])} if requests else {}),
                         **said,
                     },
                 }
@@ -134,6 +155,23 @@ class ServiceResponder:
             name = call.served.endpoint.name
             if name in found and not call.settled:
                 found[name] += call.reply.sent_items
+        return found
+
+    def _requests(self, most: int) -> dict[str, list[dict[str, Any]]]:
+        """The oldest requests that run or wait, by the name of their endpoint."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        if not most:
+            return found
+        now = monotonic()
+        calls = (call for call in self._server.ledger.calls() if not call.ended)
+        for call in nsmallest(most, calls, key=lambda call: call.started_at):
+            found.setdefault(call.served.endpoint.name, []).append(
+                {
+                    "id": call.context.id,
+                    "age": round(max(0.0, now - call.started_at), 3),
+                    "waits": call.began_at is None,
+                }
+            )
         return found
 
     def _identity(self, kind: str) -> dict[str, Any]:
@@ -152,25 +190,40 @@ class ServiceResponder:
             "dynbus.schema": msgspec.json.encode(served.endpoint.schemas).decode(),
         }
 
-    def _respond(self, message: Message, answer: Any, *, direct: bool) -> None:
+    def _respond(self, message: Message, answer: _Answer, *, direct: bool) -> None:
         bus = self._server.bus
         if not is_safe_reply(message.reply, bus.config.reply_prefixes):
             bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
         at_once = direct or bus.known_instances <= JITTER_ABOVE
         if at_once or self._held_back >= MAX_HELD_BACK:
-            self._answer(message.reply, answer)
+            self._answer(message, answer)
         else:
             self._held_back += 1
             pause = jitter.uniform(0.0, MAX_JITTER)
             bus.loop.call_later(pause, self._answer_late, message, answer)
 
-    def _answer_late(self, message: Message, answer: Any) -> None:
+    def _answer_late(self, message: Message, answer: _Answer) -> None:
         self._held_back -= 1
-        self._answer(message.reply, answer)
+        self._answer(message, answer)
 
-    def _answer(self, reply: str, answer: Any) -> None:
-        self._server.bus.data.publish(reply, msgspec.json.encode(answer()))
+    def _answer(self, message: Message, answer: _Answer) -> None:
+        self._server.bus.data.publish(message.reply, msgspec.json.encode(answer(message.data)))
+
+
+class _Question(msgspec.Struct):
+    requests: int = 0
+
+
+def _requests_wanted(question: bytes) -> int:
+    """How many requests are to be named; none for whatever else `nats micro` and others send."""
+    if len(question) > _MOST_ASKED:
+        return 0
+    try:
+        wanted = msgspec.json.decode(question, type=_Question).requests
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return min(max(0, wanted), MOST_REQUESTS)
 
 
 def _timestamp(unix: float) -> str:

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 from tests.bus.servers import survey_of
 
-from dynbus.bus.commands.survey import Row, join, parse_answer
+from dynbus.bus.commands.ps import MOST_SHOWN, show_requests
+from dynbus.bus.commands.survey import Request, Row, join, parse_answer
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.serving.services import MOST_REQUESTS
 from dynbus.bus.transport import Message
 
 RECORD = InstanceRecord(
@@ -165,3 +167,41 @@ async def test_a_server_on_which_nothing_ever_ran_has_no_instance(
     found = await survey_of(own_server.url)
 
     assert found == ([], "")
+
+
+def test_the_requests_that_are_shown_are_bounded_and_what_is_left_out_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = (Request("young", "a", 1.0, True), Request("\x1b[1mold", "a", 7200.0, False))
+    many = tuple(Request(f"r{number}", "b", 10.0, False) for number in range(MOST_REQUESTS))
+    rows = [
+        Row("demo", "Few", "i1", running=9, requests=few),
+        Row("demo", "Many", "i2", running=60, waiting=10, requests=many),
+        Row("demo", "Many", "i3", running=64, requests=many),
+        Row("demo", "Silent", "i4"),
+    ]
+
+    show_requests(rows, as_json=False)
+    table, notices = capsys.readouterr()
+    show_requests(rows, as_json=True)
+    listed, _ = capsys.readouterr()
+
+    shown = len(few) + 2 * MOST_REQUESTS
+    _, first, second, *_ = table.splitlines()
+    assert first.split() == ["\\x1b[1mold", "demo.Few.a", "i1", "runs", "2h"]
+    assert second.split()[0] == "r0"
+    assert len(table.splitlines()) == MOST_SHOWN + 1
+    assert notices.splitlines() == [
+        f"{shown - MOST_SHOWN + 6} more are not shown: they began later",
+        "the requests of 1 instance are not known: silent, or older than the question",
+    ]
+    assert len(json.loads(listed)) == shown
+    assert json.loads(listed)[-1] == {
+        "request_id": "young",
+        "namespace": "demo",
+        "component": "Few",
+        "endpoint": "a",
+        "instance_id": "i1",
+        "state": "waits",
+        "age": 1.0,
+    }

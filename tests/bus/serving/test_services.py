@@ -19,8 +19,9 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 from pydantic import BaseModel
 from tests.bus.near_side import serving
+from tests.conditions import eventually
 
-from dynbus import Actor, ActorInstance, HandlerError, Runtime, handler
+from dynbus import Actor, ActorInstance, HandlerError, Runtime, call_options, handler
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.nats.server_process import RunningServer
@@ -212,6 +213,49 @@ async def test_stats_count_what_really_happened(
     assert (
         0 < count["average_processing_time"] == pytest.approx(count["processing_time"] / 2, abs=1)
     )
+
+
+async def test_stats_name_the_oldest_requests_where_they_are_asked_for(
+    client: Client, runtime: Runtime, namespace: str
+) -> None:
+    begun, going_on = asyncio.Event(), asyncio.Event()
+
+    class Waiting(Actor, namespace=namespace):
+        @handler(concurrency=1)
+        async def wait(self) -> int:
+            begun.set()
+            await going_on.wait()
+            return 1
+
+        @handler
+        async def idle(self) -> int:
+            return 1
+
+    async def told(question: bytes) -> list[Any]:
+        reply = await client.request(f"$SRV.STATS.{namespace}_Waiting", question, timeout=60)
+        named: list[Any] = []
+        for one in json.loads(reply.data)["endpoints"]:
+            requests = one["data"].get("requests")
+            named.append(requests and [(each["id"], each["waits"]) for each in requests])
+        return named[:2]
+
+    instance = await runtime.start(Waiting)
+    caller = await runtime.endpoint(instance.server.served["wait"].address).client()
+    await caller.wait_for_instances(timeout=60)
+    calls: list[asyncio.Task[Any]] = []
+    for name in ("first", "second", "third"):
+        with call_options(request_id=name):
+            calls.append(asyncio.ensure_future(caller.generate(None)))
+        await eventually(lambda: instance.server.execution.load == len(calls))
+    await begun.wait()
+
+    assert await told(b'{"requests": 2}') == [[("first", False), ("second", True)], []]
+    assert len((await told(b'{"requests": 1000000}'))[0]) == 3
+    for question in (b"", b"[1]", b"\xff", b'{"requests": -1}', b" " * 2000 + b'{"requests": 1}'):
+        assert await told(question) == [None, None]
+    going_on.set()
+    await asyncio.gather(*calls)
+    assert await told(b'{"requests": 2}') == [[], []]
 
 
 async def test_a_stopped_instance_answers_no_more(
