@@ -151,7 +151,8 @@ class StreamExchange(Exchange):
         self._log = StreamLog()
         self._watch = OwnerWatch()
         self._wrote_at = monotonic()
-        self._messages: deque[StoredMessage] = deque()
+        # Each with whether its record was written since this exchange began to read.
+        self._messages: deque[tuple[StoredMessage, bool]] = deque()
         self._news = asyncio.Event()
         self._is_caught_up = False
         self._held: _Held | None = _Held()
@@ -186,7 +187,7 @@ class StreamExchange(Exchange):
     # Reading the log --------------------------------------------------------------------------
 
     def _arrived(self, message: StoredMessage) -> None:
-        self._messages.append(message)
+        self._messages.append((message, self._is_caught_up))
         self._news.set()
 
     def _caught_up(self) -> None:
@@ -249,12 +250,12 @@ class StreamExchange(Exchange):
     async def _take(self, rebuilt: _Rebuilt | None) -> _Rebuilt | None:
         """Take the messages that have come."""
         while self._messages:
-            message = self._messages.popleft()
+            message, is_new = self._messages.popleft()
             owner = self._log.owner
             pieces = self._log.read(message.data, message.sequence, message.time)
             if self._log.owner != owner:
                 self._watch_anew()
-            elif self._is_caught_up:
+            elif is_new:
                 self._watch.wrote()
             self._wrote_at = monotonic()
             begun = self._log.begun

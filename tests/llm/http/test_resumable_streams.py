@@ -501,6 +501,25 @@ async def test_a_front_end_that_wakes_in_the_middle_of_storing_leaves_a_stream_t
         assert told[1:] == before.events[: len(told) - 1]
 
 
+async def test_a_stream_whose_owner_has_been_dead_for_too_long_is_gone_before_any_of_it_is_told(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    async with two_front_ends() as (first, second):
+        streams, jetstream = first.front_end.shared.resumable, first.kit.caller.bus.data.jetstream
+        late = LateAnswer(jetstream.publish, after=4)
+        monkeypatch.setattr(jetstream, "publish", late)
+        monkeypatch.setattr(streams.store, "_owns", _owns_nothing)
+        await reader.post(first.url, asking("endless word"), headers=NAMED, most=1)
+        await late.stored.wait()
+        monkeypatch.setattr(records, "KEPT_SECONDS", 0.0)
+
+        gone = await reader.go_on(second.url, "one", 1)
+
+        late.woken.set()
+        assert gone.status == 410
+        assert "its time is over" in gone.refusal
+
+
 async def test_a_stream_stays_with_who_took_it_over_while_the_reading_of_its_log_ends(
     monkeypatch: Any, reader: Reader
 ) -> None:
