@@ -9,13 +9,11 @@ import logging
 import math
 import os
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from inspect import Parameter
-from pathlib import Path
 from typing import Any, Final
 
 import anyio
@@ -47,6 +45,7 @@ from .checker import Checker, Promise
 from .echo import Echo
 from .load import WAIT, Echoes, Load, Source, repeated
 from .nemesis import Nemesis
+from .own_folder import own_folder
 from .report import Report, Resources, Sample, figures_of, longest_of
 from .schedule import Kind, Step, schedule
 from .servers import OwnServers, own_servers
@@ -133,12 +132,10 @@ async def run_trial(options: TrialOptions, interrupted: asyncio.Event) -> Report
     """
     proxied = not NETWORK.isdisjoint(options.kinds)
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="dynbus-chaos-", ignore_cleanup_errors=True)
-        )
+        folder = stack.enter_context(own_folder())
         forks = await stack.enter_async_context(ForkServer())
         servers = await stack.enter_async_context(
-            own_servers(Path(folder), options.servers, proxied=proxied)
+            own_servers(folder, options.servers, proxied=proxied)
         )
         graph = await _graph_of(options, servers, forks)
         ending = Ending()
