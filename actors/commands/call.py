@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import click
 import msgspec
@@ -55,6 +55,7 @@ class CallRequest(NamedTuple):
     request_id: str | None = None
     verbose: bool = False
     raw: bool = False
+    replay: bool = False
 
 
 @click.command(help=_HELP, epilog=exit_codes.CALL)
@@ -77,6 +78,11 @@ class CallRequest(NamedTuple):
     default=0.0,
     metavar="SECONDS",
     help="How long to wait for an instance when there is none.",
+)
+@click.option(
+    "--replay",
+    is_flag=True,
+    help="A stream whose instance is lost is begun again elsewhere; what came is left out.",
 )
 @click.option("--raw", is_flag=True, help="For handlers of bytes: nothing is taken for JSON.")
 @click.option("--json", "as_json", is_flag=True, help="One line per object, errors included.")
@@ -211,7 +217,8 @@ def describe_error(error: DynbusError, *, as_json: bool) -> str:
 
 
 async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
-    client = await runtime.endpoint(request.endpoint).client()
+    resume: Literal["replay"] | None = "replay" if request.replay else None
+    client = await runtime.endpoint(request.endpoint).client(resume=resume)
     options: dict[str, Any] = {} if request.timeout is None else {"timeout": request.timeout}
     request_id = request.request_id
     if request.verbose:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from operator import lt
 from pathlib import Path
 
 import pytest
-from tests.conditions import Stopwatch, eventually
+from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import Runtime
 from dynbus.bus import exit_codes
@@ -150,6 +152,24 @@ async def test_a_rolling_restart_under_streams_of_ten_minutes_takes_seconds_and_
     assert found == [list(range(len(items))) for items in found]
     # As long as starting three processes takes; each may drain for 30 s.
     assert took < 30.0
+
+
+def test_a_stream_of_the_command_line_that_is_replayed_outlives_its_instance(
+    folder: Folder,
+) -> None:
+    folder.start_ready("long.py", "--Long.workers=2", instances=2)
+    call = folder.begin("call", "demo.Long.count", "29500", "--replay")
+    assert call.stdout is not None
+    first = [call.stdout.readline() for _ in range(10)]
+
+    (request,) = json.loads(folder.dynbus("ps", "--requests", "--json").stdout)
+    rows = json.loads(folder.dynbus("ps", "--json").stdout)
+    (row,) = (each for each in rows if each["instance_id"] == request["instance_id"])
+    os.kill(int(row["address"].rpartition(":")[2]), signal.SIGKILL)
+
+    rest, errors = call.communicate(timeout=PATIENCE)
+    assert (call.returncode, errors) == (0, "")
+    assert [int(line) for line in [*first, *rest.splitlines()]] == [*range(29_500, 30_000)]
 
 
 def test_a_run_is_stopped_by_its_folder_and_several_are_told_apart(folder: Folder) -> None:
