@@ -1,14 +1,21 @@
-"""Only its owner can steer a run, and it goes on where nobody can."""
+"""Only its owner can steer a run, and it goes on where nobody can, or whoever does stands still."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
+from tests.conditions import PATIENCE
 
 from dynbus.actors.running.child_messages import WorkerSettings
-from dynbus.actors.running.control import controlled, find_run
+from dynbus.actors.running.control import Done, RestartNodes, Told, ask, controlled, find_run
 from dynbus.actors.running.in_process import Ending
 from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
@@ -32,6 +39,51 @@ async def test_a_run_in_a_folder_that_cannot_be_written_to_warns_and_goes_on(
     (message,) = caplog.messages
     assert message.startswith("dynbus stop, restart and scale do not reach this run: its socket ")
     assert message.endswith(": File exists")
+
+
+STEPS = 5_000
+"""More of them than a socket takes that nobody reads."""
+
+
+class Telling(Supervisor):
+    """Has one node, whose restart tells much."""
+
+    restarted: anyio.Event
+
+    async def restart(self, address: str, *args: Any, **options: Any) -> None:
+        for number in range(STEPS):
+            options["tell"](f"step {number}")
+            await anyio.lowlevel.checkpoint()
+        self.restarted.set()
+
+    def find(self, name: str) -> str:
+        return name
+
+
+@pytest.mark.anyio
+async def test_a_command_that_is_stopped_holds_up_no_restart_and_reads_all_steps_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    supervisor = Telling([], WorkerSettings([], {}), ForkServer(), Ending(), drain_grace=1.0)
+    supervisor.restarted = anyio.Event()
+    going_on = threading.Event()
+
+    def read() -> list[object]:
+        answers = ask(os.getpid(), RestartNodes(["demo.Splitter"]))
+        first = next(answers)
+        going_on.wait(PATIENCE)
+        return [first, *answers]
+
+    async with controlled(supervisor, lambda at_once: None):
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        with anyio.fail_after(PATIENCE):
+            await supervisor.restarted.wait()
+        going_on.set()
+        answers = await reading
+
+    steps = [Told(f"step {number}") for number in range(STEPS)]
+    assert answers == [*steps, Told("demo.Splitter: restarted"), Done()]
 
 
 def test_a_run_of_another_user_is_named_as_such_and_stands_in_nobodys_way(
