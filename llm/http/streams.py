@@ -21,6 +21,7 @@ from dynbus.llm.openai.api import Api
 from dynbus.llm.openai.errors import (
     BadRequest,
     ErrorAnswer,
+    ModelNotFound,
     StreamGone,
     StreamNotFound,
     answer_of,
@@ -278,7 +279,14 @@ class StreamExchange(Exchange):
         self._writer = self._make_writer(NumberedErrors(format, numbers, begun.request_id))
         request = asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
-        model = await self._shared.models.get(request.model, wanted | ModelType.Backend)
+        try:
+            model = await self._shared.models.get(request.model, wanted | ModelType.Backend)
+        except ModelNotFound:
+            # This front end never saw it, and there it was when the stream was begun.
+            raise Unavailable(
+                f"the model {request.model} of the stream has no instance at present: ask again",
+                started=False,
+            ) from None
         self._model = request.model
         self._metrics = self._shared.metrics.of(request.model)
         inquiry = Inquiry(

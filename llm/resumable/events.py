@@ -55,21 +55,22 @@ class EventNumbers:
 
     Attributes:
         count: how many events there were, those that are left out counted in.
+        has_stopped: whether no more events have ids.
     """
 
     def __init__(self, request_id: str, after: int = 0) -> None:
         self.count = 0
         self._id = f"id: {request_id}.".encode()
         self._after = after
-        self._stopped = False
+        self.has_stopped = False
 
     def stop(self) -> None:
         """Give no more ids: what follows can be read here alone."""
-        self._stopped = True
+        self.has_stopped = True
 
     def take(self, chunk: bytes) -> bytes:
         """One or more whole events, as they are told; empty for none that are."""
-        if self._stopped:
+        if self.has_stopped:
             return chunk
         told: list[bytes] = []
         # A line of data has no line end in it, so an empty line ends an event.
@@ -94,9 +95,15 @@ class NumberedSink:
         self.is_over = False
 
     def write(self, chunks: Sequence[bytes]) -> bool:
-        """Take the next chunks."""
+        """Take the next chunks; whether more may follow at once.
+
+        Others may read the stream elsewhere, so it waits for no reader while that is so; a slow one
+        has as much in front of it as a log may hold.
+        """
         told = [numbered for chunk in chunks if (numbered := self.numbers.take(chunk))]
-        return self.to.write(told) if told and self.to is not None else True
+        if not told or self.to is None:
+            return True
+        return self.to.write(told) or not self.numbers.has_stopped
 
     def end(self, error: DynbusError | None) -> None:
         """There is no more."""

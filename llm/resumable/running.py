@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks whether anybody reads."""
 
+QUIET_INTERVAL: Final = KEPT_SECONDS / 4
+"""Seconds without a record after which an empty one is stored. Once its owner is dead, the age of a
+log is all that is known of when the stream was last told to somebody."""
+
 BURY_INTERVAL: Final = 1.0
 """Seconds between two attempts to replace a log that must not be gone on with."""
 
@@ -128,6 +132,7 @@ class RunningStream:
         self._waiting = [_Waiting(one, stored_arrival(one), 0.0) for one in started]
         self._news = asyncio.Event()
         self._last_read = monotonic()
+        self._stored_at = monotonic()
         self._runs = True
         self._when_done: Callable[[], object] | None = None
         # Why its log has to be replaced, as soon as that can be.
@@ -257,7 +262,8 @@ class RunningStream:
                 self._counted("left")
                 return True
             waiting, self._waiting = self._waiting, []
-            if waiting and self.is_logged:
+            is_quiet = monotonic() - self._stored_at > QUIET_INTERVAL
+            if (waiting or is_quiet) and self.is_logged:
                 if not await self._store_pieces([one.piece for one in waiting]):
                     return False
                 if self._to_bury:
@@ -276,6 +282,7 @@ class RunningStream:
 
     async def _store_pieces(self, pieces: list[Piece]) -> bool:
         """Store what is told next, as far as that can be; False when somebody else goes on."""
+        self._stored_at = monotonic()
         record = Came(pieces)
         if not self._log.has_room(len(self._log.encode(record))):
             self._give_up("too_large", "it has become too large")

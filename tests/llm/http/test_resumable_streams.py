@@ -520,6 +520,45 @@ async def test_a_stream_whose_owner_has_been_dead_for_too_long_is_gone_before_an
         assert "its time is over" in gone.refusal
 
 
+async def test_a_stream_of_which_nothing_came_for_long_is_gone_on_with_once_its_owner_is_dead(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    """It waits for its engine, and its client for it."""
+    monkeypatch.setattr(records, "KEPT_SECONDS", 1.0)
+    monkeypatch.setattr(running, "QUIET_INTERVAL", 0.1)
+    monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
+    async with two_front_ends() as (first, second), anyio.create_task_group() as tasks:
+        store, key = first.front_end.shared.resumable.store, log_key("", "one")
+        tasks.start_soon(reader.read_on, first.url, asking("silent word"), "one")
+        await eventually(lambda: first.engine.running == 1)
+        begun = await store.last(key)
+        assert begun is not None
+        async with asyncio.timeout(PATIENCE):
+            while (last := await store.last(key)) is None or last.time - begun.time < 1.5:
+                pass
+        monkeypatch.setattr(running, "QUIET_INTERVAL", PATIENCE)
+        monkeypatch.setattr(store, "_owns", _owns_nothing)
+
+        tasks.start_soon(reader.go_on, second.url, "one")
+
+        await eventually(lambda: second.shared.resumable.counts["taken_over"] == 1)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_stream_whose_model_a_front_end_never_saw_was_begun_all_the_same(
+    reader: Reader,
+) -> None:
+    async with served() as first:
+        await reader.post(first.url, asking(WORDS), headers=NAMED)
+        first.catalog.change({})
+        config = HttpSettings(port=0, grace=1.0)
+        async with HttpFrontEnd(first.kit.caller, first.catalog, config) as second:
+            refused = await reader.go_on(second.url, "one")
+
+    assert refused.status == 503
+    assert "the model tiny of the stream has no instance at present" in refused.refusal
+
+
 async def test_a_stream_stays_with_who_took_it_over_while_the_reading_of_its_log_ends(
     monkeypatch: Any, reader: Reader
 ) -> None:

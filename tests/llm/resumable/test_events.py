@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.errors import BadRequest
-from dynbus.llm.resumable.events import EventNumbers, number_of, numbered_ids
+from dynbus.llm.resumable.events import EventNumbers, NumberedSink, number_of, numbered_ids
 
 EVENTS = [b"data: a\n\n", b"event: b\ndata: 2\n\n", b"data: [DONE]\n\n"]
 
@@ -44,6 +47,27 @@ def test_events_after_the_last_that_can_be_gone_on_from_have_no_id() -> None:
     numbers.stop()
 
     assert numbers.take(EVENTS[1]) == EVENTS[1]
+
+
+class FullReader:
+    """A sink that takes no more at once."""
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        return False
+
+    def end(self, error: DynbusError | None) -> None:
+        pass
+
+
+def test_a_stream_waits_for_its_reader_only_when_nobody_else_can_read_it() -> None:
+    numbers = EventNumbers("one")
+    sink = NumberedSink(numbers, FullReader())
+
+    resumable = sink.write(EVENTS)
+    numbers.stop()
+    here_alone = sink.write(EVENTS)
+
+    assert (resumable, here_alone) == (True, False)
 
 
 def test_the_id_of_an_event_says_how_many_were_read() -> None:
