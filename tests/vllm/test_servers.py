@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+import anyio
 import msgspec
 import pytest
 from openai import APIError, AsyncOpenAI
@@ -152,12 +153,24 @@ async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
             while len(set(places)) < 2:
                 streams.append(await endless(client, len(streams)))
                 places.append(router.latest_decisions(1)[0].chosen.instance)
-            await asyncio.gather(*map(anext, streams))
-            await asyncio.to_thread(servers[0].kill)
-            ended = await asyncio.gather(*map(drained, streams), return_exceptions=True)
-            lost = {at for at, end in zip(places, ended, strict=True) if isinstance(end, APIError)}
-            whole = {at for at, end in zip(places, ended, strict=True) if isinstance(end, int)}
-            assert (len(lost), len(whole), lost & whole) == (1, 1, set()), (places, ended)
+            readings = [Reading(stream) for stream in streams]
+            async with anyio.create_task_group() as tasks:
+                for reading in readings:
+                    tasks.start_soon(reading.run)
+                await eventually(lambda: all(one.chunks for one in readings))
+                await asyncio.to_thread(servers[0].kill)
+                await eventually(lambda: any(one.error for one in readings))
+                lost = {at for at, one in zip(places, readings, strict=True) if one.error}
+                going = [one for at, one in zip(places, readings, strict=True) if at not in lost]
+                enough = [one.chunks + 20 for one in going]
+                await eventually(
+                    lambda: all(
+                        one.chunks > count for one, count in zip(going, enough, strict=True)
+                    ),
+                    what=f"the other's go on, of {readings} at {places}",
+                )
+                tasks.cancel_scope.cancel()
+            assert going
             await eventually(lambda: count() == 1, START_TIMEOUT, what="one is withdrawn")
             assert await answer(client, "and now")
             servers[0].start()
@@ -204,15 +217,36 @@ async def endless(client: AsyncOpenAI, number: int) -> Any:
     return await create(
         model="tiny",
         messages=messages,
-        # As many as fit: the other engine may be seconds behind with its first.
+        # As many as fit: it is still going on when its server is killed.
         max_tokens=1900,
         stream=True,
         extra_body={"ignore_eos": True},
     )
 
 
-async def drained(stream: Any) -> int:
-    return len([chunk async for chunk in stream])
+class Reading:
+    """Reads a stream.
+
+    Attributes:
+        chunks: how many have come.
+        error: how it broke off.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.chunks = 0
+        self.error: APIError | None = None
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        return f"<Reading [{self.chunks} chunks | {self.error!r}]>"
+
+    async def run(self) -> None:
+        """Read to the end."""
+        try:
+            async for _ in self._stream:
+                self.chunks += 1
+        except APIError as error:
+            self.error = error
 
 
 async def answer(client: AsyncOpenAI, text: str) -> Any:
