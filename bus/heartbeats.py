@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from .blocked_loop import BlockReport, depth_here
 from .clock import monotonic
@@ -46,13 +46,11 @@ class Remote(Protocol):
         incarnation: what control batches between the two carry, both ways. Only they know it:
             a batch with another is somebody else's.
         heard_at: when something of it last arrived on the data connection.
-        silence_limit: seconds of silence after which one of its kind is dead.
     """
 
     liveness: RemoteLiveness | None
     incarnation: str
     heard_at: float
-    silence_limit: ClassVar[float]
 
     @property
     def control_subject(self) -> str:
@@ -398,7 +396,7 @@ class Heartbeats:
     def _liveness(self, remote: Remote, now: float) -> RemoteLiveness:
         """The evidence about a remote, from now on where there was none."""
         if remote.liveness is None:
-            remote.liveness = RemoteLiveness(now, remote.silence_limit)
+            remote.liveness = RemoteLiveness(now)
             # What we missed ourselves it may have missed too, however new its calls are.
             remote.liveness.extend(self._grace_until)
         return remote.liveness

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room, split_calls
-from dynbus.bus.protocol.liveness import SILENCE_LIMIT, RemoteLiveness
+from dynbus.bus.protocol.liveness import RemoteLiveness
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Credit, Frame, Open, encode_batch
@@ -39,8 +39,6 @@ class RemoteInstance(Generic[C]):
         done: number and secret of those that have ended, which it need not keep any longer.
         load: calls that it last reported to run or wait there.
     """
-
-    silence_limit: ClassVar[float] = SILENCE_LIMIT
 
     def __init__(
         self,

@@ -15,10 +15,6 @@ from typing import Final
 
 HEARTBEAT_INTERVAL: Final = 0.4
 SILENCE_LIMIT: Final = 1.4
-"""Seconds of silence after which an instance is dead, so that its callers soon go elsewhere."""
-CLIENT_SILENCE_LIMIT: Final = 4.2
-"""The same for a client. To take a slow one for dead breaks its calls off, and a frozen one costs
-no more than what is computed for it; one whose process has ended is told apart by 503s."""
 GONE_AFTER: Final = 0.8
 RECONNECT_GRACE: Final = 3.3
 """Seconds for the other side to come back in after our own reconnection: three, and its way."""
@@ -29,13 +25,11 @@ class RemoteLiveness:
 
     Args:
         now: when the first call with this remote began.
-        silence_limit: seconds of silence after which it is dead.
     """
 
-    __slots__ = ("_absent_since", "_grace_until", "_heard", "_missed", "_pinged", "_silence_limit")
+    __slots__ = ("_absent_since", "_grace_until", "_heard", "_missed", "_pinged")
 
-    def __init__(self, now: float, silence_limit: float = SILENCE_LIMIT) -> None:
-        self._silence_limit = silence_limit
+    def __init__(self, now: float) -> None:
         self._heard = now
         self._grace_until = now
         self._absent_since: float | None = None
@@ -64,7 +58,7 @@ class RemoteLiveness:
 
     def is_heard(self, now: float) -> bool:
         """Whether nothing speaks against it yet."""
-        return now < max(self._heard + self._silence_limit, self._grace_until)
+        return now < max(self._heard + SILENCE_LIMIT, self._grace_until)
 
     def bounced(self) -> bool:
         """A message to the remote found nobody; True when it should be pinged to confirm that."""
@@ -94,5 +88,5 @@ class RemoteLiveness:
         """
         at = math.inf if self._absent_since is None else self._absent_since + GONE_AFTER
         if due_since is not None:
-            at = min(at, max(self._heard, due_since) + self._silence_limit)
+            at = min(at, max(self._heard, due_since) + SILENCE_LIMIT)
         return max(at, self._grace_until)

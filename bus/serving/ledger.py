@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -25,7 +25,6 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol.call_ranges import covers
-from dynbus.bus.protocol.liveness import CLIENT_SILENCE_LIMIT, RemoteLiveness
 from dynbus.bus.protocol.names import ANONYMOUS, is_safe_reply, turn_taker
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.protocol.wire import (
@@ -47,6 +46,7 @@ from .requests import PlainCancel
 
 if TYPE_CHECKING:
     from dynbus.bus.context import Context
+    from dynbus.bus.protocol.liveness import RemoteLiveness
     from dynbus.bus.protocol.stream_writer import StreamWriter
 
     from .outbox import ClientOutbox
@@ -236,8 +236,6 @@ class RemoteClient:
         missing: heartbeats in a row that did not list a call, by request number.
         busy_at: when it last had calls here, on the monotonic clock.
     """
-
-    silence_limit: ClassVar[float] = CLIENT_SILENCE_LIMIT
 
     def __init__(
         self,
