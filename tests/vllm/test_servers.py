@@ -162,6 +162,7 @@ async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
                 await eventually(lambda: any(one.error for one in readings))
                 lost = {at for at, one in zip(places, readings, strict=True) if one.error}
                 going = [one for at, one in zip(places, readings, strict=True) if at not in lost]
+                assert going
                 enough = [one.chunks + 20 for one in going]
                 await eventually(
                     lambda: all(
@@ -170,7 +171,6 @@ async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
                     what=f"the other's go on, of {readings} at {places}",
                 )
                 tasks.cancel_scope.cancel()
-            assert going
             await eventually(lambda: count() == 1, START_TIMEOUT, what="one is withdrawn")
             assert await answer(client, "and now")
             servers[0].start()
