@@ -170,8 +170,6 @@ class RunningStream:
         if self._sink.to is not None:
             self._sink.to = None
             self._last_read = monotonic()
-            # It may have waited for a reader that was slow.
-            self._completion.resume()
             self._news.set()
 
     def when_done(self, then: Callable[[], object]) -> None:
