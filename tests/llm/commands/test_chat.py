@@ -18,7 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import psutil
 import pytest
+from tests.conditions import wait_until
 
 from dynbus.cli import main
 from dynbus.llm.commands.chatting import Client, events
@@ -193,6 +195,12 @@ class Terminal:
                 data = b""
             assert data, f"it ended before {text!r} was shown: {self.shown!r}"
             self.shown += data.decode()
+
+    def wait_until_it_reads(self) -> None:
+        """Wait until the command sleeps: a Ctrl-C after the prompt and before that, some
+        microseconds, has no effect until the next key, as Python's `input` has it."""
+        process = psutil.Process(self.process.pid)
+        wait_until(lambda: process.status() == psutil.STATUS_SLEEPING, BOUND)
 
     def ended(self) -> int:
         return self.process.wait(BOUND)
@@ -452,9 +460,11 @@ def test_ctrl_c_stops_an_answer_and_again_ends(server: Server, terminal: Termina
     terminal.wait_for("> ", 2)
     terminal.type("two\n")
     terminal.wait_for("> ", 3)
+    terminal.wait_until_it_reads()
     terminal.type("\x03")
     terminal.wait_for("[Ctrl-C again, or Ctrl-D, ends]")
     terminal.wait_for("> ", 4)
+    terminal.wait_until_it_reads()
     terminal.type("\x03")
 
     assert terminal.ended() == 130
