@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import anyio
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ReplySubjects
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOOKS: Final = 4
+"""In so many parts it is waited for an answer. Time in which this process does not run ends one of
+them alone: in the others it reads what came meanwhile, also from those that did not run either."""
 
 
 def prepare(nats: str | None, *, level: str = "error") -> BusConfig:
@@ -58,7 +63,7 @@ class Server(NamedTuple):
 
         Args:
             read: what an answer says; None for what is none.
-            seconds: after which no answer is waited for at all.
+            seconds: after which the next answer is the last one.
             quiet: seconds without an answer after which nobody else is expected.
 
         Raises:
@@ -79,14 +84,20 @@ class Server(NamedTuple):
             await connection.barrier()
             for subject in subjects:
                 connection.publish(subject, question, reply=inbox)
-            with anyio.move_on_after(seconds), suppress(TimeoutError):
-                while True:
-                    with anyio.fail_after(quiet):
-                        await heard.wait()
-                    heard = asyncio.Event()
+            end = monotonic() + seconds
+            while await _comes(heard, quiet) and monotonic() < end:
+                heard.clear()
         finally:
             subscription.unsubscribe()
         return found
+
+
+async def _comes(event: asyncio.Event, within: float) -> bool:
+    """Whether it is set within so many seconds."""
+    for _ in range(LOOKS):
+        with anyio.move_on_after(within / LOOKS):
+            return await event.wait()
+    return event.is_set()
 
 
 @asynccontextmanager

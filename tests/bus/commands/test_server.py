@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import cast
 
 import pytest
 
-from dynbus.bus.commands.server import connected
+from dynbus.bus.commands.server import Server, connected
 from dynbus.bus.config import BusConfig
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import ReplySubjects
 from dynbus.bus.transport import ConnectionState, Message
 
 
@@ -53,3 +58,27 @@ async def test_those_that_never_fall_silent_are_left_after_a_while(
         found = await server.ask(("ask.talker",), b"", text, seconds=0.3, quiet=0.2)
 
     assert set(found) == {"more"}
+
+
+@pytest.mark.anyio
+async def test_time_in_which_nobody_runs_is_no_silence() -> None:
+    bus = MemoryBus()
+    connection, other = await bus.connect(), await bus.connect()
+    server = Server(BusConfig(), cast(NatsConnection, connection), ReplySubjects("-", "c" * 32))
+
+    def answer(message: Message, turns: int = 10) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(answer, message, turns - 1)
+        else:
+            other.publish(message.reply, b"here")
+
+    def stand_still(message: Message) -> None:
+        time.sleep(0.3)
+        answer(message)
+
+    other.subscribe("ask.still", stand_still)
+    await other.barrier()
+
+    found = await server.ask(("ask.still",), b"", text, seconds=0.1, quiet=0.2)
+
+    assert found == ["here"]
