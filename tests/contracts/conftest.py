@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import pytest
+from tests.conditions import PATIENCE
 
 from dynbus.bus.clock import JumpingLoop
 from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
@@ -27,7 +28,7 @@ class Received(list[Any]):
         self.append(message)
         self._arrived.set()
 
-    async def wait(self, count: int, timeout: float = 10.0) -> Received:
+    async def wait(self, count: int, timeout: float = PATIENCE) -> Received:
         """Wait until at least `count` messages are there."""
         async with asyncio.timeout(timeout):
             while len(self) < count:
@@ -77,7 +78,7 @@ async def settled(*connections: Connection) -> None:
         await connection.barrier()
 
 
-async def eventually(condition: Callable[[], Any], timeout: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Any], timeout: float = PATIENCE) -> None:
     """Wait until `condition()` holds; it is looked at every 20 ms."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event

@@ -206,7 +206,7 @@ async def test_a_consumer_finds_its_stream_again_after_it_was_deleted_and_made(
     await js.delete_stream(stream)
     await js.ensure_stream(StreamConfig(stream, (f"{stream}.>",), in_memory=True))
     await js.publish(f"{stream}.a", b"after")
-    await received.wait(2, timeout=20)
+    await received.wait(2)
 
     assert received[1].data == b"after"
     await consumer.stop()

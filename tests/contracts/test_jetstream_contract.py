@@ -236,18 +236,14 @@ async def test_where_subjects_keep_a_history_a_message_lives_as_long_as_its_mark
     bus: Bus,
 ) -> None:
     history = await bus.stream(marker_ttl=3)
-    single = await bus.stream(ONE_EACH, marker_ttl=3)
     connection = await bus.connect()
+    begun = unix_time()
     await connection.jetstream.publish(f"{history}.a", b"", ttl=1)
-    await connection.jetstream.publish(f"{single}.a", b"", ttl=1)
 
-    await last_when(connection, single, f"{single}.a", marker=True)
-    found = await connection.jetstream.last(history, f"{history}.a")
-    expired = await last_when(connection, history, f"{history}.a", marker=True)
+    marker = await last_when(connection, history, f"{history}.a", marker=True)
 
-    assert found is not None
-    assert not found.is_marker
-    assert expired is not None
+    assert marker is not None
+    assert marker.time - begun >= 2.99
 
 
 async def test_a_renewed_lease_does_not_expire(bus: Bus) -> None:

@@ -22,7 +22,8 @@ from .conftest import Bus, Received, eventually, settled
 pytestmark = pytest.mark.anyio
 
 CONSUMER = "takers"
-SHORT = 2.0
+SHORT = 3.0
+"""For what is kept by a sign of life each quarter of it: so a machine may stand still for two."""
 
 
 class Reading(NamedTuple):
@@ -36,7 +37,7 @@ class Reading(NamedTuple):
         """Ask for one more delivery, and wait for it."""
         count = len(self.deliveries) + 1
         self.reader.ask(1)
-        delivery: Delivery = (await self.deliveries.wait(count, 60.0))[count - 1]
+        delivery: Delivery = (await self.deliveries.wait(count))[count - 1]
         return delivery
 
 
@@ -139,9 +140,9 @@ async def test_what_is_given_back_comes_again_and_counts(
     reading = read(connection, stream)
     await js.acknowledge((await reading.next()).token, AckKind.NAK)
     again = await reading.next()
+    started = asyncio.get_running_loop().time()
     await js.acknowledge(again.token, AckKind.NAK, delay=0.3)
     info = await js.consumer_info(stream, CONSUMER)
-    started = asyncio.get_running_loop().time()
 
     third = await reading.next()
 
@@ -279,7 +280,7 @@ async def test_a_missing_consumer_is_told_and_reading_goes_on_when_it_is_made(
 
     await make_consumer(connection, stream)
     await publish(connection, stream, b"1")
-    delivery = (await reading.deliveries.wait(1, 60.0))[0]
+    delivery = (await reading.deliveries.wait(1))[0]
     reading.reader.ask(1)
     await bus.make_again(stream)
 
@@ -289,7 +290,7 @@ async def test_a_missing_consumer_is_told_and_reading_goes_on_when_it_is_made(
         await js.ensure_pull_consumer("missing", PullConsumerConfig(CONSUMER))
     await make_consumer(connection, stream)
     await publish(connection, stream, b"2")
-    again: Delivery = (await reading.deliveries.wait(2, 60.0))[1]
+    again: Delivery = (await reading.deliveries.wait(2))[1]
     assert (again.message.data, again.tries) == (b"2", 1)
     await reading.reader.stop()
 

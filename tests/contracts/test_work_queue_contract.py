@@ -11,7 +11,7 @@ import pytest
 
 from dynbus.bus.background import task_group
 from dynbus.bus.bus import Bus as Presence
-from dynbus.bus.clock import monotonic
+from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import (
     ConfigError,
@@ -42,8 +42,8 @@ from .conftest import Bus, eventually
 pytestmark = pytest.mark.anyio
 
 STEADY = WorkQueueConfig(retry_delay=0.0, in_memory=True)
-QUICK = STEADY._replace(ack_wait=2.0)
-"""For takers that freeze: others keep their jobs, however slow the machine is."""
+QUICK = STEADY._replace(ack_wait=3.0)
+"""For takers that freeze: others keep their jobs, also where the machine stands still for 2 s."""
 
 
 async def presence(bus: Bus) -> Presence:
@@ -121,7 +121,7 @@ async def test_takers_wait_for_jobs_and_share_them(queue: WorkQueue) -> None:
             tasks.start_soon(work, number)
         for number in range(12):
             await queue.put(b"", job_id=f"job-{number}")
-        await eventually(lambda: queue.ended[JobEnd.DONE] == 12, 60.0)
+        await eventually(lambda: queue.ended[JobEnd.DONE] == 12)
         tasks.cancel_scope.cancel()
 
     assert sorted(job_id for _, job_id in done) == sorted(f"job-{n}" for n in range(12))
@@ -352,7 +352,7 @@ async def test_a_job_that_an_operator_cancelled_is_never_begun(
             for said in (b"by-its-id", b'{"request_id": "r1"}'):
                 operator.publish(cancel_subject(queue.name.namespace), said)
             heard = here.cancels.hear(queue.name.namespace)
-            await eventually(lambda: len(heard) == 2, 30.0)
+            await eventually(lambda: len(heard) == 2)
         async with await next_job(taker) as last:
             pass
 
@@ -361,11 +361,13 @@ async def test_a_job_that_an_operator_cancelled_is_never_begun(
     assert await jobs_left(queue) == 0
 
 
-async def test_a_job_past_its_deadline_is_dropped_and_not_begun(queue: WorkQueue) -> None:
-    deadline = monotonic() + 1.0
-    await queue.put(b"", job_id="late", deadline=deadline)
+async def test_a_job_past_its_deadline_is_dropped_and_not_begun(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    await queue.depth()
+    over = {"Dynbus-Job": "late", "Dynbus-Job-Deadline": str(int(unix_time() * 1000) - 1)}
+    await here.data.jetstream.publish(work_subject(name), b"", headers=over)
     await queue.put(b"", job_id="in-time", deadline=monotonic() + 3600)
-    await asyncio.sleep(max(0.0, deadline - monotonic()) + 0.1)
 
     async with queue.take() as taker:
         job = await next_job(taker)
