@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 PART_HEADER_BYTES: Final = 64
 DOUBT_SECONDS: Final = 1.0
-"""For which a call waits to hear whether its dead instance took it at all."""
+"""For which a call waits, at most, for each word on whether its dead instance took it at all."""
 
 _RESULTS = (Item, Items, End, Failed, Part)
 
@@ -373,13 +374,26 @@ class Caller:
         # One that nobody waits for has left, as instances do.
         level = logging.WARNING if calls else logging.DEBUG
         logger.log(level, "%s is gone; calls that were open at it: %d", remote.name, len(calls))
-        for call in calls:
-            if call.doubt and not call.reader.has_begun:
-                # This loop is slow: the server's word that nobody took it is on its way.
-                self.bus.loop.call_later(DOUBT_SECONDS, self._left_alone, call)
-            else:
-                self._left_alone(call)
         self._open.forget(remote)
+        not_begun = [call for call in calls if not call.reader.has_begun]
+        for call in calls:
+            if call.reader.has_begun:
+                self._left_alone(call)
+        if not_begun:
+            self.bus.background.start(self._hear_who_took, not_begun, name="hear-who-took")
+
+    async def _hear_who_took(self, calls: list[PendingCall]) -> None:
+        """End calls of an instance that died, once the server has said which nobody took.
+
+        The lane hears sooner than a loop that is slow, for which that word lies unread. The answer
+        to a ping comes after all that the server had for us: what it says of the requests, and
+        then of the questions that this led to.
+        """
+        for _ in range(2):
+            with suppress(Unavailable, PermissionDenied):
+                await self.bus.data.barrier(timeout=DOUBT_SECONDS)
+        for call in calls:
+            self._left_alone(call)
 
     def _left_alone(self, call: PendingCall) -> None:
         """The instance of a call died, and nothing says that it never took it."""
