@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.conditions import PATIENCE, eventually
 from tests.story import on_a_kit
 
 from dynbus import (
@@ -87,11 +88,11 @@ async def test_functions_are_called_by_typed_and_untyped_clients(
         async with runtime.serve_endpoints(
             "alone", "Shouter", endpoints, metadata={"model": "tiny"}
         ) as instance:
-            client = far.client(Shouter, wait=5.0, metadata={"tone": "loud"})
+            client = far.client(Shouter, wait=PATIENCE, metadata={"tone": "loud"})
             assert await client.shout(Prompt(text="hello")) == "HELLO"
             assert [one async for one in client.words(Prompt(text="a b"))] == ["a loud", "b loud"]
             untyped = await far.endpoint("alone.Shouter.ping").client()
-            assert await untyped.wait_for_instances(5.0) == [instance.id]
+            assert await untyped.wait_for_instances(PATIENCE) == [instance.id]
             assert await untyped.generate() == "pong"
             found = far.discovery.view.find(InstanceName("alone", "Shouter", instance.id))
             assert found is not None
@@ -102,6 +103,8 @@ async def test_functions_are_called_by_typed_and_untyped_clients(
             await plain_client.close()
             assert b'"ping"' in info.data
             assert reply.data == b'"pong"'
+        # Whoever calls before it hears of the end is told that the instance is gone.
+        await eventually(lambda: far.instance_ids("alone", "Shouter") == [])
         with pytest.raises(NoInstances):
             await far.client(Shouter).shout(Prompt(text="late"))
 

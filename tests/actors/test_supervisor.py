@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -73,7 +74,12 @@ class Telling(Below, namespace="supervised"):
 
 class Blocked(Below, namespace="supervised"):
     async def on_start(self) -> None:
-        asyncio.get_running_loop().call_later(0.3, time.sleep, 60)
+        self.blocking = asyncio.create_task(self.block())
+
+    async def block(self) -> None:
+        while not (self.folder / "block").exists():
+            await asyncio.sleep(0.02)
+        time.sleep(60)
 
 class Once(Below, namespace="supervised"):
     async def on_start(self) -> None:
@@ -99,6 +105,7 @@ def supervise(
     folder: Path,
     *names: str,
     on_crash: OnCrash = "restart",
+    bus: Mapping[str, Any] = MappingProxyType({}),
     **arguments: Any,
 ) -> Supervisor:
     given = {"folder": str(folder), **arguments}
@@ -106,10 +113,9 @@ def supervise(
         Assignment(resolve(f"supervised_actors:{name}"), given, ServiceArgs(on_crash=on_crash))
         for name in names
     ]
-    bus = {"servers": server.url, "stall_limit": 0.5}
     return Supervisor(
         [planned(assignment) for assignment in assignments],
-        WorkerSettings(sys.path, bus, "json", "warning"),
+        WorkerSettings(sys.path, {"servers": server.url, **bus}, "json", "warning"),
         *(ForkServer(), Ending()),
         drain_grace=5.0,
     )
@@ -565,12 +571,13 @@ async def test_a_child_whose_loop_is_blocked_has_metrics(
     folder: Path, nats_server: RunningServer
 ) -> None:
     pytest.importorskip("prometheus_client")
-    supervisor = supervise(nats_server, folder, "Blocked")
+    supervisor = supervise(nats_server, folder, "Blocked", bus={"stall_limit": 0.5})
     (child,) = supervisor.children
 
     async with running(supervisor):
         supervisor.begin()
         await all_ready(supervisor)
+        (folder / "block").touch()
         await until(lambda: "main_loop" in child.problems)
         pages = await supervisor.metrics(timeout=60.0)
         child.kill()
