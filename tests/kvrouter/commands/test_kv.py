@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,17 +28,17 @@ from dynbus.kvrouter.stream.event_stream import EventStream, ensure_stream
 from dynbus.kvrouter.stream.history import NOW, NoHistory, Point, index_at
 from dynbus.kvrouter.stream.snapshots import Coverage, SnapshotStore
 
-NAMESPACE = "kvcommand"
 TOKENS = list(range(32))
 BLOCKS: list[int] = block_hashes(TOKENS, 16).tolist()
 
 
 class Served(NamedTuple):
     url: str
+    namespace: str
 
-    def kv(self, *arguments: str, namespace: str = NAMESPACE) -> Result:
+    def kv(self, *arguments: str, namespace: str | None = None) -> Result:
         command, *rest = arguments
-        words = [command, "--namespace", namespace, "--nats", self.url, *rest]
+        words = [command, "--namespace", namespace or self.namespace, "--nats", self.url, *rest]
         return CliRunner().invoke(kv, words)
 
     def json(self, *arguments: str) -> Any:
@@ -46,35 +47,39 @@ class Served(NamedTuple):
         return json.loads(ended.stdout)
 
 
-async def publish(connection: NatsConnection, instance: str, *messages: list[KvEvent]) -> None:
+async def publish(
+    connection: NatsConnection, namespace: str, instance: str, *messages: list[KvEvent]
+) -> None:
     first_id = 0
     for events in messages:
         data = encode_events(events, event_epoch=1, first_id=first_id)
-        await connection.jetstream.publish(f"{NAMESPACE}.Engine._kv.{instance}.0", data)
+        await connection.jetstream.publish(f"{namespace}.Engine._kv.{instance}.0", data)
         first_id += len(events)
 
 
-async def fill(url: str) -> None:
+async def fill(url: str, namespace: str) -> None:
     """Four messages, a snapshot after the second, and the lease of one of two instances."""
     connection = await connect([url], name="test")
     jetstream = connection.jetstream
-    await ensure_stream(jetstream, EventStream(NAMESPACE))
+    await ensure_stream(jetstream, EventStream(namespace))
     array = np.array(BLOCKS, dtype=np.uint64)
     await publish(
         connection,
+        namespace,
         "a",
         [BlockStored(None, array, array)],
         [BlockStored(BLOCKS[-1], [77], [77], Tier.DEVICE), BlockStored(None, [5], [5], Tier.HOST)],
     )
-    past = await index_at(jetstream, NAMESPACE, "Engine")
-    created = (await jetstream.stream_info(f"DYNBUS_EVENTS_{NAMESPACE}")).created
-    await SnapshotStore(jetstream, NAMESPACE).write(
+    past = await index_at(jetstream, namespace, "Engine")
+    created = (await jetstream.stream_info(f"DYNBUS_EVENTS_{namespace}")).created
+    await SnapshotStore(jetstream, namespace).write(
         "Engine", Coverage(created, 2), dump_index(past.index, 2), blocks=4, instances=1
     )
-    await publish(connection, "b", [BlockStored(None, array, array)], [BlockRemoved([BLOCKS[1]])])
+    events: list[list[KvEvent]] = [[BlockStored(None, array, array)], [BlockRemoved([BLOCKS[1]])]]
+    await publish(connection, namespace, "b", *events)
     await jetstream.ensure_stream(INSTANCES_STREAM)
     record = InstanceRecord(
-        namespace=NAMESPACE,
+        namespace=namespace,
         component="Engine",
         instance_id="a",
         incarnation="x",
@@ -84,15 +89,18 @@ async def fill(url: str) -> None:
         metadata={"kv_block_size": "16"},
     )
     await jetstream.publish(
-        record_subject(NAMESPACE, "Engine", "a"), encode_record(record), ttl=600.0
+        record_subject(namespace, "Engine", "a"), encode_record(record), ttl=600.0
     )
     await connection.close()
 
 
 @pytest.fixture(scope="module")
 def served(nats_server: RunningServer) -> Served:
-    asyncio.run(fill(nats_server.url))
-    return Served(nats_server.url)
+    # Other processes that run tests take some of this module, and may give them back: then it is
+    # made once more, on the same server.
+    namespace = f"kv{secrets.token_hex(6)}"
+    asyncio.run(fill(nats_server.url, namespace))
+    return Served(nats_server.url, namespace)
 
 
 def test_top_lists_instances_by_blocks_and_the_prefixes_that_most_of_them_hold(
@@ -230,19 +238,21 @@ def test_a_component_without_events_is_refused_with_those_that_have_some(
 
     assert isinstance(ended.exception, ConfigError)
     assert str(ended.exception) == (
-        "component Engin of kvcommand has no KV events; those that have some: Engine"
+        f"component Engin of {served.namespace} has no KV events; those that have some: Engine"
     )
 
 
 @pytest.mark.parametrize(
     "place",
     [
-        ["--component", f"{NAMESPACE}.Engine"],
-        ["--namespace", NAMESPACE, "--component", f"{NAMESPACE}.Engine"],
+        ["--component", "{}.Engine"],
+        ["--namespace", "{}", "--component", "{}.Engine"],
     ],
 )
 def test_a_component_may_be_named_with_its_namespace(place: list[str], served: Served) -> None:
-    ended = CliRunner().invoke(kv, ["top", "--nats", served.url, "--json", *place])
+    words = [word.format(served.namespace) for word in place]
+
+    ended = CliRunner().invoke(kv, ["top", "--nats", served.url, "--json", *words])
 
     assert json.loads(ended.stdout)["component"] == "Engine"
 
@@ -328,7 +338,7 @@ def test_snapshots_of_a_component_that_nobody_knows_are_refused_with_those_that_
 
     assert isinstance(ended.exception, ConfigError)
     assert str(ended.exception) == (
-        "component Wrong of kvcommand has no KV events; those that have some: Engine"
+        f"component Wrong of {served.namespace} has no KV events; those that have some: Engine"
     )
 
 
