@@ -6,7 +6,6 @@ import asyncio
 import selectors
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from traceback import FrameSummary
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conditions import wait_until
 
 import dynbus.bus
 from dynbus.bus.blocked_loop import (
@@ -142,13 +142,6 @@ class Watched:
         return thread
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("make_loop", [asyncio.SelectorEventLoop, new_event_loop])
 def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
     make_loop: Callable[[], asyncio.AbstractEventLoop],
@@ -161,7 +154,7 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
     watched = Watched(make_loop)
     thread = watched.run(handler)
     try:
-        eventually(lambda: bool(frames_to_show(stack_of(watched.thread), watched.depth)))
+        wait_until(lambda: bool(frames_to_show(stack_of(watched.thread), watched.depth)))
         shown = frames_to_show(stack_of(watched.thread), watched.depth)
     finally:
         release.set()
@@ -186,9 +179,9 @@ def test_a_loop_with_nothing_to_do_shows_nothing_on_every_kind_of_loop(
     watched = Watched(make_loop)
     thread = watched.run(idle)
     try:
-        eventually(lambda: not frames_to_show(stack_of(watched.thread), watched.depth))
+        wait_until(lambda: not frames_to_show(stack_of(watched.thread), watched.depth))
     finally:
-        eventually(lambda: bool(release))
+        wait_until(lambda: bool(release))
         release[0]()
         thread.join(60)
 
@@ -252,8 +245,8 @@ def test_the_clocks_of_a_thread_that_computes_go_on() -> None:
     clock = ThreadClock()
     before = clock.read(0.0)
 
-    eventually(lambda: clock.read(0.0).used > before.used + 0.01)
-    after_it = clock.read(0.0)
+    while (after_it := clock.read(0.0)).used <= before.used + 0.01:
+        pass
 
     assert after_it.waited >= before.waited > 0.0
 

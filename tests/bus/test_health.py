@@ -236,11 +236,11 @@ def test_on_the_control_thread_it_answers_while_the_main_loop_is_blocked() -> No
 
     async def main(control: asyncio.AbstractEventLoop) -> int:
         opened = HealthServer("127.0.0.1", 0, live=check(), ready=check())
-        asyncio.run_coroutine_threadsafe(opened.start(), control).result(5)
+        asyncio.run_coroutine_threadsafe(opened.start(), control).result(60)
         try:
             return ask(opened)  # blocks this loop
         finally:
-            asyncio.run_coroutine_threadsafe(opened.aclose(), control).result(5)
+            asyncio.run_coroutine_threadsafe(opened.aclose(), control).result(60)
 
     with loop_on_a_thread() as control:
         assert asyncio.run(main(control)) == 200
@@ -265,7 +265,7 @@ def test_metrics_are_served_in_the_prometheus_format() -> None:
                 "127.0.0.1", 0, live=Status, ready=Status, metrics=True
             )
             async with server:
-                answer = await asyncio.to_thread(urlopen, server.url + "/metrics", timeout=5)
+                answer = await asyncio.to_thread(urlopen, server.url + "/metrics", timeout=60)
                 print(answer.headers["Content-Type"])
                 print(answer.read().decode())
                 answer.close()

@@ -53,7 +53,7 @@ def test_whoever_only_hashes_and_encodes_loads_no_actors() -> None:
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
 
     assert done.stdout == "[]\n"

@@ -70,10 +70,7 @@ async def test_wrong_credentials_are_told_from_a_missing_server(tmp_path: Path) 
 
 
 @pytest.mark.anyio
-async def test_an_account_that_may_not_make_streams_is_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diagnosis, "API_SECONDS", 0.5)
+async def test_an_account_that_may_not_make_streams_is_told_so(tmp_path: Path) -> None:
     server = await run_server(store_dir=tmp_path, config=USERS)
     url = server.url.replace("nats://", "nats://bob:secret@")
     async with server_stopped(server):

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.bus.servers import listener, make_stream, server_stopped, stream_names
+from tests.conditions import PATIENCE
 
 from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.nats.embedded import EmbeddedServer, default_data_dir, embedded_server
@@ -33,8 +34,8 @@ def url() -> str:
     return f"nats://127.0.0.1:{free_port()}"
 
 
-async def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
         await until(condition)
 
 
@@ -318,12 +319,12 @@ async def test_a_folder_that_cannot_be_made_is_named(url: str, tmp_path: Path) -
         await enter(url, tmp_path / "file" / "data")
 
 
-async def test_a_server_that_is_frozen_is_an_error_in_time(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_is_frozen_is_an_error_in_time(url: str, tmp_path: Path) -> None:
     async with embedded_server(url, data_dir=tmp_path) as server:
         process = psutil.Process(server.pid)
         process.suspend()
+        # A signal is delivered some time later.
+        await wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
         with pytest.raises((ConfigError, Unavailable)):
             await enter(url, tmp_path)

@@ -181,7 +181,7 @@ from dynbus.bus.nats.server_process import free_port
 print(*(free_port() for _ in range({count})))
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
     return [int(port) for port in ended.stdout.split()]
 

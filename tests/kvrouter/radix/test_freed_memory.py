@@ -37,7 +37,7 @@ print((resident() - before) / held)
 @pytest.mark.skipif(sys.platform != "linux", reason="it is read from /proc")
 def test_an_index_whose_instances_have_left_keeps_little_memory() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STORY], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", STORY], capture_output=True, text=True, timeout=120, check=True
     )
 
     assert float(done.stdout) < 0.3
