@@ -27,6 +27,8 @@ SECONDS: Final = 0.1
 CAPACITY: Final = PLACES / SECONDS
 ALLOWED: Final = 1.0
 WHILE: Final = 4.0
+HELD: Final = 1.0
+"""Seconds for which a call keeps a mailbox full: longer than a processor is waited for."""
 DURATIONS: Final[dict[str, Callable[[Random], float]]] = {
     "equal": lambda _: SECONDS,
     "1 to 50": lambda chance: chance.uniform(SECONDS / 25.5, 50 * SECONDS / 25.5),
@@ -47,10 +49,17 @@ async def test_a_mailbox_runs_one_call_at_a_time_in_order_of_arrival(stage: Stag
     assert journal.finished == journal.begun
 
 
+async def fill_mailbox(stage: Stage) -> list[asyncio.Task[Done]]:
+    """One call that runs, and as many as may wait for it."""
+    waits = [Wait(seconds=HELD), *(Wait(seconds=0.02) for _ in range(8))]
+    calls = [asyncio.create_task(stage.source.mailbox(wait)) for wait in waits]
+    await stage.has_load(len(calls))
+    return calls
+
+
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(stage: Stage) -> None:
-    await stage.source.mailbox(Wait(seconds=0.1))
-    admitted = [asyncio.create_task(stage.source.mailbox(Wait(seconds=0.2))) for _ in range(9)]
-    await stage.has_load(9)
+    await stage.source.mailbox(Wait(seconds=HELD))
+    admitted = await fill_mailbox(stage)
 
     watch = Stopwatch()
     with pytest.raises(Overloaded) as raised:
@@ -70,7 +79,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(stage: St
 async def test_a_deadline_that_passes_in_the_queue_ends_the_call_without_starting_it(
     stage: Stage,
 ) -> None:
-    running = asyncio.create_task(stage.source.mailbox(Wait(seconds=1.0, tag="running")))
+    running = asyncio.create_task(stage.source.mailbox(Wait(seconds=3.0, tag="running")))
     await stage.has_begun("running")
 
     watch = Stopwatch()
@@ -86,8 +95,7 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_call_without_startin
 
 
 async def test_a_call_that_is_retried_gets_through_once_the_queue_has_room(stage: Stage) -> None:
-    admitted = [asyncio.create_task(stage.source.mailbox(Wait(seconds=0.1))) for _ in range(9)]
-    await stage.has_load(9)
+    admitted = await fill_mailbox(stage)
 
     with call_options(retries=20):
         done = await stage.source.mailbox(Wait(tag="patient"))
