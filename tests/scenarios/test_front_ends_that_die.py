@@ -109,7 +109,9 @@ async def test_a_front_end_that_dies_or_freezes_costs_its_clients_a_reconnect_an
     folder.url = own_server.url
     (folder.path / "stack.py").write_text(ENGINE)
     first, second = free_port(), free_port()
-    folder.start("stack.py", "--Engine.engine=mock", "--log-level=warning")
+    # A stream takes seconds, so that it is not over before its front end is.
+    slowly = ("--Engine.engine=mock", "--Engine.speedup_ratio=0.2")
+    folder.start("stack.py", *slowly, "--log-level=warning")
     fronts = [folder.start_front_end(port) for port in (first, second)]
     for port in (first, second):
         await eventually(partial(serves, port), what=f"models at port {port}")
