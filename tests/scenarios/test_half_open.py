@@ -39,8 +39,11 @@ async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(l
     await eventually(lambda: all(received))
 
     for _ in range(4):
+        connected = link.proxy.accepted + CONNECTIONS
         link.proxy.cut()
         await asyncio.sleep(0.5)
+        # A cut of what is not connected yet would be none.
+        await eventually(lambda connected=connected: link.proxy.accepted >= connected)  # type: ignore[misc]
     counts = await asyncio.gather(*streams)
 
     assert counts == [300] * 16
