@@ -170,7 +170,7 @@ def test_a_failure_before_the_first_token_is_a_status_code(
 
 @pytest.mark.parametrize(
     ("text", "headers", "code"),
-    [("a fail", {}, "HandlerError"), ("a b", {"X_Timeout": "0.4"}, "DeadlineExceeded")],
+    [("a fail", {}, "HandlerError"), ("a b", {"X_Timeout": "2"}, "DeadlineExceeded")],
 )
 def test_a_failure_after_that_is_the_last_event(
     front: Front, text: str, headers: dict[str, str], code: str

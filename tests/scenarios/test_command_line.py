@@ -149,7 +149,7 @@ def test_a_call_can_wait_for_its_first_instance(folder: Folder, tmp_path: Path) 
         "    async def call(self) -> str:\n"
         '        return "here"\n'
     )
-    call = folder.begin("call", "demo.Late.call", "--wait", "20")
+    call = folder.begin("call", "demo.Late.call", "--wait", str(PATIENCE))
 
     run = folder.start(str(late))
 

@@ -229,7 +229,7 @@ async def forge(
     events: list[KvEvent] = [AllBlocksCleared(), BlockStored(None, [666], [666])]
     epoch = latest_epoch(time.time() - 60.0) if event_epoch is None else event_epoch
     data = encode_events(events, event_epoch=epoch, first_id=0, dp_rank=dp_rank)
-    await connection.jetstream.publish(subject, data, timeout=0.5)
+    await connection.jetstream.publish(subject, data, timeout=PATIENCE)
 
 
 async def test_an_instance_can_only_speak_for_itself(
