@@ -52,16 +52,17 @@ async def test_a_question_costs_as_much_however_many_others_wait(
     await asked(kit)
 
     def cost(watches: list[OwnerWatch]) -> float:
-        began = time.perf_counter()
+        # Of this thread: others may have the processor meanwhile.
+        began = time.thread_time()
         for watch in watches:
             store.ask("key", OWNER, watch)
         for watch in watches:
             store.forget(watch)
             store.ask("key", OWNER, watch)
-        return (time.perf_counter() - began) / len(watches)
+        return (time.thread_time() - began) / len(watches)
 
     few = min(cost([OwnerWatch() for _ in range(64)]) for _ in range(8))
-    many = cost([OwnerWatch() for _ in range(4096)])
+    many = min(cost([OwnerWatch() for _ in range(4096)]) for _ in range(2))
 
     assert many < 8 * few
 
