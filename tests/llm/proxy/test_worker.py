@@ -136,7 +136,8 @@ async def test_who_leaves_has_the_server_stop(stream: bool) -> None:
 
 async def test_a_deadline_has_the_server_stop() -> None:
     async with worker() as (_, server, client):
-        with call_options(timeout=0.3), pytest.raises(DynbusError):
+        # Enough for a busy machine to ask the server.
+        with call_options(timeout=2.0), pytest.raises(DynbusError):
             await texts_of(client, chat("endless"))
         await server.asked[0].is_left.wait()
 
@@ -283,8 +284,13 @@ async def test_requests_go_to_the_server_that_has_cached_most_of_them(
             server.metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="500"} 1.0\n'
             server.tokenizes = reader == "server"
             await kit.start(OpenAiWorker, url=server.url, **options)
+        rounds = 0
         async with front_end(kit) as client:
-            for number in range(6):
+            for number in range(60):
+                # A prompt that nobody holds goes to either: of six, all may go to the same.
+                if number >= 6 and one.asked and other.asked:
+                    break
+                rounds = number + 1
                 text = f"say {number} " * 40
                 for stream in (False, True):
                     await ask(client, text, stream=stream)
@@ -296,7 +302,7 @@ async def test_requests_go_to_the_server_that_has_cached_most_of_them(
         return [str(asked.body.get("messages") or asked.body["prompt"]) for asked in server.asked]
 
     assert all(prompts(one).count(prompt) == 2 for prompt in prompts(one))
-    assert len(set(prompts(one))) + len(set(prompts(other))) == 12
+    assert len(set(prompts(one))) + len(set(prompts(other))) == 2 * rounds
     assert prompts(one)
     assert prompts(other)
 
