@@ -136,7 +136,7 @@ async def serve_while_killing(
     async with Runtime.connect(url) as runtime:
         runtime.discovery.begin()
         await until_found(runtime, workers)
-        client = runtime.client(Engine, node="decode", wait=30.0)
+        client = runtime.client(Engine, node="decode", wait=PATIENCE)
         numbers = iter(range(requests))
         every = max(1, requests // (kills + 1))
 
@@ -186,8 +186,8 @@ async def serve_while_changing_roles(
     kinds, done = requests_of(len(wanted)), 0
     async with Runtime.connect(url) as runtime:
         runtime.discovery.begin()
-        client = runtime.client(Engine, node="decode", wait=30.0)
-        control = runtime.client(Engine, node="hand_over", wait=30.0)
+        client = runtime.client(Engine, node="decode", wait=PATIENCE)
+        control = runtime.client(Engine, node="hand_over", wait=PATIENCE)
         changing = anyio.Event()
 
         async def send(first: int) -> None:
