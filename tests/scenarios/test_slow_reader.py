@@ -60,7 +60,7 @@ async def test_a_stream_that_nobody_reads_ends_in_reader_stalled_after_what_was_
 
 async def test_a_reader_that_is_slow_but_reads_gets_everything(own_server: RunningServer) -> None:
     async with (
-        Runtime.connect(own_server.url, reader_stall_timeout=1.0) as serving,
+        Runtime.connect(own_server.url, reader_stall_timeout=2.0) as serving,
         Runtime.connect(own_server.url) as calling,
     ):
         await serving.start(Source)
