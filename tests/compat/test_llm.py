@@ -233,10 +233,12 @@ async def test_a_request_that_is_given_back_goes_to_another_worker(
             one.serve(endpoint, handler)
         await one.until_served(name, workers=2)
 
-        texts = [await streamed(one.client, **chat(name)) for _ in range(10)]
+        texts: list[str] = []
+        # Which of the two is asked first is drawn anew each time.
+        while not asked:
+            texts.append(await streamed(one.client, **chat(name)))
 
-    assert texts == ["here"] * 10
-    assert asked, "some came to the one that leaves"
+    assert set(texts) == {"here"}
 
 
 async def test_a_request_is_not_moved_where_the_model_does_not_say_so(
