@@ -676,17 +676,30 @@ def test_log_lines_outside_of_calls_name_actor_instance_and_process(
     assert {line["process"] for line in ready.values()} == workers
 
 
+STARTS_WHEN_LET = ACTORS.replace(
+    "async def on_stop(self) -> None:",
+    """async def on_start(self) -> None:
+        while Path("held").exists():
+            await asyncio.sleep(0.02)
+
+    async def on_stop(self) -> None:""",
+)
+
+
 def test_the_health_of_all_processes_is_served_by_the_parent(folder: Folder) -> None:
+    (folder.path / "held_up.py").write_text(STARTS_WHEN_LET)
     port = free_port()
-    folder.start_ready("actors.py:Slow", "--health", f"127.0.0.1:{port}")
+    folder.start_ready("held_up.py:Slow", "--health", f"127.0.0.1:{port}")
     folder.wait_for(lambda: health(port, "/ready")[0] == 200)
     assert f"health at http://127.0.0.1:{port}" in folder.output()
     (worker,) = folder.workers()
 
+    (folder.path / "held").touch()
     worker.kill()
 
     folder.wait_for(lambda: health(port, "/ready")[0] == 503)
     assert health(port, "/live")[0] == 200
+    (folder.path / "held").unlink()
     folder.wait_for(lambda: health(port, "/ready")[0] == 200)
 
 
