@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, eventually
 
 from dynbus.actors.running.processes import ForkProcess, ForkServer, ForkServerDied, Process
 
@@ -57,8 +57,8 @@ async def told_of_its_death(server: ForkServer) -> bool:
 
 async def test_a_process_shows_its_label_leads_a_group_and_its_end_is_told() -> None:
     async with ForkServer() as server, forked(server, "demo.Splitter/2") as process:
-        await eventually(lambda: title(process) == "dynbus worker demo.Splitter/2", 30.0)
-        await eventually(lambda: os.getsid(process.pid) == process.pid, 30.0)
+        await eventually(lambda: title(process) == "dynbus worker demo.Splitter/2")
+        await eventually(lambda: os.getsid(process.pid) == process.pid)
         process.kill()
         code = await process.wait()
 
@@ -73,7 +73,7 @@ async def test_a_process_ends_with_its_parents_end_of_the_socket() -> None:
             process = await server.fork(ForkProcess("worker", "n.c/1"), theirs.fileno())
         ours.close()
 
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(PATIENCE):
             assert await process.wait() != 0
 
 
@@ -81,8 +81,8 @@ async def test_the_death_of_the_fork_server_ends_no_process_and_their_ends_are_s
     async with ForkServer() as server, forked(server) as before:
         (program,) = fork_servers()
         program.kill()
-        async with asyncio.timeout(30.0):
-            await eventually(lambda: told_of_its_death(server), 30.0)
+        async with asyncio.timeout(PATIENCE):
+            await eventually(lambda: told_of_its_death(server))
             async with forked(server) as after:
                 assert before.is_alive
                 assert after.is_alive
@@ -102,7 +102,7 @@ async def test_processes_that_are_asked_for_at_once_are_told_apart() -> None:
             ]
         processes = [fork.result() for fork in forks]
         titles = [f"dynbus worker n.c/{number}" for number in range(8)]
-        await eventually(lambda: [title(each) for each in processes] == titles, 30.0)
+        await eventually(lambda: [title(each) for each in processes] == titles)
         for process in processes:
             process.kill()
         codes = [await process.wait() for process in processes]
