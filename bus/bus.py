@@ -23,6 +23,7 @@ from .lane import ControlLane, InlineLane, ThreadLane
 from .protocol import headers
 from .protocol.names import ReplySubjects
 from .protocol.tokens import random_id
+from .questions import Questions
 from .telemetry.process_status import ProcessStatus
 from .transport import Connection, ConnectionState, Message
 
@@ -79,6 +80,7 @@ class Bus:
             lane, replies.client_id, config.reply_prefixes, self.to_main, self.drop
         )
         self.background = Background("the bus", self.fail)
+        self.questions = Questions(data, replies, self.background, self.bounce_handlers)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
         data.background.on_failure(self.fail)
@@ -226,6 +228,7 @@ class Bus:
 
     async def close(self) -> None:
         """Close both connections; what was published before is sent first."""
+        self.questions.close()
         try:
             await self.background.close()
             await self.lane.run(self.heartbeats.stop())

@@ -1,21 +1,26 @@
 """What dynbus needs of a message bus.
 
 `Connection` is one connection; `nats/connection.py` implements it over nats-server and
-`memory/bus.py` over nothing. Both pass the same contract suite (`tests/contracts`).
+`memory/bus.py` over nothing, both with the part of it that is here, `WatchedConnection`. Both pass
+the same contract suite (`tests/contracts`).
 Publishing and delivery are plain functions: a callback runs inside the reader, once per message,
 and hands on what takes longer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import logging
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
 from .background import Background
 from .drops import DropReason
-from .errors import DynbusError
+from .errors import DynbusError, Unavailable
 from .protocol import headers
+
+logger = logging.getLogger(__name__)
 
 REPLICAS: Final = 3
 """Servers that keep a stream, as far as a cluster has them: one of three may be lost."""
@@ -567,7 +572,8 @@ class Connection(Protocol):
         ...
 
     async def barrier(self, *, timeout: float = 5.0) -> None:
-        """Wait until the server knows every subscription made so far.
+        """Wait until the server knows every subscription made so far, and whatever it had for this
+        connection until then has been delivered.
 
         Raises:
             Unavailable: it did not answer in time.
@@ -604,3 +610,76 @@ class Connection(Protocol):
     async def close(self) -> None:
         """Send what is buffered and close; more calls change nothing."""
         ...
+
+
+class WatchedConnection:
+    """The part that every connection has: its state, the work beside its callers, and who is told
+    of both and of what is dropped. Lives on one event loop.
+
+    Attributes:
+        background: what reads and watches for the connection; it ends with it.
+        sessions: how often it has been connected.
+    """
+
+    def __init__(self, name: str, state: ConnectionState) -> None:
+        self.name = name
+        self._state = state
+        self.sessions = int(state is ConnectionState.CONNECTED)
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[Callable[[ConnectionState], None]] = []
+        self._drop_listeners: list[Callable[[DropReason], None]] = []
+        self.background = Background(name)
+
+    @property
+    def state(self) -> ConnectionState:
+        return self._state
+
+    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
+        self._listeners.append(listener)
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
+
+    def on_drop(self, listener: Callable[[DropReason], None]) -> None:
+        self._drop_listeners.append(listener)
+
+    def drop(self, reason: DropReason) -> None:
+        """Tell the listeners that a message is dropped, and why."""
+        for listener in self._drop_listeners:
+            listener(reason)
+
+    async def wait_connected(self) -> None:
+        """Wait until there is a session.
+
+        Raises:
+            Unavailable: the connection is closed.
+        """
+        while self._state is not ConnectionState.CONNECTED:
+            if self._state is ConnectionState.CLOSED:
+                raise Unavailable("the connection is closed")
+            waiter: asyncio.Future[None] = self._loop.create_future()
+
+            def wake(_: ConnectionState, waiter: asyncio.Future[None] = waiter) -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+            end = self.on_state(wake)
+            try:
+                await waiter
+            finally:
+                end()
+
+    def _set_state(self, state: ConnectionState) -> None:
+        if state is self._state or self._state is ConnectionState.CLOSED:
+            return
+        self._state = state
+        self.sessions += state is ConnectionState.CONNECTED
+        for listener in list(self._listeners):
+            try:
+                listener(state)
+            except Exception:
+                # One listener must not keep the others, or the reader, from going on.
+                logger.exception("%s: a listener to the state raised", self.name)

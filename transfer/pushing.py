@@ -28,7 +28,6 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, describe_exception, make_error
 from dynbus.bus.protocol.names import transfer_subject
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.records.presence import ask_subject
 from dynbus.bus.transport import Message
 
 from . import messages
@@ -263,9 +262,9 @@ class Pushes:
             self._gone(life, landing)
 
     def ask_for(self, life: Life, answer: Callable[[bool | None], None]) -> None:
-        """Ask whether a life of an agent is on the bus still: see `presence.ask`."""
+        """Ask whether a life of an agent is on the bus still: see `Questions.ask`."""
         here = messages.encode(Here())
-        ask_subject(self._bus, transfer_subject(*life), lambda _: here, answer)
+        self._bus.questions.ask(transfer_subject(*life), lambda _: here, answer)
 
     def _make(self, epoch: str) -> _Landing:
         name = nixl_name(self._name, epoch)

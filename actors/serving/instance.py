@@ -29,7 +29,6 @@ from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leased_record import LeaseState
 from dynbus.bus.records.leases import LeaseKeeper
-from dynbus.bus.records.presence import is_there
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
@@ -494,7 +493,7 @@ class ServedInstance:
         other = await self._bus.lane.run(keeper.other_holder())
         if other is None:
             return
-        if await is_there(self._bus, other.record.name) is not False:
+        if await self._bus.questions.is_there(other.record.name) is not False:
             raise keeper.conflict(other.record)
         logger.warning(
             "%s waits for the lease of a process that had its id and is gone: %g s at most",

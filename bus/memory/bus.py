@@ -28,9 +28,9 @@ from dynbus.bus.transport import (
     Message,
     NoStream,
     StreamFull,
+    WatchedConnection,
     WrongLastSequence,
 )
-from dynbus.bus.watched_connection import WatchedConnection
 
 from .faults import Delay, Drop, Duplicate, Fault, Partition
 from .jetstream import JetStreamServer, MemoryJetStream

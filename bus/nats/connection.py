@@ -30,8 +30,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.transport import Callback, ConnectionState, Message
-from dynbus.bus.watched_connection import WatchedConnection
+from dynbus.bus.transport import Callback, ConnectionState, Message, WatchedConnection
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream

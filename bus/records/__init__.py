@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         leased_record,
         leases,
         objects,
-        presence,
         reading,
     )
 
@@ -21,6 +20,5 @@ __all__ = [
     "leased_record",
     "leases",
     "objects",
-    "presence",
     "reading",
 ]

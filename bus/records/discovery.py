@@ -26,7 +26,6 @@ from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 from .expired_records import ExpiredRecords
 from .instance_view import EXPIRY_GRACE, ComponentKey, Instance, InstanceView
 from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of, ttl_of
-from .presence import ask
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -333,7 +332,7 @@ class Discovery:
             self._bus.loop.call_later(HEARD_AGAIN, self._expire_unless_heard, instance)
             return
         # Its renewal may wait for servers that elect a leader: is there anybody?
-        ask(self._bus, name, partial(self._expire_or_wait, instance))
+        self._bus.questions.ask_for(name, partial(self._expire_or_wait, instance))
 
     def _expire_or_wait(self, instance: Instance, there: bool | None) -> None:
         name = instance.record.name
@@ -363,7 +362,7 @@ class Discovery:
     def _ask_absent(self, name: InstanceName, pause: float) -> None:
         """Ask again for an instance that was not there: it may only have changed servers."""
         if not self._is_closed and self.view.is_absent(name):
-            ask(self._bus, name, partial(self._answer_of_absent, name, pause))
+            self._bus.questions.ask_for(name, partial(self._answer_of_absent, name, pause))
 
     def _answer_of_absent(self, name: InstanceName, pause: float, there: bool | None) -> None:
         if self._is_closed or not self.view.is_absent(name):
@@ -394,7 +393,7 @@ class Discovery:
         if self._is_closed:
             return
         for name in names[:QUESTIONS_PER_TURN]:
-            ask(self._bus, name, partial(self._answer_of_known, name))
+            self._bus.questions.ask_for(name, partial(self._answer_of_known, name))
         if len(names) > QUESTIONS_PER_TURN:
             self._bus.loop.call_soon(self._ask_all, names[QUESTIONS_PER_TURN:])
 

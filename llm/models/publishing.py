@@ -19,7 +19,6 @@ from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.leased_record import LeasedRecord
-from dynbus.bus.records.presence import is_there
 from dynbus.bus.transport import ConnectionState, StoredMessage
 
 from .card import ModelCard, differences
@@ -146,7 +145,7 @@ async def _owner_is_there(target: Target, other: StoredCard) -> bool:
     for instance in discovery.view.instances(endpoint.namespace, endpoint.component, monotonic()):
         if other.owner in (instance.id, instance.record.incarnation):
             # Nobody knows while the connection breaks; it is asked again then.
-            return await is_there(target.bus, instance.record.name) is True
+            return await target.bus.questions.is_there(instance.record.name) is True
     return False
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.transport import ConnectionState
-from dynbus.bus.watched_connection import WatchedConnection
+from dynbus.bus.transport import ConnectionState, WatchedConnection
 
 pytestmark = pytest.mark.anyio
 

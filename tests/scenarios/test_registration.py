@@ -408,6 +408,25 @@ async def test_thousands_of_records_that_nobody_stands_behind_make_no_call_fail(
     assert sorted(took)[100] < 0.1
 
 
+async def test_what_the_server_said_counts_however_late_it_is_read(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url) as asking,
+    ):
+        await serving.start(Source, instance_id="there")
+        answers: dict[str, bool | None] = {}
+        for instance in ("there", "nobody"):
+            name = InstanceName("scenario", "Source", instance)
+            asking.bus.questions.ask_for(name, partial(answers.__setitem__, instance))
+
+        time.sleep(0.5)  # noqa: ASYNC251 - a loop that does not come to read
+
+        await eventually(lambda: len(answers) == 2)
+    assert answers == {"there": True, "nobody": False}
+
+
 async def test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to_expire(
     own_server: RunningServer,
 ) -> None:

@@ -1,0 +1,126 @@
+"""Asking the server whether anybody listens to a subject.
+
+It says at once when nobody does. That somebody does is told by its silence: the answer to a ping
+comes after all else that the server had to say, so that a slow loop, which reads late, is not
+misled.
+
+Records and heartbeats tell more of an instance, but records wait for a leader of JetStream, and
+heartbeats flow only while calls are open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from .background import Background, Work
+from .errors import PermissionDenied, Unavailable
+from .protocol.names import InstanceName, ReplySubjects
+from .protocol.tokens import random_id
+from .protocol.wire import Ping, encode_batch
+from .transport import Connection, ConnectionState
+
+Answer = Callable[[bool | None], object]
+
+
+class Questions:
+    """The questions that a process has asked and that are not answered yet; on the main loop.
+
+    Args:
+        bounce_handlers: what is called by the tokens at whose bounce subjects the server says that
+            nobody listens.
+    """
+
+    def __init__(
+        self,
+        data: Connection,
+        replies: ReplySubjects,
+        background: Background,
+        bounce_handlers: dict[str, Callable[[], None]],
+    ) -> None:
+        self._data = data
+        self._replies = replies
+        self._background = background
+        self._bounce_handlers = bounce_handlers
+        # By token, with the session in which each was asked.
+        self._open: dict[str, tuple[int, Answer]] = {}
+        self._hearing: Work | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Questions [{len(self._open)} open]>"
+
+    def ask(self, subject: str, question: Callable[[str], bytes], answer: Answer) -> None:
+        """Ask whether anybody listens to a subject.
+
+        Args:
+            question: what is sent there, given the token of the question.
+            answer: called once: False when nobody listens, True when somebody does, which a
+                frozen process does too, None when the connection broke meanwhile.
+        """
+        data = self._data
+        if self._is_closed or data.state is not ConnectionState.CONNECTED:
+            asyncio.get_running_loop().call_soon(answer, None)
+            return
+        # Who could guess the subject could speak for the server.
+        token = random_id()
+        self._open[token] = data.sessions, answer
+        self._bounce_handlers[token] = partial(self._nobody_listens, token)
+        data.publish(subject, question(token), reply=self._replies.bounce(token))
+        if self._hearing is None or self._hearing.ended:
+            self._hearing = self._background.start(self._hear, name="questions to the server")
+
+    def ask_for(self, instance: InstanceName, answer: Answer) -> None:
+        """Ask whether anybody listens where an instance would; `answer` as of `ask`."""
+
+        def question(token: str) -> bytes:
+            return encode_batch(self._replies.base, token, 0, [Ping(0)])
+
+        self.ask(instance.control_subject, question, answer)
+
+    async def is_there(self, instance: InstanceName) -> bool | None:
+        """Whether somebody listens where an instance would, as of `ask`."""
+        answered: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+
+        def answer(there: bool | None) -> None:
+            if not answered.done():
+                answered.set_result(there)
+
+        self.ask_for(instance, answer)
+        return await answered
+
+    def close(self) -> None:
+        """Answer what is open with None, and all that is asked from now on."""
+        self._is_closed = True
+        self._tell(list(self._open), None)
+
+    def _nobody_listens(self, token: str) -> None:
+        self._take(token)[1](False)
+
+    async def _hear(self) -> None:
+        while self._open:
+            asked = list(self._open)
+            session: int | None = None
+            with suppress(Unavailable):
+                # A subject that was refused to somebody else shows here, and is an answer too.
+                with suppress(PermissionDenied):
+                    await self._data.barrier()
+                session = self._data.sessions
+            self._tell(asked, session)
+
+    def _tell(self, asked: list[str], session: int | None) -> None:
+        """Answer those that the server has had nothing to say about.
+
+        Args:
+            session: the one in which it has said all.
+        """
+        for token in asked:
+            if token in self._open:
+                asked_in, answer = self._take(token)
+                asyncio.get_running_loop().call_soon(answer, True if asked_in == session else None)
+
+    def _take(self, token: str) -> tuple[int, Answer]:
+        del self._bounce_handlers[token]
+        return self._open.pop(token)
