@@ -29,6 +29,8 @@ from dynbus.llm.proxy import OpenAiWorker
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 BLOCK: Final = 32
+MOST: Final = 1900
+"""Tokens of an endless answer: as many as fit."""
 OPTIONS: Final = (
     "--served-model-name=tiny",
     "--dtype=float32",
@@ -148,27 +150,29 @@ async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
             assert not await asked_in_turn(client, router, there, 30)
 
             before = set(runtime.instance_ids(OpenAiWorker))
-            streams: list[Any] = []
-            places: list[str] = []
-            while len(set(places)) < 2:
-                streams.append(await endless(client, len(streams)))
-                places.append(router.latest_decisions(1)[0].chosen.instance)
-            readings = [Reading(stream) for stream in streams]
             async with anyio.create_task_group() as tasks:
-                for reading in readings:
+                readings: list[Reading] = []
+                while len({one.place for one in readings if one.is_fresh}) < 2:
+                    stream = await endless(client, len(readings))
+                    reading = Reading(stream, router.latest_decisions(1)[0].chosen.instance)
+                    readings.append(reading)
                     tasks.start_soon(reading.run)
-                await eventually(lambda: all(one.chunks for one in readings))
+                    await eventually(reading.has_begun)
+                readings = [one for one in readings if one.is_fresh]
                 await asyncio.to_thread(servers[0].kill)
-                await eventually(lambda: any(one.error for one in readings))
-                lost = {at for at, one in zip(places, readings, strict=True) if one.error}
-                going = [one for at, one in zip(places, readings, strict=True) if at not in lost]
+                await eventually(
+                    lambda: any(one.error for one in readings),
+                    what=f"a stream breaks off, of {readings}",
+                )
+                lost = {one.place for one in readings if one.error}
+                going = [one for one in readings if one.place not in lost]
                 assert going
                 enough = [one.chunks + 20 for one in going]
                 await eventually(
                     lambda: all(
                         one.chunks > count for one, count in zip(going, enough, strict=True)
                     ),
-                    what=f"the other's go on, of {readings} at {places}",
+                    what=f"the others go on, of {readings}",
                 )
                 tasks.cancel_scope.cancel()
             await eventually(lambda: count() == 1, START_TIMEOUT, what="one is withdrawn")
@@ -217,8 +221,7 @@ async def endless(client: AsyncOpenAI, number: int) -> Any:
     return await create(
         model="tiny",
         messages=messages,
-        # As many as fit: it is still going on when its server is killed.
-        max_tokens=1900,
+        max_tokens=MOST,
         stream=True,
         extra_body={"ignore_eos": True},
     )
@@ -228,17 +231,28 @@ class Reading:
     """Reads a stream.
 
     Attributes:
+        place: the instance that it comes from.
         chunks: how many have come.
         error: how it broke off.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, place: str) -> None:
+        self.place = place
         self.chunks = 0
         self.error: APIError | None = None
         self._stream = stream
 
     def __repr__(self) -> str:
-        return f"<Reading [{self.chunks} chunks | {self.error!r}]>"
+        return f"<Reading at {self.place} [{self.chunks} chunks | {self.error!r}]>"
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it goes on for some seconds: a server may take as long for its first chunk,
+        while the other has the processors."""
+        return self.error is None and self.chunks < MOST // 2
+
+    def has_begun(self) -> bool:
+        return self.chunks > 0
 
     async def run(self) -> None:
         """Read to the end."""
