@@ -178,6 +178,8 @@ class Bus:
         """Say that the presence cannot go on; the first reason is the one that counts."""
         if self.failure is None:
             self.failure = error
+            # What would hear the answers has ended.
+            self.questions.close()
             for listener in self._failure_listeners:
                 listener()
 

@@ -58,7 +58,8 @@ class Questions:
         Args:
             question: what is sent there, given the token of the question.
             answer: called once: False when nobody listens, True when somebody does, which a
-                frozen process does too, None when the connection broke meanwhile.
+                frozen process does too, None when nobody knows: the connection broke meanwhile, the
+                server was silent for seconds, or the bus is closed or has failed.
         """
         data = self._data
         if self._is_closed or data.state is not ConnectionState.CONNECTED:

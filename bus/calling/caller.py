@@ -375,9 +375,11 @@ class Caller:
         level = logging.WARNING if calls else logging.DEBUG
         logger.log(level, "%s is gone; calls that were open at it: %d", remote.name, len(calls))
         self._open.forget(remote)
-        not_begun = [call for call in calls if not call.reader.has_begun]
+        # A bus that has failed hears nothing more of any of them.
+        failed = self.bus.failure is not None
+        not_begun = [call for call in calls if not failed and not call.reader.has_begun]
         for call in calls:
-            if call.reader.has_begun:
+            if failed or call.reader.has_begun:
                 self._left_alone(call)
         if not_begun:
             self.bus.background.start(self._hear_who_took, not_begun, name="hear-who-took")
@@ -389,11 +391,14 @@ class Caller:
         to a ping comes after all that the server had for us: what it says of the requests, and
         then of the questions that this led to.
         """
-        for _ in range(2):
-            with suppress(Unavailable, PermissionDenied):
-                await self.bus.data.barrier(timeout=DOUBT_SECONDS)
-        for call in calls:
-            self._left_alone(call)
+        try:
+            for _ in range(2):
+                with suppress(Unavailable, PermissionDenied):
+                    await self.bus.data.barrier(timeout=DOUBT_SECONDS)
+        finally:
+            # The bus may fail meanwhile.
+            for call in calls:
+                self._left_alone(call)
 
     def _left_alone(self, call: PendingCall) -> None:
         """The instance of a call died, and nothing says that it never took it."""

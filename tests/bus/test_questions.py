@@ -69,3 +69,31 @@ def test_who_listens_cannot_speak_for_the_server() -> None:
 
 def test_a_connection_that_broke_meanwhile_tells_nothing() -> None:
     assert run(answers(listens=False, breaks=True)) == [None]
+
+
+def test_a_bus_that_has_failed_knows_nothing() -> None:
+    async def fail() -> None:
+        raise ValueError("on purpose")
+
+    async def story() -> None:
+        memory = MemoryBus()
+        data, control = await memory.connect(), await memory.connect()
+        bus = await Bus.over(BusConfig(), data, control)
+        other = await memory.connect()
+        other.subscribe(KEY.control_subject, lambda _: None)
+        await other.barrier()
+        failed = asyncio.Event()
+        bus.on_failure(failed.set)
+        found: list[bool | None] = []
+
+        bus.background.start(fail, name="fails")
+        bus.questions.ask_for(KEY, found.append)
+        await failed.wait()
+        later = await bus.questions.is_there(KEY)
+
+        assert found == [None]
+        assert later is None
+        assert bus.bounce_handlers == {}
+        await bus.close()
+
+    run(story())

@@ -387,6 +387,38 @@ def test_the_calls_of_an_instance_that_is_gone_end(
     run(story())
 
 
+@pytest.mark.parametrize("gone_first", [False, True])
+def test_the_calls_of_an_instance_that_is_gone_end_where_the_bus_has_failed(
+    gone_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise ValueError("on purpose")
+
+    async def never(*, timeout: float = 5.0) -> None:
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+            failed = asyncio.Event()
+            side.bus.on_failure(failed.set)
+            monkeypatch.setattr(side.bus.data, "barrier", never)
+            if gone_first:
+                side.caller.gone(call.remote)
+                # It waits for the server's word.
+                await settle(side.far.connection)
+                assert call.is_open
+            side.bus.background.start(fail, name="fails")
+            await failed.wait()
+            if not gone_first:
+                side.caller.gone(call.remote)
+
+            assert not call.is_open
+            assert call.unreachable
+
+    run(story())
+
+
 @pytest.mark.parametrize("in_doubt", [False, True])
 def test_a_call_of_an_instance_that_is_gone_hears_first_whether_anybody_took_it(
     in_doubt: bool,
