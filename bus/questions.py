@@ -109,7 +109,8 @@ class Questions:
                 with suppress(PermissionDenied):
                     await self._data.barrier()
                 session = self._data.sessions
-            self._tell(asked, session)
+            # A link that is silent answers later questions no better than the earlier.
+            self._tell(list(self._open) if session is None else asked, session)
 
     def _tell(self, asked: list[str], session: int | None) -> None:
         """Answer those that the server has had nothing to say about.
