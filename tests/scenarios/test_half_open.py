@@ -31,6 +31,14 @@ async def read(source: Source, request: Count, received: list[Item]) -> int:
     return len(received)
 
 
+async def cut(link: Link) -> None:
+    """Cut a link, and wait until its ends are connected again: before, a cut would be none."""
+    connected = link.proxy.accepted + CONNECTIONS
+    link.proxy.cut()
+    await asyncio.sleep(0.5)
+    await eventually(lambda: link.proxy.accepted >= connected)
+
+
 @pytest.mark.parametrize("proxied", ["caller", "worker"])
 async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(link: Link) -> None:
     request = Count(items=300, size=2000, pause=0.01)
@@ -39,11 +47,7 @@ async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(l
     await eventually(lambda: all(received))
 
     for _ in range(4):
-        connected = link.proxy.accepted + CONNECTIONS
-        link.proxy.cut()
-        await asyncio.sleep(0.5)
-        # A cut of what is not connected yet would be none.
-        await eventually(lambda connected=connected: link.proxy.accepted >= connected)  # type: ignore[misc]
+        await cut(link)
     counts = await asyncio.gather(*streams)
 
     assert counts == [300] * 16
