@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from .blocked_loop import BlockReport, depth_here
-from .clock import monotonic
+from .clock import monotonic, unix_time
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
 from .inbox import Inbox
 from .protocol import headers
 from .protocol.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
-from .protocol.wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
+from .protocol.wire import Batch, Frame, Heartbeat, Open, Ping, Pong, decode_batch, encode_batch
 from .transport import Connection, ConnectionState, Message
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class Side(Protocol[R]):
         """Carry out what somebody says; called on the main loop."""
         ...
 
-    def beat(self, remote: R) -> list[Frame]:
-        """The next heartbeat, a frame for each of its messages; called on the lane."""
+    def beat(self, remote: R, number: int) -> list[Frame]:
+        """The heartbeat of a number, a frame for each of its messages; called on the lane."""
         ...
 
     def returned(self, remote: R) -> None:
@@ -155,6 +155,8 @@ class Heartbeats:
         drop: counts a message that is dropped; to be called on the main loop.
 
     Attributes:
+        number: of the latest heartbeat, the same to all remotes. Those of a process that takes the
+            name of one that ended are greater, since both begin with the time of day.
         blocked: seconds for which the main loop has not run; 0 while it answers.
     """
 
@@ -185,6 +187,7 @@ class Heartbeats:
         self._main_asked_at = 0.0
         self._main_depth = 0
         self._block_report = BlockReport(TICK)
+        self.number = int(unix_time() * 1000)
         self.blocked = 0.0
 
     def add(self, registry: Registry[Any]) -> None:
@@ -240,8 +243,13 @@ class Heartbeats:
             if batch.incarnation != remote.incarnation:
                 self._dropped(DropReason.STALE)
                 return
-            if remote.liveness is not None and remote.liveness.heard(now):
-                self._to_main(side.returned, remote)
+            if remote.liveness is not None or remote.has_work():
+                liveness = self._liveness(remote, now)
+                if not all(map(liveness.is_news, _beats(batch))):
+                    self._dropped(DropReason.STALE)
+                    return
+                if liveness.heard(now):
+                    self._to_main(side.returned, remote)
         # Names cost nothing: all who have no call here share one turn.
         peer = "" if remote is None else key
         ping: Ping | None = None
@@ -281,6 +289,7 @@ class Heartbeats:
                 continue
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_INTERVAL
+                self.number += 1
                 for registry in list(self._registries.values()):
                     self._beat(registry, now)
             self._judge(now)
@@ -305,7 +314,7 @@ class Heartbeats:
                 continue
             self._liveness(remote, now)
             try:
-                for frame in registry.side.beat(remote):
+                for frame in registry.side.beat(remote, self.number):
                     self._send(registry, remote_id, remote, [frame])
             except Exception:
                 # Whatever is wrong with the calls there, all others are to hear from us.
@@ -432,3 +441,8 @@ class Heartbeats:
     def _main_answer(self) -> None:
         self._main_answered = True
         self._main_depth = depth_here()
+
+
+def _beats(batch: Batch) -> list[int]:
+    """The numbers of the heartbeats in a message."""
+    return [frame.beat for frame in batch.frames if isinstance(frame, Open | Heartbeat)]

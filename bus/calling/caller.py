@@ -191,7 +191,7 @@ class Caller:
         for remote in self._open.remotes():
             if remote.done:
                 # Otherwise the instance would keep these results until it finds us dead.
-                for frame in remote.beat():
+                for frame in remote.beat(self.bus.heartbeats.number):
                     remote.send((frame,))
         for call in list(self._open.calls.values()):
             call.abandon()
@@ -205,7 +205,7 @@ class Caller:
         for call in list(self._open.calls.values()):
             if call.request_id in ids and call.endpoint.namespace == namespace:
                 call.cancel(kill=True)
-                call.fail(Cancelled(OPERATOR, hop=f"caller of {call.endpoint}"))
+                call.fail(Cancelled(OPERATOR, hop=f"caller of {call.hop}"))
                 found.append(Found(call.request_id))
         return found
 
@@ -294,11 +294,10 @@ class Caller:
     def _unreachable(self, call: PendingCall) -> None:
         """Neither a request nor the question after it found anybody."""
         call.unreachable = True
-        hop = call.endpoint.hop(call.remote.name.instance_id)
         if call.reader.has_begun:
-            call.fail(StreamLost("the instance is gone", hop=hop))
+            call.fail(StreamLost("the instance is gone", hop=call.hop))
         else:
-            call.fail(Unavailable("the instance is gone", hop=hop, started=False))
+            call.fail(Unavailable("the instance is gone", hop=call.hop, started=False))
 
     def _plain_answer(self, call: PendingCall, message: Message) -> None:
         """An answer without frames: a responder that refused the request as a whole."""
@@ -360,9 +359,9 @@ class Caller:
     def heard_while_blocked(self, batch: Batch, remote: Remote | None) -> None:
         """It waits, like everything else that is read here."""
 
-    def beat(self, remote: Remote) -> list[Frame]:
-        """The next heartbeat to an instance."""
-        return remote.beat()
+    def beat(self, remote: Remote, number: int) -> list[Frame]:
+        """The heartbeat of a number to an instance."""
+        return remote.beat(number)
 
     def returned(self, remote: Remote) -> None:
         """An instance that could not be reached is heard again."""
@@ -405,13 +404,13 @@ class Caller:
         if not call.is_open:
             return
         call.unreachable = True
-        hop = call.endpoint.hop(call.remote.name.instance_id)
         if call.streaming:
-            call.fail(StreamLost("the instance is gone", hop=hop))
+            call.fail(StreamLost("the instance is gone", hop=call.hop))
         else:
             call.fail(
                 UnknownOutcome(
-                    "the instance is gone; the call may or may not have been carried out", hop=hop
+                    "the instance is gone; the call may or may not have been carried out",
+                    hop=call.hop,
                 )
             )
 
@@ -436,7 +435,7 @@ class Caller:
             return
         if frame.calls and not remote.has_work():
             # It keeps results that nobody waits for: what said so was lost.
-            remote.send(remote.beat())
+            remote.send(remote.beat(self.bus.heartbeats.number))
             return
         sent = dict(frame.calls)
         calls = [call for call in remote.calls.values() if covers(frame, call.number)]
@@ -445,23 +444,18 @@ class Caller:
         remote.send([frame for frame in said if frame is not None])
 
     def _lost(self, call: PendingCall) -> None:
-        hop = call.endpoint.hop(call.remote.name.instance_id)
         if call.reader.next_sequence == 0:
             call.unreachable = bool(call.doubt)
-            call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
+            call.fail(Unavailable("the request was lost on its way", hop=call.hop, started=False))
         else:
-            call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
+            call.fail(StreamLost("the instance does not know the stream any longer", hop=call.hop))
 
     def _refused(self, error: DynbusError, subject: str) -> None:
         """The server does not let us publish to a subject: end the calls that need it."""
         for call in list(self._open.calls.values()):
             remote = call.remote
             if subject in (call.endpoint.at(remote.name.instance_id), remote.control_subject):
-                call.fail(
-                    PermissionDenied(
-                        error.message, hop=call.endpoint.hop(remote.name.instance_id), started=False
-                    )
-                )
+                call.fail(PermissionDenied(error.message, hop=call.hop, started=False))
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

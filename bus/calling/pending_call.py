@@ -12,7 +12,14 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
-from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, PayloadTooLarge
+from dynbus.bus.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynbusError,
+    PayloadTooLarge,
+    StreamLost,
+    UnknownOutcome,
+)
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.wire import End, Failed, Item, Items, Part, error_of
 
@@ -136,6 +143,11 @@ class PendingCall(CallProgress):
     def __repr__(self) -> str:
         return f"<PendingCall {self.number} {self.endpoint} {self.reader!r}>"
 
+    @property
+    def hop(self) -> str:
+        """How errors name the endpoint at the instance that was called."""
+        return self.endpoint.hop(self.remote.name.instance_id)
+
     async def result(self) -> bytes:
         """Wait for the end; the result of a unary call.
 
@@ -206,7 +218,7 @@ class PendingCall(CallProgress):
             return
         if reader.terminal is not None:
             terminal = reader.terminal
-            self._finish(error_of(terminal) if isinstance(terminal, Failed) else None)
+            self._finish(self._failure(terminal) if isinstance(terminal, Failed) else None)
         elif reader.behind:
             question = self.ask_once(monotonic())
             if question is not None:
@@ -240,7 +252,7 @@ class PendingCall(CallProgress):
             self.fail(
                 DeadlineExceeded(
                     f"{self.endpoint} did not end in time",
-                    hop=f"caller of {self.endpoint.hop(self.remote.name.instance_id)}",
+                    hop=f"caller of {self.hop}",
                 )
             )
 
@@ -254,6 +266,19 @@ class PendingCall(CallProgress):
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiter = waiter
         return waiter
+
+    def _failure(self, frame: Failed) -> DynbusError:
+        """The error that ended the call at its instance."""
+        error = error_of(frame)
+        error.request_id = error.request_id or self.request_id
+        if error.hop:
+            return error
+        # The instance keeps nothing of the call: not of which endpoint it was, nor whether that
+        # streams.
+        if self.streaming and isinstance(error, UnknownOutcome):
+            error = StreamLost(error.message, request_id=error.request_id)
+        error.hop = self.hop
+        return error
 
     def _finish(self, error: DynbusError | None) -> None:
         self.error = error

@@ -98,7 +98,8 @@ class RemoteInstance(Generic[C]):
         credits, self._credits = self._credits, []
         self.send(credits)
 
-    def beat(self) -> list[Frame]:
+    def beat(self, number: int) -> list[Frame]:
+        """The heartbeat of a number, a frame for each of its messages."""
         open_calls = list(self.calls.values())
         calls = {call.number: call.reader.next_sequence for call in open_calls}
         room = heartbeat_room(self._bus.lane.connection.max_payload)
@@ -110,8 +111,8 @@ class RemoteInstance(Generic[C]):
         del self.done[:count]
         first, *rest = split_calls(calls, (room - ACKNOWLEDGEMENT_BYTES * count) // CALL_BYTES)
         return [
-            Open(first.calls, done, first.first, first.last),
-            *(Open(part.calls, [], part.first, part.last) for part in rest),
+            Open(number, first.calls, done, first.first, first.last),
+            *(Open(number, part.calls, [], part.first, part.last) for part in rest),
         ]
 
     def returned(self) -> None:

@@ -5,7 +5,9 @@ Two signals speak against it: silence, where heartbeats are due (they come every
 nobody. Neither is believed blindly: silence counts from the moment on since when the other side
 knows of an open call, and not while we are cut off ourselves or have been frozen; a 503 counts
 only after a ping on the control lane found nobody either and the other side had time to connect
-again. One object per remote side, without I/O or clock.
+again. Nor is a heartbeat that comes after a later one: a link that was cut delivers
+what it held when it heals, on a connection that its sender has left long ago. One object per
+remote side, without I/O or clock.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ class RemoteLiveness:
         now: when the first call with this remote began.
     """
 
-    __slots__ = ("_absent_since", "_grace_until", "_heard", "_missed", "_pinged")
+    __slots__ = ("_absent_since", "_beat", "_grace_until", "_heard", "_missed", "_pinged")
 
     def __init__(self, now: float) -> None:
+        self._beat = 0
         self._heard = now
         self._grace_until = now
         self._absent_since: float | None = None
@@ -49,6 +52,13 @@ class RemoteLiveness:
         self._absent_since = None
         self._pinged = False
         return returned
+
+    def is_news(self, beat: int) -> bool:
+        """Whether a heartbeat of this number is no older than all that came before."""
+        if beat < self._beat:
+            return False
+        self._beat = beat
+        return True
 
     def heard_data(self, at: float) -> None:
         """Something of the remote arrived on the data connection at `at`."""

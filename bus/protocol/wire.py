@@ -148,12 +148,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
     """Reader to writer, while calls are open: the heartbeat.
 
     Attributes:
+        beat: its number, the same in all messages of one heartbeat; each sender's grow.
         calls: (number, next sequence) of each open call: units below it are held.
         done: (number, secret) of calls that have ended, of which nothing need be kept.
         first, last: the numbers that it speaks of, both included: a call between them that it
             does not list is not open. A `last` of None is no bound.
     """
 
+    beat: int
     calls: _Calls
     done: _Done
     first: int = 0
@@ -164,12 +166,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
     """Writer to reader, while calls are open: the sequence after the last unit sent, per call.
 
     Attributes:
+        beat: its number, as in `Open`.
         blocked: seconds for which the writer's main loop has not run.
         draining: whether the instance takes no more calls.
         calls: (number, next sequence) of each open or not yet acknowledged call.
         first, last: the numbers that it speaks of, as in `Open`.
     """
 
+    beat: int
     blocked: float
     draining: bool
     calls: _Calls

@@ -127,11 +127,11 @@ class ServerControl:
                     NothingHere(sender, frame.first, frame.last), self._bus.heartbeats.blocked
                 )
 
-    def beat(self, remote: RemoteClient) -> list[Frame]:
+    def beat(self, remote: RemoteClient, number: int) -> list[Frame]:
         most = heartbeat_room(self._bus.lane.connection.max_payload) // CALL_BYTES
         blocked, draining = self._bus.heartbeats.blocked, self._execution.draining
         ranges = split_calls(remote.positions(), most)
-        return [Heartbeat(blocked, draining, *part) for part in ranges]
+        return [Heartbeat(number, blocked, draining, *part) for part in ranges]
 
     # On the main loop --------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class ServerControl:
         logger.log(
             logging.INFO if actions or dropped else logging.DEBUG,
             "%s: a caller is gone, %s; its calls that are cancelled: %d, its results dropped: %d",
-            *(self._ledger.hop, remote.label, len(actions), dropped),
+            *(self._ledger.name, remote.label, len(actions), dropped),
         )
         self._carry_out(actions)
 
@@ -204,8 +204,8 @@ class ServerControl:
         Args:
             blocked: seconds for which the main loop has not run.
         """
-        heartbeat = Heartbeat(blocked, self._execution.draining, [], told.first, told.last)
-        self.tell(told.sender, heartbeat)
+        number, draining = self._bus.heartbeats.number, self._execution.draining
+        self.tell(told.sender, Heartbeat(number, blocked, draining, [], told.first, told.last))
 
     def send_failed(self, sender: Sender, frame: Failed) -> None:
         """End a call at its reader, which need not have calls here."""

@@ -342,7 +342,7 @@ class Ledger:
         open_outbox: makes what collects the results of a new client, by its key and base.
 
     Attributes:
-        hop: what errors call the instance.
+        name: of the instance, for messages.
         clients: the dynbus clients with calls here, by key.
         plain: the calls of plain NATS clients.
         unread: what is kept for all of them.
@@ -352,7 +352,7 @@ class Ledger:
 
     def __init__(
         self,
-        hop: str,
+        name: str,
         *,
         max_request_bytes: int,
         instance_window: int,
@@ -364,7 +364,7 @@ class Ledger:
         self.unread = UnreadBytes(instance_window)
         self.plain_account = ClientUnreadBytes(self.unread)
         self.partial = PartialRequests(max_request_bytes)
-        self.hop = hop
+        self.name = name
         self._max_request_bytes = max_request_bytes
         self._reply_prefixes = tuple(reply_prefixes)
         self._open_outbox = open_outbox
@@ -381,7 +381,7 @@ class Ledger:
         self._has_memories = False
 
     def __repr__(self) -> str:
-        return f"<Ledger {self.hop} [{len(self.clients)} clients, {len(self.plain)} plain calls]>"
+        return f"<Ledger {self.name} [{len(self.clients)} clients, {len(self.plain)} plain calls]>"
 
     def calls(self) -> list[Call]:
         """Every call that waits or runs here, or whose request is not complete."""
@@ -596,10 +596,8 @@ class Ledger:
             self._note_forgotten(client, writer, now)
         actions = self._release(client, number)
         if call is not None and not call.ended:
-            # Not a tidy end: should the reader be there after all, it must not take it for the
-            # end of the stream.
-            gone = Cancelled("the caller does not list the call any longer")
-            return [Abort(call, gone)]
+            # Should the reader be there after all, its call was lost, and may go on elsewhere.
+            return [Abort(call, _loss_of(call, "the caller does not list the call any longer"))]
         return actions
 
     def _release(self, client: RemoteClient, number: int) -> list[Action]:
@@ -726,7 +724,10 @@ class Ledger:
         return sent_at > self._heard_since and sent_at - FLIGHT_SECONDS > forgotten
 
     def _say_begun(self, inquiry: Inquiry, text: str) -> Action:
-        """End a call at its client, as one that did begin here or may have."""
+        """End a call at its client, as one that did begin here or may have.
+
+        Of which endpoint it was is not known any longer, so the client adds the hop.
+        """
         frame = inquiry.frame
         kind = StreamLost if frame.resume_from else UnknownOutcome
         failed = failed_frame(
@@ -734,7 +735,7 @@ class Ledger:
             frame.secret,
             frame.attempt,
             frame.resume_from,
-            kind(text, hop=self.hop),
+            kind(text),
         )
         return SendFailed(inquiry.sender, failed)
 
@@ -799,8 +800,7 @@ class Ledger:
         actions: list[Action] = []
         for call in client.calls.values():
             if not call.ended:
-                kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
-                actions.append(Abort(call, kind("the instance took its caller for dead")))
+                actions.append(Abort(call, _loss_of(call, "the instance took its caller for dead")))
         client.kept.clear()
         client.unread.close()
         return actions
@@ -814,6 +814,11 @@ class Ledger:
     def _note_forgotten(self, client: RemoteClient, writer: StreamWriter, now: float) -> None:
         """A request that did begin is about to be forgotten, and its reader did not say so."""
         self._forgotten.add(client.key, writer.number, writer.secret, now)
+
+
+def _loss_of(call: FramedCall, text: str) -> DynbusError:
+    """What ends a call that runs, where its reader seems to be gone."""
+    return StreamLost(text) if call.served.endpoint.streaming else UnknownOutcome(text)
 
 
 def _is_of(frame: Credit | Cancel | Resume, writer: StreamWriter) -> bool:

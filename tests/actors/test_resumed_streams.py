@@ -98,6 +98,12 @@ class Counter(Actor, namespace="resumed"):
         async for number in self._numbers(request):
             yield number
 
+    @handler(resume="replay")
+    async def late(self, request: Count) -> AsyncGenerator[int, None]:
+        await asyncio.sleep(5.0)
+        async for number in self._numbers(request):
+            yield number
+
     @handler
     async def once(self, request: Count) -> AsyncGenerator[int, None]:
         async for number in self._numbers(request):
@@ -276,6 +282,35 @@ def test_a_stream_goes_on_elsewhere_when_its_handler_says_so(
 
     assert found == NUMBERS
     assert sent == (NUMBERS[3:] if kind == "count" else NUMBERS)
+
+
+@pytest.mark.parametrize("read", [by_itself, relayed])
+@pytest.mark.parametrize("kind", ["count", "again", "late"])
+def test_a_stream_goes_on_elsewhere_when_its_caller_was_cut_off_and_its_instance_keeps_nothing(
+    kind: str, read: Read
+) -> None:
+    async def story(kit: TestKit) -> tuple[list[int], list[int]]:
+        client = await started(kit, "ab")
+        bus: Any = kit.caller.bus
+
+        async def cut() -> None:
+            await asyncio.sleep(2.5)
+            # What the instance says when it gives its caller up is lost with the link.
+            with kit.bus.partition(bus.data, bus.lane.connection, notice_after=1.0):
+                await asyncio.sleep(10.0)
+
+        async def see(number: int) -> None: ...
+
+        cutting = asyncio.ensure_future(cut())
+        found = await read(getattr(client, kind)(Count(end=20)), see)
+        await cutting
+        second: Any = kit.started["b"].actor
+        return found, second.sent
+
+    found, sent = on_a_kit(story)
+
+    assert found == list(range(20))
+    assert sent, "it went on where it was"
 
 
 def test_what_an_instance_says_that_was_given_up_reaches_nobody() -> None:

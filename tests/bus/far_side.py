@@ -96,10 +96,10 @@ class FarSide:
         """Send control frames to the caller of the first request."""
         await self._publish(f"{(await self.request()).base}.ctl.f", 0, *frames)
 
-    async def beat(self, sent: int = 0, blocked: float = 0.0) -> None:
+    async def beat(self, sent: int = 0, blocked: float = 0.0, number: int = 1) -> None:
         """Send a heartbeat that says for every request that `sent` units were sent."""
         calls = [(request.number, sent) for request in self.requests]
-        await self.send_control(Heartbeat(blocked, False, calls))
+        await self.send_control(Heartbeat(number, blocked, False, calls))
 
     async def _publish(self, subject: str, load: int, *frames: Frame) -> None:
         incarnation = self.requests[0].incarnation

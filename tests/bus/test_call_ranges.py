@@ -51,8 +51,8 @@ def test_more_calls_are_spans_that_follow_each_other_without_a_gap() -> None:
 def test_a_frame_speaks_of_the_numbers_between_its_bounds_only(
     first: int, last: int | None, number: int, covered: bool
 ) -> None:
-    assert covers(Open([], [], first, last), number) is covered
-    assert covers(Heartbeat(0.0, False, [], first, last), number) is covered
+    assert covers(Open(1, [], [], first, last), number) is covered
+    assert covers(Heartbeat(1, 0.0, False, [], first, last), number) is covered
 
 
 @given(calls_of_a_side, st.integers(-1, 12))
@@ -91,7 +91,7 @@ def test_the_longest_span_fits_a_message(max_payload: int) -> None:
 
     for part in split_calls(calls, heartbeat_room(max_payload) // CALL_BYTES):
         for frame in (
-            Open(part.calls, [], part.first, part.last),
-            Heartbeat(0.25, True, part.calls, part.first, part.last),
+            Open(2**63 - 1, part.calls, [], part.first, part.last),
+            Heartbeat(2**63 - 1, 0.25, True, part.calls, part.first, part.last),
         ):
             assert len(encode_batch(sender, incarnation, 2**32, [frame])) <= max_payload

@@ -69,6 +69,63 @@ def test_an_instance_that_beats_is_never_gone() -> None:
     assert run(story())
 
 
+def test_heartbeats_that_arrive_after_later_ones_are_no_sign_of_life() -> None:
+    async def story() -> float:
+        async with played() as side:
+            call = side.begin(streaming=True, deadline=None)
+            await side.far.request()
+            await side.far.beat(number=100)
+            begun = monotonic()
+
+            for number in range(100):
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
+                await side.far.beat(number=number)
+                if not call.is_open:
+                    break
+
+            return monotonic() - begun
+
+    assert SILENCE_LIMIT - ROUNDED <= run(story()) <= SILENCE_LIMIT + LATE
+
+
+def test_an_instance_is_not_taken_for_blocked_by_what_it_said_before_its_latest_heartbeat() -> None:
+    async def story() -> bool:
+        async with played(stall_limit=10.0) as side:
+            call = side.begin(streaming=True, deadline=None)
+            await side.far.request()
+
+            await side.far.beat(number=2)
+            await side.far.beat(number=1, blocked=60.0)
+
+            return call.is_open
+
+    assert run(story())
+
+
+def test_the_numbers_of_heartbeats_grow_over_calls_connections_and_processes() -> None:
+    async def numbers(server: MemoryBus) -> list[int]:
+        async with played(server) as side:
+            for _ in range(2):
+                call = side.begin(streaming=True, deadline=None)
+                for _ in range(3):
+                    await side.far.beat(number=side.bus.heartbeats.number)
+                    await asyncio.sleep(HEARTBEAT_INTERVAL)
+                call.abandon()
+                side.bus.lane.connection.disconnect()  # type: ignore[attr-defined]
+                side.bus.lane.connection.reconnect()  # type: ignore[attr-defined]
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
+            return [frame.beat for frame in side.far.all(Open)]
+
+    async def story() -> list[int]:
+        server = MemoryBus()
+        return [*await numbers(server), *await numbers(server)]
+
+    told = run(story())
+
+    assert len(told) >= 12
+    assert told == sorted(set(told))
+
+
 def test_an_instance_that_nobody_can_reach_is_gone_sooner_than_a_silent_one() -> None:
     async def story() -> tuple[float, float]:
         async with played() as side:
@@ -202,7 +259,7 @@ def test_one_side_whose_calls_cannot_be_told_does_not_stop_the_others(
             broken, whole = side.begin(streaming=True), other.begin(streaming=True)
             side.bus.heartbeats.add(other.caller.registry)
 
-            def fail() -> None:
+            def fail(number: int) -> None:
                 raise KeyError("broken")
 
             monkeypatch.setattr(broken.remote, "beat", fail)
@@ -226,7 +283,7 @@ def test_a_remote_that_cannot_be_told_keeps_no_other_one_from_its_heartbeat(
             broken = side.begin(instance_id="broken", streaming=True, deadline=None)
             whole = side.begin(streaming=True, deadline=None)
 
-            def fail() -> None:
+            def fail(number: int) -> None:
                 raise PayloadTooLarge("too many calls")
 
             with monkeypatch.context() as patched:

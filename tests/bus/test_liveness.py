@@ -145,3 +145,17 @@ def test_a_bounce_beside_results_that_arrive_is_not_forgotten() -> None:
 
     assert liveness.heard(1.2)
     assert not liveness.heard(1.3)
+
+
+def test_a_heartbeat_is_news_unless_a_later_one_came_before() -> None:
+    remote = RemoteLiveness(10.0)
+
+    # Two of one number are two messages of one heartbeat.
+    assert [remote.is_news(beat) for beat in (7, 8, 8, 7, 9, 8)] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]

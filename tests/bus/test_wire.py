@@ -69,17 +69,18 @@ GOLDEN: list[tuple[Frame, bytes]] = [
     ),
     (Unknown(7, SECRET, 1), HEAD + b"\x94\x07" + CALL),
     (
-        Open([(7, 3), (8, 0)], [(6, SECRET)]),
-        HEAD + b"\x95\x08\x92\x92\x07\x03\x92\x08\x00\x91\x92\x06\xc4\x100123456789abcdef\x00\xc0",
+        Open(1, [(7, 3), (8, 0)], [(6, SECRET)]),
+        HEAD
+        + b"\x96\x08\x01\x92\x92\x07\x03\x92\x08\x00\x91\x92\x06\xc4\x100123456789abcdef\x00\xc0",
     ),
-    (Open([(7, 3)], [], 5, 9), HEAD + b"\x95\x08\x91\x92\x07\x03\x90\x05\x09"),
+    (Open(1, [(7, 3)], [], 5, 9), HEAD + b"\x96\x08\x01\x91\x92\x07\x03\x90\x05\x09"),
     (
-        Heartbeat(0.25, False, [(7, 9)]),
-        HEAD + b"\x96\t\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t\x00\xc0",
+        Heartbeat(1, 0.25, False, [(7, 9)]),
+        HEAD + b"\x97\t\x01\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t\x00\xc0",
     ),
     (
-        Heartbeat(0.25, False, [(7, 9)], 5, 9),
-        HEAD + b"\x96\t\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t\x05\x09",
+        Heartbeat(1, 0.25, False, [(7, 9)], 5, 9),
+        HEAD + b"\x97\t\x01\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t\x05\x09",
     ),
     (Ping(5), HEAD + b"\x92\n\x05"),
     (Pong(5), HEAD + b"\x92\x0b\x05"),
@@ -115,6 +116,7 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Unknown, *call),
     st.builds(
         Open,
+        integers,
         st.lists(st.tuples(integers, integers)),
         st.lists(st.tuples(integers, secrets)),
         integers,
@@ -122,6 +124,7 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     ),
     st.builds(
         Heartbeat,
+        integers,
         seconds,
         st.booleans(),
         st.lists(st.tuples(integers, integers)),

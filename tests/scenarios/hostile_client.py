@@ -75,7 +75,7 @@ class HostileClient:
                 part = calls[first : first + 4096]
                 low = 0 if first == 0 else part[0][0]
                 more = first + 4096 < len(calls)
-                self.say(Open(part, [], low, calls[first + 4096][0] - 1 if more else None))
+                self.say(Open(1, part, [], low, calls[first + 4096][0] - 1 if more else None))
             await asyncio.sleep(BEAT)
 
     def _take_results(self, message: Message) -> None:

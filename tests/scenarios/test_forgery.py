@@ -83,7 +83,7 @@ async def test_nobody_else_can_say_that_an_instance_is_blocked(
 ) -> None:
     base = stage.calling.bus.replies.base
     instance, incarnation = stage.server.name.instance_id, stage.serving.bus.incarnation
-    blocked = Heartbeat(1e9, False, [])
+    blocked = Heartbeat(1, 1e9, False, [])
     call = asyncio.create_task(stage.source.work(Wait(seconds=2.0, tag="kept")))
     await eventually(lambda: stage.server.execution.load == 1)
 
@@ -110,7 +110,7 @@ async def test_nobody_else_can_say_that_a_caller_has_left_its_calls(
 
     while not call.done():
         for said in (stage.calling.bus.incarnation, stage.serving.bus.incarnation, ""):
-            await forger.publish(control, encode_batch(base, said, 0, [Open([], [])]))
+            await forger.publish(control, encode_batch(base, said, 0, [Open(1, [], [])]))
         await forger.flush()
         await asyncio.sleep(0.05)
     journal = await stage.source.journal()

@@ -251,7 +251,7 @@ async def test_requests_that_never_become_whole_take_a_bounded_space_whoever_sen
                     number = 1 + turn // 20
                     data = b"x" * 1_000_000
                     hostile.request(number, data, base=base, PART=f"{turn + 1}/100")
-                    hostile.say(Open([(1, 0), (2, 0)], []), base=base)
+                    hostile.say(Open(1, [(1, 0), (2, 0)], []), base=base)
                 # No faster than the instance reads: the server would cut it off.
                 await is_read(hostile, LAST + 1 + turn)
             await all_is_read(hostile)

@@ -204,7 +204,7 @@ def test_frames_of_another_secret_or_attempt_are_dropped_and_counted() -> None:
     run(story())
 
 
-@pytest.mark.parametrize("frame", [Ping(1), Cancel(1, bytes(16), 1, 0.0), Open([], [])])
+@pytest.mark.parametrize("frame", [Ping(1), Cancel(1, bytes(16), 1, 0.0), Open(1, [], [])])
 def test_a_frame_that_is_no_result_is_dropped_and_counted(frame: Frame) -> None:
     async def story() -> None:
         async with played() as side:
@@ -628,11 +628,11 @@ def test_a_heartbeat_makes_only_the_calls_ask_that_its_numbers_speak_of() -> Non
             await side.far.request(3)
 
             for _ in range(2):
-                beat = Heartbeat(0.0, False, [], second.number, second.number)
+                beat = Heartbeat(1, 0.0, False, [], second.number, second.number)
                 await side.far.send_control(beat)
             asked = [resume.number for resume in side.far.all(Resume)]
             for _ in range(2):
-                await side.far.send_control(Heartbeat(0.0, False, [], third.number, None))
+                await side.far.send_control(Heartbeat(1, 0.0, False, [], third.number, None))
 
             assert asked == [second.number]
             assert [resume.number for resume in side.far.all(Resume)] == [

@@ -15,7 +15,7 @@ from dynbus.testing import run
 
 
 def opened(remote: Remote) -> Open:
-    (beat,) = remote.beat()
+    (beat,) = remote.beat(7)
     assert isinstance(beat, Open)
     return beat
 
@@ -108,7 +108,7 @@ def test_more_open_calls_than_a_message_holds_are_told_in_several() -> None:
             calls = [side.begin(streaming=True) for _ in range(1000)]
             calls[0].remote.done += [(10**15 + number, bytes(16)) for number in range(500)]
 
-            frames = calls[0].remote.beat()
+            frames = calls[0].remote.beat(7)
 
             for frame in frames:
                 base, incarnation = side.bus.replies.base, side.bus.incarnation

@@ -160,7 +160,7 @@ def test_a_call_that_ended_because_nobody_listed_it_did_begin() -> None:
             await settle(given.client.connection)
             for _ in range(8):
                 # Written before the request, and kept back on the way.
-                await given.client.say(Open([], [], 0, None))
+                await given.client.say(Open(1, [], [], 0, None))
                 await asyncio.sleep(0.5)
             assert given.instance.ledger.calls() == []
             given.client.batches.clear()
@@ -200,7 +200,7 @@ def test_a_result_that_is_never_acknowledged_is_not_kept_for_ever(seconds: float
             await given.client.heard(End)
             for _ in range(int(seconds)):
                 # It lives, and lists the call as one of which it has nothing.
-                await given.client.say(Open([(1, 0)], []))
+                await given.client.say(Open(1, [(1, 0)], []))
                 await asyncio.sleep(1.0)
             client = given.instance.control.registry.remotes.get(KEY)
             kept = len(client.kept) if client is not None else 0

@@ -235,7 +235,7 @@ def test_a_reader_that_grants_nothing_ends_a_stream_whose_engine_never_waits() -
             await engine.begun(given, 1, window=1)
             engine.ports[0].push(b"abc")
             for _ in range(10):
-                await given.client.say(Open([(1, 0)], []))
+                await given.client.say(Open(1, [(1, 0)], []))
                 await asyncio.sleep(0.4)
 
             (failed,) = await given.client.heard(Failed)

@@ -389,7 +389,7 @@ def test_a_request_whose_parts_do_not_come_is_given_up_before_it_begins() -> Non
             await settle(given.client.connection)
             for _ in range(30):
                 # The client is there and waits.
-                await given.client.say(Open([(1, 0)], []))
+                await given.client.say(Open(1, [(1, 0)], []))
                 await asyncio.sleep(0.4)
 
             failed = await heard_failure(given)
@@ -409,7 +409,7 @@ def test_a_request_whose_time_is_over_before_it_is_whole_is_given_up() -> None:
             given.client.send(1, b"a", PART="1/2", DEADLINE="1000")
             await settle(given.client.connection)
             for _ in range(5):
-                await given.client.say(Open([(1, 0)], []))
+                await given.client.say(Open(1, [(1, 0)], []))
                 await asyncio.sleep(0.4)
 
             failed = await heard_failure(given)
@@ -553,7 +553,7 @@ def test_a_stream_that_gets_credit_while_there_is_no_room_goes_on_when_there_is(
 
             await given.client.say(Credit(1, secret_of(1), 1, 1_000_000, received - 40))
             assert len(items_of(given)) == received
-            await given.client.say(Open([(1, received)], []))
+            await given.client.say(Open(1, [(1, received)], []))
             await settle(given.client.connection)
 
             for client in lazy:
@@ -583,7 +583,7 @@ def test_a_client_that_never_takes_its_results_is_refused_while_others_are_serve
             assert 1 <= len(refused) < 8
             # Once it has them it is served again.
             done = [(number, secret_of(number)) for number in range(8)]
-            await lazy.say(Open([], done))
+            await lazy.say(Open(1, [], done))
             assert given.instance.ledger.unread.held < 300_000
             lazy.send(9)
             await lazy.heard(End, 8 - len(refused) + 1)
@@ -864,7 +864,7 @@ def test_a_caller_that_is_gone_and_left_nothing_is_no_news(
 def test_a_frame_that_no_client_sends_is_counted() -> None:
     async def story() -> None:
         async with serving(Handler().endpoint) as given:
-            await given.client.say(Heartbeat(0.0, False, []))
+            await given.client.say(Heartbeat(1, 0.0, False, []))
 
             assert given.bus.drops == {DropReason.UNEXPECTED: 1}
 

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 from tests.bus.near_side import Served, endpoint, serving, until
 
+from dynbus.bus.drops import DropReason
 from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
@@ -33,7 +34,7 @@ async def begin(given: Served, count: int = CALLS) -> None:
         given.client.send(number)
     await until(lambda: given.instance.execution.load == count)
     for _ in range(round(2 * ARRIVAL_GRACE / HEARTBEAT_INTERVAL)):
-        await given.client.say(Open([(number, 0) for number in range(count)], []))
+        await given.client.say(Open(1, [(number, 0) for number in range(count)], []))
         await asyncio.sleep(HEARTBEAT_INTERVAL)
 
 
@@ -47,7 +48,7 @@ async def ended_after(given: Served, beats: int, *parts: Open) -> set[int]:
 
 
 def listed(numbers: Iterable[int], first: int, last: int | None) -> Open:
-    return Open([(number, 0) for number in numbers], [], first, last)
+    return Open(1, [(number, 0) for number in numbers], [], first, last)
 
 
 def test_calls_that_are_listed_in_several_messages_go_on() -> None:
@@ -98,9 +99,22 @@ def test_a_part_that_speaks_of_no_call_here_is_answered_for_its_numbers_only() -
             await given.client.say(listed((5, 6), 5, 9))
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
-            assert given.client.control == [Heartbeat(0.0, False, [], 5, 9)]
+            (beat,) = given.client.control
+            assert isinstance(beat, Heartbeat)
+            assert beat == Heartbeat(beat.beat, 0.0, False, [], 5, 9)
 
     run(story())
+
+
+def test_heartbeats_that_arrive_after_later_ones_end_no_call() -> None:
+    async def story() -> tuple[set[int], dict[DropReason, int]]:
+        async with serving(waiting()) as given:
+            await begin(given)
+            # A link that was cut carries at last what was said before any of these calls began.
+            late = [Open(beat, [], []) for beat in range(-10, 0)]
+            return await ended_after(given, 1, *late), given.bus.drops
+
+    assert run(story()) == (set(), {DropReason.STALE: 10})
 
 
 def test_more_calls_than_a_message_holds_are_told_in_several() -> None:
