@@ -25,7 +25,7 @@ from dynbus.llm.responses.api import ResponsesApi
 
 from .completions import CompletionExchange
 from .embeddings import EmbeddingsExchange
-from .exchange import Exchange, Receive, Scope
+from .exchange import KNOWN, Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import PAGE, document
 from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
@@ -143,6 +143,7 @@ class Application:
         try:
             if path not in OPEN_PATHS:
                 caller = shared.authorized(caller)
+                _tell_known(scope)
             make_exchange = EXCHANGES.get(path)
             if path.startswith(STREAMS) and method == "GET":
                 stream = path.removeprefix(STREAMS)
@@ -240,6 +241,14 @@ class Application:
         page = shared.metrics.page(len(shared.models.names), shared.resumable.counts).encode()
         page += await asyncio.to_thread(_registered)
         return Response(200, page, ((b"content-type", CONTENT_TYPE.encode()),))
+
+
+def _tell_known(scope: Scope) -> None:
+    """Tell the server, if it wants to know, that its client is nobody's stranger."""
+    extensions: Mapping[str, Any] = scope.get("extensions") or {}
+    known: Callable[[], object] | None = extensions.get(KNOWN)
+    if known is not None:
+        known()
 
 
 def _is_for_browsers(path: str) -> bool:

@@ -40,6 +40,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 ABORT: Final = "dynbus.abort"
 """The extension of a scope that drops the connection; of `LimitedProtocol`."""
+KNOWN: Final = "dynbus.known"
+"""The extension that says that who sends on the connection has a key; see `Strangers`."""
 WRITE: Final = "dynbus.write"
 """The extension that writes a piece of an answer at once; see `AnswerWriter`."""
 

@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import socket
 import ssl
-import sys
 from collections.abc import Generator
-from functools import partial
 from typing import Any, Final
 
 import anyio
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynbus.bus.errors import ConfigError
 
 from .application import Application
-from .exchange import ABORT, WRITE
+from .connection import Strangers, limited_protocol
 from .settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -31,141 +29,12 @@ theirs, so that they are the ones to close it."""
 
 BACKLOG: Final = 4096
 
-PIPELINED: Final = 4
-"""Requests of a connection that are read while another one's answer is awaited."""
-
-LOOK_INTERVAL: Final = 0.02
-"""Seconds between two looks whether a client has left whose connection is not read."""
-
 SEND_BUFFER: Final = 128 * 1024
 """Bytes of a connection that wait in the kernel; it takes twice as many."""
 
 
-def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, with limits on the size of headers and the time that they take."""
-
-    class LimitedProtocol(HttpToolsProtocol):
-        """One connection."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._head_bytes = 0
-            self._in_head = True
-            self._deadline: asyncio.TimerHandle | None = None
-            self._next_look: asyncio.TimerHandle | None = None
-            self._cycles: list[RequestResponseCycle] = []
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._deadline = self.loop.call_later(settings.header_timeout, self._too_late)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_clock()
-            if self._next_look is not None:
-                self._next_look.cancel()
-            super().connection_lost(exc)
-            # uvicorn tells the last request alone, which may wait for another one's answer.
-            for cycle in self._cycles:
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                    cycle.message_event.set()
-
-        def data_received(self, data: bytes) -> None:
-            if self._in_head:
-                # Of the piece in which the headers end some bytes are the body's: those count
-                # for nothing, since `on_headers_complete` comes before the next piece.
-                self._head_bytes += min(len(data), settings.max_header_bytes + 1)
-                if self._head_bytes > settings.max_header_bytes and not _ends_head(
-                    data, settings.max_header_bytes
-                ):
-                    self._refuse_head()
-                    return
-                if self._deadline is None:
-                    self._deadline = self.loop.call_later(settings.header_timeout, self._too_late)
-            super().data_received(data)
-            if self.pipeline and self._next_look is None:
-                self._look()
-
-        def _look(self) -> None:
-            """See that the client leaves, although what it sent before is not read."""
-            self._next_look = None
-            if self.transport.is_closing() or not (self.pipeline and self.flow.read_paused):
-                return
-            if _has_left(self.transport.get_extra_info("socket")):
-                self.transport.abort()
-            else:
-                self._next_look = self.loop.call_later(LOOK_INTERVAL, self._look)
-
-        def on_message_begin(self) -> None:
-            self._in_head = True
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._head_bytes = 0
-            self._stop_clock()
-            extensions: dict[str, Any] = {ABORT: self.transport.abort}
-            self.scope["extensions"] = extensions
-            super().on_headers_complete()
-            extensions[WRITE] = partial(_write_piece, self.cycle)
-            self._cycles = [each for each in self._cycles if not each.response_complete]
-            self._cycles.append(self.cycle)
-            if 0 < len(self.pipeline) <= PIPELINED:
-                # uvicorn reads nothing now, and would not see that the client leaves.
-                self.flow.resume_reading()
-
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self._in_head = True
-
-        def _stop_clock(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_late(self) -> None:
-            self._deadline = None
-            if not self.transport.is_closing():
-                self.transport.abort()
-
-        def _refuse_head(self) -> None:
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                b"content-length: 0\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.close()
-
-    return LimitedProtocol
-
-
-def _has_left(connection: socket.socket) -> bool:
-    """Whether the other end has closed its side; False where the system does not tell."""
-    if sys.platform != "linux":
-        return False
-    (state,) = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-    return state != _ESTABLISHED
-
-
-_ESTABLISHED: Final = 1
-"""The state of a TCP connection that neither end has closed, by Linux."""
-
-
-def _write_piece(cycle: RequestResponseCycle, body: bytes) -> bool:
-    """Write a piece of an answer that is sent in chunks, as `RequestResponseCycle.send` does.
-
-    Returns:
-        False, and nothing is written, where the client does not read, or `send` has more to do.
-    """
-    if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
-        return False
-    if not cycle.disconnected:
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-    return True
-
-
-def _ends_head(data: bytes, limit: int) -> bool:
-    """Whether headers end within the first `limit` bytes of a piece."""
-    return b"\r\n\r\n" in data[:limit]
+_UNLIMITED: Final = 2**20
+"""Descriptors where the system has no limit of them."""
 
 
 class _Server(uvicorn.Server):
@@ -196,7 +65,7 @@ class HttpServer:
         self._socket = _listen(settings)
         config = uvicorn.Config(
             application,
-            http=limited_protocol(settings),
+            http=limited_protocol(settings, _strangers(settings)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -238,6 +107,23 @@ class HttpServer:
     async def started(self) -> None:
         """Wait until requests are answered."""
         await self._server.is_up.wait()
+
+
+def _strangers(settings: HttpSettings) -> Strangers[asyncio.Transport]:
+    """Those who have shown no key, for whom there never are more than half of the descriptors."""
+    descriptors = _raised_descriptors()
+    return Strangers(min(settings.max_strangers, descriptors // 4), descriptors // 2)
+
+
+def _raised_descriptors() -> int:
+    """How many files and connections the process may have: as many as the system allows it, which
+    is more than it gives without being asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        # Some systems say that there is no limit, and have one.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def _listen(settings: HttpSettings) -> socket.socket:

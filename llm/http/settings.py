@@ -26,6 +26,9 @@ class HttpSettings:
         max_body_bytes: of a request.
         max_header_bytes: of a request, with its first line.
         max_requests: that run at a time; further ones are answered 429.
+        max_strangers: connections of one address (of IPv6: of a /64) that have shown no key, or,
+            without keys, asked for nothing yet; the oldest one makes room for the next. Never more
+            than a quarter of the descriptors.
         request_timeout: seconds for a request, from its engine's first token to its last too.
         body_timeout: seconds until a request's body must have arrived.
         header_timeout: seconds until a request's headers must have arrived.
@@ -48,6 +51,7 @@ class HttpSettings:
     max_body_bytes: int = 32 * 1024 * 1024
     max_header_bytes: int = 32 * 1024
     max_requests: int = 8192
+    max_strangers: int = 4096
     request_timeout: float = 3600.0
     body_timeout: float = 30.0
     header_timeout: float = 10.0
@@ -58,7 +62,7 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not usable: choose one from 1 to 65535")
-        for name in ("max_body_bytes", "max_header_bytes", "max_requests"):
+        for name in ("max_body_bytes", "max_header_bytes", "max_requests", "max_strangers"):
             value: Any = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
