@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from .clock import monotonic, unix_time
+from .clock import monotonic
 from .drops import DropReason
 from .errors import DynbusError
 from .lane import ControlLane
@@ -145,9 +145,9 @@ class Cancels:
             self._to_main(self._drop, DropReason.MALFORMED)
             self._publish(message.reply, self._answer(error=str(error)))
             return
-        now, unix = monotonic(), unix_time()
+        now = monotonic()
         for request_id in ids:
-            tombstones.add(request_id, now, unix)
+            tombstones.add(request_id, now)
         with self._lock:
             if self._waiting + len(ids) > WAITING:
                 self._to_main(self._drop, DropReason.EXCESS)

@@ -152,6 +152,7 @@ class StreamInfo(NamedTuple):
             its sequences begin at 1 again.
         replicas: how many servers keep it.
         in_cluster: whether more servers could.
+        now: Unix seconds by the clock of the server that answered, as it did.
     """
 
     messages: int
@@ -161,6 +162,7 @@ class StreamInfo(NamedTuple):
     created: float
     replicas: int = 1
     in_cluster: bool = False
+    now: float = 0.0
 
 
 class WrongLastSequence(DynbusError):

@@ -436,7 +436,7 @@ class MemoryJetStream:
         return await self._look(stream, "PURGE", drop, timeout)
 
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
-        return await self._look(stream, "INFO", MemoryStream.info, timeout)
+        return await self._look(stream, "INFO", lambda held: held.info(unix_time()), timeout)
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
         return await self._look(stream, "INFO", lambda held: held.config, timeout)

@@ -129,11 +129,11 @@ class MemoryStream:
         """When `expire` has something to do next."""
         return self._expiries[0][0] if self._expiries else None
 
-    def info(self) -> StreamInfo:
-        """What it holds."""
+    def info(self, unix: float) -> StreamInfo:
+        """What it holds at `unix`, in Unix seconds."""
         last = self.last_sequence
         first = next(iter(self._records), last + 1 if last else 0)
-        return StreamInfo(len(self._records), self._bytes, first, last, self.created)
+        return StreamInfo(len(self._records), self._bytes, first, last, self.created, now=unix)
 
     def purge(self, pattern: str, up_to: int = 0) -> int:
         """Drop the messages whose subject `pattern` names; returns how many.

@@ -273,6 +273,7 @@ class NatsJetStream:
                 unix_seconds(answer["created"]),
                 int(answer["config"].get("num_replicas") or 1),
                 _is_in_cluster(answer),
+                unix_seconds(answer["ts"]),
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:

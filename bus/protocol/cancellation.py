@@ -123,20 +123,9 @@ def by_request(found: Iterable[Found]) -> dict[str, Ended]:
     return {key: Ended(served.get(key, {}), made.get(key, 0)) for key in served | made}
 
 
-class _Tombstone(NamedTuple):
-    """When a request was cancelled.
-
-    Attributes:
-        at: on a clock that does not go back.
-        unix: the time of day, Unix seconds.
-    """
-
-    at: float
-    unix: float
-
-
 class Tombstones:
     """The requests of a namespace that were cancelled lately: whatever of them comes is not begun.
+    Times are of one clock that does not go back.
 
     One thread adds, any other may ask. The oldest goes where there are too many.
     """
@@ -146,7 +135,7 @@ class Tombstones:
     def __init__(self) -> None:
         # In the order of their cancels. Of a plain dict the first one is found behind the places of
         # all that were dropped, which takes longer with each.
-        self._cancelled: OrderedDict[str, _Tombstone] = OrderedDict()
+        self._cancelled: OrderedDict[str, float] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<Tombstones [{len(self._cancelled)} requests]>"
@@ -154,28 +143,28 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._cancelled)
 
-    def add(self, request_id: str, now: float, unix: float) -> None:
+    def add(self, request_id: str, now: float) -> None:
         """Remember a cancel."""
         cancelled = self._cancelled
         cancelled.pop(request_id, None)
-        cancelled[request_id] = _Tombstone(now, unix)
+        cancelled[request_id] = now
         while True:
             first = next(iter(cancelled))
-            if len(cancelled) <= KEPT and now - cancelled[first].at < JOB_SECONDS:
+            if len(cancelled) <= KEPT and now - cancelled[first] < JOB_SECONDS:
                 return
             del cancelled[first]
 
     def has_request(self, request_id: str, now: float) -> bool:
         """Whether a request that begins now was cancelled a moment ago."""
         found = self._cancelled.get(request_id)
-        return found is not None and now - found.at < REQUEST_SECONDS
+        return found is not None and now - found < REQUEST_SECONDS
 
     def has_job(self, names: Iterable[str], queued_at: float) -> bool:
         """Whether a job was cancelled.
 
         Args:
             names: its id, and that of the request that it is of.
-            queued_at: Unix seconds.
+            queued_at: when it was put.
         """
         found = (self._cancelled.get(name) for name in names)
-        return any(one is not None and queued_at - one.unix < REQUEST_SECONDS for one in found)
+        return any(one is not None and queued_at - one < REQUEST_SECONDS for one in found)

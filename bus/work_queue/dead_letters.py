@@ -26,7 +26,7 @@ from dynbus.bus.transport import (
     StreamLimits,
 )
 
-from .job import DeathReason, error_text, is_reserved
+from .job import DeathReason, error_text, is_reserved, put_at
 
 MAX_BYTES: Final = 256 * 1024 * 1024
 MAX_AGE: Final = 14 * 24 * 3600.0
@@ -49,7 +49,7 @@ class DeadLetter(NamedTuple):
         queue: where the job was.
         error: the last one that is known.
         tries: how often the job was handed out.
-        queued_at, died_at: Unix seconds.
+        queued_at, died_at: Unix seconds by the server's clock.
         headers, data: as the job was put; empty where they were too many bytes to keep.
         sequence: of the stream of dead letters.
         lost_bytes: of headers and data, which were too many to keep.
@@ -112,7 +112,7 @@ class DeadLetters:
             header_names.DEAD_REASON: reason,
             header_names.DEAD_ERROR: error_text(error),
             header_names.DEAD_TRIES: str(tries),
-            header_names.DEAD_QUEUED: str(int(message.time * 1000)),
+            header_names.DEAD_QUEUED: str(int(put_at(message) * 1000)),
         }
         subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,14 +11,15 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
-from dynbus.bus.transport import REPLICAS, Delivery
+from dynbus.bus.transport import REPLICAS, Delivery, StoredMessage
 
 MAX_ERROR_TEXT: Final = 1024
 MAX_RETRY_DELAY: Final = 60.0
 MIN_ACK_WAIT: Final = 0.2
 
 _JOB_ID = re.compile(r"[!-~]{1,128}")
-_RESERVED: Final = ("nats-", "dynbus-job", "dynbus-dead")
+_RESERVED: Final = ("nats-", "dynbus-job", "dynbus-dead", "dynbus-deadline")
+_MILLISECONDS = re.compile(r"[0-9]{1,15}")
 _NOT_PRINTABLE = re.compile(r"[^ -~]")
 
 
@@ -47,6 +49,8 @@ class DeathReason(StrEnum):
     """A taker said that trying again is of no use."""
     MALFORMED = "malformed"
     """Its headers cannot be read."""
+    AGE = "age"
+    """It waited for longer than `max_age`."""
 
 
 class QueueDepth(NamedTuple):
@@ -67,8 +71,8 @@ class QueueDepth(NamedTuple):
 
 
 class WorkQueueConfig(NamedTuple):
-    """How a work queue is kept. Whoever makes the queue decides; `tries` and `retry_delay` are
-    each taker's own.
+    """How a work queue is kept. Whoever makes the queue decides; `tries`, `retry_delay` and
+    `max_age` are each taker's own.
 
     Attributes:
         ack_wait: seconds after which a job goes to another taker when its own gives no sign.
@@ -76,7 +80,8 @@ class WorkQueueConfig(NamedTuple):
         retry_delay: seconds before a job that failed is tried again; doubled for each failure.
         max_jobs: a put beyond that raises `Overloaded`.
         max_bytes: of all jobs, likewise.
-        max_age: seconds after which a job that nobody takes is dropped.
+        max_age: seconds after which a job is not begun any more: its taker makes it a dead letter.
+            None, the default, for no limit.
         in_memory: lost when the server restarts.
         replicas: how many servers of a cluster keep it at most.
     """
@@ -86,7 +91,7 @@ class WorkQueueConfig(NamedTuple):
     retry_delay: float = 0.5
     max_jobs: int = 10_000
     max_bytes: int = 256 * 1024 * 1024
-    max_age: float = 24 * 3600.0
+    max_age: float | None = None
     in_memory: bool = False
     replicas: int = REPLICAS
 
@@ -110,8 +115,11 @@ class WorkQueueConfig(NamedTuple):
         for name in ("max_jobs", "max_bytes", "replicas"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not usable: give 1 or more")
-        if not self.max_age >= 1.0:
-            raise ConfigError(f"max_age = {self.max_age} is not usable: give 1 second or more")
+        if self.max_age is not None and not self.max_age >= 1.0:
+            raise ConfigError(
+                f"max_age = {self.max_age} is not usable: give 1 second or more, or None for jobs "
+                "that stay until they are done"
+            )
         return self
 
     def delay_after(self, tries: int) -> float:
@@ -124,7 +132,7 @@ class Facts(NamedTuple):
 
     Attributes:
         headers: those that were put with it, and no others.
-        deadline: Unix seconds; None without one.
+        deadline: on the own monotonic clock; None without one.
     """
 
     job_id: str
@@ -147,13 +155,8 @@ class Verdict(NamedTuple):
     error: str = ""
 
 
-def job_headers(
-    job_id: str, deadline: float | None, headers: Mapping[str, str] | None
-) -> dict[str, str]:
-    """What a job is put with, beside the id by which the server knows a repeat.
-
-    Args:
-        deadline: Unix seconds.
+def job_headers(job_id: str, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """What a job is put with, beside the id by which the server knows a repeat, and its deadline.
 
     Raises:
         ConfigError: the id is not 1 to 128 printable ASCII characters without spaces, or a header's
@@ -167,10 +170,18 @@ def job_headers(
     for name in headers or ():
         if is_reserved(name):
             raise ConfigError(f"header {name!r} is not usable: the queue has its own")
-    fields = {**(headers or {}), header_names.JOB: job_id}
-    if deadline is not None:
-        fields[header_names.JOB_DEADLINE] = str(int(deadline * 1000))
-    return fields
+    return {**(headers or {}), header_names.JOB: job_id}
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration as a header tells it."""
+    return str(max(0, math.ceil(seconds * 1000)))
+
+
+def put_at(message: StoredMessage) -> float:
+    """When a job was put, in Unix seconds by the server; of a copy, its first put."""
+    text = message.headers.get(header_names.JOB_AGE, "")
+    return message.time - (int(text) / 1000 if _MILLISECONDS.fullmatch(text) else 0.0)
 
 
 def is_reserved(name: str) -> bool:
@@ -179,12 +190,16 @@ def is_reserved(name: str) -> bool:
 
 
 def judge(
-    delivery: Delivery, now: float, max_tries: int, cancelled: Tombstones | None = None
+    delivery: Delivery,
+    queued: float,
+    now: float,
+    config: WorkQueueConfig,
+    cancelled: Tombstones | None = None,
 ) -> Verdict:
-    """What is to be done with a delivery.
+    """What is to be done with a delivery. Times are of the own monotonic clock.
 
     Args:
-        now: Unix seconds.
+        queued: when the job was put.
         cancelled: what operators have cancelled: jobs by their ids, or those of their requests.
     """
     message = delivery.message
@@ -192,24 +207,29 @@ def judge(
     # A plain NATS client may put jobs too.
     job_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID) or ""
     own = {name: value for name, value in fields.items() if not is_reserved(name)}
-    text = fields.get(header_names.JOB_DEADLINE)
-    readable = text is None or re.fullmatch("[0-9]{1,15}", text) is not None
-    deadline = int(text) / 1000 if text is not None and readable else None
+    text = fields.get(header_names.DEADLINE)
+    readable = text is None or _MILLISECONDS.fullmatch(text) is not None
+    deadline = queued + int(text) / 1000 if text is not None and readable else None
     facts = Facts(job_id or f"#{message.sequence}", own, deadline)
     if not readable:
-        error = f"{header_names.JOB_DEADLINE} is {text!r}, which is no time in milliseconds"
+        error = f"{header_names.DEADLINE} is {text!r}, which is no number of milliseconds"
         return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
     if not _JOB_ID.fullmatch(facts.job_id):
         error = f"the job id {facts.job_id!r} is no printable ASCII without spaces, of 128 at most"
         return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
     if cancelled:
         names = (facts.job_id, fields.get(header_names.REQUEST_ID, ""))
-        if cancelled.has_job(names, message.time):
+        if cancelled.has_job(names, queued):
             return Verdict(facts, JobEnd.CANCELLED)
     if deadline is not None and now >= deadline:
         return Verdict(facts, JobEnd.EXPIRED)
-    if delivery.tries > max_tries:
-        error = f"its taker gave no sign on try {delivery.tries - 1} of {max_tries}"
+    if config.max_age is not None and now - queued > config.max_age:
+        error = f"it was not begun within the {config.max_age:g} s of max_age"
+        if delivery.tries > 1:
+            error = f"it was not done within the {config.max_age:g} s of max_age"
+        return Verdict(facts, JobEnd.DEAD, DeathReason.AGE, error)
+    if delivery.tries > config.tries:
+        error = f"its taker gave no sign on try {delivery.tries - 1} of {config.tries}"
         return Verdict(facts, JobEnd.DEAD, DeathReason.TRIES, error)
     return Verdict(facts)
 

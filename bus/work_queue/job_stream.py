@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping
 from typing import Final
 
 import anyio
 
-from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
     DeadlineExceeded,
     DynbusError,
@@ -20,6 +19,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
+from dynbus.bus.protocol.server_clock import ServerClock
 from dynbus.bus.transport import (
     AckKind,
     Connection,
@@ -32,7 +32,14 @@ from dynbus.bus.transport import (
     StreamLimits,
 )
 
-from .job import QueueDepth, WorkQueueConfig, is_reserved, job_headers
+from .job import (
+    QueueDepth,
+    WorkQueueConfig,
+    is_reserved,
+    job_headers,
+    milliseconds,
+    put_at,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +53,8 @@ MAX_RETRY_PAUSE: Final = 1.0
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 RETRY_AFTER_FULL: Final = 1.0
+CLOCK_AGE: Final = 60.0
+"""Seconds after which the server is asked again what time it is: its clock may have been set."""
 
 
 class JobStream:
@@ -60,6 +69,7 @@ class JobStream:
         self._subject = work_subject(name)
         self._ack_wait = config.ack_wait
         self._created = 0.0
+        self._clock = ServerClock()
         self._depth = QueueDepth(0, 0)
         self._measured = -1e9
         self._measuring = asyncio.Lock()
@@ -88,9 +98,8 @@ class JobStream:
         config = self.config
         limits = StreamLimits(
             max_bytes=config.max_bytes,
-            max_age=config.max_age,
             max_messages=config.max_jobs,
-            duplicate_window=min(DUPLICATE_WINDOW, config.max_age),
+            duplicate_window=DUPLICATE_WINDOW,
             discard_new=True,
         )
         await self.jetstream.ensure_stream(
@@ -105,9 +114,43 @@ class JobStream:
         )
         consumer = PullConsumerConfig(CONSUMER, config.ack_wait)
         await self.jetstream.ensure_pull_consumer(self.stream, consumer)
-        self._created = (await self.jetstream.stream_info(self.stream)).created
+        await self._check_age()
+        self._created = await self._ask_clock()
         info = await self.jetstream.consumer_info(self.stream, CONSUMER)
         self._ack_wait = info.ack_wait
+
+    async def _check_age(self) -> None:
+        """Tell of a queue that loses jobs: one that somebody else made, or an earlier version."""
+        age = (await self.jetstream.stream_config(self.stream)).limits.max_age
+        if age is not None:
+            logger.warning(
+                "the queue %s drops jobs that are older than %g s, and nobody learns of it: its "
+                "stream was made with that limit; nats stream edit %s --max-age 0",
+                *(self.name, age, self.stream),
+            )
+
+    async def read_clock(self) -> None:
+        """Ask the server what time it is, unless it said so a moment ago.
+
+        Raises:
+            NoStream: the queue is gone.
+            Unavailable: the server does not answer.
+        """
+        if self._clock.age(monotonic()) >= CLOCK_AGE:
+            await self._ask_clock()
+
+    async def _ask_clock(self) -> float:
+        """Ask the server what time it is; when the stream was made."""
+        info = await self.jetstream.stream_info(self.stream, timeout=TRY_SECONDS)
+        self._clock.told(info.now, monotonic())
+        return info.created
+
+    def queued(self, delivery: Delivery) -> float:
+        """When a job was put, on the own monotonic clock: by what the server says that it is now,
+        and not by the time of day of any other host."""
+        now = monotonic()
+        self._clock.stored(delivery.message.time, now)
+        return min(now, now - self._clock.unix(now) + put_at(delivery.message))
 
     async def put(
         self,
@@ -120,8 +163,9 @@ class JobStream:
         """See `WorkQueue.put`."""
         now = monotonic()
         until = now + min(timeout, MAX_PUT_SECONDS)
-        ends = None if deadline is None else unix_time() + deadline - now
-        fields = job_headers(job_id, ends, headers)
+        fields = job_headers(job_id, headers)
+        if deadline is not None:
+            fields[header_names.DEADLINE] = milliseconds(deadline - now)
         room = self.jetstream.max_payload - LETTER_ROOM
         size = len(data) + sum(len(name) + len(value) + 4 for name, value in fields.items())
         if size > room:
@@ -133,15 +177,18 @@ class JobStream:
             if deadline <= now:
                 raise DeadlineExceeded(f"job {job_id} was not put: its deadline has passed")
             until = min(until, deadline)
-        await self._store(data, job_id, fields, until)
+        await self._store(data, job_id, fields, deadline, until)
         self._depth = self._depth._replace(waiting=self._depth.waiting + 1)
 
     async def _store(
-        self, data: bytes, job_id: str, fields: Mapping[str, str], until: float
+        self, data: bytes, job_id: str, fields: dict[str, str], deadline: float | None, until: float
     ) -> None:
         pause = RETRY_PAUSE
         while True:
             left = until - monotonic()
+            if deadline is not None:
+                # It counts from when the server stores this try.
+                fields[header_names.DEADLINE] = milliseconds(deadline - monotonic())
             try:
                 await self.jetstream.publish(
                     self._subject,
@@ -232,11 +279,13 @@ class JobStream:
         fields = {
             name: value
             for name, value in message.headers.items()
-            if not is_reserved(name) or name == header_names.JOB_DEADLINE
+            if not is_reserved(name) or name == header_names.DEADLINE
         }
         fields[header_names.JOB] = job_id
+        # What counts from the put counts from the first one.
+        fields[header_names.JOB_AGE] = milliseconds(monotonic() - self.queued(delivery))
         if delay > 0:
-            fields[header_names.JOB_DELAY] = str(math.ceil(delay * 1000))
+            fields[header_names.JOB_DELAY] = milliseconds(delay)
         try:
             await self.jetstream.publish(
                 self._subject,

@@ -11,13 +11,13 @@ from typing import Final, Self
 import anyio
 
 from dynbus.bus.background import Background, Work
-from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, UnknownOutcome
 from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.transport import ConnectionState, Delivery
 
 from .dead_letters import DeadLetters
-from .job import DeathReason, Facts, JobEnd, Verdict, counted, judge
+from .job import DeathReason, Facts, JobEnd, Verdict, counted, judge, put_at
 from .job_stream import CONSUMER, JobStream
 from .observing import QueueFigures
 
@@ -52,7 +52,7 @@ class Job:
         headers: as they were put.
         tries: how often it was handed out, this time included.
         deadline: on the library's monotonic clock in seconds; None without one.
-        queued_at: Unix seconds at which the server stored it.
+        queued_at: Unix seconds by the server's clock, at which it was put.
     """
 
     def __init__(self, taker: Taker, delivery: Delivery, facts: Facts, created: float) -> None:
@@ -60,10 +60,8 @@ class Job:
         self.data = delivery.message.data
         self.headers: Mapping[str, str] = facts.headers
         self.tries = delivery.tries
-        self.deadline = (
-            None if facts.deadline is None else monotonic() + facts.deadline - unix_time()
-        )
-        self.queued_at = delivery.message.time
+        self.deadline = facts.deadline
+        self.queued_at = put_at(delivery.message)
         self.delivery = delivery
         self.created = created
         self.heard = monotonic()
@@ -231,7 +229,7 @@ class Taker:
         await self._reader.stop()
         while self._ready:
             delivery = self._ready.popleft()
-            await self._return(delivery, judge(delivery, unix_time(), 0).facts.job_id)
+            await self._return(delivery, self._judge(delivery).facts.job_id)
 
     async def close(self) -> None:
         """Drain, and give back what is held too."""
@@ -286,17 +284,30 @@ class Taker:
 
     async def _begin_one(self) -> Job | None:
         """The next job that may begin; None where there is none."""
+        if self._ready:
+            await self._read_clock()
         while self._ready and not self._drained and len(self._held) < self._limit:
             delivery = self._ready.popleft()
-            verdict = judge(delivery, unix_time(), self._jobs.config.tries, self._cancelled)
+            verdict = self._judge(delivery)
             if verdict.end is None:
                 job = Job(self, delivery, verdict.facts, self._jobs.created)
                 self._held[_key(delivery)] = job
-                is_first = delivery.tries == 1
-                self._figures.taken(unix_time() - job.queued_at if is_first else None)
+                waited = monotonic() - self._jobs.queued(delivery)
+                self._figures.taken(waited if delivery.tries == 1 else None)
                 return job
             await self._refuse(delivery, verdict)
         return None
+
+    async def _read_clock(self) -> None:
+        try:
+            await self._jobs.read_clock()
+        except DynbusError as error:
+            # What it said before is carried on by our own clock.
+            logger.debug("%r: the server's time was not read again: %s", self, error)
+
+    def _judge(self, delivery: Delivery) -> Verdict:
+        queued = self._jobs.queued(delivery)
+        return judge(delivery, queued, monotonic(), self._jobs.config, self._cancelled)
 
     async def _refuse(self, delivery: Delivery, verdict: Verdict) -> None:
         """Have a job leave the queue that is not to be begun."""

@@ -11,7 +11,7 @@ import pytest
 
 from dynbus.bus.background import task_group
 from dynbus.bus.bus import Bus as Presence
-from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import (
     ConfigError,
@@ -27,6 +27,7 @@ from dynbus.bus.protocol.names import (
     work_stream,
     work_subject,
 )
+from dynbus.bus.transport import StreamConfig, StreamLimits
 from dynbus.bus.work_queue import (
     DeadLetters,
     Job,
@@ -365,7 +366,7 @@ async def test_a_job_past_its_deadline_is_dropped_and_not_begun(
     queue: WorkQueue, here: Presence, name: EndpointName
 ) -> None:
     await queue.depth()
-    over = {"Dynbus-Job": "late", "Dynbus-Job-Deadline": str(int(unix_time() * 1000) - 1)}
+    over = {"Dynbus-Job": "late", "Dynbus-Deadline": "0"}
     await here.data.jetstream.publish(work_subject(name), b"", headers=over)
     await queue.put(b"", job_id="in-time", deadline=monotonic() + 3600)
 
@@ -380,6 +381,73 @@ async def test_a_job_past_its_deadline_is_dropped_and_not_begun(
     assert await jobs_left(queue) == 0
     with pytest.raises(DeadlineExceeded, match="its deadline has passed"):
         await queue.put(b"", job_id="too-late", deadline=monotonic() - 1)
+
+
+async def test_a_job_that_nobody_takes_stays_however_long_that_is(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    await queue.put(b"page", job_id="one")
+
+    stored = await here.data.jetstream.stream_config(work_stream(name))
+
+    assert stored.limits.max_age is None
+
+
+async def test_a_job_that_is_older_than_max_age_is_a_dead_letter_and_not_begun(
+    here: Presence, name: EndpointName
+) -> None:
+    queue = WorkQueue(here, name, STEADY._replace(max_age=1.0))
+    await queue.put(b"page", job_id="old", headers={"colour": "red"})
+    await anyio.sleep(1.2)
+    await queue.put(b"", job_id="new")
+
+    async with queue.take() as taker, await next_job(taker) as job:
+        assert job.job_id == "new"
+        # What is begun in time has its time.
+        await anyio.sleep(1.2)
+
+    (letter,) = await DeadLetters(here.data.jetstream, name.namespace).find()
+    assert (letter.job_id, letter.data, letter.headers) == ("old", b"page", {"colour": "red"})
+    assert (letter.reason, letter.error) == ("age", "it was not begun within the 1 s of max_age")
+    assert queue.ended == {JobEnd.DONE: 1, JobEnd.DEAD: 1}
+    assert await jobs_left(queue) == 0
+
+
+async def test_a_queue_that_was_made_with_a_limit_of_age_is_told_of(
+    queue: WorkQueue, here: Presence, name: EndpointName, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = StreamLimits(max_age=3600.0, discard_new=True)
+    await here.data.jetstream.ensure_stream(
+        StreamConfig(
+            work_stream(name), (work_subject(name),), limits, work_queue=True, in_memory=True
+        )
+    )
+
+    async with queue.take():
+        pass
+
+    assert "drops jobs that are older than 3600 s" in caplog.text
+    assert f"nats stream edit {work_stream(name)} --max-age 0" in caplog.text
+
+
+async def test_a_copy_of_a_job_is_as_old_as_the_job_and_has_no_more_time(
+    here: Presence, name: EndpointName
+) -> None:
+    queue = WorkQueue(here, name, STEADY._replace(tries=1))
+    put_at = monotonic()
+    await queue.put(b"", job_id="one", deadline=put_at + 600)
+
+    async with queue.take() as taker:
+        first = await next_job(taker)
+        await anyio.sleep(1.0)
+        await first.give_back(delay=0.5)
+        copy = await next_job(taker)
+        await copy.bury("enough")
+
+    assert copy.deadline == pytest.approx(put_at + 600, abs=0.4)
+    assert copy.queued_at == pytest.approx(first.queued_at, abs=0.4)
+    (letter,) = await DeadLetters(here.data.jetstream, name.namespace).find()
+    assert letter.queued_at == pytest.approx(first.queued_at, abs=0.4)
 
 
 async def test_a_full_queue_refuses_jobs_and_takes_them_when_it_has_room(
@@ -479,7 +547,7 @@ async def test_plain_nats_clients_may_put_jobs_and_bad_ones_are_dead_letters(
     await queue.depth()
     await js.publish(work_subject(name), b"plain")
     await js.publish(work_subject(name), b"known", message_id="mine")
-    for headers in ({"Dynbus-Job-Deadline": "soon"}, {"Dynbus-Job": "a b"}):
+    for headers in ({"Dynbus-Deadline": "soon"}, {"Dynbus-Job": "a b"}):
         await js.publish(work_subject(name), b"bad", headers=headers)
 
     async with queue.take() as taker:

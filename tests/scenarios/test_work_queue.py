@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.work_queue import DeadLetters, WorkQueue
+from dynbus.bus.protocol.names import cancel_subject
+from dynbus.bus.work_queue import DeadLetters, Job, JobEnd, WorkQueue
 
 from .processes import Processes
 from .taker import CONFIG, QUEUE
@@ -111,6 +114,47 @@ async def run_story(
     assert ledger.begun_after_done() == []
     assert await DeadLetters(bus.data.jetstream, QUEUE.namespace).find() == []
     await bus.close()
+
+
+@pytest.mark.parametrize("ahead", [300.0, -300.0])
+async def test_the_deadline_of_a_job_is_the_same_where_clocks_differ(
+    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    bus = await Bus.connect(BusConfig(servers=(own_server.url,)), name="putter and taker")
+    queue = WorkQueue(bus, QUEUE, CONFIG)
+    for number in range(10):
+        await queue.put(b"", job_id=f"job-{number}", deadline=monotonic() + 60)
+    await queue.put(b"", job_id="cancelled")
+    await queue.put(b"", job_id="late", deadline=monotonic() + 0.05)
+    true_time = time.time
+    taken: list[Job] = []
+    waited: list[float] = []
+
+    # From here on this is another host, whose clock is wrong.
+    monkeypatch.setattr(time, "time", lambda: true_time() + ahead)
+    async with queue.take() as taker:
+        heard = bus.cancels.hear(QUEUE.namespace)
+        await bus.lane.run(bus.lane.connection.barrier())
+        bus.data.publish(cancel_subject(QUEUE.namespace), b"cancelled")
+        await eventually(lambda: len(heard) == 1)
+        await anyio.sleep(0.1)
+        while len(taken) < 10:
+            with anyio.fail_after(PATIENCE):
+                async with await anext(taker) as job:
+                    assert job.deadline is not None
+                    waited.append(60 - (job.deadline - monotonic()))
+                    taken.append(job)
+        with anyio.move_on_after(PATIENCE):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anext, taker)
+                await eventually(lambda: sum(queue.ended.values()) == 12)
+                tasks.cancel_scope.cancel()
+    monkeypatch.undo()
+    await bus.close()
+
+    assert [job.job_id for job in taken] == [f"job-{number}" for number in range(10)]
+    assert queue.ended == {JobEnd.DONE: 10, JobEnd.CANCELLED: 1, JobEnd.EXPIRED: 1}
+    assert all(0 <= seconds < 30 for seconds in waited), waited
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_a_stream_keeps_within_its_limits_and_counts_right(
         now += passed
         with contextlib.suppress(DynbusError):
             stream.store(now, EPOCH + now, subject, headers, bytes(size))
-        info = stream.info()
+        info = stream.info(9.0)
         held = [stream.get(number) for number in stream.after(1, ">")]
 
         assert info.messages == len(held)
@@ -72,7 +72,7 @@ def test_a_stream_keeps_within_its_limits_and_counts_right(
         last = info.last_sequence
 
     stream.purge(">")
-    assert stream.info() == StreamInfo(0, 0, last + 1 if last else 0, last, 0.0)
+    assert stream.info(9.0) == StreamInfo(0, 0, last + 1 if last else 0, last, 0.0, now=9.0)
 
 
 def test_nothing_older_than_the_maximum_age_is_left() -> None:
@@ -88,12 +88,12 @@ def test_a_refused_message_changes_nothing() -> None:
     config = StreamConfig("S", ("s.>",), StreamLimits(max_messages=1, discard_new=True))
     stream = MemoryStream(config)
     stream.store(0.0, EPOCH, "s.a", {}, b"kept")
-    before = stream.info()
+    before = stream.info(9.0)
 
     with pytest.raises(StreamFull, match="maximum messages exceeded"):
         stream.store(0.0, EPOCH, "s.a", {ROLLUP: "sub"}, b"")
 
-    assert stream.info() == before
+    assert stream.info(9.0) == before
     assert stream.after(1, ">") == [1]
 
 
@@ -104,4 +104,4 @@ def test_a_purge_names_subjects_by_pattern() -> None:
 
     assert stream.purge("s.b.*") == 2
     assert stream.after(1, ">") == [1, 3]
-    assert stream.info().created == 7.0
+    assert stream.info(9.0).created == 7.0
