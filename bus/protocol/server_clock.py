@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ServerClock:
-    """The server's time of day as its messages tell it, carried on by a clock that does not go back.
+    """The server's time of day as its messages tell it, carried on by the own monotonic clock.
 
     No other host's time of day has a part in it. It is never later than the server's own: what a
     message says is as old as the message was on its way. Times are Unix seconds by the server, and

@@ -149,14 +149,13 @@ class CompletionExchange(Exchange):
             if completion.why_not_elsewhere:
                 raise DynbusError(completion.why_not_elsewhere)
             key = log_key(caller.tenant, caller.request_id)
-            created = wish.clock.at
             begun = Begun(
                 streams.store.me,
                 self._path,
                 wish.body,
                 caller.request_id,
-                created,
-                created + self._shared.settings.request_timeout,
+                wish.clock.at,
+                self._shared.settings.request_timeout,
                 wish.seed,
             )
             log = await streams.begin(key, begun)

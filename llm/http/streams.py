@@ -213,7 +213,7 @@ class StreamExchange(Exchange):
                 self._log,
                 is_complete=rebuilt is not None and rebuilt.sink.is_over,
                 owner_lives=self._watch.lives,
-                now=unix_time(),
+                now=self._shared.resumable.store.server_time(),
             )
             if step is Next.UNKNOWN:
                 raise StreamNotFound(
@@ -348,7 +348,7 @@ class StreamExchange(Exchange):
         done = completion.go_on_after(rebuilt.items)
         context = Context(
             begun.request_id,
-            deadline=monotonic() + begun.deadline - unix_time(),
+            deadline=monotonic() + self._log.begun_at + begun.seconds - streams.store.server_time(),
             metadata=self._caller.metadata,
             priority=rebuilt.priority,
             trace_headers=self._trace.fields,

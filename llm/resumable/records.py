@@ -51,8 +51,8 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
         path: of the request.
         body: as the client sent it.
         request_id: of the request, and of the stream.
-        created: Unix seconds.
-        deadline: of the whole answer, in Unix seconds.
+        created: Unix seconds, for the answer to tell.
+        seconds: until the deadline of the whole answer, from when this record was stored.
         seed: what the ids of its tool calls are made of.
     """
 
@@ -61,7 +61,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
     body: bytes
     request_id: str
     created: float
-    deadline: float
+    seconds: float
     seed: str
 
 
@@ -144,7 +144,8 @@ class StreamLog:
         begun: the request; None before it is known.
         owner: who goes on with it; empty for nobody.
         sequence: of the last record; 0 before the first.
-        last_at: when that was stored, in Unix seconds.
+        begun_at: when the request was stored. Times are the server's, in Unix seconds.
+        last_at: when the last record was stored.
         size: bytes of all records.
         over: why it cannot be resumed; empty where it can.
     """
@@ -153,6 +154,7 @@ class StreamLog:
         self.begun: Begun | None = None
         self.owner = ""
         self.sequence = 0
+        self.begun_at = 0.0
         self.last_at = 0.0
         self.size = 0
         self.over = ""
@@ -196,7 +198,7 @@ class StreamLog:
         self.size += size
         self.sequence, self.last_at = sequence, at
         if isinstance(record, Begun):
-            self.begun, self.owner = record, record.owner
+            self.begun, self.owner, self.begun_at = record, record.owner, at
         elif isinstance(record, Owned):
             self.owner = record.owner
         elif isinstance(record, Over):
@@ -226,7 +228,7 @@ def next_step(log: StreamLog, *, is_complete: bool, owner_lives: bool | None, no
     Args:
         is_complete: whether the answer has come to its end.
         owner_lives: None where nobody knows.
-        now: Unix seconds.
+        now: Unix seconds by the server's clock.
     """
     if log.over:
         return Next.GONE

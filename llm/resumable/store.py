@@ -10,7 +10,7 @@ from typing import Final
 import anyio
 
 from dynbus.actors import Runtime
-from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import (
@@ -19,6 +19,7 @@ from dynbus.bus.protocol.names import (
     stream_log_subject,
     stream_owner_subject,
 )
+from dynbus.bus.protocol.server_clock import ServerClock
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import (
     REPLICAS,
@@ -80,6 +81,7 @@ class StreamStore:
         self._answers = f"{runtime.bus.replies.base}.{self.me}"
         self._watches: dict[str, OwnerWatch] = {}
         self._subscriptions: list[Subscription] = []
+        self._clock = ServerClock()
         self._is_ready = False
         self._getting_ready = anyio.Lock()
         self._asked = 0
@@ -108,6 +110,7 @@ class StreamStore:
                 return
             data = self._bus.data
             await self._jetstream.ensure_stream(CONFIG, timeout=STORE_TIMEOUT)
+            await self._read_clock()
             if not self._subscriptions:
                 self._subscriptions = [
                     data.subscribe(stream_owner_subject(self.me), self._answer),
@@ -115,6 +118,15 @@ class StreamStore:
                 ]
             await data.barrier(timeout=STORE_TIMEOUT)
             self._is_ready = True
+
+    async def _read_clock(self) -> None:
+        info = await self._jetstream.stream_info(STREAM_LOGS, timeout=STORE_TIMEOUT)
+        self._clock.told(info.now, monotonic())
+
+    def server_time(self) -> float:
+        """Unix seconds by the server's clock, which alone says how old a record is; known to who is
+        ready, or reads."""
+        return self._clock.unix(monotonic())
 
     # Logs --------------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class StreamStore:
             raise
         except DynbusError as error:
             sequence = await self._stored(key, log, data, error)
-        log.wrote(record, len(data), sequence, unix_time())
+        log.wrote(record, len(data), sequence, self.server_time())
 
     async def _stored(self, key: str, log: StreamLog, data: bytes, error: DynbusError) -> int:
         """The number of a record of which the bus did not say in time whether it is stored: it may
@@ -240,6 +252,7 @@ class StreamStore:
             NoStream: there are no logs.
             DynbusError: it cannot be read.
         """
+        await self._read_clock()
         consumer = await self._jetstream.consume(
             STREAM_LOGS,
             take,

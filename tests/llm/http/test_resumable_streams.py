@@ -24,7 +24,7 @@ from dynbus.bus.protocol.names import STREAM_LOGS
 from dynbus.llm.http import streams
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
-from dynbus.llm.resumable import records, running
+from dynbus.llm.resumable import records, running, store
 from dynbus.llm.resumable.records import log_key
 
 from .served import Served, served
@@ -177,6 +177,41 @@ async def test_a_front_end_that_ends_hands_its_streams_to_the_next(reader: Reade
         told = [contents(event) for event in [*before.events, *after.events]]
         assert told == [contents(event) for event in whole.events]
         assert second.shared.resumable.counts["taken_over"] == 1
+
+
+@pytest.mark.parametrize("ahead", [300.0, -300.0])
+async def test_a_stream_goes_on_at_a_front_end_whose_clock_is_wrong(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    async with two_front_ends() as (first, second):
+        body = asking(f"slowly {SAID}")
+        before = await reader.post(first.url, body, headers=NAMED, most=4)
+        await first.front_end.close()
+        real_time = streams.unix_time
+        for module in (streams, running, store):
+            monkeypatch.setattr(module, "unix_time", lambda: real_time() + ahead, raising=False)
+
+        after = await reader.go_on(second.url, "one", 4)
+
+        assert after.status == 200, after.refusal
+        told = "".join(contents(event) for event in [*before.events, *after.events])
+        assert told == f"{SAID}[DONE]"
+
+
+@pytest.mark.parametrize("ahead", [300.0, -300.0])
+async def test_a_stream_has_the_time_it_was_given_at_a_front_end_whose_clock_is_wrong(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    async with two_front_ends(request_timeout=3.0) as (first, second):
+        await reader.post(first.url, asking("endless word"), headers=NAMED, most=4)
+        await first.front_end.close()
+        real_time = streams.unix_time
+        monkeypatch.setattr(streams, "unix_time", lambda: real_time() + ahead)
+
+        after = await reader.go_on(second.url, "one", 4)
+
+        assert len(after.events) > 1
+        assert "DeadlineExceeded" in after.events[-1], after.events[-1]
 
 
 def contents(event: str) -> str:

@@ -29,7 +29,7 @@ from dynbus.llm.resumable.records import (
     next_step,
 )
 
-BEGUN: Final = Begun("0", "/v1/completions", b"{}", "one", 1.0, 61.0, "seed")
+BEGUN: Final = Begun("0", "/v1/completions", b"{}", "one", 1.0, 60.0, "seed")
 CAME: Final = Came([Piece(2.0, 0, [b"x", b"y"]), Piece(2.5, 0, [], True)])
 
 

@@ -18,7 +18,7 @@ from dynbus.testing import TestKit
 
 pytestmark = pytest.mark.anyio
 
-BEGUN: Final = Begun("0", "/v1/completions", b"{}", "one", 1.0, 61.0, "seed")
+BEGUN: Final = Begun("0", "/v1/completions", b"{}", "one", 1.0, 60.0, "seed")
 
 
 @asynccontextmanager
