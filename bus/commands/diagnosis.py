@@ -34,6 +34,8 @@ USUAL_PAYLOAD: Final = 1024 * 1024
 SLOW_ROUND_TRIP: Final = 0.01
 CLOCK_WARN: Final = 1.0
 CLOCK_FAIL: Final = 10.0
+ARTEFACT_SKEW: Final = 1800.0
+EPOCH_SKEW: Final = 24 * 3600.0
 FEW_DESCRIPTORS: Final = 1024
 LEAST_FREE_STORAGE: Final = 1024 * 1024
 SMALL_STORAGE: Final = 256 * 1024 * 1024
@@ -112,12 +114,25 @@ def check_round_trip(seconds: float) -> Check:
 def check_clock(skew: float) -> Check:
     """Whether this machine's clock agrees with the server's; `skew` is ours minus its."""
     text = f"{skew:+.3f} s against the server"
-    remedy = "set the clock with NTP: ages and logs are wrong otherwise"
+    remedy = f"set the clock with NTP: {_broken_by(abs(skew))}"
     if abs(skew) > CLOCK_FAIL:
         return Check("clock", "fail", text, remedy)
     if abs(skew) > CLOCK_WARN:
         return Check("clock", "warn", text, remedy)
     return Check("clock", "ok", text)
+
+
+def _broken_by(skew: float) -> str:
+    """What a clock that is wrong by so many seconds breaks."""
+    broken = (
+        "ages and stalenesses that are shown, and the order of logs and traces, are wrong by that; "
+        "deadlines, leases, jobs and resumable streams are not, they count from the server's time"
+    )
+    if skew > ARTEFACT_SKEW:
+        broken += "; files that a model has just published may be deleted, or kept too long"
+    if skew > EPOCH_SKEW:
+        broken += "; the KV-cache events of this machine's engines are refused"
+    return broken
 
 
 def check_limits(account: Mapping[str, Any]) -> Check:

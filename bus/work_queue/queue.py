@@ -64,7 +64,8 @@ class WorkQueue:
         Args:
             job_id: 1 to 128 printable ASCII characters without spaces.
             deadline: on the library's monotonic clock in seconds; a job that is not begun by then
-                is dropped. It crosses as a time of day, so clocks of machines must agree.
+                is dropped. What is left of it counts from when the server has stored the job, by
+                the server's clock and no other.
             timeout: seconds to try for; a try that was not answered is repeated.
 
         Raises:

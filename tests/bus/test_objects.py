@@ -41,7 +41,7 @@ async def opened(bus: MemoryBus) -> tuple[MemoryConnection, ObjectStore]:
 
 
 def held(bus: MemoryBus) -> int:
-    return bus.jetstream.streams["OBJ_b"].info().messages
+    return bus.jetstream.streams["OBJ_b"].info(0.0).messages
 
 
 async def test_a_chunk_whose_acknowledgement_is_lost_is_stored_once() -> None:

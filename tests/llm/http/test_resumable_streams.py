@@ -19,6 +19,7 @@ from openai import AsyncOpenAI, AsyncStream
 from openai.types.chat import ChatCompletionChunk
 from tests.conditions import PATIENCE, eventually
 
+from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.protocol.names import STREAM_LOGS
 from dynbus.llm.http import streams
@@ -187,7 +188,7 @@ async def test_a_stream_goes_on_at_a_front_end_whose_clock_is_wrong(
         body = asking(f"slowly {SAID}")
         before = await reader.post(first.url, body, headers=NAMED, most=4)
         await first.front_end.close()
-        real_time = streams.unix_time
+        real_time = unix_time
         for module in (streams, running, store):
             monkeypatch.setattr(module, "unix_time", lambda: real_time() + ahead, raising=False)
 
@@ -205,7 +206,7 @@ async def test_a_stream_has_the_time_it_was_given_at_a_front_end_whose_clock_is_
     async with two_front_ends(request_timeout=3.0) as (first, second):
         await reader.post(first.url, asking("endless word"), headers=NAMED, most=4)
         await first.front_end.close()
-        real_time = streams.unix_time
+        real_time = unix_time
         monkeypatch.setattr(streams, "unix_time", lambda: real_time() + ahead)
 
         after = await reader.go_on(second.url, "one", 4)
