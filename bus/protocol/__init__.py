@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import cancellation, endpoint, headers, names, reply_port, tokens, wire
+    from . import cancellation, endpoint, headers, names, reply_port, server_clock, tokens, wire
 
 __all__ = [
     "cancellation",
@@ -11,6 +11,7 @@ __all__ = [
     "headers",
     "names",
     "reply_port",
+    "server_clock",
     "tokens",
     "wire",
 ]
