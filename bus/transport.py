@@ -97,8 +97,10 @@ class StreamConfig(NamedTuple):
     """A JetStream stream.
 
     Attributes:
-        marker_ttl: seconds for which an expired or deleted subject leaves a marker; None
-            for streams without message TTLs. At least 1.
+        marker_ttl: seconds for which an expired or deleted subject leaves a marker, at least 1; 0
+            for message TTLs without markers, None for no message TTLs.
+        rollup: whether a message may take the place of all earlier ones, those of other subjects
+            too: whoever may publish one subject may clear the stream. Markers take it.
         work_queue: each message goes to one consumer and is gone when acknowledged.
         replicas: how many servers of a cluster keep it at most; a smaller cluster keeps it on
             as many as it has.
@@ -108,6 +110,7 @@ class StreamConfig(NamedTuple):
     subjects: tuple[str, ...]
     limits: StreamLimits = StreamLimits()
     marker_ttl: float | None = None
+    rollup: bool = False
     work_queue: bool = False
     in_memory: bool = False
     replicas: int = 1

@@ -93,6 +93,8 @@ class MemoryStream:
         message_id = headers.get(MESSAGE_ID, "")
         if message_id in self._message_ids:
             return self._message_ids[message_id][0]
+        if ROLLUP in headers and not (self.config.rollup or self.config.marker_ttl):
+            raise ConfigError(f"publish to {subject}: rollup not permitted")
         ttl = self._ttl_of(headers)
         self._check_room(subject, self._size_of(subject, headers, data))
         sequence = self._append(now, unix, subject, headers, data, ttl)
@@ -114,7 +116,7 @@ class MemoryStream:
             message = record.message
             marker_ttl = self.config.marker_ttl
             if (
-                marker_ttl is not None
+                marker_ttl
                 and message.subject not in self._by_subject
                 and MARKER_REASON not in message.headers
             ):

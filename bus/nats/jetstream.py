@@ -81,14 +81,15 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         "max_msg_size": limits.max_message_size or -1,
         "duplicate_window": min(window, age) if age else window,
         "allow_direct": True,
-        "allow_rollup_hdrs": True,
+        "allow_rollup_hdrs": config.rollup or bool(config.marker_ttl),
         # Of a work queue a taker drops what its consumer has forgotten to have delivered.
         "deny_delete": not config.work_queue,
         "description": config.description,
     }
     if config.marker_ttl is not None:
         request["allow_msg_ttl"] = True
-        request["subject_delete_marker_ttl"] = int(config.marker_ttl * _NANOSECONDS)
+        if config.marker_ttl:
+            request["subject_delete_marker_ttl"] = int(config.marker_ttl * _NANOSECONDS)
     return request
 
 
@@ -374,6 +375,7 @@ def _stream_config(found: Mapping[str, Any]) -> StreamConfig:
         return value if value > 0 else None
 
     age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
+    without_marker = 0.0 if found.get("allow_msg_ttl") else None
     return StreamConfig(
         name=str(found["name"]),
         subjects=tuple(map(str, found.get("subjects") or ())),
@@ -386,7 +388,8 @@ def _stream_config(found: Mapping[str, Any]) -> StreamConfig:
             discard_new=found.get("discard") == "new",
             max_message_size=limit("max_msg_size"),
         ),
-        marker_ttl=marker_ttl / _NANOSECONDS if marker_ttl else None,
+        marker_ttl=marker_ttl / _NANOSECONDS if marker_ttl else without_marker,
+        rollup=bool(found.get("allow_rollup_hdrs")) and not marker_ttl,
         work_queue=found.get("retention") == "workqueue",
         in_memory=found.get("storage") == "memory",
         replicas=int(found.get("num_replicas") or 1),

@@ -181,6 +181,7 @@ def bucket_stream(bucket: ObjectBucket) -> StreamConfig:
         (f"$O.{bucket.name}.C.>", f"$O.{bucket.name}.M.>"),
         # Dropping old messages instead would tear holes into objects.
         StreamLimits(max_bytes=bucket.max_bytes, discard_new=True),
+        rollup=True,
         in_memory=bucket.in_memory,
         replicas=bucket.replicas,
         description=bucket.description,

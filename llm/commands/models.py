@@ -26,12 +26,15 @@ T = TypeVar("T")
 _HELP: Final = """List the models that are served.
 
     A worker registers its model with register_llm, and the model goes with its last instance. A
-    worker that takes OpenAI's requests itself can be given a name by hand instead:
+    worker that takes OpenAI's requests itself can be given a name by hand instead. A model's name
+    belongs to the component that registered it first, or to those that bind gives it to:
 
     \b
     dynbus models
     dynbus models add chat my-model demo.Worker.chat
     dynbus models rm my-model
+    dynbus models bind my-model demo.Engine
+    dynbus models unbind my-model
     """
 
 
@@ -130,6 +133,37 @@ def rm(name: str, nats: str | None) -> None:
     from dynbus.llm.models.publishing import remove_model
 
     _run(lambda runtime: remove_model(runtime.bus, name), nats)
+
+
+@models.command()
+@click.argument("name")
+@click.argument("components", metavar="NAMESPACE.COMPONENT...", nargs=-1, required=True)
+@nats_option
+def bind(name: str, components: tuple[str, ...], nats: str | None) -> None:
+    """Give a model's name to components, whoever registered it.
+
+    Cards of others are passed over from now on. It stays until `dynbus models unbind`.
+    """
+    from dynbus.bus.protocol.names import ComponentName
+    from dynbus.llm.models.card import check_name
+    from dynbus.llm.models.names import Names
+
+    given = tuple(map(ComponentName.parse, components))
+    check_name(name)
+    _run(lambda runtime: Names(runtime.bus.data.jetstream).bind(name, given), nats)
+
+
+@models.command()
+@click.argument("name")
+@nats_option
+def unbind(name: str, nats: str | None) -> None:
+    """Take back what `dynbus models bind` gave.
+
+    The name belongs to the component that registered it first again.
+    """
+    from dynbus.llm.models.names import Names
+
+    _run(lambda runtime: Names(runtime.bus.data.jetstream).unbind(name), nats)
 
 
 def _run(work: Callable[[Runtime], Awaitable[T]], nats: str | None) -> T:

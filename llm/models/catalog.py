@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -15,14 +16,14 @@ from dynbus.actors.runtime import Runtime
 from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, NoInstances, Unavailable
-from dynbus.bus.protocol.headers import MARKER_REASON
 from dynbus.bus.records.expired_records import ExpiredRecords
-from dynbus.bus.transport import NoStream, OrderedConsumer, StoredMessage
+from dynbus.bus.transport import NoStream, OrderedConsumer, StoredMessage, StreamConfig
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 from dynbus.llm.text.tokenizer import Tokenizer
 
 from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences
+from .names import NAMES_STREAM, NameView, Owners
 from .records import ADDED, CARDS_STREAM, Artefacts, StoredCard, card_of
 
 logger = logging.getLogger(__name__)
@@ -51,56 +52,54 @@ class ServedModel(NamedTuple):
 
 
 class CardView:
-    """The cards that are known, without I/O. A card counts while one of its owners is there.
+    """The cards that are known, without I/O. A card counts while its owner is there, and the name
+    belongs to the component of its endpoint. Times are of one monotonic clock.
 
     Args:
         owners: the instances of an endpoint's component: ids and incarnations of each.
+        names: to whom names belong, and the cards that operators added.
     """
 
-    def __init__(self, owners: Callable[[ModelCard], list[tuple[str, str]]]) -> None:
+    def __init__(
+        self, owners: Callable[[ModelCard], list[tuple[str, str]]], names: NameView
+    ) -> None:
         self._owners = owners
+        self._names = names
         self._by_subject: dict[str, StoredCard] = {}
-        self._ended: set[str] = set()
+        self._ends: dict[str, float] = {}
         self._by_name: dict[str, set[str]] = {}
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
-    def put(self, subject: str, stored: StoredCard) -> None:
+    def put(self, subject: str, stored: StoredCard, now: float) -> None:
         """A card was written or renewed."""
         self._by_subject[subject] = stored
         self._by_name.setdefault(stored.card.name, set()).add(subject)
-        self._ended.discard(subject)
+        self._ends[subject] = math.inf if stored.ttl is None else now + stored.ttl
 
     def withdraw(self, subject: str) -> None:
         """A card was taken back."""
+        self._ends.pop(subject, None)
         stored = self._by_subject.pop(subject, None)
-        self._ended.discard(subject)
         if stored is not None:
             subjects = self._by_name[stored.card.name]
             subjects.discard(subject)
             if not subjects:
                 del self._by_name[stored.card.name]
 
-    def end(self, subject: str) -> None:
-        """A card was not renewed. It counts on while its owner is there, which may be kept from
-        renewing it by the server alone."""
-        if subject in self._by_subject:
-            self._ended.add(subject)
-
-    def begin_reading(self) -> None:
+    def begin_reading(self, now: float) -> None:
         """All cards are about to be read; those that are not come again have ended."""
-        self._ended = set(self._by_subject)
+        self._ends = dict.fromkeys(self._ends, now)
 
     def models(self) -> list[ServedModel]:
         """What is served now, by name; a name has several where they are asked for different
         things."""
-        return [served for name in sorted(self._by_name) for served in self.named(name)]
+        names = sorted({*self._by_name, *self._names.names_added})
+        return [served for name in names for served in self.named(name)]
 
     def named(self, name: str) -> list[ServedModel]:
         """The models of a name that are served now."""
         found: list[ServedModel] = []
-        for stored in sorted(
-            self._cards(name), key=lambda one: (one.card.created, one.card.endpoint, one.owner)
-        ):
+        for stored in self._of_its_owners(name):
             card, instances = stored.card, self._count(stored)
             if instances is None:
                 continue
@@ -108,13 +107,35 @@ class CardView:
             if same is None:
                 found.append(ServedModel(card, instances))
             elif problem := differences(card, same.card):
-                self._tell(name, problem)
+                self._tell(
+                    name,
+                    card.endpoint,
+                    "its cards disagree, the one that was registered first counts: "
+                    + "; ".join(problem),
+                )
             else:
                 found[found.index(same)] = ServedModel(same.card, same.instances + instances)
         return found
 
-    def _cards(self, name: str) -> list[StoredCard]:
-        return [self._by_subject[subject] for subject in self._by_name.get(name, ())]
+    def _of_its_owners(self, name: str) -> list[StoredCard]:
+        """The cards of a name that are of a component that it belongs to, oldest first."""
+        cards = [self._by_subject[subject] for subject in self._by_name.get(name, ())]
+        cards = [stored for stored in cards if self._count(stored) is not None]
+        # Of one component, whose instances trust each other.
+        cards.sort(key=lambda one: (one.card.created, one.card.endpoint, one.owner))
+        owners = self._names.owners(name)
+        of = {stored.card.endpoint_name.component_name for stored in cards}
+        # Workers of an earlier version register no names: they count where there is no choice.
+        components = (
+            of if owners is None and len(of) == 1 else set(owners.components if owners else ())
+        )
+        counting: list[StoredCard] = self._names.added(name)
+        for stored in cards:
+            if stored.card.endpoint_name.component_name in components:
+                counting.append(stored)
+            else:
+                self._tell_other(stored.card, owners)
+        return counting
 
     def _count(self, stored: StoredCard) -> int | None:
         """How many instances of an owner serve it; None where the card does not count."""
@@ -123,20 +144,26 @@ class CardView:
             return len(there)
         return sum(stored.owner in one for one in there) or None
 
-    def _tell(self, name: str, problem: list[str]) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            logger.warning(
-                "cards of the model %s disagree, the one that was registered first counts: %s",
-                name,
-                "; ".join(problem),
-            )
+    def _tell_other(self, card: ModelCard, owners: Owners | None) -> None:
+        why = f"belongs to {owners}" if owners else "was registered by several components at once"
+        component = card.endpoint_name.component_name
+        self._tell(
+            card.name,
+            card.endpoint,
+            f"the card of {card.endpoint} is passed over, since the name {why}; "
+            f"`dynbus models bind {card.name} {component}` gives it to {component}",
+        )
 
-    def forget_ended(self) -> None:
-        """Drop the cards that have ended whose owners are gone."""
-        for subject in list(self._ended):
-            stored = self._by_subject[subject]
-            if stored.owner == ADDED or self._count(stored) is None:
+    def _tell(self, name: str, endpoint: str, problem: str) -> None:
+        if (name, endpoint) not in self._told:
+            self._told.add((name, endpoint))
+            logger.warning("the model %s: %s", name, problem)
+
+    def forget_ended(self, now: float) -> None:
+        """Drop the cards that were not renewed, or not read again, and whose owners are gone. One
+        whose owner is there may be kept from being renewed by the server alone."""
+        for subject in [subject for subject, end in self._ends.items() if end <= now]:
+            if self._count(self._by_subject[subject]) is None:
                 self.withdraw(subject)
 
 
@@ -155,9 +182,10 @@ class Catalog(Openable):
         super().__init__(runtime.background)
         self._runtime = runtime
         self._cache_bytes = cache_bytes
-        self._view = CardView(self._owners)
+        self._names = NameView()
+        self._view = CardView(self._owners, self._names)
         self._artefacts = Artefacts(runtime.bus.data.jetstream)
-        self._caught_up = asyncio.Event()
+        self._caught_up, self._names_caught_up = asyncio.Event(), asyncio.Event()
         self._expired = ExpiredRecords(runtime.bus.data.jetstream, CARDS_STREAM.name)
         self._failure = "JetStream has not answered yet"
         self._changed = asyncio.Event()
@@ -171,13 +199,19 @@ class Catalog(Openable):
     @property
     def problem(self) -> str:
         """Why it is not known which models there are; empty once it is."""
-        if self._caught_up.is_set() and self._runtime.discovery.synchronized.is_set():
+        if self._is_read and self._runtime.discovery.synchronized.is_set():
             return ""
         return f"the models on the bus cannot be read: {self._failure}"
 
     @property
+    def _is_read(self) -> bool:
+        return self._caught_up.is_set() and self._names_caught_up.is_set()
+
+    @property
     def models(self) -> list[ServedModel]:
-        """What is served now, by name."""
+        """What is served now, by name; nothing before it is known to whom names belong."""
+        if not self._is_read:
+            return []
         if self._models is None:
             self._models = self._view.models()
         return self._models
@@ -273,48 +307,74 @@ class Catalog(Openable):
         runtime = self._runtime
         runtime.discovery.begin()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._read)
+            tasks.start_soon(self._read, CARDS_STREAM, self._consume_cards)
+            tasks.start_soon(self._read, NAMES_STREAM, self._consume_names)
             tasks.start_soon(self._expired.remove)
             tasks.start_soon(self._look)
             with anyio.move_on_after(runtime.bus.config.connect_timeout):
                 await self._caught_up.wait()
+                await self._names_caught_up.wait()
                 await runtime.discovery.wait_synchronized(None)
             if self.problem:
                 logger.warning("%s; models appear once that works", self.problem)
             yield
             tasks.cancel_scope.cancel()
 
-    async def _read(self) -> None:
-        consumer = await self._consume()
+    async def _read(
+        self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]
+    ) -> None:
+        consumer = await self._begin(bucket, consume)
         try:
             await anyio.sleep_forever()
         finally:
             with anyio.CancelScope(shield=True):
                 await consumer.stop()
 
-    async def _consume(self) -> OrderedConsumer:
+    async def _begin(
+        self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]
+    ) -> OrderedConsumer:
         is_there = True
         while True:
             try:
                 if not is_there:
-                    await self._runtime.bus.data.jetstream.ensure_stream(CARDS_STREAM)
-                return await self._expired.consume(
-                    self._receive,
-                    on_restart=self._view.begin_reading,
-                    on_caught_up=self._caught_up.set,
-                )
+                    await self._runtime.bus.data.jetstream.ensure_stream(bucket)
+                return await consume()
             except NoStream:
                 is_there = False
             except Unavailable as error:
                 self._failure = str(error)
                 await anyio.sleep(RETRY_DELAY)
 
+    async def _consume_cards(self) -> OrderedConsumer:
+        return await self._expired.consume(
+            self._receive,
+            on_restart=lambda: self._view.begin_reading(monotonic()),
+            on_caught_up=self._caught_up.set,
+        )
+
+    async def _consume_names(self) -> OrderedConsumer:
+        def caught_up() -> None:
+            self._names.end_reading()
+            self._names_caught_up.set()
+
+        return await self._runtime.bus.data.jetstream.consume(
+            NAMES_STREAM.name,
+            self._receive_name,
+            last_per_subject=True,
+            on_restart=self._names.begin_reading,
+            on_caught_up=caught_up,
+        )
+
     def _receive(self, message: StoredMessage) -> None:
         if message.is_marker:
-            expired = MARKER_REASON in message.headers
-            (self._view.end if expired else self._view.withdraw)(message.subject)
+            self._view.withdraw(message.subject)
         elif (stored := card_of(message)) is not None:
-            self._view.put(message.subject, stored)
+            self._view.put(message.subject, stored, monotonic())
+        self._models = None
+        self._changed.set()
+
+    def _receive_name(self, message: StoredMessage) -> None:
+        self._names.put(message)
         self._models = None
         self._changed.set()
 
@@ -323,7 +383,7 @@ class Catalog(Openable):
         before: list[ServedModel] = []
         while True:
             await anyio.sleep(LOOK_INTERVAL)
-            self._view.forget_ended()
+            self._view.forget_ended(monotonic())
             self._models = None
             if (models := self.models) != before:
                 before = models

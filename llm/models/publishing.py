@@ -1,5 +1,5 @@
 """Cards on the bus: published, kept alive for as long as somebody serves the model, and refused
-where they contradict another."""
+where the name belongs to another component or they contradict another card."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import msgspec
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.leased_record import LeasedRecord
 from dynbus.bus.transport import ConnectionState, StoredMessage
 
 from .card import ModelCard, differences
+from .names import Names, Owners, Reason
 from .records import (
     ADDED,
     CARDS_STREAM,
@@ -44,6 +45,9 @@ ASK_INTERVAL: Final = 0.5
 
 RETRY_DELAY: Final = 0.5
 """Seconds after which a card that could not be renewed is tried again."""
+
+NAME_TRIES: Final = 8
+"""How often it is asked to whom a name belongs, of which others may take it and give it back."""
 
 
 class Target(NamedTuple):
@@ -70,7 +74,8 @@ async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) 
     """Store a card and its artefacts, and keep them until its owner ends.
 
     Raises:
-        ConfigError: it is too large, or another card of this name says otherwise, and in what.
+        ConfigError: it is too large, the name belongs to another component, or another card of it
+            says otherwise, and in what.
         DynbusError: it cannot be stored.
     """
     subject = card_subject(target.endpoint, card.name, target.owner)
@@ -87,11 +92,13 @@ async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) 
         return
     held[subject] = card
     try:
+        names = Names(target.bus.data.jetstream)
+        await _own_name(target, names, card)
         await _refuse_conflicts(target, card)
         artefacts = Artefacts(target.bus.data.jetstream)
         if files:
             await artefacts.keep(files)
-        registration = _Registration(target, subject, data, files, artefacts)
+        registration = _Registration(target, card.name, subject, data, files, artefacts)
         try:
             await registration.begin()
             await _refuse_later(target, card, registration.sequence)
@@ -105,12 +112,77 @@ async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) 
     target.bus.background.start(registration.keep, name=f"the card of {card.name}")
 
 
+async def _own_name(target: Target, names: Names, card: ModelCard) -> None:
+    """Register the card's name for its component, or pass where the name belongs to it already.
+
+    A component that registered the name and has gone gives way, where the server lets others write
+    its record: where there are credentials, an operator says so.
+    """
+    component = card.endpoint_name.component_name
+    for _ in range(NAME_TRIES):
+        owners = (await names.read(card.name)).owners(card.name)
+        if owners is None:
+            await names.register(card.name, component)
+        elif component in owners.components:
+            return
+        else:
+            await _refuse_unless_gone(target, names, card, owners)
+    raise Unavailable(f"to whom the model {card.name!r} belongs changes all the time")
+
+
+async def _refuse_unless_gone(
+    target: Target, names: Names, card: ModelCard, owners: Owners
+) -> None:
+    """Take the name from a component that has gone.
+
+    Raises:
+        ConfigError: it is there, or an operator gave it the name, or it is not ours to take.
+    """
+    if owners.reason is not Reason.FIRST:
+        raise _taken(card, owners, "")
+    (other,) = owners.components
+    ends = monotonic() + _patience(target)
+    while await _is_served_by(target, card.name, other):
+        if monotonic() > ends:
+            raise _taken(card, owners, "")
+        await anyio.sleep(ASK_INTERVAL)
+    try:
+        await names.release(owners)
+    except PermissionDenied:
+        raise _taken(card, owners, ", and no instance of it is there now") from None
+    logger.info("the model %s belonged to %s, of which nothing is there", card.name, other)
+
+
+async def _is_served_by(target: Target, name: str, component: ComponentName) -> bool:
+    """Whether something of a component is there that may serve a model."""
+    discovery = target.discovery
+    await discovery.wait_synchronized(target.bus.config.connect_timeout)
+    if any(True for _ in discovery.view.instances(*component, monotonic())):
+        return True
+    cards = await read_cards(target.bus.data.jetstream, name)
+    return any(one.card.endpoint_name.component_name == component for one in cards)
+
+
+def _patience(target: Target) -> float:
+    """Seconds after which what is left of one that was killed is gone."""
+    return target.bus.config.lease_ttl + 2 * ASK_INTERVAL
+
+
+def _taken(card: ModelCard, owners: Owners, but: str) -> ConfigError:
+    component = card.endpoint_name.component_name
+    return ConfigError(
+        f"{card.endpoint} cannot register the model {card.name!r}: the name belongs to {owners}"
+        f"{but}. Give another model_name, or have an operator say "
+        f"`dynbus models bind {card.name} {component}`"
+    )
+
+
 async def _refuse_conflicts(target: Target, card: ModelCard) -> None:
     """Pass unless another card of this name says otherwise whose owner is there.
 
     An owner that was killed has a card for as long as its lease, which is waited for.
     """
-    ends = monotonic() + target.bus.config.lease_ttl + 2 * ASK_INTERVAL
+    ends = monotonic() + _patience(target)
     while True:
         other = await _conflicting(target, card)
         if other is None:
@@ -122,18 +194,34 @@ async def _refuse_conflicts(target: Target, card: ModelCard) -> None:
 
 async def _refuse_later(target: Target, card: ModelCard, sequence: int) -> None:
     """Of two that register at once and disagree, the one that came first stays."""
-    for one in await read_cards(target.bus.data.jetstream, card.name):
+    for one in await _cards_that_count(target, card):
         found = differences(card, one.card)
         if found and one.sequence < sequence and one.owner != target.owner:
             raise _conflict(card, _told_owner(one), found)
 
 
 async def _conflicting(target: Target, card: ModelCard) -> StoredCard | None:
-    for one in await read_cards(target.bus.data.jetstream, card.name):
+    for one in await _cards_that_count(target, card):
         is_mine = one.owner == target.owner and one.card.endpoint == card.endpoint
         if not is_mine and differences(card, one.card):
             return one
     return None
+
+
+async def _cards_that_count(target: Target, card: ModelCard) -> list[StoredCard]:
+    """The cards of a name that are of a component that it belongs to."""
+    jetstream = target.bus.data.jetstream
+    names = await Names(jetstream).read(card.name)
+    owners = names.owners(card.name)
+    stored = await read_cards(jetstream, card.name)
+    return [
+        *(one._replace(sequence=0) for one in names.added(card.name)),
+        *(
+            one
+            for one in stored
+            if owners is None or one.card.endpoint_name.component_name in owners.components
+        ),
+    ]
 
 
 async def _owner_is_there(target: Target, other: StoredCard) -> bool:
@@ -168,6 +256,7 @@ class _Registration:
     def __init__(
         self,
         target: Target,
+        name: str,
         subject: str,
         data: bytes,
         files: Sequence[bytes],
@@ -176,6 +265,8 @@ class _Registration:
         # On the control lane, which nothing of the main loop delays.
         self._lane = lane = target.bus.lane
         self._target = target
+        self._name = name
+        self._names = Names(lane.connection.jetstream)
         self._data = data
         self._files = {digest_of(file): file for file in files}
         self._artefacts = artefacts
@@ -244,6 +335,7 @@ class _Registration:
         while True:
             await anyio.sleep(CHECK_INTERVAL)
             try:
+                await self._lane.run(self._keep_name())
                 await self._artefacts.make_sure(self._files)
                 swept = await self._artefacts.sweep()
                 if swept:
@@ -257,6 +349,11 @@ class _Registration:
 
     async def _make_bucket(self) -> None:
         await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM)
+        # A server that has lost one bucket has lost the other.
+        await self._keep_name()
+
+    async def _keep_name(self) -> None:
+        await self._names.register(self._name, self._target.endpoint.component_name)
 
     async def _remake_bucket(self) -> None:
         # The disk that broke it may be full still.
@@ -280,15 +377,17 @@ async def add_model(side_bus: Bus, discovery: Discovery, card: ModelCard) -> Non
     """Keep the card of a model whose worker does not register it, until `remove_model`.
 
     Raises:
-        ConfigError: another card of its name says otherwise, and in what.
+        ConfigError: the name belongs to another component, or another card of it says otherwise,
+            and in what.
     """
     target = Target(side_bus, discovery, card.endpoint_name, ADDED)
+    names = Names(side_bus.data.jetstream)
+    owners = (await names.read(card.name)).owners(card.name)
+    is_ours = owners is None or card.endpoint_name.component_name in owners.components
+    if owners is not None and not is_ours and owners.reason is not Reason.ADDED:
+        await _refuse_unless_gone(target, names, card, owners)
     await _refuse_conflicts(target, card)
-    jetstream = side_bus.data.jetstream
-    await jetstream.ensure_stream(CARDS_STREAM)
-    await jetstream.publish(
-        card_subject(target.endpoint, card.name, ADDED), msgspec.json.encode(card)
-    )
+    await names.add(StoredCard(card, ADDED, 0))
 
 
 async def remove_model(bus: Bus, name: str) -> int:
@@ -298,20 +397,15 @@ async def remove_model(bus: Bus, name: str) -> int:
         ConfigError: there is none, and who registered the model if somebody did.
     """
     jetstream = bus.data.jetstream
-    cards = await read_cards(jetstream, name)
-    added = [one for one in cards if one.owner == ADDED]
+    names = Names(jetstream)
+    added = (await names.read(name)).added(name)
     if not added:
-        others = sorted({one.card.endpoint for one in cards})
+        others = sorted({one.card.endpoint for one in await read_cards(jetstream, name)})
         raise ConfigError(
             f"the model {name!r} was registered by {', '.join(others)}: it goes when they stop"
             if others
             else f"there is no model {name!r}: `dynbus models` lists those that there are"
         )
     for one in added:
-        await jetstream.publish(
-            card_subject(one.card.endpoint_name, name, ADDED),
-            b"",
-            ttl=MARKER_TTL,
-            headers={"KV-Operation": "DEL"},
-        )
+        await names.remove(one)
     return len(added)

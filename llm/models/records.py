@@ -1,7 +1,7 @@
 """Where the cards of models and their artefacts are kept: a bucket of records and one of objects.
 
-A card is stored once for each that registered it, which is its owner: an instance, a process, or a
-person with `dynbus models add`. The first two hold it by a lease, as an instance holds its record.
+A card is stored once for each that registered it, which is its owner: an instance or a process. It
+holds the card by a lease, as an instance holds its record. What operators add is in `names.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dynbus.bus.clock import unix_time
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import TOKEN, EndpointName
+from dynbus.bus.records.leases import ttl_of
 from dynbus.bus.records.objects import (
     NoObject,
     ObjectBucket,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 CARDS_BUCKET: Final = "dynbus_models"
 ARTEFACTS_BUCKET: Final = "DYNBUS_MODELS"
 ADDED: Final = "added"
-"""The owner of a card that a person added: it stays until it is removed."""
+"""The owner of a card that an operator added: it stays until it is removed."""
 
 MARKER_TTL: Final = 120.0
 MAX_CARD_BYTES: Final = 64 * 1024
@@ -61,7 +62,8 @@ CARDS_STREAM: Final = StreamConfig(
         max_bytes=64 * 1024 * 1024,
         max_message_size=MAX_CARD_BYTES,
     ),
-    marker_ttl=MARKER_TTL,
+    # Without markers of what expired, for which the server would take roll-ups from everybody.
+    marker_ttl=0.0,
     replicas=REPLICAS,
     description="dynbus: one card for each model and instance that serves it",
 )
@@ -82,11 +84,13 @@ class StoredCard(NamedTuple):
     Attributes:
         owner: an instance's id, a process's incarnation, or `ADDED`.
         sequence: of the bucket; greater for what was written later.
+        ttl: seconds after which it is gone unless it is renewed; None for one that stays.
     """
 
     card: ModelCard
     owner: str
     sequence: int
+    ttl: float | None = None
 
 
 def card_subject(endpoint: EndpointName, name: str, owner: str) -> str:
@@ -94,27 +98,33 @@ def card_subject(endpoint: EndpointName, name: str, owner: str) -> str:
     return f"$KV.{CARDS_BUCKET}.{endpoint}.{model_token(name)}.{owner}"
 
 
-def card_of(message: StoredMessage) -> StoredCard | None:
-    """The card in a message; None for one that cannot be read, is of a later version, has a name
-    that no model may have, or speaks of another model or endpoint than its subject, which is what
-    permissions are given for."""
-    owner = message.subject.rpartition(".")[2]
+def decode_card(data: bytes, endpoint: EndpointName) -> ModelCard | None:
+    """The card of an endpoint; None for one that cannot be read, is of a later version, has a name
+    that no model may have, or speaks of another endpoint."""
     try:
-        card = _decoder.decode(message.data)
-        subject = card_subject(card.endpoint_name, check_name(card.name), owner)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        UnicodeEncodeError,
-        RecursionError,
-        DynbusError,
-    ):
+        card = _decoder.decode(data)
+        check_name(card.name).encode()
+    except (msgspec.DecodeError, UnicodeError, RecursionError, DynbusError):
         return None
-    if card.version != VERSION or subject != message.subject or not TOKEN.fullmatch(owner):
+    if card.version != VERSION or card.endpoint != str(endpoint):
         return None
-    if not all(map(_DIGEST.fullmatch, card.artefacts.values())):
+    return card if all(map(_DIGEST.fullmatch, card.artefacts.values())) else None
+
+
+def card_of(message: StoredMessage) -> StoredCard | None:
+    """The card in a message; None for one that cannot be read, or speaks of another model or
+    endpoint than its subject, which is what permissions are given for."""
+    where, _, owner = message.subject.removeprefix(f"$KV.{CARDS_BUCKET}.").rpartition(".")
+    try:
+        endpoint = EndpointName.parse(where.rpartition(".")[0])
+    except ConfigError:
         return None
-    return StoredCard(card, owner, message.sequence)
+    card = decode_card(message.data, endpoint)
+    if card is None or owner == ADDED or not TOKEN.fullmatch(owner):
+        return None
+    if card_subject(endpoint, card.name, owner) != message.subject:
+        return None
+    return StoredCard(card, owner, message.sequence, ttl_of(message))
 
 
 async def read_cards(jetstream: JetStream, name: str = "") -> list[StoredCard]:

@@ -54,6 +54,7 @@ CONFIG: Final = StreamConfig(
     STREAM_LOGS,
     (stream_log_subject("*"),),
     StreamLimits(max_bytes=MOST_STORED, max_age=MAX_AGE),
+    rollup=True,
     in_memory=True,
     replicas=REPLICAS,
     description="streams of answers that clients may go on with at another front end",

@@ -53,6 +53,7 @@ class Bus(Protocol):
         limits: StreamLimits = StreamLimits(),  # noqa: B008 - a frozen named tuple
         *,
         marker_ttl: float | None = None,
+        rollup: bool = False,
         in_memory: bool = True,
         work_queue: bool = False,
     ) -> str:
@@ -115,6 +116,7 @@ class _Connections:
         limits: StreamLimits = StreamLimits(),  # noqa: B008 - a frozen named tuple
         *,
         marker_ttl: float | None = None,
+        rollup: bool = False,
         in_memory: bool = True,
         work_queue: bool = False,
     ) -> str:
@@ -124,6 +126,7 @@ class _Connections:
             (f"{name}.>",),
             limits,
             marker_ttl=marker_ttl,
+            rollup=rollup,
             in_memory=in_memory,
             work_queue=work_queue,
         )

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from tests.conditions import eventually
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
@@ -280,8 +281,39 @@ async def test_a_consumer_hears_of_an_expiry(bus: Bus) -> None:
     await consumer.stop()
 
 
+@pytest.mark.parametrize("marker_ttl", [None, 0])
+async def test_a_stream_that_takes_no_rollup_refuses_one(
+    bus: Bus, marker_ttl: float | None
+) -> None:
+    stream = await bus.stream(marker_ttl=marker_ttl)
+    connection = await bus.connect()
+    js = connection.jetstream
+    await js.publish(f"{stream}.a", b"1")
+
+    with pytest.raises(ConfigError, match="rollup not permitted"):
+        await js.publish(f"{stream}.b", b"2", rollup=True)
+    with pytest.raises(ConfigError, match="rollup not permitted"):
+        await js.publish(f"{stream}.b", b"2", headers={"Nats-Rollup": "all"})
+
+    assert await stored_data(connection, stream, 1) == [b"1"]
+
+
+async def test_a_record_may_expire_without_a_marker(bus: Bus) -> None:
+    stream = await bus.stream(ONE_EACH, marker_ttl=0)
+    js = (await bus.connect()).jetstream
+
+    await js.publish(f"{stream}.lease", b"", ttl=1)
+
+    async def is_gone() -> bool:
+        return await js.last(stream, f"{stream}.lease") is None
+
+    await eventually(is_gone)
+    config = await js.stream_config(stream)
+    assert (config.marker_ttl, config.rollup) == (0, False)
+
+
 async def test_a_rollup_drops_the_earlier_messages_of_its_subject(bus: Bus) -> None:
-    stream = await bus.stream()
+    stream = await bus.stream(rollup=True)
     connection = await bus.connect()
     js = connection.jetstream
     for subject, data in (("a", b"1"), ("b", b"2"), ("a", b"3")):

@@ -96,12 +96,21 @@ async def answers(js: JetStream, config: StreamConfig, steps: list[Step]) -> lis
 
 
 @settings(max_examples=60)
-@given(limits, st.booleans(), st.lists(st.one_of(publishes, publishes, readings), max_size=25))
+@given(
+    limits,
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.one_of(publishes, publishes, readings), max_size=25),
+)
 def test_memory_answers_every_request_as_nats_server_does(
-    nats_server: RunningServer, limits: StreamLimits, in_memory: bool, steps: list[Step]
+    nats_server: RunningServer,
+    limits: StreamLimits,
+    rollup: bool,
+    in_memory: bool,
+    steps: list[Step],
 ) -> None:
     name = f"S{secrets.token_hex(6)}"
-    config = StreamConfig(name, (f"{name}.>",), limits, in_memory=in_memory)
+    config = StreamConfig(name, (f"{name}.>",), limits, rollup=rollup, in_memory=in_memory)
 
     async def compare() -> tuple[list[object], list[object]]:
         real = await connect([nats_server.url])

@@ -200,8 +200,8 @@ async def test_a_full_stream_takes_messages_again_once_there_is_room(bus: Bus) -
 
 
 async def test_a_rollup_needs_the_room_of_a_message_before_it_makes_any(bus: Bus) -> None:
-    dropping = await bus.stream(StreamLimits(max_messages=2))
-    refusing = await bus.stream(StreamLimits(max_messages=2, discard_new=True))
+    dropping = await bus.stream(StreamLimits(max_messages=2), rollup=True)
+    refusing = await bus.stream(StreamLimits(max_messages=2, discard_new=True), rollup=True)
     js = (await bus.connect()).jetstream
     for stream in (dropping, refusing):
         await js.publish(f"{stream}.b", b"b")

@@ -88,6 +88,27 @@ async def test_a_name_that_somebody_serves_otherwise_is_not_added(
     await command(nats_server, "rm", name)
 
 
+async def test_a_name_is_bound_to_a_component_until_it_is_unbound(
+    nats_server: RunningServer, name: str
+) -> None:
+    async with Runtime.connect(nats_server.url) as runtime:
+        bound = await command(nats_server, "bind", name, "demo.Engine", "demo.Other")
+        endpoint = runtime.endpoint(f"{name}.Worker.chat")
+        with pytest.raises(ConfigError, match="belongs to demo.Engine, demo.Other, as `dynbus"):
+            await register_llm(ModelInput.Text, ModelType.Chat, endpoint, name, name)
+        not_added = await command(nats_server, "add", "chat", name, f"{name}.Worker.chat")
+
+        unbound = await command(nats_server, "unbind", name)
+        await register_llm(ModelInput.Text, ModelType.Chat, endpoint, name, name)
+        again = await command(nats_server, "unbind", name)
+        wrong = await command(nats_server, "bind", name, "demo.Engine.generate")
+
+    assert (bound.exit_code, unbound.exit_code) == (0, 0), bound.output + unbound.output
+    assert "belongs to demo.Engine, demo.Other" in str(not_added.exception)
+    assert f"the model '{name}' is not bound" in str(again.exception)
+    assert "'demo.Engine.generate' is not a component" in str(wrong.exception)
+
+
 async def test_what_an_instance_registered_is_not_removed(
     nats_server: RunningServer, name: str
 ) -> None:

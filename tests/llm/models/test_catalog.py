@@ -12,11 +12,14 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import NoInstances, Unavailable
 from dynbus.bus.transport import StoredMessage
-from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput, ModelType
+from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput, ModelType, model_token
 from dynbus.llm.models.catalog import MAX_TEXT_MODELS, CardView, Catalog
-from dynbus.llm.models.records import ADDED, StoredCard, card_of, card_subject
+from dynbus.llm.models.names import NAMES_BUCKET, NameRecord, NameView
+from dynbus.llm.models.records import StoredCard, card_of, card_subject
 from dynbus.llm.text.text_model import TextModel
 from dynbus.testing import TestKit, run
+
+TTL = 10.0
 
 
 class Bus:
@@ -24,7 +27,8 @@ class Bus:
 
     def __init__(self) -> None:
         self.instances: dict[str, list[tuple[str, str]]] = {}
-        self.view = CardView(lambda card: self.instances.get(card.endpoint, []))
+        self.names = NameView()
+        self.view = CardView(lambda card: self.instances.get(card.endpoint, []), self.names)
 
     def put(self, subject: str, owner: str, **changes: Any) -> ModelCard:
         fields: dict[str, Any] = {
@@ -35,8 +39,13 @@ class Bus:
             **changes,
         }
         card = ModelCard(**fields)
-        self.view.put(subject, StoredCard(card, owner, 1))
+        self.view.put(subject, StoredCard(card, owner, 1, TTL), 0.0)
         return card
+
+    def say(self, where: str, said: NameRecord | ModelCard, sequence: int) -> None:
+        """Store a record of a name."""
+        subject = f"$KV.{NAMES_BUCKET}.{model_token(said.name)}.{where}"
+        self.names.put(StoredMessage(subject, sequence, 0.0, {}, msgspec.json.encode(said)))
 
     @property
     def served(self) -> dict[str, int]:
@@ -70,11 +79,10 @@ def test_a_card_that_was_not_renewed_counts_while_its_instance_is_there() -> Non
     bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
     bus.put("a", "instance-1")
 
-    bus.view.end("a")
-    bus.view.forget_ended()
+    bus.view.forget_ended(TTL)
     before = bus.served
     bus.instances.clear()
-    bus.view.forget_ended()
+    bus.view.forget_ended(TTL)
     bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
 
     assert before == {"tiny": 1}
@@ -84,21 +92,169 @@ def test_a_card_that_was_not_renewed_counts_while_its_instance_is_there() -> Non
 def test_cards_that_are_not_read_again_have_ended() -> None:
     bus = Bus()
     bus.put("a", "instance-1")
-    bus.put("b", ADDED, name="by-hand")
+    bus.put("b", "instance-1", name="other")
 
-    bus.view.begin_reading()
+    bus.view.begin_reading(1.0)
     bus.put("a", "instance-1")
-    bus.view.forget_ended()
+    bus.view.forget_ended(1.0)
     bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
 
     assert bus.served == {"tiny": 1}
 
 
+def test_a_card_that_is_not_renewed_is_forgotten_with_its_owner() -> None:
+    bus = Bus()
+    bus.put("a", "instance-1")
+
+    bus.view.forget_ended(TTL - 1)
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
+    before = bus.served
+    bus.instances.clear()
+    bus.view.forget_ended(TTL)
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
+
+    assert (before, bus.served) == ({"tiny": 1}, {})
+
+
 def test_a_model_that_was_added_by_hand_counts_without_an_instance() -> None:
     bus = Bus()
-    bus.put("a", ADDED)
+    card = ModelCard(
+        name="tiny", endpoint="demo.Worker.chat", input=ModelInput.Text, types=["chat"]
+    )
+
+    bus.say("_added.demo.Worker.chat", card, 1)
 
     assert bus.served == {"tiny": 0}
+
+
+# To whom a name belongs --------------------------------------------------------------------------
+
+THIEF = "other.Thief.generate"
+FIRST = NameRecord(name="tiny")
+
+
+def contested() -> Bus:
+    """A bus whose model another component registers too, with a card that says to be older."""
+    bus = Bus()
+    bus.instances = {"demo.Worker.generate": [("one", "p")], THIEF: [("two", "q")]}
+    bus.put("a", "one", created=2.0)
+    bus.put("b", "two", created=1.0, endpoint=THIEF)
+    return bus
+
+
+def endpoints(bus: Bus) -> list[str]:
+    return [one.card.endpoint for one in bus.view.named("tiny")]
+
+
+def test_a_name_belongs_to_the_component_whose_record_is_older_in_the_bucket(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bus = contested()
+    bus.say("other.Thief", FIRST, 8)
+    bus.say("demo.Worker", FIRST, 7)
+
+    found = [endpoints(bus) for _ in range(3)]
+
+    assert found == [["demo.Worker.generate"]] * 3
+    (told,) = caplog.messages
+    assert f"the card of {THIEF} is passed over" in told
+    assert "belongs to demo.Worker, which registered it first" in told
+    assert "`dynbus models bind tiny other.Thief` gives it to other.Thief" in told
+
+
+def test_a_name_whose_component_is_away_stays_its_own() -> None:
+    bus = contested()
+    bus.say("demo.Worker", FIRST, 7)
+    bus.say("other.Thief", FIRST, 8)
+
+    del bus.instances["demo.Worker.generate"]
+
+    assert endpoints(bus) == []
+
+
+def test_a_name_that_an_operator_gave_away_is_no_longer_of_the_first() -> None:
+    bus = contested()
+    bus.say("demo.Worker", FIRST, 7)
+
+    bus.say("_bound", NameRecord(name="tiny", components=["other.Thief"]), 9)
+    bound = endpoints(bus)
+    taken_back = StoredMessage(
+        f"$KV.{NAMES_BUCKET}.{model_token('tiny')}._bound", 10, 0.0, {"KV-Operation": "DEL"}, b""
+    )
+    bus.names.put(taken_back)
+
+    assert (bound, endpoints(bus)) == ([THIEF], ["demo.Worker.generate"])
+
+
+def test_a_name_may_be_given_to_several_components() -> None:
+    bus = contested()
+    bus.put("c", "two", endpoint=THIEF, types=["embedding"])
+    bus.say("_bound", NameRecord(name="tiny", components=["demo.Worker", "other.Thief"]), 1)
+    bus.view.withdraw("b")
+
+    assert endpoints(bus) == [THIEF, "demo.Worker.generate"]
+
+
+def test_a_name_that_an_operator_added_belongs_to_the_component_of_its_endpoint() -> None:
+    bus = contested()
+    bus.say("other.Thief", FIRST, 1)
+    card = ModelCard(
+        name="tiny", endpoint="demo.Worker.chat", input=ModelInput.Text, types=["completions"]
+    )
+
+    bus.say("_added.demo.Worker.chat", card, 5)
+
+    assert endpoints(bus) == ["demo.Worker.chat", "demo.Worker.generate"]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("demo.Worker", NameRecord(name="other")),
+        ("_bound", NameRecord(name="tiny", components=["no component"])),
+        ("_bound.demo.Worker", FIRST),
+        ("_other", FIRST),
+        ("demo", FIRST),
+        ("demo.Worker", NameRecord(name="tiny", version=2)),
+        ("_added.demo.Worker.generate", FIRST),
+    ],
+)
+def test_a_record_that_does_not_fit_its_subject_says_nothing(where: str, said: NameRecord) -> None:
+    names = NameView()
+    subject = f"$KV.{NAMES_BUCKET}.{model_token('tiny')}.{where}"
+
+    names.put(StoredMessage(subject, 1, 0.0, {}, msgspec.json.encode(said)))
+
+    assert names.owners("tiny") is None
+    assert names.owners("other") is None
+
+
+def test_records_that_are_not_read_again_are_gone() -> None:
+    bus = contested()
+    bus.say("demo.Worker", FIRST, 7)
+    bus.say("other.Thief", FIRST, 8)
+
+    bus.names.begin_reading()
+    bus.say("other.Thief", FIRST, 2)
+    bus.names.end_reading()
+
+    assert endpoints(bus) == [THIEF]
+
+
+def test_cards_of_workers_that_register_no_names_count_unless_several_components_have_some() -> (
+    None
+):
+    bus = Bus()
+    bus.instances = {"demo.Worker.generate": [("one", "p")], THIEF: [("two", "q")]}
+    bus.put("a", "one")
+    alone = endpoints(bus)
+
+    bus.put("b", "two", endpoint=THIEF)
+
+    assert (alone, endpoints(bus)) == (["demo.Worker.generate"], [])
+
+
+# Cards of one component --------------------------------------------------------------------------
 
 
 def test_of_cards_that_disagree_the_first_counts_and_it_is_told_once(

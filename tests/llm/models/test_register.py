@@ -229,6 +229,28 @@ async def test_cards_that_disagree_are_refused_with_the_difference(
     assert [one.card.context_length for one in cards] == [512]
 
 
+async def test_a_second_component_is_refused_while_the_first_is_there(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    other = f"{namespace}-other"
+    async with Runtime.connect(nats_server.url) as second:
+        async with Runtime.connect(nats_server.url) as first:
+            await register(first, namespace, folder, model_name=name)
+            async with first.serve_endpoints(namespace, "Worker", {"generate": generate}):
+                with pytest.raises(ConfigError) as refused:
+                    await register(second, other, folder, model_name=name)
+
+        # Nobody keeps others from writing here: who comes next has the name.
+        await register(second, other, folder, model_name=name)
+        cards = await read_cards(second.bus.data.jetstream, name)
+
+    assert f"{other}.Worker.generate cannot register the model '{name}'" in str(refused.value)
+    assert f"belongs to {namespace}.Worker, which registered it first" in str(refused.value)
+    assert f"`dynbus models bind {name} {other}.Worker`" in str(refused.value)
+    assert [one.card.endpoint for one in cards] == [f"{other}.Worker.generate"]
+
+
 async def test_of_two_that_disagree_at_once_one_is_refused(
     nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
 ) -> None:

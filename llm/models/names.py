@@ -1,0 +1,325 @@
+"""The components that names of models belong to.
+
+A name belongs to the components that an operator gave it to, else to those for which an operator
+added it by hand, else to the component whose record of it is the oldest in the bucket. The record
+of a component is under a subject of its own, and is written once and never renewed: its place in
+the bucket is its age, which no component can better, nor change for another. What operators say is
+under subjects that no component may write.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.protocol.names import ComponentName, EndpointName
+from dynbus.bus.records.reading import read_latest
+from dynbus.bus.transport import (
+    REPLICAS,
+    JetStream,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    WrongLastSequence,
+)
+
+from .card import VERSION, check_name, model_token
+from .records import ADDED, MAX_CARD_BYTES, READ_TIMEOUT, StoredCard, decode_card
+
+NAMES_BUCKET: Final = "dynbus_model_names"
+
+NAMES_STREAM: Final = StreamConfig(
+    name=f"KV_{NAMES_BUCKET}",
+    subjects=(f"$KV.{NAMES_BUCKET}.>",),
+    limits=StreamLimits(
+        max_messages_per_subject=1,
+        max_bytes=16 * 1024 * 1024,
+        max_message_size=MAX_CARD_BYTES,
+        # Nobody pushes the records of others out.
+        discard_new=True,
+    ),
+    replicas=REPLICAS,
+    description="dynbus: the components that names of models belong to",
+)
+
+_BOUND: Final = "_bound"
+_BY_HAND: Final = "_added"
+_TRIES: Final = 4
+
+
+class NameRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is said of a name on the bus, as JSON, by a component or an operator.
+
+    Attributes:
+        name: of the model.
+        components: to which an operator gave it; none in the record of a component.
+    """
+
+    version: int = VERSION
+    name: str
+    components: list[str] = []
+
+
+_decoder: Final = msgspec.json.Decoder(NameRecord)
+
+
+class Reason(Enum):
+    """Why a name belongs to a component, for people."""
+
+    BOUND = "as `dynbus models bind` says"
+    ADDED = "as `dynbus models add` says"
+    FIRST = "which registered it first"
+
+
+class Owners(NamedTuple):
+    """To whom a name belongs.
+
+    Attributes:
+        subject, sequence: of the record of a component that registered it first.
+    """
+
+    components: tuple[ComponentName, ...]
+    reason: Reason
+    subject: str = ""
+    sequence: int = 0
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.components))}, {self.reason.value}"
+
+
+class _Said(NamedTuple):
+    """One record of a name."""
+
+    components: tuple[ComponentName, ...]
+    reason: Reason
+    sequence: int
+    added: StoredCard | None = None
+
+
+class NameView:
+    """The records of names that are known, without I/O."""
+
+    def __init__(self) -> None:
+        self._by_subject: dict[str, tuple[str, _Said]] = {}
+        self._by_name: dict[str, dict[str, _Said]] = {}
+        self._not_read_again: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<NameView of {len(self._by_name)} names>"
+
+    def put(self, message: StoredMessage) -> None:
+        """A record was written, or taken back."""
+        subject = message.subject
+        self._drop(subject)
+        found = None if message.is_marker else _said_in(message)
+        if found is not None:
+            name, said = found
+            self._by_subject[subject] = found
+            self._by_name.setdefault(name, {})[subject] = said
+
+    def begin_reading(self) -> None:
+        """All records are about to be read; those that are not come again are gone."""
+        self._not_read_again = set(self._by_subject)
+
+    def end_reading(self) -> None:
+        """All records were read."""
+        for subject in list(self._not_read_again):
+            self._drop(subject)
+        self._not_read_again = set()
+
+    def owners(self, name: str) -> Owners | None:
+        """To whom a name belongs; None where nobody has said."""
+        records = self._by_name.get(name, {})
+        for reason in (Reason.BOUND, Reason.ADDED):
+            of_operators = [said for said in records.values() if said.reason is reason]
+            if of_operators:
+                found = {one for said in of_operators for one in said.components}
+                return Owners(tuple(sorted(found)), reason)
+        if not records:
+            return None
+        subject, first = min(records.items(), key=lambda one: one[1].sequence)
+        return Owners(first.components, Reason.FIRST, subject, first.sequence)
+
+    def added(self, name: str) -> list[StoredCard]:
+        """The cards of a name that operators added by hand."""
+        records = self._by_name.get(name, {}).values()
+        return [said.added for said in records if said.added is not None]
+
+    @property
+    def names_added(self) -> set[str]:
+        """The names of cards that operators added by hand."""
+        return {name for name, said in self._by_subject.values() if said.added is not None}
+
+    def _drop(self, subject: str) -> None:
+        self._not_read_again.discard(subject)
+        name, _ = self._by_subject.pop(subject, ("", None))
+        if name:
+            records = self._by_name[name]
+            del records[subject]
+            if not records:
+                del self._by_name[name]
+
+
+def _said_in(message: StoredMessage) -> tuple[str, _Said] | None:
+    """The name and what a message says of it; None for one that cannot be read, or that speaks of
+    another name or component than its subject, which is what permissions are given for."""
+    model, _, where = message.subject.removeprefix(f"$KV.{NAMES_BUCKET}.").partition(".")
+    try:
+        if where.startswith(f"{_BY_HAND}."):
+            endpoint = EndpointName.parse(where.removeprefix(f"{_BY_HAND}."))
+            card = decode_card(message.data, endpoint)
+            if card is None or model_token(card.name) != model:
+                return None
+            stored = StoredCard(card, ADDED, message.sequence)
+            components = (endpoint.component_name,)
+            return card.name, _Said(components, Reason.ADDED, message.sequence, stored)
+        record = _decoder.decode(message.data)
+        name = check_name(record.name)
+        if record.version != VERSION or model_token(name) != model:
+            return None
+        if where == _BOUND:
+            given = tuple(map(ComponentName.parse, record.components))
+            return name, _Said(given, Reason.BOUND, message.sequence)
+        return name, _Said((ComponentName.parse(where),), Reason.FIRST, message.sequence)
+    except (msgspec.DecodeError, UnicodeError, RecursionError, DynbusError):
+        return None
+
+
+class Names:
+    """The bucket of names."""
+
+    def __init__(self, jetstream: JetStream) -> None:
+        self._jetstream = jetstream
+
+    def __repr__(self) -> str:
+        return f"<Names in {NAMES_STREAM.name}>"
+
+    async def read(self, name: str) -> NameView:
+        """All that is said of a name.
+
+        Raises:
+            Unavailable: JetStream does not answer.
+        """
+        view = NameView()
+        subject = f"{_subject(name)}.>"
+        try:
+            found = await read_latest(
+                self._jetstream, NAMES_STREAM.name, subject, timeout=READ_TIMEOUT
+            )
+        except NoStream:
+            return view
+        for message in found.values():
+            view.put(message)
+        return view
+
+    async def register(self, name: str, component: ComponentName) -> None:
+        """Have a record that a component registered a name; one that is there keeps its place.
+
+        Raises:
+            DynbusError: it cannot be written.
+        """
+        record = NameRecord(name=name)
+        await self._write_once(f"{_subject(name)}.{component}", record)
+
+    async def release(self, owners: Owners) -> None:
+        """Take back the record of the component that registered a name first, unless it was written
+        again meanwhile.
+
+        Raises:
+            PermissionDenied: the server lets only the component itself write there.
+            DynbusError: it cannot be written.
+        """
+        try:
+            await self._take_back(owners.subject, owners.sequence)
+        except WrongLastSequence:
+            return
+
+    async def bind(self, name: str, components: tuple[ComponentName, ...]) -> None:
+        """Give a name to components, whoever registered it.
+
+        Raises:
+            DynbusError: it cannot be written.
+        """
+        record = NameRecord(name=check_name(name), components=[str(one) for one in components])
+        await self._write(f"{_subject(name)}.{_BOUND}", msgspec.json.encode(record))
+
+    async def unbind(self, name: str) -> None:
+        """Take back what `bind` gave: the name belongs to the component that registered it first.
+
+        Raises:
+            ConfigError: it is not bound.
+            DynbusError: it cannot be written.
+        """
+        owners = (await self.read(name)).owners(name)
+        if owners is None or owners.reason is not Reason.BOUND:
+            raise ConfigError(f"the model {name!r} is not bound to a component")
+        await self._take_back(f"{_subject(name)}.{_BOUND}")
+
+    async def add(self, stored: StoredCard) -> None:
+        """Keep a card that an operator added.
+
+        Raises:
+            DynbusError: it cannot be written.
+        """
+        await self._write(_added_subject(stored), msgspec.json.encode(stored.card))
+
+    async def remove(self, stored: StoredCard) -> None:
+        """Remove a card that an operator added.
+
+        Raises:
+            DynbusError: it cannot be written.
+        """
+        await self._take_back(_added_subject(stored))
+
+    async def ensure(self) -> None:
+        """Make the bucket where there is none.
+
+        Raises:
+            DynbusError: it cannot be made.
+        """
+        await self._jetstream.ensure_stream(NAMES_STREAM)
+
+    async def _write_once(self, subject: str, record: NameRecord) -> None:
+        data, expected = msgspec.json.encode(record), 0
+        for _ in range(_TRIES):
+            try:
+                await self._write(subject, data, expected)
+                return
+            except WrongLastSequence:
+                stored = await self._jetstream.last(NAMES_STREAM.name, subject)
+                if stored is not None and not stored.is_marker:
+                    return
+                expected = 0 if stored is None else stored.sequence
+        raise ConfigError(f"the record {subject} changes under every write: is it removed again?")
+
+    async def _write(self, subject: str, data: bytes, expected: int | None = None) -> None:
+        for is_last in (False, True):
+            try:
+                await self._jetstream.publish(
+                    subject, data, expected_last_subject_sequence=expected
+                )
+                return
+            except NoStream:
+                if is_last:
+                    raise
+                await self.ensure()
+
+    async def _take_back(self, subject: str, sequence: int | None = None) -> None:
+        await self._jetstream.publish(
+            subject,
+            b"",
+            headers={"KV-Operation": "DEL"},
+            expected_last_subject_sequence=sequence,
+        )
+
+
+def _subject(name: str) -> str:
+    return f"$KV.{NAMES_BUCKET}.{model_token(name)}"
+
+
+def _added_subject(stored: StoredCard) -> str:
+    return f"{_subject(stored.card.name)}.{_BY_HAND}.{stored.card.endpoint}"

@@ -1,0 +1,237 @@
+"""The names of models under attack by a worker of another component, which has what the page of the
+protocol gives to every worker."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from nats.aio.client import Client
+from tests.conditions import eventually
+
+from dynbus import Runtime
+from dynbus.actors.runtime import Connecting
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.protocol.names import ComponentName
+from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.models.card import ModelCard, model_token
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.models.names import NAMES_STREAM, Names
+from dynbus.llm.models.publishing import add_model
+from dynbus.llm.models.records import CARDS_STREAM, card_subject, read_cards
+
+pytestmark = pytest.mark.anyio
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+NAME = "big-model"
+TOKEN = model_token(NAME)
+
+
+def listed(beginning: str) -> list[str]:
+    """The subjects of a paragraph of the page."""
+    paragraph = PAGE.partition(beginning)[2].partition("\n\n")[0]
+    return [one for each in re.findall(r"`([^`]+)`", paragraph) for one in expanded(each)]
+
+
+def expanded(subject: str) -> list[str]:
+    """The subjects that braces stand for."""
+    parts = [part.strip("{}").split(",") for part in re.split(r"(\{[^}]*\})", subject)]
+    return ["".join(one) for one in product(*parts)]
+
+
+def of_table(column: int) -> list[str]:
+    """What the table of permissions lets an instance (1) or a client (2) publish."""
+    table = PAGE.partition("## Permissions")[2].splitlines()
+    rows = [line.split("|") for line in table if line.startswith("| publish")]
+    # Cancels are for operators, whose row has both columns empty but for a remark.
+    return [
+        subject
+        for row in rows
+        if "cancels" not in row[1]
+        for subject in re.findall(r"`([^`]+)`", row[column + 1])
+    ]
+
+
+CALLING = [
+    *of_table(2),
+    "$JS.API.STREAM.CREATE.KV_dynbus_instances",
+    "$JS.API.STREAM.INFO.KV_dynbus_instances",
+]
+REGISTERING = listed("Beyond the table below: who registers a model of `demo.Engine` publishes")
+LISTING = [one for one in REGISTERING if one.startswith("$JS.") and "PURGE" not in one]
+
+
+def of_component(subjects: list[str], component: str) -> list[str]:
+    return [re.sub(r"demo\.Engine", f"demo.{component}", subject) for subject in subjects]
+
+
+PUBLISH = {
+    "owner": of_component([*of_table(1), *REGISTERING, *CALLING], "Owner"),
+    "thief": of_component([*of_table(1), *REGISTERING, *CALLING], "Thief"),
+    "front": [*CALLING, *LISTING, "_R.>"],
+    "operator": [*CALLING, *LISTING, "$KV.dynbus_model_names.>"],
+}
+
+
+def users() -> str:
+    entries: list[str] = []
+    for name, publish in PUBLISH.items():
+        subscribe = [f"_R.{name}.>", f"demo.{name.capitalize()}.>", "demo._cancel", "$SRV.>"]
+        entries.append(
+            f'{{ user: "{name}", password: "secret", permissions: {{ '
+            f"publish: {{ allow: {json.dumps(publish)} }}, "
+            f"subscribe: {{ allow: {json.dumps(subscribe)} }} }} }}"
+        )
+    return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """A server whose users have what the page lists, each for its own role."""
+    server = await run_server(store_dir=tmp_path / "nats-server", config=users())
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def url_of(server: RunningServer, user: str) -> str:
+    return f"nats://{user}:secret@127.0.0.1:{server.port}"
+
+
+def connect(server: RunningServer, user: str, **options: Any) -> Connecting:
+    return Runtime.connect(url_of(server, user), principal=user, drain_grace=1.0, **options)
+
+
+async def generate(request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1], "finish_reason": "stop"}
+
+
+async def register(runtime: Runtime, component: str) -> ModelCard:
+    endpoint = runtime.endpoint(f"demo.{component}.generate")
+    return await register_llm(ModelInput.Text, ModelType.Chat, endpoint, NAME, NAME)
+
+
+async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
+    """Say all that may give the name to `demo.Thief`; returns what JetStream said of roll-ups."""
+    card = ModelCard(
+        name=NAME,
+        endpoint="demo.Thief.generate",
+        input=ModelInput.Text,
+        types=["chat"],
+        created=1.0,
+    )
+    mine = card_subject(card.endpoint_name, NAME, runtime.bus.incarnation)
+    claim = f"$KV.dynbus_model_names.{TOKEN}.demo.Thief"
+    plain = Client()
+    await plain.connect(
+        url_of(server, "thief"), inbox_prefix=b"_R.thief.plain", allow_reconnect=False
+    )
+    told: list[bytes] = []
+    for subject, data in ((mine, msgspec.json.encode(card)), (claim, b'{"name": "big-model"}')):
+        await plain.request(subject, data)
+        for how in ("all", "sub"):
+            answer = await plain.request(subject, data, headers={"Nats-Rollup": how})
+            told.append(answer.data)
+    # None of these is answered: the server refuses them before JetStream hears of them.
+    for subject, data in (
+        (f"$KV.dynbus_model_names.{TOKEN}.demo.Owner", b""),
+        (f"$KV.dynbus_model_names.{TOKEN}._bound", b'{"name":"big-model"}'),
+        (f"$KV.dynbus_models.demo.Owner.generate.{TOKEN}.{secrets.token_hex(8)}", b""),
+        *(
+            (f"$JS.API.STREAM.{call}.{stream.name}", b"{}")
+            for call in ("PURGE", "DELETE", "UPDATE", "MSG.DELETE")
+            for stream in (CARDS_STREAM, NAMES_STREAM)
+        ),
+    ):
+        await plain.publish(subject, data)
+    await plain.flush()
+    await plain.close()
+    return told
+
+
+async def served_by(catalog: Catalog) -> str:
+    return (await catalog.wait_for(NAME, ModelType.Chat, timeout=60)).endpoint
+
+
+async def test_a_worker_of_another_component_cannot_take_a_name_over(
+    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = {"generate": generate}
+    async with connect(guarded, "thief") as thief, connect(guarded, "front") as front:
+        async with connect(guarded, "owner") as owner:
+            await register(owner, "Owner")
+            async with (
+                owner.serve_endpoints("demo", "Owner", served),
+                thief.serve_endpoints("demo", "Thief", served),
+                Catalog(front) as catalog,
+            ):
+                assert await served_by(catalog) == "demo.Owner.generate"
+                told = await attack(guarded, thief)
+                await eventually(lambda: "card of demo.Thief.generate" in caplog.text)
+                assert await served_by(catalog) == "demo.Owner.generate"
+                with pytest.raises(ConfigError, match="belongs to demo.Owner, which registered"):
+                    await register(thief, "Thief")
+
+        with pytest.raises(ConfigError, match="no instance of it is there now"):
+            await register(thief, "Thief")
+        async with (
+            thief.serve_endpoints("demo", "Thief", served),
+            Catalog(front) as catalog,
+            connect(guarded, "owner") as again,
+        ):
+            await attack(guarded, thief)
+            assert catalog.find(NAME, ModelType.Chat) is None
+            await register(again, "Owner")
+            async with again.serve_endpoints("demo", "Owner", served):
+                assert await served_by(catalog) == "demo.Owner.generate"
+
+    assert len(told) == 4
+    assert all(b"rollup not permitted" in answer for answer in told)
+
+
+async def test_an_operator_gives_a_name_to_a_component_and_takes_it_back(
+    guarded: RunningServer,
+) -> None:
+    served = {"generate": generate}
+    async with (
+        connect(guarded, "owner") as owner,
+        connect(guarded, "thief") as other,
+        connect(guarded, "front") as front,
+        connect(guarded, "operator") as operator,
+        owner.serve_endpoints("demo", "Owner", served),
+        other.serve_endpoints("demo", "Thief", served),
+        Catalog(front) as catalog,
+    ):
+        names = Names(operator.bus.data.jetstream)
+        await register(owner, "Owner")
+        assert await served_by(catalog) == "demo.Owner.generate"
+
+        await names.bind(NAME, (ComponentName("demo", "Thief"),))
+        await register(other, "Thief")
+        await eventually(lambda: found(catalog) == "demo.Thief.generate")
+
+        await names.unbind(NAME)
+        await eventually(lambda: found(catalog) == "demo.Owner.generate")
+
+        card = ModelCard(
+            name="by-hand", endpoint="demo.Owner.chat", input=ModelInput.Text, types=["chat"]
+        )
+        await add_model(operator.bus, operator.discovery, card)
+        await attack(guarded, other)
+        async with Catalog(front) as later:
+            assert [one.card.name for one in later.models] == [NAME, "by-hand"]
+        assert len(await read_cards(front.bus.data.jetstream, NAME)) == 2
+
+
+def found(catalog: Catalog) -> str:
+    card = catalog.find(NAME, ModelType.Chat)
+    return "" if card is None else card.endpoint
