@@ -181,6 +181,13 @@ class NoStream(DynbusError):
     retryable = True
 
 
+class NoRollup(DynbusError):
+    """Raised for a message that would take the place of all earlier ones, where the stream takes
+    none."""
+
+    code = "NoRollup"
+
+
 class StreamFull(DynbusError):
     """Raised when a stream that keeps its old messages has no room for a new one."""
 

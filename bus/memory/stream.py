@@ -16,6 +16,7 @@ from dynbus.bus.protocol.headers import (
     TTL,
 )
 from dynbus.bus.transport import (
+    NoRollup,
     StoredMessage,
     StreamConfig,
     StreamFull,
@@ -79,6 +80,7 @@ class MemoryStream:
         Raises:
             WrongLastSequence: the sequence that the headers expect does not hold.
             ConfigError: the headers ask for a TTL that the stream does not have.
+            NoRollup: they ask for a roll-up, likewise.
             StreamFull: there is no room, and the stream keeps its old messages.
             PayloadTooLarge: the stream takes no message of this size.
         """
@@ -94,7 +96,7 @@ class MemoryStream:
         if message_id in self._message_ids:
             return self._message_ids[message_id][0]
         if ROLLUP in headers and not (self.config.rollup or self.config.marker_ttl):
-            raise ConfigError(f"publish to {subject}: rollup not permitted")
+            raise NoRollup(f"publish to {subject}: rollup not permitted")
         ttl = self._ttl_of(headers)
         self._check_room(subject, self._size_of(subject, headers, data))
         sequence = self._append(now, unix, subject, headers, data, ttl)

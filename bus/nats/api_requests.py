@@ -12,11 +12,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 
 from dynbus.bus.drops import DropReason
-from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
+from dynbus.bus.errors import DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
     Connection,
     Message,
+    NoRollup,
     NoRoom,
     NoStream,
     StreamFull,
@@ -38,7 +39,7 @@ SEQUENCE_NOT_FOUND: Final = 10043
 NOT_DELETED: Final = 10057
 NOT_STORED: Final = 10077
 TOO_LARGE: Final = 10054
-NO_ROLLUP: Final = 10111
+ROLLUP_REFUSED: Final = 10111
 NO_PEERS: Final = 10005
 ONE_SERVER: Final = 10074
 NO_ROOM: Final = (10023, 10047)
@@ -198,8 +199,8 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise NoStream(text)
     if code == TOO_LARGE:
         raise PayloadTooLarge(text)
-    if code == NO_ROLLUP:
-        raise ConfigError(text)
+    if code == ROLLUP_REFUSED:
+        raise NoRollup(text)
     if code == NOT_STORED and "maximum " in text:
         raise StreamFull(text)
     if code in NO_ROOM or (code == NOT_STORED and "creating store" in text):

@@ -12,6 +12,7 @@ from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.transport import (
     Connection,
+    NoRollup,
     NoStream,
     StoredMessage,
     StreamConfig,
@@ -290,9 +291,9 @@ async def test_a_stream_that_takes_no_rollup_refuses_one(
     js = connection.jetstream
     await js.publish(f"{stream}.a", b"1")
 
-    with pytest.raises(ConfigError, match="rollup not permitted"):
+    with pytest.raises(NoRollup, match="rollup not permitted"):
         await js.publish(f"{stream}.b", b"2", rollup=True)
-    with pytest.raises(ConfigError, match="rollup not permitted"):
+    with pytest.raises(NoRollup, match="rollup not permitted"):
         await js.publish(f"{stream}.b", b"2", headers={"Nats-Rollup": "all"})
 
     assert await stored_data(connection, stream, 1) == [b"1"]

@@ -85,8 +85,8 @@ def test_nothing_older_than_the_maximum_age_is_left() -> None:
 
 
 def test_a_refused_message_changes_nothing() -> None:
-    config = StreamConfig("S", ("s.>",), StreamLimits(max_messages=1, discard_new=True))
-    stream = MemoryStream(config)
+    limits = StreamLimits(max_messages=1, discard_new=True)
+    stream = MemoryStream(StreamConfig("S", ("s.>",), limits, rollup=True))
     stream.store(0.0, EPOCH, "s.a", {}, b"kept")
     before = stream.info(9.0)
 
