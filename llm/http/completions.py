@@ -166,6 +166,7 @@ class CompletionExchange(Exchange):
         stream = RunningStream(
             streams.store,
             key,
+            caller.tenant,
             log,
             completion,
             sink,
@@ -174,6 +175,7 @@ class CompletionExchange(Exchange):
             context,
             streams.count,
             self._cut,
+            streams.left,
         )
         self._writer.add_headers({RESUMABLE: "1"})
         streams.start(stream)

@@ -236,6 +236,7 @@ class Exchange(ABC):
         """Note which model is asked, which is served, and make the calls for it inherit deadline,
         tenant and trace."""
         shared, caller = self._shared, self._caller
+        shared.resumable.make_way(self._timing)
         self._model = model
         self._metrics = shared.metrics.of(model)
         self._context = Context(

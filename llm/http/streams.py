@@ -356,6 +356,7 @@ class StreamExchange(Exchange):
         stream = RunningStream(
             streams.store,
             self._key,
+            self._caller.tenant,
             self._log,
             completion,
             rebuilt.sink,
@@ -364,6 +365,7 @@ class StreamExchange(Exchange):
             context,
             streams.count,
             self._cut,
+            streams.left,
             [Piece(unix_time(), part, [], True) for part in done],
         )
         self._work = stream

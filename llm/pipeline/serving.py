@@ -98,6 +98,11 @@ class RequestTiming:
         self.last = now
 
     @property
+    def waits(self) -> bool:
+        """Whether nothing has come yet that would end its waiting."""
+        return self.first is None and self.last == self.began
+
+    @property
     def mean_gap(self) -> float | None:
         """The mean time between two tokens, in seconds; None before the second."""
         if self.first is None or not self.gap_count:

@@ -19,7 +19,7 @@ from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.wire import SECRET_BYTES, Failed, error_of, failed_frame
 
 KEPT_SECONDS: Final = 60.0
-"""Seconds for which a stream can be resumed after its last event, or its last reader."""
+"""Seconds for which a stream can be resumed after its last event, or since it was paused."""
 
 MOST_BYTES: Final = 1024 * 1024
 """Of one stream's log, its request included."""
@@ -33,7 +33,7 @@ ASK_INTERVAL: Final = 0.4
 ASK_AGAIN: Final = 0.1
 """Seconds after which an owner is asked again that could not be."""
 
-READ_INTERVAL: Final = 10.0
+READ_INTERVAL: Final = 2.0
 """Seconds between two questions to an owner that is not silent: they tell it of a reader."""
 
 MOST_MISSES: Final = 3

@@ -23,13 +23,32 @@ from dynbus.llm.answers import Usage
 from dynbus.llm.pipeline.serving import Completion, Part
 
 from .events import NumberedSink
-from .records import KEPT_SECONDS, Came, Owned, Piece, StreamLog, failed_with, failure
+from .records import (
+    KEPT_SECONDS,
+    READ_INTERVAL,
+    Came,
+    Owned,
+    Piece,
+    StreamLog,
+    failed_with,
+    failure,
+)
 from .store import STORE_TIMEOUT, StreamStore
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks whether anybody reads."""
+
+UNREAD_SECONDS: Final = 10.0
+"""Seconds that a stream which nobody reads goes on before it is paused: a client whose connection
+broke finds it where it would be."""
+
+UNREAD_BYTES: Final = 64 * 1024
+"""How much of one is stored in that time, before it is paused earlier."""
+
+SEEN_SECONDS: Final = 2 * READ_INTERVAL
+"""Seconds that a reader at another front end counts as one after it has asked."""
 
 QUIET_INTERVAL: Final = KEPT_SECONDS / 4
 """Seconds without a record after which an empty one is stored. Once its owner is dead, the age of a
@@ -87,8 +106,12 @@ def take_stored(
 class RunningStream:
     """A resumable stream that this front end goes on with, read or not.
 
+    A stream that nobody reads is paused after a while: its engine is left, as no credit of its
+    reader would make that free for others, and whoever reads it next goes on with it.
+
     Args:
         key: of its log.
+        tenant: whose it is.
         log: as far as it was written.
         completion: has taken all that the log holds; its sink is `sink`.
         clock: of the answer's format.
@@ -96,6 +119,7 @@ class RunningStream:
         context: of the calls for it.
         counted: told what became of it.
         on_lost: called when another front end goes on with it, so that nothing more is told here.
+        on_left: called with the stream when its reader here has left.
         started: pieces that are to be stored first, which came of no engine.
 
     Attributes:
@@ -107,6 +131,7 @@ class RunningStream:
         self,
         store: StreamStore,
         key: str,
+        tenant: str,
         log: StreamLog,
         completion: Completion,
         sink: NumberedSink,
@@ -115,9 +140,11 @@ class RunningStream:
         context: Context,
         counted: Callable[[str], object],
         on_lost: Callable[[], object],
+        on_left: Callable[[RunningStream], object],
         started: Sequence[Piece] = (),
     ) -> None:
         self.key = key
+        self.tenant = tenant
         self.is_logged = True
         self.sent = anyio.Event()
         self._store = store
@@ -129,9 +156,13 @@ class RunningStream:
         self._context = context
         self._counted = counted
         self._on_lost = on_lost
+        self._on_left = on_left
         self._waiting = [_Waiting(one, stored_arrival(one), 0.0) for one in started]
         self._news = asyncio.Event()
-        self._last_read = monotonic()
+        # Until when somebody is known to have read it, and what was stored of it by then.
+        self._read_until = monotonic()
+        self._read_size = log.size
+        self._is_asked_to_pause = False
         self._stored_at = monotonic()
         self._runs = True
         self._when_done: Callable[[], object] | None = None
@@ -169,8 +200,9 @@ class RunningStream:
         """Its reader has left: it goes on for a while, for whoever comes."""
         if self._sink.to is not None:
             self._sink.to = None
-            self._last_read = monotonic()
+            self._read(monotonic())
             self._news.set()
+            self._on_left(self)
 
     def when_done(self, then: Callable[[], object]) -> None:
         """Have `then` called when nothing more is made for it here; at once where that is so."""
@@ -181,7 +213,21 @@ class RunningStream:
 
     def seen(self) -> None:
         """Somebody reads it at another front end, or asks for it."""
-        self._last_read = monotonic()
+        self._read(monotonic() + SEEN_SECONDS)
+
+    def _read(self, until: float) -> None:
+        self._read_until = max(self._read_until, until)
+        self._read_size = self._log.size
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody reads it."""
+        return self._sink.to is None and monotonic() >= self._read_until
+
+    def pause(self) -> None:
+        """Leave its engine to others: whoever reads it next goes on with it."""
+        self._is_asked_to_pause = True
+        self._news.set()
 
     # What engines send --------------------------------------------------------------------------
 
@@ -206,13 +252,13 @@ class RunningStream:
     # Life ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Carry it out, to its end or until nobody is left who may read it."""
+        """Carry it out, to its end or until it is paused."""
         enter_context(self._context)
-        is_unread = False
+        is_paused = False
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._send)
-                is_unread = await self._tell(tasks)
+                is_paused = await self._tell(tasks)
                 tasks.cancel_scope.cancel()
         finally:
             is_over = self._sink.is_over
@@ -224,7 +270,7 @@ class RunningStream:
                 self._when_done()
             if not is_over:
                 with anyio.move_on_after(STORE_TIMEOUT, shield=True):
-                    await self._leave(is_unread=is_unread)
+                    await self._leave(is_paused=is_paused)
             with anyio.move_on_after(STORE_TIMEOUT, shield=True):
                 await self._bury()
 
@@ -249,15 +295,15 @@ class RunningStream:
         """Tell what comes, until there is no more of it or it does not go on here.
 
         Returns:
-            Whether it does not since nobody has read it for a while.
+            Whether it does not since nobody reads it.
         """
         while not self._sink.is_over:
             if not self._waiting:
                 self._news.clear()
                 with anyio.move_on_after(LOOK_INTERVAL):
                     await self._news.wait()
-            if self._is_unread():
-                self._counted("left")
+            if self._is_to_pause():
+                self._counted("paused" if self.is_logged else "left")
                 return True
             waiting, self._waiting = self._waiting, []
             is_quiet = monotonic() - self._stored_at > QUIET_INTERVAL
@@ -270,13 +316,18 @@ class RunningStream:
                 self._clock.at = piece.at
                 take_stored(self._completion, piece.part, arrival, now)
         if self.is_logged:
-            self._store.ended(self.key, self._log)
+            self._store.ended(self.key, self._log, f"it ended more than {KEPT_SECONDS:g} s ago")
         return False
 
-    def _is_unread(self) -> bool:
+    def _is_to_pause(self) -> bool:
         if self._sink.to is not None:
             return False
-        return not self.is_logged or monotonic() - self._last_read > KEPT_SECONDS
+        if self._is_asked_to_pause or not self.is_logged:
+            return True
+        return self.is_unread and (
+            monotonic() - self._read_until > UNREAD_SECONDS
+            or self._log.size - self._read_size > UNREAD_BYTES
+        )
 
     async def _store_pieces(self, pieces: list[Piece]) -> bool:
         """Store what is told next, as far as that can be; False when somebody else goes on."""
@@ -320,15 +371,13 @@ class RunningStream:
         if self._to_bury and await self._store.bury(self.key, self._to_bury):
             self._to_bury = ""
 
-    async def _leave(self, *, is_unread: bool) -> None:
+    async def _leave(self, *, is_paused: bool) -> None:
         """Let others know that nobody goes on with it here."""
         if not self.is_logged:
-            return
-        if is_unread:
-            reason = f"nobody read it for {KEPT_SECONDS:g} s"
-            await self._store.close_log(self.key, self._log, reason)
             return
         try:
             await self._store.append(self.key, self._log, Owned(""))
         except DynbusError as error:
             logger.debug("the stream %s was not handed on: %s", self.key, error)
+        if is_paused:
+            self._store.ended(self.key, self._log, f"nobody read it for {KEPT_SECONDS:g} s")

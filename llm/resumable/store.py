@@ -86,8 +86,8 @@ class StreamStore:
         self._is_ready = False
         self._getting_ready = anyio.Lock()
         self._asked = 0
-        # The logs of streams that are at their end, and when they are dropped.
-        self._ended: dict[str, tuple[StreamLog, float]] = {}
+        # The logs of streams that nobody goes on with here, when and why they are dropped.
+        self._ended: dict[str, tuple[StreamLog, float, str]] = {}
 
     def __repr__(self) -> str:
         return f"<StreamStore {self.me[:8]}>"
@@ -221,19 +221,23 @@ class StreamStore:
         except NoStream:
             return None
 
-    def ended(self, key: str, log: StreamLog) -> None:
-        """A stream is at its end: its log stays for those who have not read it to there."""
-        self._ended[key] = log, monotonic() + KEPT_SECONDS
+    def ended(self, key: str, log: StreamLog, reason: str) -> None:
+        """A stream is at its end, or paused: its log stays for those who have not read it to there.
+
+        Args:
+            reason: why it cannot be resumed when its time is over.
+        """
+        self._ended[key] = log, monotonic() + KEPT_SECONDS, reason
 
     async def sweep(self) -> None:
         """Drop logs when their time is over, without end."""
         while True:
             await anyio.sleep(SWEEP_INTERVAL)
             now = monotonic()
-            for key, (log, until) in list(self._ended.items()):
+            for key, (log, until, reason) in list(self._ended.items()):
                 if now >= until:
                     del self._ended[key]
-                    await self.close_log(key, log, f"it ended more than {KEPT_SECONDS:g} s ago")
+                    await self.close_log(key, log, reason)
 
     @asynccontextmanager
     async def reading(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import anyio
 
@@ -13,12 +14,19 @@ from dynbus.actors import Runtime
 from dynbus.bus.background import Background
 from dynbus.bus.errors import DynbusError, Overloaded, PayloadTooLarge
 from dynbus.bus.transport import WrongLastSequence
+from dynbus.llm.pipeline.serving import RequestTiming
 
 from .records import MOST_REQUEST, Begun, Owned, StreamLog, is_over
 from .running import RunningStream
 from .store import StreamStore
 
 logger = logging.getLogger(__name__)
+
+MOST_UNREAD: Final = 8
+"""Streams of one tenant that nobody reads and that go on all the same, for a while."""
+
+LONG_WAIT: Final = 0.05
+"""Seconds that a request waits for its first token before a stream that nobody reads is paused."""
 
 
 class ResumableStreams:
@@ -30,7 +38,8 @@ class ResumableStreams:
     Attributes:
         store: what it reads and writes of them.
         counts: how often what became of one: `begun`, `followed`, `taken_over`; and
-            `left` by all readers, `lost` to another front end, `too_large`, `unlogged`.
+            `paused` since nobody read it, `left` for good by its reader, `lost` to another front
+            end, `too_large`, `unlogged`.
     """
 
     def __init__(self, runtime: Runtime, most: int) -> None:
@@ -38,6 +47,8 @@ class ResumableStreams:
         self.counts: Counter[str] = Counter()
         self._most = most
         self._running: dict[str, RunningStream] = {}
+        # Those without a reader here; the first one is the first to be paused.
+        self._unread: OrderedDict[str, RunningStream] = OrderedDict()
         # The streams of which it is being stored that this front end goes on with them, and how
         # many times over: several may be resumed here at a time.
         self._claimed: Counter[str] = Counter()
@@ -131,8 +142,9 @@ class ResumableStreams:
             # Whatever an engine has sent ends its own stream, and nobody else's.
             logger.exception("%r failed", stream)
         finally:
-            if self._running.get(stream.key) is stream:
-                del self._running[stream.key]
+            for known in (self._running, self._unread):
+                if known.get(stream.key) is stream:
+                    del known[stream.key]
 
     def owns(self, key: str) -> bool:
         """Whether this front end goes on with a stream, for somebody who would read it."""
@@ -140,4 +152,33 @@ class ResumableStreams:
         if stream is None or not stream.is_logged:
             return key in self._claimed
         stream.seen()
+        if key in self._unread:
+            self._unread.move_to_end(key)
         return True
+
+    # Those that nobody reads -------------------------------------------------------------------
+
+    def left(self, stream: RunningStream) -> None:
+        """The reader of a stream has left, who may come back."""
+        if self._running.get(stream.key) is not stream:
+            return
+        self._unread[stream.key] = stream
+        unread = [one for one in self._unread.values() if one.is_unread]
+        own = [one for one in unread if one.tenant == stream.tenant]
+        for one in own[:-MOST_UNREAD]:
+            self._pause(one)
+
+    def make_way(self, timing: RequestTiming) -> None:
+        """See that a request which begins does not wait for streams that nobody reads: as long as
+        no token of it has come, one of them is paused after the other."""
+        asyncio.get_running_loop().call_later(LONG_WAIT, self._look_at, timing)
+
+    def _look_at(self, timing: RequestTiming) -> None:
+        longest = next((one for one in self._unread.values() if one.is_unread), None)
+        if timing.waits and longest is not None:
+            self._pause(longest)
+            self.make_way(timing)
+
+    def _pause(self, stream: RunningStream) -> None:
+        del self._unread[stream.key]
+        stream.pause()

@@ -27,6 +27,7 @@ from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.resumable import records, running, store
 from dynbus.llm.resumable.records import log_key
+from dynbus.llm.resumable.streams import MOST_UNREAD
 
 from .served import Served, served
 
@@ -351,15 +352,126 @@ async def test_a_stream_is_there_for_the_key_that_asked_for_it(
         assert (others.status, nobodys.status) == (404, 401)
 
 
-async def test_a_stream_that_nobody_reads_any_more_is_left(
+async def test_a_stream_that_nobody_reads_is_paused_and_goes_on_for_who_comes(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "KEPT_SECONDS", 0.1)
+    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.1)
+    monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
+    async with two_front_ends() as (first, second):
+        counts = first.front_end.shared.resumable.counts
+        before = await reader.post(first.url, asking("endless word"), headers=NAMED, most=5)
+
+        await eventually(lambda: first.engine.running == 0)
+        elsewhere = await reader.go_on(second.url, "one", 5, most=20)
+        await eventually(lambda: second.shared.resumable.counts["paused"] == 1)
+        again = await reader.go_on(first.url, "one", most=60)
+
+        assert counts["paused"] == 1
+        assert [number(event) for event in again.events] == [*range(1, 61)]
+        assert again.events[:25] == [*before.events, *elsewhere.events]
+
+
+async def test_a_stream_that_nobody_reads_is_paused_before_much_of_it_is_stored(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "UNREAD_BYTES", 2_000)
+    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    async with two_front_ends() as (first, _):
+        await reader.post(first.url, asking("endless word"), headers=NAMED, most=5)
+
+        await eventually(lambda: first.engine.running == 0)
+
+        assert first.front_end.shared.resumable.counts["paused"] == 1
+
+
+async def test_a_stream_that_is_read_elsewhere_is_not_paused(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.0)
+    monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
+    monkeypatch.setattr(running, "UNREAD_BYTES", 0)
+    async with two_front_ends() as (first, second), anyio.create_task_group() as tasks:
+        followed = second.shared.resumable.counts
+        tasks.start_soon(reader.read_on, first.url, asking("endless word"), "one")
+        await eventually(lambda: first.engine.running == 1)
+        following = asyncio.ensure_future(reader.go_on(second.url, "one", most=400))
+        await eventually(lambda: followed["followed"] == 1)
+        tasks.cancel_scope.cancel()
+
+        read = await following
+
+        assert len(read.events) == 400
+        assert followed["taken_over"] == 0
+        assert len(first.engine.requests) == 1
+
+
+async def test_few_streams_of_a_tenant_go_on_that_nobody_reads(
+    monkeypatch: Any, tmp_path: Path, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    keys = tmp_path / "keys"
+    keys.write_text("ada key-of-ada\nbob key-of-bob\n")
+    async with two_front_ends(api_keys=keys) as (first, second):
+        engine, counts = first.engine, first.front_end.shared.resumable.counts
+
+        async def read(name: str, tenant: str) -> None:
+            headers = {"X-Request-Id": name, "Authorization": f"Bearer key-of-{tenant}"}
+            await reader.post(first.url, asking("endless word"), headers=headers)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, "of-bob", "bob")
+            for place in range(40):
+                tasks.start_soon(read, f"of-ada-{place}", "ada")
+            await eventually(lambda: engine.running == 41)
+            tasks.cancel_scope.cancel()
+
+        await eventually(lambda: engine.running == MOST_UNREAD + 1)
+        assert counts["paused"] == 40 - MOST_UNREAD
+        assert first.front_end.shared.resumable.owns(log_key("bob", "of-bob"))
+        headers = {"Authorization": "Bearer key-of-ada"}
+        for place in range(40):
+            rest = await reader.go_on(second.url, f"of-ada-{place}", headers=headers, most=5)
+            assert [*map(number, rest.events)] == [1, 2, 3, 4, 5]
+
+
+async def test_streams_that_nobody_reads_make_way_for_a_request_that_waits_for_its_first_token(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    async with two_front_ends() as (first, _), anyio.create_task_group() as tasks:
+        streams = first.front_end.shared.resumable
+        for name in ("one", "two"):
+            headers = {"X-Request-Id": name}
+            await reader.post(first.url, asking("endless word"), headers=headers, most=3)
+        # Nobody waits here.
+        await reader.post(first.url, asking(WORDS), headers={"Dynbus-Resumable": "0"})
+        assert streams.counts["paused"] == 0
+
+        tasks.start_soon(reader.read_on, first.url, asking("silent word"), "waits")
+
+        await eventually(lambda: streams.counts["paused"] == 2)
+        await eventually(lambda: first.engine.running == 1)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_stream_that_nobody_has_read_for_long_is_gone(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.0)
+    monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
+    monkeypatch.setattr(store, "KEPT_SECONDS", 0.1)
+    monkeypatch.setattr(store, "SWEEP_INTERVAL", 0.02)
     async with two_front_ends() as (first, second):
         await reader.post(first.url, asking("endless word"), headers=NAMED, most=5)
 
         await eventually(lambda: first.engine.running == 0)
-        await eventually(lambda: not first.front_end.shared.resumable.owns(log_key("", "one")))
+        logs, key = first.front_end.shared.resumable.store, log_key("", "one")
+
+        async def is_over() -> bool:
+            last = await logs.last(key)
+            return last is not None and records.is_over(last.data)
+
+        await eventually(is_over)
         late = await reader.go_on(second.url, "one", 5)
 
         assert late.status == 410
