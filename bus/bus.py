@@ -92,21 +92,23 @@ class Bus:
 
     @classmethod
     async def connect(cls, config: BusConfig, *, name: str = "dynbus") -> Bus:
-        """Open both connections to nats-server.
+        """Open both connections, to one server.
 
         Raises:
             PermissionDenied: the server refuses the credentials or a reply subject.
             Unavailable: no server can be reached.
         """
-        from .nats.connection import connect_as
+        from .nats.connection import choose_server, connect_as
         from .telemetry.telemetry import Telemetry
 
         replies = ReplySubjects(config.principal, random_id())
-        data = await connect_as(config, name=name, inbox=replies.server_api)
+        choice = await choose_server(config)
+        data = await connect_as(config, name=name, inbox=replies.server_api, choice=choice)
         lane = ThreadLane(f"{name}-control")
+        inbox = replies.control_server_api
         try:
             await lane.start(
-                lambda: connect_as(config, name=f"{name} control", inbox=replies.control_server_api)
+                lambda: connect_as(config, name=f"{name} control", inbox=inbox, choice=choice)
             )
             bus = cls(config, data, lane, replies, Telemetry.from_environment())
             await bus.start()

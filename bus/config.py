@@ -45,6 +45,7 @@ _BYTES: Final = (
     "instance_window",
 )
 _SECONDS: Final = ("connect_timeout", "reader_stall_timeout", "stall_limit")
+_ZONE: Final = re.compile(r"zone=[\w.-]+")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
 # Kubernetes gives every container the addresses of its namespace's services, and one of them
@@ -62,7 +63,9 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a process tells the bus about itself and expects of it.
 
     Attributes:
-        servers: NATS URLs, tried in random order; HOST:PORT alone is read as `nats://HOST:PORT`.
+        servers: NATS URLs; HOST:PORT alone is read as `nats://HOST:PORT`. One on this machine is
+            preferred, then those with `?zone=` and the name of our zone, then any.
+        zone: where this process is.
         principal: the credential's name as permissions spell it in `_R.{principal}.>`.
         credentials: path of a NATS credentials file.
         connect_timeout: seconds for the first connection.
@@ -84,6 +87,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     servers: tuple[str, ...] = (DEFAULT_URL,)
+    zone: str = ""
     principal: str = ANONYMOUS
     credentials: str = ""
     connect_timeout: float = 5.0
@@ -263,6 +267,8 @@ def _problem(name: str, value: Any) -> str:
         return _servers_problem(value)
     if name == "principal":
         return _principal_problem(value)
+    if name == "zone" and value and not _ZONE.fullmatch(f"zone={value}"):
+        return "write letters, digits, '-', '_' and '.'"
     if name in _BYTES and not 0 < value <= MAX_BYTES:
         return f"it must be greater than 0 and at most {MAX_BYTES} bytes"
     if name in _SECONDS and not 0 < value <= MAX_SECONDS:
@@ -294,6 +300,12 @@ def _servers_problem(servers: tuple[str, ...]) -> str:
     for server in servers:
         if not _is_nats_url(server):
             return f"write NATS URLs, nats://HOST:PORT, for example {DEFAULT_URL}"
+        query = urlsplit(server).query
+        if "?" in server and not _ZONE.fullmatch(query):
+            return (
+                "of what follows a ? only zone=NAME, of letters, digits, '-', '_' and '.', is "
+                f"understood, not {query!r}"
+            )
     return ""
 
 

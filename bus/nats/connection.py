@@ -34,8 +34,10 @@ from dynbus.bus.transport import Callback, ConnectionState, Message, WatchedConn
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
+from .own_host import find_own_hosts, is_own_address
 from .protocol import ProtocolViolation, ServerReader
-from .session import NatsOutput, NatsSession, Pings, candidates, open_session
+from .server_choice import Place, ServerChoice
+from .session import NatsOutput, NatsSession, Pings, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ MAX_RECONNECT_DELAY: Final = 0.2
 REFUSED_RECONNECT_DELAY: Final = 5.0
 CLOSE_SECONDS: Final = 5.0
 MAX_DENIED: Final = 1024
+SILENT: Final = "the server is silent"
 FIRST_REPORT: Final = 5.0
 """Seconds for which an outage is not spoken of: a server that is started again is back by then."""
 MAX_PAUSE: Final = 600.0
@@ -123,16 +126,19 @@ class NatsConnection(WatchedConnection):
 
     Make one with `connect`.
 
+    Args:
+        choice: which server the connections of this process are at.
+
     Attributes:
         inbox: replies of server APIs arrive below it.
         request: `ServerRequests.send` over this connection.
     """
 
     def __init__(
-        self, servers: Sequence[str], *, name: str, inbox: str, options: Mapping[str, Any]
+        self, choice: ServerChoice, *, name: str, inbox: str, options: Mapping[str, Any]
     ) -> None:
         super().__init__(name, ConnectionState.CONNECTING)
-        self._servers = list(servers)
+        self._choice = choice
         self._options = dict(options)
         self.inbox = inbox
         self._session: NatsSession | None = None
@@ -143,8 +149,9 @@ class NatsConnection(WatchedConnection):
         self._output = NatsOutput(self._loop)
         self._denied: dict[str, str] = {}
         self._lame_duck = False
+        self._left_for_others = False
         self._max_payload = 1024 * 1024
-        self._pings = Pings(self._loop, self._output.write)
+        self._pings = Pings(self._loop, self._output)
         self._requests = ServerRequests(self)
         self.request = self._requests.send
         self._jetstream = NatsJetStream(self)
@@ -267,6 +274,11 @@ class NatsConnection(WatchedConnection):
         if self._session is not None:
             self._session.abort()
 
+    def leave_server(self) -> None:
+        """Have all connections of the process go to another server: through this one they hear
+        nobody, although it answers."""
+        self._choice.abandon(monotonic())
+
     async def close(self) -> None:
         if self._state is ConnectionState.CLOSED:
             return
@@ -278,6 +290,7 @@ class NatsConnection(WatchedConnection):
                     # The pong says that the server has taken all that was written.
                     await self._pings.send()
         self._set_state(ConnectionState.CLOSED)
+        self._choice.unregister(self)
         with anyio.move_on_after(CLOSE_SECONDS) as closing:
             # nats-py swallows a cancellation in the middle of a handshake, so that it takes more
             # than one.
@@ -296,9 +309,11 @@ class NatsConnection(WatchedConnection):
             Unavailable: no server could be reached within `timeout` seconds.
         """
         await self.background.open()
+        self._choice.register(self, self._follow_soon)
         try:
             session = await self._open_session(timeout)
         except BaseException:
+            self._choice.unregister(self)
             with anyio.CancelScope(shield=True):
                 await self.background.close()
             raise
@@ -306,18 +321,43 @@ class NatsConnection(WatchedConnection):
         self.background.start(self._run, session, name=f"nats {self.name}")
 
     async def _open_session(self, timeout: float) -> NatsSession:
-        return await open_session(
-            self._candidates(), name=self.name, timeout=timeout, options=self._options
-        )
+        """A session with the server that the other connections of the process are at, or else
+        with the one that they are to follow to.
 
-    def _candidates(self) -> list[str]:
-        """The servers to try next: a lame duck's address last."""
+        Raises:
+            PermissionDenied, Unavailable: as `open_session`.
+        """
+        choice = self._choice
+        avoided: set[str] = set()
+        while True:
+            plan = choice.plan(monotonic(), avoided)
+            session = await open_session(
+                plan.urls, name=self.name, timeout=timeout, options=self._options
+            )
+            place = Place(session.url, session.server_id)
+            is_last = avoided.issuperset(plan.urls)
+            if choice.arrive(self, place, plan, monotonic(), is_last=is_last):
+                if is_last:
+                    logger.info(
+                        "%s: no address leads to the server of the process's other connection; "
+                        "this one is at %s",
+                        *(self.name, session.server_name),
+                    )
+                return session
+            session.abort()
+            avoided.add(session.url)
+
+    def _follow_soon(self) -> None:
+        """Called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and the connection with it
+            self._loop.call_soon_threadsafe(self._follow)
+
+    def _follow(self) -> None:
         session = self._session
-        return candidates(
-            self._servers,
-            advertised=session.info.get("connect_urls") or () if session is not None else (),
-            avoid=self.server_name if self._lame_duck else "",
-        )
+        if session is not None and self._choice.is_astray(self, monotonic()):
+            self._left_for_others = True
+            self._output.flush()
+            session.abort()
 
     async def _run(self, session: NatsSession) -> None:
         while True:
@@ -328,10 +368,13 @@ class NatsConnection(WatchedConnection):
                 # Whatever ended a session, another one follows it.
                 logger.exception("%s: the session broke", self.name)
             finally:
-                session.abort()
+                if self._state is ConnectionState.CLOSED:
+                    session.leave()
+                else:
+                    session.abort()
             outage = Outage(monotonic())
             # A server that goes away in order has said so, and is left for another.
-            level = logging.INFO if self._lame_duck else logging.WARNING
+            level = logging.INFO if self._lame_duck or self._left_for_others else logging.WARNING
             logger.log(
                 level,
                 "%s: the connection to %s is lost: %s; connecting again",
@@ -340,6 +383,7 @@ class NatsConnection(WatchedConnection):
                 why,
             )
             self._end()
+            self._choice.leave(self, monotonic(), shun=self._lame_duck or why == SILENT)
             session = await self._reopen(outage, level)
             # Whoever saw the loss is to see that it is over.
             logger.log(
@@ -352,11 +396,12 @@ class NatsConnection(WatchedConnection):
 
     async def _reopen(self, outage: Outage, level: int) -> NatsSession:
         """Open and begin a session, for as long as it takes."""
-        delay = FIRST_RECONNECT_DELAY
+        # Whoever follows comes alone; all clients of a server that ended come together.
+        delay = 0.0 if self._left_for_others else FIRST_RECONNECT_DELAY
         is_refusal_told = False
         while True:
             await anyio.sleep(delay * jitter.uniform(0.5, 1.0))
-            delay = min(delay * 2, MAX_RECONNECT_DELAY)
+            delay = min(max(delay * 2, FIRST_RECONNECT_DELAY), MAX_RECONNECT_DELAY)
             try:
                 session = await self._open_session(2.0)
             except PermissionDenied as error:
@@ -378,7 +423,8 @@ class NatsConnection(WatchedConnection):
 
     def _begin(self, session: NatsSession) -> None:
         self._session = self._output.session = session
-        self._lame_duck = False
+        self._lame_duck = self._left_for_others = False
+        self._choice.advertise(session.info.get("connect_urls") or ())
         self._denied.clear()
         self._max_payload = int(session.info.get("max_payload") or self._max_payload)
         for subscription in self._subscriptions.values():
@@ -412,13 +458,21 @@ class NatsConnection(WatchedConnection):
             while True:
                 chunk = await session.read()
                 if not chunk:
-                    return "the server is silent" if given_up else "the server closed it"
+                    return self._why(given_up, "the server closed it")
                 pings.heard()
                 reader.feed(chunk)
         except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
-            return "the server is silent" if given_up else str(error) or type(error).__name__
+            return self._why(given_up, str(error) or type(error).__name__)
         finally:
             pings.unwatch()
+
+    def _why(self, is_silent: bool, otherwise: str) -> str:
+        """Why a session has ended."""
+        if is_silent:
+            return SILENT
+        if self._left_for_others:
+            return "the other connection of the process has left that server"
+        return otherwise
 
     # Messages -------------------------------------------------------------------------
 
@@ -468,19 +522,21 @@ class NatsConnection(WatchedConnection):
             return
         before = set(session.info.get("connect_urls") or ())
         session.info.update(info)
+        self._choice.advertise(session.info.get("connect_urls") or ())
         if before - set(session.info.get("connect_urls") or ()):
             for listener in self._peer_lost_listeners:
                 listener()
         if info.get("ldm") and not self._lame_duck:
             self._lame_duck = True
-            if len(self._candidates()) > 1:
+            self._choice.shun(self, monotonic())
+            if self._choice.has_other(self, monotonic()):
                 logger.info("%s: the server is going away, moving on", self.name)
                 self._output.flush()
                 self._loop.call_later(jitter.uniform(0, 0.5), session.abort)
 
 
 async def connect(
-    servers: Sequence[str],
+    servers: Sequence[str] | ServerChoice,
     *,
     name: str = "dynbus",
     inbox: str = "",
@@ -490,9 +546,10 @@ async def connect(
     """Open a connection to one of `servers`.
 
     Args:
-        servers: URLs such as `nats://127.0.0.1:4222`, tried in random order.
+        servers: URLs such as `nats://127.0.0.1:4222`, or a choice that the connection shares with
+            others.
         inbox: the subject under which replies of server APIs arrive.
-        timeout: seconds for each server.
+        timeout: seconds for each server; they are tried side by side.
         options: credentials and TLS as nats-py's `connect` takes them: `user`, `password`,
             `token`, `user_credentials`, `nkeys_seed`, `tls`, `tls_hostname`.
 
@@ -501,7 +558,7 @@ async def connect(
         Unavailable: no server could be reached.
     """
     connection = NatsConnection(
-        servers,
+        servers if isinstance(servers, ServerChoice) else ServerChoice(servers),
         name=name,
         inbox=inbox or f"_INBOX.{secrets.token_hex(16)}",
         options=options or {},
@@ -510,18 +567,29 @@ async def connect(
     return connection
 
 
-async def connect_as(config: BusConfig, *, name: str, inbox: str) -> NatsConnection:
+async def choose_server(config: BusConfig) -> ServerChoice:
+    """A choice among the servers of a configuration, for all connections of a process."""
+    own = await find_own_hosts(config.servers)
+    return ServerChoice(
+        config.servers, zone=config.zone, is_own=lambda host: host in own or is_own_address(host)
+    )
+
+
+async def connect_as(
+    config: BusConfig, *, name: str, inbox: str, choice: ServerChoice | None = None
+) -> NatsConnection:
     """Open a connection to the servers of a configuration, with its credentials.
 
     Args:
         name, inbox: as `connect` takes them.
+        choice: that it shares with other connections of the process.
 
     Raises:
         PermissionDenied: the server refuses the credentials.
         Unavailable: no server could be reached.
     """
     return await connect(
-        config.servers,
+        choice or await choose_server(config),
         name=name,
         inbox=inbox,
         timeout=config.connect_timeout,

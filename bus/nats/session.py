@@ -1,4 +1,5 @@
-"""One session with nats-server: which server, the handshake, raw bytes after it, and pings.
+"""One session with nats-server: the handshake with the first that takes it, raw bytes after it, and
+pings.
 
 nats-py does TLS, credentials and the handshake; from then on it would read the connection
 itself, and that part is taken from it. Its private parts are touched in `NatsSession` only.
@@ -7,11 +8,18 @@ itself, and that part is taken from it. Its private parts are touched in `NatsSe
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import math
 import os
+import socket
+import struct
+import sys
+import termios
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import anyio
@@ -20,23 +28,40 @@ import nats.aio.transport
 import nats.errors
 
 from dynbus.bus.background import run_apart
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import PermissionDenied, Unavailable
-from dynbus.bus.protocol.tokens import jitter
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES: Final = 256 * 1024
 EARLY_WRITE_BYTES: Final = 8192
-PING_INTERVAL: Final = 2.0
-MAX_SILENT_PINGS: Final = 2
-MAX_UNANSWERED_PINGS: Final = 5
+HEAD_START: Final = 0.15
+"""Seconds that a server has before the next one is tried beside it."""
+BUSY_INTERVAL: Final = 0.25
+"""Seconds between two pings while anything is sent."""
+IDLE_INTERVAL: Final = 2.0
+"""The same while nothing is."""
+LEAST_INTERVAL: Final = 0.001
+SILENT_AFTER: Final = 1.1
+"""Seconds after a ping, or after the last that came, for which nothing comes from a server that is
+silent."""
+DEAF_AFTER: Final = 10.0
+"""Seconds after a ping that is not answered, whatever else comes, of one that does not hear."""
+PING: Final = b"PING\r\n"
+_RESET: Final = struct.pack("ii", 1, 0)
+"""To linger for no time: the socket is closed by a reset."""
 
 
 class NatsSession(nats.aio.client.Client):
-    """One TCP session: nats-py up to the end of the handshake, raw bytes after it."""
+    """One TCP session: nats-py up to the end of the handshake, raw bytes after it.
 
-    def __init__(self) -> None:
+    Attributes:
+        url: that it was opened with.
+    """
+
+    def __init__(self, url: str) -> None:
         super().__init__()
+        self.url = url
         self.handshaken: asyncio.Event = asyncio.Event()
         self._socket_number: int | None = None
 
@@ -112,8 +137,36 @@ class NatsSession(nats.aio.client.Client):
         url = self.connected_url
         return url.netloc.rpartition("@")[2] if url is not None else ""
 
+    @property
+    def server_id(self) -> str:
+        """The id of the server, new with each start of it."""
+        return str(self._server_info.get("server_id", ""))
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that were written, and that the server's system has not said that it has."""
+        waiting = self.write_buffer_size
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is None or writer.is_closing() or not sys.platform.startswith("linux"):
+            return waiting
+        with suppress(OSError):
+            number = writer.get_extra_info("socket").fileno()
+            waiting += struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)))[0]
+        return waiting
+
     def abort(self) -> None:
-        """Drop the socket without sending what is buffered."""
+        """Drop the socket, and whatever it holds: what a dead link would deliver once it is back
+        is out of date by then."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and not writer.is_closing():
+            with suppress(OSError):
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, _RESET
+                )
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the socket; what the system holds of it is still sent."""
         for name in ("_reading_task", "_ping_interval_task", "_flusher_task"):
             task: asyncio.Task[Any] | None = getattr(self, name)
             if task is not None:
@@ -128,16 +181,19 @@ class NatsOutput:
 
     Attributes:
         session: the latest session; what is written before the first one waits.
+        writes: how often it was written to.
     """
 
-    __slots__ = ("_chunks", "_flush_scheduled", "_loop", "_size", "session")
+    __slots__ = ("_chunks", "_flush_scheduled", "_loop", "_size", "_sent", "session", "writes")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._chunks: list[bytes] = []
         self._size = 0
         self._flush_scheduled = False
+        self._sent = 0
         self.session: NatsSession | None = None
+        self.writes = 0
 
     def __repr__(self) -> str:
         return f"<NatsOutput [{self.backlog} bytes]>"
@@ -148,9 +204,21 @@ class NatsOutput:
         session = self.session
         return self._size + (session.write_buffer_size if session is not None else 0)
 
+    @property
+    def written(self) -> int:
+        """Bytes that were written so far."""
+        return self._sent + self._size
+
+    @property
+    def taken(self) -> int:
+        """Bytes of them that the server's system has; grows while the link carries any."""
+        session = self.session
+        return self._sent - (session.unacknowledged if session is not None else 0)
+
     def write(self, data: bytes) -> None:
         self._chunks.append(data)
         self._size += len(data)
+        self.writes += 1
         if self._size >= EARLY_WRITE_BYTES:
             self._write_out()
         elif not self._flush_scheduled:
@@ -170,27 +238,46 @@ class NatsOutput:
     def _write_out(self) -> None:
         if self._chunks and self.session is not None:
             data = b"".join(self._chunks)
+            self._sent += self._size
             self.clear()
             self.session.write_now(data)
+
+
+class Ping(NamedTuple):
+    """One that the server has not answered yet.
+
+    Attributes:
+        position: bytes that were written when it was, itself included.
+    """
+
+    pong: asyncio.Future[None]
+    sent_at: float
+    position: int
 
 
 class Pings:
     """The pings of one connection, session by session. Lives on one loop.
 
-    Args:
-        write: sends bytes to the server, behind all that was written before.
+    A server is silent when nothing came for a while although it has a ping. Only time in which this
+    process ran counts: what lies unread while its loop stands still says nothing.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, output: NatsOutput) -> None:
         self._loop = loop
-        self._write = write
-        self._pongs: list[asyncio.Future[None]] = []
-        self._silent = 0
-        self._unanswered = 0
+        self._output = output
+        self._open: list[Ping] = []
+        self._heard = False
+        self._writes = 0
+        # When the last ping was sent, and since when a silence counts.
+        self._asked_at = 0.0
+        self._quiet_since = 0.0
+        # What the server had taken at the last look; and when the next one is due.
+        self._taken = 0
+        self._due_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Pings [waiting: {len(self._pongs)}, unanswered: {self._unanswered}]>"
+        return f"<Pings [waiting: {len(self._open)}]>"
 
     def send(self) -> asyncio.Future[None]:
         """Send one; its future is done when the server has taken all that was written before.
@@ -198,15 +285,21 @@ class Pings:
         The future raises `ConnectionResetError` when the session ends first.
         """
         pong: asyncio.Future[None] = self._loop.create_future()
-        self._pongs.append(pong)
-        self._write(b"PING\r\n")
+        self._asked_at = monotonic()
+        if not self._open:
+            self._taken = self._output.taken
+        # First, since writing may find the session broken.
+        self._open.append(Ping(pong, self._asked_at, self._output.written + len(PING)))
+        self._writes += 1
+        self._output.write(PING)
         return pong
 
     def watch(self, give_up: Callable[[], None]) -> None:
-        """Ping at every interval of a new session; `give_up` when the server is silent."""
-        self._silent = 0
-        self._unanswered = 0
-        self._timer = self._loop.call_later(PING_INTERVAL, self._tick, give_up)
+        """Ping in a new session, often while anything is sent; `give_up` when the server is
+        silent."""
+        self._quiet_since = self._asked_at = monotonic()
+        self._writes = self._output.writes
+        self._look_later(BUSY_INTERVAL, give_up)
 
     def unwatch(self) -> None:
         """The inverse of `watch`."""
@@ -216,63 +309,69 @@ class Pings:
 
     def heard(self) -> None:
         """Bytes arrived."""
-        self._silent = 0
+        self._heard = True
 
     def answered(self) -> None:
         """A pong arrived: the server answers pings in their order."""
-        self._unanswered = 0
-        if self._pongs:
-            pong = self._pongs.pop(0)
+        if self._open:
+            pong = self._open.pop(0).pong
             if not pong.done():
                 pong.set_result(None)
 
     def lose(self) -> None:
         """The session has ended, and nothing that was asked in it is answered any more."""
-        pongs, self._pongs = self._pongs, []
-        for pong in pongs:
-            if not pong.done():
-                pong.set_exception(ConnectionResetError())
-                pong.exception()
+        pings, self._open = self._open, []
+        for ping in pings:
+            if not ping.pong.done():
+                ping.pong.set_exception(ConnectionResetError())
+                ping.pong.exception()
 
-    def _tick(self, give_up: Callable[[], None]) -> None:
-        # What arrives while no ping is answered comes over a link that is deaf the other way.
-        if self._silent >= MAX_SILENT_PINGS or self._unanswered >= MAX_UNANSWERED_PINGS:
+    def _look(self, give_up: Callable[[], None]) -> None:
+        now = monotonic()
+        is_busy = self._output.writes != self._writes
+        self._writes = self._output.writes
+        if self._is_given_up(now):
             give_up()
             return
-        self._silent += 1
-        self._unanswered += 1
-        self.send()
-        self._timer = self._loop.call_later(PING_INTERVAL, self._tick, give_up)
+        if not self._open and (is_busy or now - self._asked_at >= IDLE_INTERVAL):
+            self.send()
+        seconds = IDLE_INTERVAL - (now - self._asked_at)
+        if is_busy or self._open:
+            seconds = min(BUSY_INTERVAL, max(LEAST_INTERVAL, self._silent_at() - now))
+        self._look_later(seconds, give_up)
 
+    def _is_given_up(self, now: float) -> bool:
+        heard, self._heard = self._heard, False
+        if not self._open:
+            return False
+        oldest = self._open[0]
+        before, self._taken = self._taken, self._output.taken
+        late = now - self._due_at
+        if heard or before < self._taken < oldest.position:
+            # A ping that waits behind much else is on its way as long as that moves on.
+            self._quiet_since = now
+        elif late > BUSY_INTERVAL:
+            # What came meanwhile is read behind this.
+            since = max(self._quiet_since, oldest.sent_at) + late
+            self._quiet_since = max(since, now + BUSY_INTERVAL - SILENT_AFTER)
+        return now >= self._silent_at() or now - oldest.sent_at >= DEAF_AFTER
 
-def candidates(
-    servers: Sequence[str], *, advertised: Sequence[str] = (), avoid: str = ""
-) -> list[str]:
-    """The URLs to try next, in random order.
+    def _silent_at(self) -> float:
+        """When the server is silent, unless it is heard before."""
+        if not self._open:
+            return math.inf
+        return max(self._quiet_since, self._open[0].sent_at) + SILENT_AFTER
 
-    Args:
-        servers: URLs as configured.
-        advertised: addresses (`host:port`) that a server named; tried with the scheme and
-            credentials of the first of `servers`.
-        avoid: the address of a server that is going away; it comes last.
-    """
-    found = list(servers)
-    known = {urlsplit(server).netloc.rpartition("@")[2] for server in found}
-    scheme, _, rest = found[0].partition("://")
-    user = rest.rpartition("@")[0]
-    for address in advertised:
-        if address not in known:
-            found.append(f"{scheme}://{user}@{address}" if user else f"{scheme}://{address}")
-    jitter.shuffle(found)
-    if avoid:
-        found.sort(key=lambda server: server.endswith(avoid))
-    return found
+    def _look_later(self, seconds: float, give_up: Callable[[], None]) -> None:
+        self._due_at = monotonic() + seconds
+        self._timer = self._loop.call_later(seconds, self._look, give_up)
 
 
 async def open_session(
     servers: Sequence[str], *, name: str, timeout: float, options: Mapping[str, Any]
 ) -> NatsSession:
-    """A session with the first of `servers` that takes one.
+    """A session with the first of `servers` that takes one; they are tried side by side, each with
+    a head start before the next.
 
     Args:
         timeout: seconds for each server.
@@ -282,43 +381,88 @@ async def open_session(
         PermissionDenied: a server refuses the credentials.
         Unavailable: no server could be reached.
     """
-    failures: list[str] = []
-    for server in servers:
-        session = NatsSession()
+    race = _Race(name, timeout, options)
+    try:
+        async with anyio.create_task_group() as group:
+            for server in servers:
+                over = anyio.Event()
+                group.start_soon(race.run, server, over, group.cancel_scope)
+                with anyio.move_on_after(HEAD_START):
+                    await over.wait()
+    except BaseException:
+        # Whoever opened it is cancelled in the moment in which it is won.
+        if race.won is not None:
+            race.won.abort()
+        raise
+    if race.won is not None:
+        return race.won
+    if race.error is not None:
+        raise race.error
+    raise Unavailable(
+        f"no NATS server can be reached ({'; '.join(race.failures)}): start one there, or name "
+        "another by its URL, for example nats://127.0.0.1:4222"
+    )
+
+
+class _Race:
+    """Servers that are tried side by side, until one takes a session or refuses the credentials.
+
+    Attributes:
+        won: the session of the first that took one.
+        error: what ended the race in place of that.
+        failures: what became of each server that could not be reached.
+    """
+
+    def __init__(self, name: str, timeout: float, options: Mapping[str, Any]) -> None:
+        self._name = name
+        self._timeout = timeout
+        self._options = options
+        self.won: NatsSession | None = None
+        self.error: Exception | None = None
+        self.failures: list[str] = []
+
+    async def run(self, server: str, over: anyio.Event, race: anyio.CancelScope) -> None:
+        """Try one server; `over` is set where that is in vain, and `race` ended where it is not."""
+        session = NatsSession(server)
         try:
-            with anyio.fail_after(timeout):
+            with anyio.fail_after(self._timeout):
                 connect = partial(
                     session.connect,
                     [server],
-                    name=name,
+                    name=self._name,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
                     # nats-py would sleep after a refusal; the caller has a pause of its own.
                     reconnect_time_wait=0,
-                    connect_timeout=max(1, int(timeout)),
+                    connect_timeout=max(1, int(self._timeout)),
                     error_cb=_ignore,
-                    **options,
+                    **self._options,
                 )
                 # In a task of its own: nats-py waits by `asyncio.wait_for`, which on Python 3.11
                 # loses the cancel of a task that comes just when what it waits for does.
-                await run_apart(connect, name=f"connect {name}")
+                await run_apart(connect, name=f"connect {self._name}")
                 await session.handshaken.wait()
-            return session
         except (OSError, TimeoutError, nats.errors.Error) as error:
             session.abort()
             text = str(error) or type(error).__name__
             if "authorization" in text.lower() or "authentication" in text.lower():
-                raise PermissionDenied(
-                    f"{_address(server)} refuses the credentials: {text}"
-                ) from None
-            failures.append(f"{_address(server)}: {text}")
+                text = f"{_address(server)} refuses the credentials: {text}"
+                self.error = PermissionDenied(text)
+                race.cancel()
+            self.failures.append(f"{_address(server)}: {text}")
+            over.set()
+        except Exception as error:  # noqa: BLE001 - raised to whoever opens the session
+            session.abort()
+            self.error = error
+            race.cancel()
         except BaseException:
             session.abort()
             raise
-    raise Unavailable(
-        f"no NATS server can be reached ({'; '.join(failures)}): start one there, or name another "
-        "by its URL, for example nats://127.0.0.1:4222"
-    )
+        else:
+            if self.won is not None:
+                session.abort()
+            self.won = self.won or session
+            race.cancel()
 
 
 async def _ignore(error: Exception) -> None:

@@ -34,6 +34,7 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_REPLY_PREFIXES": "_R.,_INBOX.",
         "DYNBUS_DEBUG": "true",
         "DYNBUS_SCHEMA_CHECK": "warn",
+        "DYNBUS_ZONE": "eu-1a",
     }
 
     config = load_config({}, environment)
@@ -57,6 +58,7 @@ def test_every_field_has_an_environment_variable() -> None:
         reply_prefixes=("_R.", "_INBOX."),
         debug=True,
         schema_check="warn",
+        zone="eu-1a",
     )
 
 
@@ -171,6 +173,13 @@ URL_REMEDY = "write NATS URLs, nats://HOST:PORT, for example nats://127.0.0.1:42
             "lease_ttl = nan: the server's granularity needs 2 or more, and at most 1e+09",
         ),
         ({"drain_grace": float("inf")}, "drain_grace = inf: it must be 0 to 1e+09 seconds"),
+        ({"zone": "eu 1"}, "zone = 'eu 1': write letters, digits, '-', '_' and '.'"),
+        (
+            {"servers": ("nats://a:4222?region=eu",)},
+            "servers = ('nats://a:4222?region=eu',): of what follows a ? only zone=NAME, of "
+            "letters, digits, '-', '_' and '.', is "
+            "understood, not 'region=eu'",
+        ),
         ({"replicas": 0}, "replicas = 0: it must be 1 to 5, which is what JetStream takes"),
         ({"replicas": 6}, "replicas = 6: it must be 1 to 5, which is what JetStream takes"),
         ({"drain_grace": -1}, "drain_grace = -1: it must be 0 to 1e+09 seconds"),
