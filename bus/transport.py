@@ -103,7 +103,7 @@ class StreamConfig(NamedTuple):
             too: whoever may publish one subject may clear the stream. Markers take it.
         work_queue: each message goes to one consumer and is gone when acknowledged.
         replicas: how many servers of a cluster keep it at most; a smaller cluster keeps it on
-            as many as it has.
+            as many as it has. None for the number that the connection has for all streams.
     """
 
     name: str
@@ -113,7 +113,7 @@ class StreamConfig(NamedTuple):
     rollup: bool = False
     work_queue: bool = False
     in_memory: bool = False
-    replicas: int = 1
+    replicas: int | None = None
     description: str = ""
 
 
@@ -356,6 +356,11 @@ class JetStream(Protocol):
     @property
     def max_payload(self) -> int:
         """Bytes of headers and data that one message may have."""
+        ...
+
+    @property
+    def replicas(self) -> int:
+        """How many servers of a cluster keep a stream that does not say so itself."""
         ...
 
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:

@@ -481,7 +481,6 @@ class ServedInstance:
             bus.config.lease_ttl,
             self._lease_changed,
             bus.count_instances,
-            bus.config.replicas,
         )
         end = connection.on_state(keeper.connection_changed)
         self._end_listening.append(lambda: bus.lane.call(end))

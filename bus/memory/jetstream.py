@@ -390,6 +390,10 @@ class MemoryJetStream:
     def max_payload(self) -> int:
         return self._connection.max_payload
 
+    @property
+    def replicas(self) -> int:
+        return 1
+
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
         call = f"STREAM.CREATE.{config.name}"
         await self._api(call, partial(self._server.ensure, config), timeout)

@@ -30,7 +30,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.transport import Callback, ConnectionState, Message, WatchedConnection
+from dynbus.bus.transport import REPLICAS, Callback, ConnectionState, Message, WatchedConnection
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
@@ -135,7 +135,13 @@ class NatsConnection(WatchedConnection):
     """
 
     def __init__(
-        self, choice: ServerChoice, *, name: str, inbox: str, options: Mapping[str, Any]
+        self,
+        choice: ServerChoice,
+        *,
+        name: str,
+        inbox: str,
+        options: Mapping[str, Any],
+        replicas: int = REPLICAS,
     ) -> None:
         super().__init__(name, ConnectionState.CONNECTING)
         self._choice = choice
@@ -154,7 +160,7 @@ class NatsConnection(WatchedConnection):
         self._pings = Pings(self._loop, self._output)
         self._requests = ServerRequests(self)
         self.request = self._requests.send
-        self._jetstream = NatsJetStream(self)
+        self._jetstream = NatsJetStream(self, replicas)
 
     def __repr__(self) -> str:
         return (
@@ -542,6 +548,7 @@ async def connect(
     inbox: str = "",
     timeout: float = 5.0,
     options: Mapping[str, Any] | None = None,
+    replicas: int = REPLICAS,
 ) -> NatsConnection:
     """Open a connection to one of `servers`.
 
@@ -552,6 +559,7 @@ async def connect(
         timeout: seconds for each server; they are tried side by side.
         options: credentials and TLS as nats-py's `connect` takes them: `user`, `password`,
             `token`, `user_credentials`, `nkeys_seed`, `tls`, `tls_hostname`.
+        replicas: how many servers of a cluster keep a stream that does not say so itself.
 
     Raises:
         PermissionDenied: the server refuses the credentials.
@@ -562,6 +570,7 @@ async def connect(
         name=name,
         inbox=inbox or f"_INBOX.{secrets.token_hex(16)}",
         options=options or {},
+        replicas=replicas,
     )
     await connection.open(timeout)
     return connection
@@ -594,4 +603,5 @@ async def connect_as(
         inbox=inbox,
         timeout=config.connect_timeout,
         options={"user_credentials": config.credentials} if config.credentials else {},
+        replicas=config.replicas,
     )

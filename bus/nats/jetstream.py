@@ -14,6 +14,7 @@ from typing import Any, Final, Unpack
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
+    REPLICAS,
     AckKind,
     ConsumeOptions,
     ConsumerInfo,
@@ -71,7 +72,7 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         "subjects": list(config.subjects),
         "retention": "workqueue" if config.work_queue else "limits",
         "storage": "memory" if config.in_memory else "file",
-        "num_replicas": config.replicas,
+        "num_replicas": config.replicas or 1,
         "discard": "new" if limits.discard_new else "old",
         "max_bytes": limits.max_bytes or -1,
         "max_msgs": limits.max_messages or -1,
@@ -94,10 +95,15 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
 
 
 class NatsJetStream:
-    """The JetStream API of the server that a connection reaches."""
+    """The JetStream API of the server that a connection reaches.
 
-    def __init__(self, connection: ServerLink) -> None:
+    Attributes:
+        replicas: how many servers of a cluster keep a stream that does not say so itself.
+    """
+
+    def __init__(self, connection: ServerLink, replicas: int = REPLICAS) -> None:
         self._connection = connection
+        self.replicas = replicas
         self._left_as_is: set[str] = set()
 
     @property
@@ -109,8 +115,8 @@ class NatsJetStream:
         return await call_jetstream(self._connection, call, request, timeout=timeout)
 
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
-        replicas = await self._create(config, timeout)
-        if replicas == config.replicas:
+        wanted = config.replicas or self.replicas
+        if await self._create(config, wanted, timeout) == wanted:
             return
         call = f"STREAM.INFO.{config.name}"
         info = await self.api(call, {}, timeout=timeout)
@@ -125,16 +131,15 @@ class NatsJetStream:
                 f"{', '.join(config.subjects)}: delete or rename the other one"
             )
         if in_cluster:
-            await self._add_replicas(found, has, config.replicas, timeout)
+            await self._add_replicas(found, has, wanted, timeout)
 
-    async def _create(self, config: StreamConfig, timeout: float) -> int:
+    async def _create(self, config: StreamConfig, replicas: int, timeout: float) -> int:
         """Make the stream on as many servers as there are; 0 when it exists.
 
         Returns:
             How many servers it was asked for.
         """
         call = f"STREAM.CREATE.{config.name}"
-        replicas = config.replicas
         while True:
             request = stream_request(config._replace(replicas=replicas))
             try:

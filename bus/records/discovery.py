@@ -264,7 +264,7 @@ class Discovery:
     async def _make_bucket(self) -> None:
         try:
             jetstream = self._bus.lane.connection.jetstream
-            await ensure_bucket(jetstream, self._bus.config.replicas)
+            await ensure_bucket(jetstream)
         except DynbusError as error:
             logger.warning("the instances bucket cannot be made: %s", error)
             await anyio.sleep(RETRY_DELAY)

@@ -18,7 +18,6 @@ from dynbus.bus.protocol.headers import TTL
 from dynbus.bus.protocol.names import INSTANCES_BUCKET, TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, decode_record, encode_record
 from dynbus.bus.transport import (
-    REPLICAS,
     ConnectionState,
     JetStream,
     NoRoom,
@@ -62,7 +61,6 @@ INSTANCES_STREAM: Final = StreamConfig(
 
 async def ensure_bucket(
     jetstream: JetStream,
-    replicas: int = REPLICAS,
     *,
     in_memory: bool = False,
     timeout: float = 5.0,
@@ -78,14 +76,13 @@ async def ensure_bucket(
     Raises:
         DynbusError: the server does not answer, or refuses.
     """
-    wanted = INSTANCES_STREAM._replace(replicas=replicas)
     if not in_memory:
         try:
-            await jetstream.ensure_stream(wanted, timeout=timeout)
+            await jetstream.ensure_stream(INSTANCES_STREAM, timeout=timeout)
             return
         except NoRoom as error:
             logger.warning("the instances bucket is made in the server's memory: %s", error)
-    await jetstream.ensure_stream(wanted._replace(in_memory=True), timeout=timeout)
+    await jetstream.ensure_stream(INSTANCES_STREAM._replace(in_memory=True), timeout=timeout)
 
 
 def record_subject(namespace: str, component: str, instance_id: str) -> str:
@@ -139,7 +136,6 @@ class LeaseKeeper:
         on_state: called on the lane at each change of the lease's state.
         on_count: called on the lane now and then with the number of records, which are about
             as many as instances.
-        replicas: how many servers of a cluster are to keep the bucket, as far as it has them.
     """
 
     def __init__(
@@ -150,7 +146,6 @@ class LeaseKeeper:
         ttl: float,
         on_state: Callable[[LeaseState], None] | None = None,
         on_count: Callable[[int], None] | None = None,
-        replicas: int = REPLICAS,
     ) -> None:
         self._jetstream = jetstream
         self._background = background
@@ -169,7 +164,6 @@ class LeaseKeeper:
         )
         self._gone = ""
         self._until_count = 0
-        self._replicas = replicas
         self._now = asyncio.Event()
         self._paused = False
         self._is_connected = True
@@ -328,11 +322,11 @@ class LeaseKeeper:
             self._tell(before)
 
     async def _make_bucket(self) -> None:
-        await ensure_bucket(self._jetstream, self._replicas, timeout=ANSWER_TIMEOUT)
+        await ensure_bucket(self._jetstream, timeout=ANSWER_TIMEOUT)
 
     async def _remake_bucket(self) -> None:
         # The disk that broke it may be full still, with room for a file and not for what follows.
-        await ensure_bucket(self._jetstream, self._replicas, in_memory=True)
+        await ensure_bucket(self._jetstream, in_memory=True)
 
     async def _count(self) -> None:
         """Count the records now and then: not often, since every instance does.
@@ -348,7 +342,7 @@ class LeaseKeeper:
             self._leased.note_replicas(info.replicas)
             if self._on_count is not None:
                 self._on_count(info.messages)
-            if info.in_cluster and info.replicas < self._replicas:
+            if info.in_cluster and info.replicas < self._jetstream.replicas:
                 await self._make_bucket()
         except DynbusError as error:
             logger.debug("the instances were not counted: %s", error)

@@ -29,7 +29,6 @@ from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.names import check_token
 from dynbus.bus.transport import (
-    REPLICAS,
     JetStream,
     StoredMessage,
     StreamConfig,
@@ -64,13 +63,13 @@ class ObjectBucket(NamedTuple):
         name: letters, digits, `_` and `-`.
         max_bytes: of all objects, chunks of replaced ones included until they are dropped.
             A put that does not fit raises `StreamFull`.
-        replicas: how many servers of a cluster keep it at most.
+        replicas: as in `StreamConfig`.
     """
 
     name: str
     max_bytes: int | None = None
     in_memory: bool = False
-    replicas: int = REPLICAS
+    replicas: int | None = None
     description: str = ""
 
 

@@ -17,7 +17,6 @@ from dynbus.bus.protocol.names import (
     work_subject,
 )
 from dynbus.bus.transport import (
-    REPLICAS,
     JetStream,
     NoStream,
     StoredMessage,
@@ -78,10 +77,10 @@ class DeadLetters:
     """The dead letters of a namespace, of all its queues. The newest 256 MiB are kept, for 14 days.
 
     Args:
-        replicas: how many servers of a cluster keep them at most.
+        replicas: as in `StreamConfig`.
     """
 
-    def __init__(self, jetstream: JetStream, namespace: str, replicas: int = REPLICAS) -> None:
+    def __init__(self, jetstream: JetStream, namespace: str, replicas: int | None = None) -> None:
         self.namespace = check_token("namespace", namespace)
         self._jetstream = jetstream
         self._stream = dead_letter_stream(namespace)

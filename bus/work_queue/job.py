@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
-from dynbus.bus.transport import REPLICAS, Delivery, StoredMessage
+from dynbus.bus.transport import Delivery, StoredMessage
 
 MAX_ERROR_TEXT: Final = 1024
 MAX_RETRY_DELAY: Final = 60.0
@@ -83,7 +83,7 @@ class WorkQueueConfig(NamedTuple):
         max_age: seconds after which a job is not begun any more: its taker makes it a dead letter.
             None, the default, for no limit.
         in_memory: lost when the server restarts.
-        replicas: how many servers of a cluster keep it at most.
+        replicas: how many servers of a cluster keep it at most; None for the `replicas` of the bus.
     """
 
     ack_wait: float = 30.0
@@ -93,7 +93,7 @@ class WorkQueueConfig(NamedTuple):
     max_bytes: int = 256 * 1024 * 1024
     max_age: float | None = None
     in_memory: bool = False
-    replicas: int = REPLICAS
+    replicas: int | None = None
 
     def check(self) -> WorkQueueConfig:
         """Return it when it is usable.
@@ -113,8 +113,9 @@ class WorkQueueConfig(NamedTuple):
                 "seconds"
             )
         for name in ("max_jobs", "max_bytes", "replicas"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} is not usable: give 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} is not usable: give 1 or more")
         if self.max_age is not None and not self.max_age >= 1.0:
             raise ConfigError(
                 f"max_age = {self.max_age} is not usable: give 1 second or more, or None for jobs "

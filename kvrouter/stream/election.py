@@ -17,7 +17,6 @@ from dynbus.bus.lane import ControlLane
 from dynbus.bus.protocol.names import KV_ELECTION_BUCKET, kv_election_subject
 from dynbus.bus.records.leased_record import LeasedRecord, LeaseState
 from dynbus.bus.transport import (
-    REPLICAS,
     JetStream,
     NoStream,
     StoredMessage,
@@ -35,7 +34,6 @@ ELECTION_STREAM: Final = StreamConfig(
     subjects=(f"$KV.{KV_ELECTION_BUCKET}.>",),
     limits=StreamLimits(max_messages_per_subject=1, max_bytes=8 * 1024 * 1024),
     marker_ttl=MARKER_TTL,
-    replicas=REPLICAS,
     description="dynbus: which router takes the snapshots of a component",
 )
 

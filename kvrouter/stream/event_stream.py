@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_event_subject
-from dynbus.bus.transport import REPLICAS, JetStream, StoredMessage, StreamConfig, StreamLimits
+from dynbus.bus.transport import JetStream, StoredMessage, StreamConfig, StreamLimits
 from dynbus.kvrouter.events import HEADER, EventBatch, InvalidEvents, decode_events
 from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
 
@@ -44,7 +44,7 @@ class EventStream:
         max_age: seconds.
         in_memory: whether they are lost with the server, instead of stored in files.
         replicas: how many servers of a cluster keep them at most; a stream that has fewer gets
-            more as soon as there are servers for them.
+            more as soon as there are servers for them. None for the `replicas` of the bus.
 
     Raises:
         ConfigError: the namespace is no legal name, or a limit is not a number above 0.
@@ -54,7 +54,7 @@ class EventStream:
     max_bytes: int = DEFAULT_MAX_BYTES
     max_age: float = DEFAULT_MAX_AGE
     in_memory: bool = False
-    replicas: int = REPLICAS
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         check_token("namespace", self.namespace)
@@ -64,7 +64,7 @@ class EventStream:
             ("replicas", self.replicas),
         ):
             # Not a number is not above 0 either.
-            if not (value > 0 and isfinite(value)):
+            if value is not None and not (value > 0 and isfinite(value)):
                 raise ConfigError(f"event stream of {self.namespace}: {name} = {value}: give > 0")
 
     @property

@@ -25,7 +25,7 @@ from dynbus.bus.records.objects import (
     ObjectInfo,
     ObjectStore,
 )
-from dynbus.bus.transport import REPLICAS, JetStream, NoStream, StreamFull, StreamInfo
+from dynbus.bus.transport import JetStream, NoStream, StreamFull, StreamInfo
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index
 
@@ -145,7 +145,7 @@ class SnapshotStore:
         keep: int = KEPT,
         max_bytes: int = DEFAULT_MAX_BYTES,
         in_memory: bool = False,
-        replicas: int = REPLICAS,
+        replicas: int | None = None,
         chunk_size: int = CHUNK_SIZE,
     ) -> None:
         self.namespace = check_token("namespace", namespace)

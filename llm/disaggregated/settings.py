@@ -19,7 +19,6 @@ from dynbus.bus.protocol.names import ComponentName, InstanceName
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
-    REPLICAS,
     JetStream,
     NoStream,
     OrderedConsumer,
@@ -49,7 +48,6 @@ STREAM: Final = StreamConfig(
     limits=StreamLimits(
         max_messages_per_subject=1, max_bytes=8 * 1024 * 1024, max_message_size=16 * 1024
     ),
-    replicas=REPLICAS,
     description="dynbus: settings of disaggregated serving, one record for each component",
 )
 

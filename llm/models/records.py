@@ -28,7 +28,6 @@ from dynbus.bus.records.objects import (
 )
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
-    REPLICAS,
     JetStream,
     NoStream,
     StoredMessage,
@@ -64,7 +63,6 @@ CARDS_STREAM: Final = StreamConfig(
     ),
     # Without markers of what expired, for which the server would take roll-ups from everybody.
     marker_ttl=0.0,
-    replicas=REPLICAS,
     description="dynbus: one card for each model and instance that serves it",
 )
 

@@ -22,7 +22,6 @@ from dynbus.bus.protocol.names import (
 from dynbus.bus.protocol.server_clock import ServerClock
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import (
-    REPLICAS,
     Message,
     NoStream,
     StoredMessage,
@@ -56,7 +55,6 @@ CONFIG: Final = StreamConfig(
     StreamLimits(max_bytes=MOST_STORED, max_age=MAX_AGE),
     rollup=True,
     in_memory=True,
-    replicas=REPLICAS,
     description="streams of answers that clients may go on with at another front end",
 )
 

@@ -18,7 +18,7 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port
-from dynbus.bus.records.leases import INSTANCES_STREAM, ensure_bucket
+from dynbus.bus.records.leases import INSTANCES_STREAM
 
 from .observation import leftovers
 from .processes import Processes
@@ -161,7 +161,7 @@ async def test_a_bucket_that_one_server_keeps_gets_replicas_by_itself(
     async with Runtime.connect(cluster.url) as runtime:
         jetstream = runtime.bus.data.jetstream
         await jetstream.delete_stream(INSTANCES_STREAM.name)
-        await ensure_bucket(jetstream, 1)
+        await jetstream.ensure_stream(INSTANCES_STREAM._replace(replicas=1))
         before = [check for check in await diagnose(config) if "replicas" in check.name]
 
         await processes.worker(cluster.url)
