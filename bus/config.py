@@ -77,8 +77,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         reader_stall_timeout: seconds without credit after which a stream is ended.
         lease_ttl: seconds after which an instance that does not renew is gone; at least 2.
         stall_limit: seconds for which a blocked main loop is tolerated.
-        replicas: how many servers of a cluster keep the records of instances; 1 to 5, and no
-            more than the cluster has.
+        replicas: how many servers of a cluster keep each stream and bucket; 1 to 5, and no more
+            than the cluster has.
         drain_grace: seconds that calls have to finish when an instance goes away.
         reply_prefixes: where plain NATS clients may ask to be answered.
         debug: send a handler's traceback to its caller.

@@ -12,6 +12,7 @@ class DropReason(StrEnum):
         CLIENT_ID_TAKEN: its sender has the client id of another.
         DISCONNECTED: it was published while its connection could not reach the server.
         EXCESS: as much as may be here of its sender, or of all together, is here already.
+        FROM_STREAM: a stream delivered it, to a subject that is not its own.
         MALFORMED: it cannot be read.
         NO_REPLY: a request that says nothing of where to answer.
         READER_GONE: a call whose reader does not exist any longer.
@@ -26,6 +27,7 @@ class DropReason(StrEnum):
     CLIENT_ID_TAKEN = "client_id_taken"
     DISCONNECTED = "disconnected"
     EXCESS = "excess"
+    FROM_STREAM = "from_stream"
     MALFORMED = "malformed"
     NO_REPLY = "no_reply"
     READER_GONE = "reader_gone"

@@ -363,12 +363,20 @@ class JetStream(Protocol):
         """How many servers of a cluster keep a stream that does not say so itself."""
         ...
 
-    async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
+    async def ensure_stream(
+        self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
+    ) -> None:
         """Make the stream, or leave one that exists with these subjects as it is, except that
         it gets the replicas that it lacks where the cluster has servers for them.
 
+        Args:
+            probe: a subject of it that we may publish to; it is refused then where another
+                region, beyond a leaf node, stores it as well.
+
         Raises:
-            ConfigError: a stream of this name exists with other subjects.
+            ConfigError: a stream of this name exists that takes other subjects, takes messages
+                from elsewhere or hands them on, or another region stores them.
+            PermissionDenied: there is none, and we may not make it.
             NoRoom: there is none, and no room to make it.
         """
         ...
@@ -584,6 +592,8 @@ class Connection(Protocol):
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Deliver messages of a subject (wildcards allowed) to `callback`.
 
+        Those that were published there: what a stream delivers to the subject is dropped, whoever
+        had it do so.
         An exception out of `callback` is logged; it never stops the reader.
         """
         ...

@@ -11,14 +11,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final, Literal, NamedTuple
 
+import anyio
+
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.extras import EXTRAS, has_extra, how_to_install
 from dynbus.bus.nats.api_requests import unix_seconds
 from dynbus.bus.nats.connection import NatsConnection
-from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
+from dynbus.bus.nats.jetstream import SETUP, NatsJetStream
+from dynbus.bus.nats.regions import KEEP_APART, count_keepers
 from dynbus.bus.nats.server_process import Address, find_nats_server
+from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.protocol.names import INSTANCES_BUCKET
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
@@ -39,9 +43,10 @@ EPOCH_SKEW: Final = 24 * 3600.0
 FEW_DESCRIPTORS: Final = 1024
 LEAST_FREE_STORAGE: Final = 1024 * 1024
 SMALL_STORAGE: Final = 256 * 1024 * 1024
-STREAMS: Final = ("KV_dynbus_", "DYNBUS_EVENTS_", "OBJ_DYNBUS_")
+STREAMS: Final = ("KV_dynbus_", "OBJ_dynbus_", "OBJ_DYNBUS_", "DYNBUS_")
 ROUND_TRIPS: Final = 21
 API_SECONDS: Final = 5.0
+REGION_SECONDS: Final = 1.0
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -233,6 +238,20 @@ def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool)
     )
 
 
+def check_regions(kept: Mapping[str, int]) -> Check:
+    """Whether each stream is kept in one region; `kept` has in how many each is."""
+    twice = [name for name, regions in kept.items() if regions > 1]
+    if not twice:
+        return Check("regions", "ok", "what is published is stored once")
+    more = f" and {len(twice) - 5} more" if twice[5:] else ""
+    return Check(
+        "regions",
+        "fail",
+        f"two regions store what is published to {', '.join(twice[:5])}{more}",
+        KEEP_APART,
+    )
+
+
 def check_descriptors(soft: int) -> Check:
     """Whether this process may open enough files."""
     if soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS:
@@ -312,6 +331,7 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
         remedy = "start the server with -js, or allow JetStream to the account"
         return [Check("JetStream", "fail", str(error), remedy)]
     checks = [Check("JetStream", "ok", "enabled"), check_limits(account)]
+    is_set_up = True
     try:
         bucket = await jetstream.api(
             f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=API_SECONDS
@@ -319,11 +339,12 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
         checks.append(check_bucket(bucket["config"]))
         checks += await _check_records(jetstream, unix_seconds(str(bucket["ts"])), config.lease_ttl)
     except NoStream:
+        is_set_up = False
         checks.append(check_bucket(None))
     except DynbusError as error:
         checks.append(Check("instances bucket", "fail", str(error), "allow $JS.API to the account"))
-    checks += await _check_streams(jetstream, config.replicas)
-    return checks + await _check_writing(connection)
+    checks += await _check_streams(connection, config.replicas)
+    return checks + await _check_writing(connection, is_set_up)
 
 
 async def _check_records(jetstream: NatsJetStream, now: float, lease_ttl: float) -> list[Check]:
@@ -338,15 +359,16 @@ async def _check_records(jetstream: NatsJetStream, now: float, lease_ttl: float)
     return [check_records(records, now, lease_ttl)]
 
 
-async def _check_streams(jetstream: NatsJetStream, replicas: int) -> list[Check]:
+async def _check_streams(connection: NatsConnection, replicas: int) -> list[Check]:
     """What is to be said of each stream of dynbus, as far as the account may look at it."""
+    jetstream = connection.jetstream
     try:
         listed = await jetstream.api("STREAM.NAMES", {}, timeout=API_SECONDS)
         names = [name for name in listed.get("streams") or () if name.startswith(STREAMS)]
     except DynbusError:
         # Whoever only serves or calls may not list streams.
         names = [INSTANCES_STREAM.name]
-    checks: list[Check] = []
+    checks: list[Check] = [await _check_regions(connection, names)]
     for name in names:
         try:
             info = await jetstream.stream_info(name, timeout=API_SECONDS)
@@ -360,7 +382,27 @@ async def _check_streams(jetstream: NatsJetStream, replicas: int) -> list[Check]
     return checks
 
 
-async def _check_writing(connection: NatsConnection) -> list[Check]:
+async def _check_regions(connection: NatsConnection, streams: Sequence[str]) -> Check:
+    kept: dict[str, int] = {}
+
+    async def count(stream: str) -> None:
+        with suppress(DynbusError):
+            config = await connection.jetstream.stream_config(stream, timeout=API_SECONDS)
+            for subject in config.subjects:
+                # Buckets stay in their region.
+                if not subject.startswith("$"):
+                    asked = subject.replace("*", "doctor")
+                    kept[stream] = await count_keepers(
+                        connection, asked, 1, API_SECONDS, others=REGION_SECONDS
+                    )
+
+    async with anyio.create_task_group() as tasks:
+        for stream in streams:
+            tasks.start_soon(count, stream)
+    return check_regions(kept)
+
+
+async def _check_writing(connection: NatsConnection, is_set_up: bool) -> list[Check]:
     """Whether a stream can be made, and what time the server had when it made it."""
     name = f"DYNBUS_DOCTOR_{secrets.token_hex(6)}"
     request = stream_request(StreamConfig(name, (f"{name}.x",), marker_ttl=1.0, in_memory=True))
@@ -370,6 +412,12 @@ async def _check_writing(connection: NatsConnection) -> list[Check]:
         made = await connection.jetstream.api(f"STREAM.CREATE.{name}", request, timeout=API_SECONDS)
         seconds = time.perf_counter() - began
         await connection.jetstream.delete_stream(name)
+    except PermissionDenied:
+        if is_set_up:
+            return [Check("JetStream writes", "ok", "streams are made by operators")]
+        text = "there is no bucket of instances, and these credentials may not make it"
+        remedy = f"an operator makes all streams: {SETUP}; or allow the account to make streams"
+        return [Check("JetStream writes", "fail", text, remedy)]
     except DynbusError as error:
         remedy = "allow the account to make streams with message TTLs"
         return [Check("JetStream writes", "fail", str(error), remedy)]

@@ -207,6 +207,8 @@ class JetStreamServer:
     def ensure(self, config: StreamConfig) -> None | DynbusError:
         known = self.streams.get(config.name)
         if known is not None:
+            if known.config.work_queue != config.work_queue:
+                return ConfigError(f"stream {config.name} exists with another retention")
             if known.config.subjects == config.subjects:
                 return None
             return ConfigError(
@@ -394,7 +396,9 @@ class MemoryJetStream:
     def replicas(self) -> int:
         return 1
 
-    async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
+    async def ensure_stream(
+        self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
+    ) -> None:
         call = f"STREAM.CREATE.{config.name}"
         await self._api(call, partial(self._server.ensure, config), timeout)
 

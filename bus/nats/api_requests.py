@@ -15,12 +15,14 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
+    Callback,
     Connection,
     Message,
     NoRollup,
     NoRoom,
     NoStream,
     StreamFull,
+    Subscription,
     WrongLastSequence,
 )
 
@@ -51,10 +53,14 @@ class ServerLink(Connection, Protocol):
 
     Attributes:
         inbox: replies arrive below it.
+        subscribe: with `reads_stream` for what a stream delivers, which is dropped elsewhere.
     """
 
     inbox: str
 
+    def subscribe(
+        self, subject: str, callback: Callback, *, queue: str = "", reads_stream: bool = False
+    ) -> Subscription: ...
     async def wait_connected(self) -> None: ...
     def drop(self, reason: DropReason) -> None: ...
     def refusal_of(self, subject: str) -> str: ...

@@ -29,13 +29,14 @@ from dynbus.bus.errors import (
     PermissionDenied,
     Unavailable,
 )
+from dynbus.bus.protocol.headers import OF_STREAM
 from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import REPLICAS, Callback, ConnectionState, Message, WatchedConnection
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
 from .own_host import find_own_hosts, is_own_address
-from .protocol import ProtocolViolation, ServerReader
+from .protocol import ProtocolViolation, ServerReader, heard_by
 from .server_choice import Place, ServerChoice
 from .session import NatsOutput, NatsSession, Pings, open_session
 
@@ -59,12 +60,29 @@ class NatsSubscription:
 
     Attributes:
         ending: whether the server was told to send nothing more.
+        hears: whether a message to a subject is for it, where it has wildcards.
+        reads_stream: whether it is what a stream delivers to: messages with subjects of theirs.
     """
 
-    __slots__ = ("_connection", "callback", "ending", "number", "queue", "subject")
+    __slots__ = (
+        "_connection",
+        "callback",
+        "ending",
+        "hears",
+        "number",
+        "queue",
+        "reads_stream",
+        "subject",
+    )
 
     def __init__(
-        self, connection: NatsConnection, number: int, subject: str, queue: str, callback: Callback
+        self,
+        connection: NatsConnection,
+        number: int,
+        subject: str,
+        queue: str,
+        callback: Callback,
+        reads_stream: bool = False,
     ) -> None:
         self._connection = connection
         self.number = number
@@ -72,6 +90,8 @@ class NatsSubscription:
         self.queue = queue
         self.ending = False
         self.callback = callback
+        self.hears = heard_by(subject)
+        self.reads_stream = reads_stream
 
     def __repr__(self) -> str:
         state = "ending" if self.ending else "open"
@@ -218,10 +238,14 @@ class NatsConnection(WatchedConnection):
             head = f"PUB {subject} {reply} {size}\r\n".encode()
             self._output.write(b"".join((head, data, b"\r\n")))
 
-    def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> NatsSubscription:
+    def subscribe(
+        self, subject: str, callback: Callback, *, queue: str = "", reads_stream: bool = False
+    ) -> NatsSubscription:
         if not subject or any(c.isspace() for c in subject + queue):
             raise ConfigError(f"{subject!r} with queue {queue!r} is not a subject")
-        subscription = NatsSubscription(self, next(self._numbers), subject, queue, callback)
+        subscription = NatsSubscription(
+            self, next(self._numbers), subject, queue, callback, reads_stream
+        )
         self._subscriptions[subscription.number] = subscription
         self._denied.pop(subject, None)
         if self._state is ConnectionState.CONNECTED:
@@ -486,6 +510,16 @@ class NatsConnection(WatchedConnection):
         subscription = self._subscriptions.get(number)
         if subscription is None:
             self.drop(DropReason.UNSUBSCRIBED)
+            return
+        # Who may read a stream may have it deliver to any subject, with the server's rights.
+        if not subscription.reads_stream and (
+            OF_STREAM in message.headers
+            or (
+                message.subject != subscription.subject
+                and (subscription.hears is None or not subscription.hears(message.subject))
+            )
+        ):
+            self.drop(DropReason.FROM_STREAM)
             return
         try:
             subscription.callback(message)

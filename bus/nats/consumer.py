@@ -134,7 +134,7 @@ class NatsOrderedConsumer:
             self._call(self._on_recreated)
         if self._last_per_subject and not first:
             self._call(self._on_restart)
-        self._subscription = self._connection.subscribe(inbox, self._receive)
+        self._subscription = self._connection.subscribe(inbox, self._receive, reads_stream=True)
         if not answer.get("num_pending"):
             self._note_caught_up()
 
@@ -264,12 +264,16 @@ def ack_position(reply: str) -> AckPosition | None:
 
 
 def stored_message(message: Message, position: AckPosition) -> StoredMessage:
-    """A message of a stream as a consumer delivers it."""
+    """A message of a stream as a consumer delivers it.
+
+    One that the server stored as its answer to whoever read a stream, and named this one to be
+    answered at, is empty: it was not written by who may write here.
+    """
     return StoredMessage(
         message.subject,
         position.stream_sequence,
         position.nanoseconds / _NANOSECONDS,
         header_block.decode(message.headers),
-        message.data,
+        b"" if header_block.OF_STREAM in message.headers else message.data,
         position.pending,
     )

@@ -57,7 +57,9 @@ class _Page:
             self.error = Unavailable(f"reading the stream: the server says {status}")
         else:
             try:
-                self.messages.append(_stored(fields, message.data))
+                # Its own comes beside that of this answer: see `stored_message`.
+                is_answer = message.headers.count(header_block.OF_STREAM) > 1
+                self.messages.append(_stored(fields, b"" if is_answer else message.data))
             except (LookupError, ValueError) as error:
                 self.error = Unavailable(f"reading the stream: an answer cannot be read: {error!r}")
         self.heard.set()
@@ -109,7 +111,7 @@ async def _read_page(connection: ServerLink, stream: str, subject: str, sequence
         # A new inbox per try: what another replica still sends cannot be mixed in.
         inbox = f"{connection.inbox}c.{secrets.token_hex(8)}"
         page = _Page()
-        subscription = connection.subscribe(inbox, page.take)
+        subscription = connection.subscribe(inbox, page.take, reads_stream=True)
         try:
             connection.publish(call, data, reply=inbox)
             while not page.is_complete:

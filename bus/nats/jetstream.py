@@ -19,14 +19,12 @@ from dynbus.bus.transport import (
     ConsumeOptions,
     ConsumerInfo,
     Delivery,
-    NoRoom,
     NoStream,
     PublishOptions,
     PullConsumerConfig,
     StoredMessage,
     StreamConfig,
     StreamInfo,
-    StreamLimits,
     ack_payload,
     publish_headers,
 )
@@ -51,47 +49,18 @@ from .api_requests import (
 from .consumer import NatsOrderedConsumer
 from .direct_get import read_stream
 from .pull_reader import NatsPullReader
+from .regions import KEEP_APART, count_keepers
+from .stream_config import NANOSECONDS, misfits, stream_config, stream_request
 
 logger = logging.getLogger(__name__)
 
-_NANOSECONDS: Final = 1_000_000_000
 _NO_SUBJECT: Final = "dynbus.nothing"
 _NO_SUCH_MESSAGE: Final = ("no message found", "stream store EOF", "message deleted")
 
+SETUP: Final = "`dynbus setup NAMESPACE`"
+
 MAX_WAITING_PULLS: Final = 16_384
 """Requests for messages of a consumer that may wait at a time: one for each idle reader."""
-
-
-def stream_request(config: StreamConfig) -> dict[str, Any]:
-    """The server's JSON for a stream."""
-    limits = config.limits
-    age = int(limits.max_age * _NANOSECONDS) if limits.max_age else 0
-    window = int(limits.duplicate_window * _NANOSECONDS)
-    request: dict[str, Any] = {
-        "name": config.name,
-        "subjects": list(config.subjects),
-        "retention": "workqueue" if config.work_queue else "limits",
-        "storage": "memory" if config.in_memory else "file",
-        "num_replicas": config.replicas or 1,
-        "discard": "new" if limits.discard_new else "old",
-        "max_bytes": limits.max_bytes or -1,
-        "max_msgs": limits.max_messages or -1,
-        "max_msgs_per_subject": limits.max_messages_per_subject or -1,
-        "max_age": age,
-        "max_consumers": -1,
-        "max_msg_size": limits.max_message_size or -1,
-        "duplicate_window": min(window, age) if age else window,
-        "allow_direct": True,
-        "allow_rollup_hdrs": config.rollup or bool(config.marker_ttl),
-        # Of a work queue a taker drops what its consumer has forgotten to have delivered.
-        "deny_delete": not config.work_queue,
-        "description": config.description,
-    }
-    if config.marker_ttl is not None:
-        request["allow_msg_ttl"] = True
-        if config.marker_ttl:
-            request["subject_delete_marker_ttl"] = int(config.marker_ttl * _NANOSECONDS)
-    return request
 
 
 class NatsJetStream:
@@ -114,24 +83,53 @@ class NatsJetStream:
         """One call of `$JS.API`; see `call_jetstream`."""
         return await call_jetstream(self._connection, call, request, timeout=timeout)
 
-    async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
+    async def ensure_stream(
+        self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
+    ) -> None:
+        found = await self._find(config.name, timeout)
+        if probe:
+            await self._refuse_second(config.name, probe, exists=found is not None, timeout=timeout)
         wanted = config.replicas or self.replicas
-        if await self._create(config, wanted, timeout) == wanted:
-            return
+        if found is None:
+            if await self._create(config, wanted, timeout) == wanted:
+                return
+            found = await self._find(config.name, timeout)
+            if found is None:
+                raise NoStream(f"stream {config.name} was deleted while it was made")
         call = f"STREAM.INFO.{config.name}"
-        info = await self.api(call, {}, timeout=timeout)
         with reading(call):
-            found: dict[str, Any] = info["config"]
-            subjects = tuple(map(str, found.get("subjects") or ()))
-            has = int(found.get("num_replicas") or 1)
-            in_cluster = _is_in_cluster(info)
-        if subjects != config.subjects:
+            settings: dict[str, Any] = found["config"]
+            has = int(settings.get("num_replicas") or 1)
+            listed = misfits(settings, config)
+        if listed:
             raise ConfigError(
-                f"stream {config.name} exists with subjects {', '.join(subjects)}; dynbus needs "
-                f"{', '.join(config.subjects)}: delete or rename the other one"
+                f"stream {config.name} exists with {'; '.join(listed)}: delete or rename it, and "
+                f"have an operator make the one that dynbus needs: {SETUP}"
             )
-        if in_cluster:
-            await self._add_replicas(found, has, wanted, timeout)
+        if _is_in_cluster(found):
+            await self._add_replicas(settings, has, wanted, timeout)
+
+    async def _find(self, stream: str, timeout: float) -> dict[str, Any] | None:
+        """What the server says of a stream; None when there is none."""
+        try:
+            return await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
+        except NoStream:
+            return None
+
+    async def _refuse_second(
+        self, stream: str, subject: str, *, exists: bool, timeout: float
+    ) -> None:
+        """Refuse to go on where another region stores what is published to `subject` as well.
+
+        Raises:
+            ConfigError: it does.
+        """
+        keepers = await count_keepers(self._connection, subject, int(exists), timeout)
+        if keepers > exists:
+            raise ConfigError(
+                f"stream {stream}: what is published to {subject} is stored in another region as "
+                f"well, and would be carried out there too: {KEEP_APART}"
+            )
 
     async def _create(self, config: StreamConfig, replicas: int, timeout: float) -> int:
         """Make the stream on as many servers as there are; 0 when it exists.
@@ -145,11 +143,11 @@ class NatsJetStream:
             try:
                 await self.api(call, request, timeout=timeout)
                 return replicas
-            except NoRoom:
-                # The server looks for room before it sees that none is needed.
-                if not await self._exists(config.name, timeout):
-                    raise
-                return 0
+            except PermissionDenied as error:
+                raise PermissionDenied(
+                    f"stream {config.name} is missing, and these credentials may not make it: an "
+                    f"operator does, with {SETUP} ({error})"
+                ) from None
             except JetStreamError as error:
                 if error.error_code == STREAM_NAME_IN_USE:
                     return 0
@@ -159,13 +157,6 @@ class NatsJetStream:
                     replicas -= 1
                 else:
                     raise
-
-    async def _exists(self, stream: str, timeout: float) -> bool:
-        try:
-            await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
-        except NoStream:
-            return False
-        return True
 
     async def _add_replicas(
         self, config: Mapping[str, Any], has: int, wanted: int, timeout: float
@@ -246,12 +237,15 @@ class NatsJetStream:
             raise
         with reading(call):
             message = answer["message"]
+            block = base64.b64decode(message.get("hdrs", ""))
+            # See `stored_message`.
+            is_answer = header_block.OF_STREAM in block
             return StoredMessage(
                 message["subject"],
                 int(message["seq"]),
                 unix_seconds(message["time"]),
-                header_block.decode(base64.b64decode(message.get("hdrs", ""))),
-                base64.b64decode(message.get("data", "")),
+                header_block.decode(block),
+                b"" if is_answer else base64.b64decode(message.get("data", "")),
             )
 
     async def purge(
@@ -286,7 +280,7 @@ class NatsJetStream:
         call = f"STREAM.INFO.{stream}"
         answer = await self.api(call, {}, timeout=timeout)
         with reading(call):
-            return _stream_config(answer["config"])
+            return stream_config(answer["config"])
 
     async def consume(
         self,
@@ -301,6 +295,11 @@ class NatsJetStream:
     async def ensure_pull_consumer(
         self, stream: str, config: PullConsumerConfig, *, timeout: float = 5.0
     ) -> None:
+        try:
+            await self.consumer_info(stream, config.name, timeout=timeout)
+            return
+        except NoStream:
+            pass
         request = {
             "stream_name": stream,
             "action": "create",
@@ -308,7 +307,7 @@ class NatsJetStream:
                 "name": config.name,
                 "durable_name": config.name,
                 "ack_policy": "explicit",
-                "ack_wait": int(config.ack_wait * _NANOSECONDS),
+                "ack_wait": int(config.ack_wait * NANOSECONDS),
                 "deliver_policy": "all",
                 "replay_policy": "instant",
                 "max_deliver": -1,
@@ -319,6 +318,11 @@ class NatsJetStream:
         call = f"CONSUMER.CREATE.{stream}.{config.name}"
         try:
             await self.api(call, request, timeout=timeout)
+        except PermissionDenied as error:
+            raise PermissionDenied(
+                f"consumer {config.name} of {stream} is missing, and these credentials may not "
+                f"make it: an operator does, with {SETUP} ({error})"
+            ) from None
         except JetStreamError as error:
             if error.error_code != CONSUMER_EXISTS:
                 raise
@@ -332,7 +336,7 @@ class NatsJetStream:
             return ConsumerInfo(
                 int(answer.get("num_pending") or 0),
                 int(answer.get("num_ack_pending") or 0),
-                int(answer["config"]["ack_wait"]) / _NANOSECONDS,
+                int(answer["config"]["ack_wait"]) / NANOSECONDS,
             )
 
     def pull(
@@ -370,33 +374,3 @@ def _is_in_cluster(info: Mapping[str, Any]) -> bool:
     """Whether a stream's server belongs to a cluster; one alone names itself and no cluster."""
     cluster: Mapping[str, Any] = info.get("cluster") or {}
     return bool(cluster.get("name"))
-
-
-def _stream_config(found: Mapping[str, Any]) -> StreamConfig:
-    """The inverse of `stream_request`. The server writes "no limit" as -1, or as 0 for times."""
-
-    def limit(name: str) -> int | None:
-        value = int(found.get(name) or 0)
-        return value if value > 0 else None
-
-    age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
-    without_marker = 0.0 if found.get("allow_msg_ttl") else None
-    return StreamConfig(
-        name=str(found["name"]),
-        subjects=tuple(map(str, found.get("subjects") or ())),
-        limits=StreamLimits(
-            max_bytes=limit("max_bytes"),
-            max_age=age / _NANOSECONDS if age else None,
-            max_messages=limit("max_msgs"),
-            max_messages_per_subject=limit("max_msgs_per_subject"),
-            duplicate_window=(limit("duplicate_window") or 0) / _NANOSECONDS,
-            discard_new=found.get("discard") == "new",
-            max_message_size=limit("max_msg_size"),
-        ),
-        marker_ttl=marker_ttl / _NANOSECONDS if marker_ttl else without_marker,
-        rollup=bool(found.get("allow_rollup_hdrs")) and not marker_ttl,
-        work_queue=found.get("retention") == "workqueue",
-        in_memory=found.get("storage") == "memory",
-        replicas=int(found.get("num_replicas") or 1),
-        description=str(found.get("description") or ""),
-    )

@@ -8,6 +8,7 @@ then made anew.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,16 @@ MAX_CONTROL_LINE: Final = 64 * 1024
 """An INFO line of a large cluster is the longest legal one."""
 
 MAX_DIGITS: Final = 18
+
+
+def heard_by(subject: str) -> Callable[[str], object] | None:
+    """What says whether a subscription hears a message, by its subject; None for a subscription
+    without wildcards, which hears its own subject alone."""
+    tokens = subject.split(".")
+    if "*" not in tokens and tokens[-1] != ">":
+        return None
+    wild = {"*": "[^.]+", ">": ".+"}
+    return re.compile(r"\.".join(wild.get(token, re.escape(token)) for token in tokens)).fullmatch
 
 
 class ProtocolViolation(Exception):

@@ -116,7 +116,9 @@ class NatsPullReader:
         pull = _Pull(count, monotonic())
         # An inbox per pull: what an earlier one still brings cannot be mistaken.
         inbox = f"{self._connection.inbox}w.{secrets.token_hex(8)}"
-        pull.subscription = self._connection.subscribe(inbox, partial(self._receive, pull))
+        pull.subscription = self._connection.subscribe(
+            inbox, partial(self._receive, pull), reads_stream=True
+        )
         self._pulls.append(pull)
         request = {
             "batch": count,

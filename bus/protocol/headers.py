@@ -44,9 +44,13 @@ ERROR: Final = "Dynbus-Error"
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_STREAM: Final = "Nats-Expected-Stream"
 TTL: Final = "Nats-TTL"
 ROLLUP: Final = "Nats-Rollup"
 MARKER_REASON: Final = "Nats-Marker-Reason"
+
+OF_STREAM: Final = b"\r\nNats-Stream: "
+"""In the block of what the server sends out of a stream to whom a request names."""
 
 NO_RESPONDERS: Final = "503"
 

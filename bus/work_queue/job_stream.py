@@ -91,7 +91,9 @@ class JobStream:
         """Make the stream and its consumer where they are missing.
 
         Raises:
-            ConfigError: there is a stream of this name with other subjects.
+            ConfigError: there is a stream of this name that is another one, or another region
+                keeps the jobs as well.
+            PermissionDenied: it is missing, and we may not make it.
             NoRoom: there is no room to make it.
             Unavailable: the server does not answer.
         """
@@ -110,7 +112,8 @@ class JobStream:
                 work_queue=True,
                 in_memory=config.in_memory,
                 replicas=config.replicas,
-            )
+            ),
+            probe=self._subject,
         )
         consumer = PullConsumerConfig(CONSUMER, config.ack_wait)
         await self.jetstream.ensure_pull_consumer(self.stream, consumer)

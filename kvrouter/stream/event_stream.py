@@ -95,15 +95,20 @@ def _is_met(found: object, wanted: object) -> bool:
     return found == wanted
 
 
-async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: float = 5.0) -> None:
+async def ensure_stream(
+    jetstream: JetStream, stream: EventStream, *, probe: str = "", timeout: float = 5.0
+) -> None:
     """Make the stream, or check that the one that is there fits.
+
+    Args:
+        probe: as `JetStream.ensure_stream` takes it.
 
     Raises:
         ConfigError: a stream of this name has other settings.
         Unavailable: JetStream does not answer.
     """
     wanted = stream.config
-    await jetstream.ensure_stream(wanted, timeout=timeout)
+    await jetstream.ensure_stream(wanted, probe=probe, timeout=timeout)
     found = await jetstream.stream_config(wanted.name, timeout=timeout)
     listed = ", ".join(
         f"{name} = {has}, not {want}"

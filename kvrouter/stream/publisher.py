@@ -305,7 +305,8 @@ class KvEventPublisher(Openable):
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
         connection = self._connection
-        await ensure_stream(connection.jetstream, self.stream)
+        probe = kv_event_subject(*self._address, self._ranks[0])
+        await ensure_stream(connection.jetstream, self.stream, probe=probe)
         self._above = await self._last_epoch()
         for rank in self._ranks:
             self._log(rank)

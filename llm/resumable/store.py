@@ -108,7 +108,9 @@ class StreamStore:
             if self._is_ready:
                 return
             data = self._bus.data
-            await self._jetstream.ensure_stream(CONFIG, timeout=STORE_TIMEOUT)
+            await self._jetstream.ensure_stream(
+                CONFIG, probe=stream_log_subject(self.me), timeout=STORE_TIMEOUT
+            )
             await self._read_clock()
             if not self._subscriptions:
                 self._subscriptions = [

@@ -263,4 +263,3 @@ async def test_old_and_new_callers_find_their_instances_whichever_server_is_kill
     assert new.slowest < WORKS_WITHIN
     assert new.answered == {"w0", "w1"}
     assert "[lost" not in log  # as a lease shows itself
-    assert "STREAM.INFO" not in log

@@ -77,7 +77,7 @@ async def test_an_account_that_may_not_make_streams_is_told_so(tmp_path: Path) -
         checks = by_name(await diagnose(BusConfig(servers=(url,))))
 
     assert checks["JetStream writes"].status == "fail"
-    assert "allow the account" in checks["JetStream writes"].remedy
+    assert "dynbus setup NAMESPACE" in checks["JetStream writes"].remedy
 
 
 @pytest.mark.anyio

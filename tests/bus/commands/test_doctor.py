@@ -30,8 +30,8 @@ from dynbus.bus.commands.doctor import doctor
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import connect
-from dynbus.bus.nats.jetstream import stream_request
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import StoredMessage, StreamConfig
 
@@ -146,7 +146,7 @@ async def test_a_fit_server_passes_every_check_and_nothing_is_left_on_it(
     checks = await diagnose(BusConfig(servers=(own_server.url,)))
 
     assert [check for check in checks if check.status != "ok"] == []
-    assert [check.name for check in checks][:9] == [
+    assert [check.name for check in checks][:10] == [
         "server",
         "server version",
         "headers",
@@ -155,6 +155,7 @@ async def test_a_fit_server_passes_every_check_and_nothing_is_left_on_it(
         "JetStream",
         "JetStream storage",
         "instances bucket",
+        "regions",
         "JetStream writes",
     ]
     connection = await connect([own_server.url])

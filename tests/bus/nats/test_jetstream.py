@@ -5,6 +5,7 @@ What JetStream does is in the contract suite, which the in-memory bus obeys as w
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -16,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.bus.servers import server_stopped
 
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.nats.api_requests import JetStreamError, unix_seconds
 from dynbus.bus.nats.connection import NatsConnection, connect
-from dynbus.bus.nats.jetstream import stream_request
 from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.transport import Message, NoStream, StreamConfig, StreamLimits
 
 SECOND = 1_000_000_000
@@ -171,6 +172,52 @@ async def test_the_server_takes_every_kind_of_stream(
     assert {key: answer["config"].get(key) for key in asked if asked[key]} == {
         key: value for key, value in asked.items() if value
     }
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"subjects": ["{stream}.>", "{stream}-of-others.>"]}, "subjects"),
+        ({"retention": "interest"}, "retention = interest, not limits"),
+        ({"sources": [{"name": "{stream}-elsewhere"}]}, "sources"),
+        ({"republish": {"src": ">", "dest": "shown.>"}}, "republish"),
+        ({"subject_transform": {"src": "{stream}.>", "dest": "{stream}.moved.>"}}, "transform"),
+        ({"no_ack": True}, "no_ack = True, not none"),
+        ({"allow_msg_ttl": False}, "allow_msg_ttl = none, not True"),
+        ({"allow_rollup_hdrs": False, "subject_delete_marker_ttl": 0}, "allow_rollup_hdrs = none"),
+    ],
+)
+async def test_a_stream_that_takes_from_others_or_tells_them_is_refused(
+    connection: NatsConnection, stream: str, other: dict[str, Any], named: str
+) -> None:
+    config = StreamConfig(stream, (f"{stream}.>",), marker_ttl=60.0, in_memory=True)
+    given = json.loads(json.dumps(other).replace("{stream}", stream))
+    if "allow_msg_ttl" in given:
+        config = config._replace(marker_ttl=None)
+    made = stream_request(config) | given
+    await connection.jetstream.api(f"STREAM.CREATE.{stream}", made, timeout=5.0)
+
+    wanted = config._replace(marker_ttl=60.0)
+    with pytest.raises(ConfigError, match=f"stream {stream} exists with .*{named}.*dynbus setup"):
+        await connection.jetstream.ensure_stream(wanted)
+    await connection.jetstream.delete_stream(stream)
+
+
+@pytest.mark.anyio
+async def test_the_limits_of_a_stream_are_its_operators(
+    connection: NatsConnection, stream: str
+) -> None:
+    config = StreamConfig(stream, (f"{stream}.>",), in_memory=True)
+    await connection.jetstream.ensure_stream(config)
+    narrow = stream_request(config._replace(limits=StreamLimits(max_messages=7)))
+    await connection.jetstream.api(f"STREAM.UPDATE.{stream}", narrow, timeout=5.0)
+
+    await connection.jetstream.ensure_stream(config)
+    found = await connection.jetstream.stream_config(stream)
+    await connection.jetstream.delete_stream(stream)
+
+    assert found.limits.max_messages == 7
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""The server's JSON for a stream: written, read, and compared with what dynbus needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from dynbus.bus.transport import StreamConfig, StreamLimits
+
+NANOSECONDS: Final = 1_000_000_000
+
+_ESSENTIAL: Final = (
+    "subjects",
+    "retention",
+    "sources",
+    "mirror",
+    "republish",
+    "subject_transform",
+    "sealed",
+    "no_ack",
+    "allow_msg_schedules",
+    "allow_msg_counter",
+)
+"""What decides where messages of a stream come from and go to. Limits are the operator's."""
+_NEEDED: Final = ("allow_msg_ttl", "allow_rollup_hdrs")
+"""What a stream without it cannot keep; one that dynbus made before may have more."""
+
+
+def stream_request(config: StreamConfig) -> dict[str, Any]:
+    """The server's JSON for a stream."""
+    limits = config.limits
+    age = int(limits.max_age * NANOSECONDS) if limits.max_age else 0
+    window = int(limits.duplicate_window * NANOSECONDS)
+    request: dict[str, Any] = {
+        "name": config.name,
+        "subjects": list(config.subjects),
+        "retention": "workqueue" if config.work_queue else "limits",
+        "storage": "memory" if config.in_memory else "file",
+        "num_replicas": config.replicas or 1,
+        "discard": "new" if limits.discard_new else "old",
+        "max_bytes": limits.max_bytes or -1,
+        "max_msgs": limits.max_messages or -1,
+        "max_msgs_per_subject": limits.max_messages_per_subject or -1,
+        "max_age": age,
+        "max_consumers": -1,
+        "max_msg_size": limits.max_message_size or -1,
+        "duplicate_window": min(window, age) if age else window,
+        "allow_direct": True,
+        "allow_rollup_hdrs": config.rollup or bool(config.marker_ttl),
+        # Of a work queue a taker drops what its consumer has forgotten to have delivered.
+        "deny_delete": not config.work_queue,
+        "description": config.description,
+    }
+    if config.marker_ttl is not None:
+        request["allow_msg_ttl"] = True
+        if config.marker_ttl:
+            request["subject_delete_marker_ttl"] = int(config.marker_ttl * NANOSECONDS)
+    return request
+
+
+def stream_config(found: Mapping[str, Any]) -> StreamConfig:
+    """The inverse of `stream_request`. The server writes "no limit" as -1, or as 0 for times."""
+
+    def limit(name: str) -> int | None:
+        value = int(found.get(name) or 0)
+        return value if value > 0 else None
+
+    age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
+    without_marker = 0.0 if found.get("allow_msg_ttl") else None
+    return StreamConfig(
+        name=str(found["name"]),
+        subjects=tuple(map(str, found.get("subjects") or ())),
+        limits=StreamLimits(
+            max_bytes=limit("max_bytes"),
+            max_age=age / NANOSECONDS if age else None,
+            max_messages=limit("max_msgs"),
+            max_messages_per_subject=limit("max_msgs_per_subject"),
+            duplicate_window=(limit("duplicate_window") or 0) / NANOSECONDS,
+            discard_new=found.get("discard") == "new",
+            max_message_size=limit("max_msg_size"),
+        ),
+        marker_ttl=marker_ttl / NANOSECONDS if marker_ttl else without_marker,
+        rollup=bool(found.get("allow_rollup_hdrs")) and not marker_ttl,
+        work_queue=found.get("retention") == "workqueue",
+        in_memory=found.get("storage") == "memory",
+        replicas=int(found.get("num_replicas") or 1),
+        description=str(found.get("description") or ""),
+    )
+
+
+def misfits(found: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
+    """What of a stream makes it another one than dynbus needs, as `name = value, not value`.
+
+    A stream that takes messages from elsewhere, or hands them on, would show them to others.
+    """
+    needed = stream_request(wanted)
+    listed: list[str] = []
+    for name in (*_ESSENTIAL, *_NEEDED):
+        has, needs = found.get(name) or None, needed.get(name) or None
+        if has != needs and (needs or name not in _NEEDED):
+            listed.append(f"{name} = {_spelled(has)}, not {_spelled(needs)}")
+    return listed
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, cast(list[object], value)))
+    return str(value or "none")
