@@ -589,6 +589,11 @@ class Connection(Protocol):
         """
         ...
 
+    def before_sending(self, publish: Callable[[], object]) -> None:
+        """Have `publish` called once, when what this turn of the loop has published is about to be
+        sent: what it publishes goes along. For whoever collects what a turn brings."""
+        ...
+
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Deliver messages of a subject (wildcards allowed) to `callback`.
 

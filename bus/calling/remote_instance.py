@@ -91,7 +91,7 @@ class RemoteInstance(Generic[C]):
         Streams that began together and are of one pace need theirs together.
         """
         if not self._credits:
-            self._bus.loop.call_soon(self._send_credits)
+            self._bus.data.before_sending(self._send_credits)
         self._credits.append(credit)
 
     def _send_credits(self) -> None:

@@ -345,6 +345,9 @@ class MemoryConnection(WatchedConnection):
             return
         self.send(partial(self._bus.accept, self, message), size)
 
+    def before_sending(self, publish: Callable[[], object]) -> None:
+        self._loop.call_soon(publish)
+
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> MemorySubscription:
         if not subject or any(character.isspace() for character in subject + queue):
             raise ConfigError(f"{subject!r} with queue {queue!r} is not a subject")

@@ -238,6 +238,9 @@ class NatsConnection(WatchedConnection):
             head = f"PUB {subject} {reply} {size}\r\n".encode()
             self._output.write(b"".join((head, data, b"\r\n")))
 
+    def before_sending(self, publish: Callable[[], object]) -> None:
+        self._output.before_flush(publish)
+
     def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", reads_stream: bool = False
     ) -> NatsSubscription:
@@ -483,14 +486,14 @@ class NatsConnection(WatchedConnection):
             given_up = True
             session.abort()
 
+        def take(chunk: bytes) -> None:
+            pings.heard()
+            reader.feed(chunk)
+
         pings.watch(give_up)
         try:
-            while True:
-                chunk = await session.read()
-                if not chunk:
-                    return self._why(given_up, "the server closed it")
-                pings.heard()
-                reader.feed(chunk)
+            await session.receive(take)
+            return self._why(given_up, "the server closed it")
         except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
             return self._why(given_up, str(error) or type(error).__name__)
         finally:

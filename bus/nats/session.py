@@ -77,8 +77,34 @@ class NatsSession(nats.aio.client.Client):
         # The connection sends its own pings, through its own buffer.
         return
 
-    async def read(self) -> bytes:
-        return await self._open_transport.read(READ_BYTES)
+    async def receive(self, take: Callable[[bytes], object]) -> None:
+        """Hand each chunk of bytes to `take` in the moment in which it arrives, until the server
+        closes the session.
+
+        Raises:
+            OSError: the session broke.
+            Exception: what `take` raised.
+        """
+        writer: asyncio.StreamWriter | None = getattr(self._transport, "_io_writer", None)
+        reader: asyncio.StreamReader | None = getattr(self._transport, "_io_reader", None)
+        if writer is None or reader is None:
+            # A web socket has frames of its own.
+            while chunk := await self._open_transport.read(READ_BYTES):
+                take(chunk)
+            return
+        transport: Any = writer.transport
+        arriving = _Arriving(take, transport.get_protocol())
+        transport.set_protocol(arriving)
+        buffer: bytearray = getattr(reader, "_buffer", bytearray())
+        came_before = bytes(buffer)
+        buffer.clear()
+        if not (transport.is_reading() or transport.is_closing()):
+            transport.resume_reading()
+        if came_before:
+            arriving.data_received(came_before)
+        if reader.at_eof() or reader.exception() is not None:
+            arriving.connection_lost(reader.exception())
+        await arriving.ended
 
     def write(self, data: bytes) -> None:
         # What is written in the last moments of a session is lost, as it is on the way.
@@ -176,6 +202,56 @@ class NatsSession(nats.aio.client.Client):
             writer.transport.abort()
 
 
+class _Arriving(asyncio.Protocol):
+    """The bytes of a session, taken as they arrive.
+
+    A task that waits for them and then reads would take a turn of the loop more for each chunk,
+    and a future.
+
+    Args:
+        take: what it is to be done with each chunk; what it raises ends the session.
+        before: the protocol of the handshake, which knows who waits for room to write.
+
+    Attributes:
+        ended: done when nothing more arrives; raises why where that is no tidy end.
+    """
+
+    def __init__(self, take: Callable[[bytes], object], before: asyncio.BaseProtocol) -> None:
+        self._take = take
+        self._before = before
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            self._take(data)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the end is to raise it
+            self._end(error)
+
+    def eof_received(self) -> bool:
+        self._end(None)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(exc)
+        self._before.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._before.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._before.resume_writing()
+
+    def _end(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+
 class NatsOutput:
     """Collects what is written in one turn of the loop and hands it to the session at once.
 
@@ -184,7 +260,16 @@ class NatsOutput:
         writes: how often it was written to.
     """
 
-    __slots__ = ("_chunks", "_flush_scheduled", "_loop", "_size", "_sent", "session", "writes")
+    __slots__ = (
+        "_chunks",
+        "_flush_scheduled",
+        "_loop",
+        "_sent",
+        "_size",
+        "_writers",
+        "session",
+        "writes",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -192,6 +277,7 @@ class NatsOutput:
         self._size = 0
         self._flush_scheduled = False
         self._sent = 0
+        self._writers: list[Callable[[], object]] = []
         self.session: NatsSession | None = None
         self.writes = 0
 
@@ -225,9 +311,25 @@ class NatsOutput:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
 
+    def before_flush(self, write: Callable[[], object]) -> None:
+        """Have `write` called once before the next flush, which takes along what it writes."""
+        self._writers.append(write)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
     def flush(self) -> None:
         """Hand over what waits, now."""
-        self._flush_scheduled = False
+        writers, self._writers = self._writers, []
+        for write in writers:
+            try:
+                write()
+            except Exception:
+                # What all others have to send is to leave.
+                logger.exception("what a turn brought could not be written")
+        self._flush_scheduled = bool(self._writers)
+        if self._flush_scheduled:
+            self._loop.call_soon(self.flush)
         self._write_out()
 
     def clear(self) -> None:

@@ -106,7 +106,7 @@ class Outbox:
         self._dirty.append(client)
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._bus.loop.call_soon(self.flush)
+            self._bus.data.before_sending(self.flush)
 
     def flush(self) -> None:
         """Send everything that is ready, now."""

@@ -71,3 +71,33 @@ async def test_what_waited_for_an_ended_session_is_not_sent_to_the_next_one() ->
 
     assert session.taken == []
     assert output.backlog == 0
+
+
+@pytest.mark.anyio
+async def test_what_is_written_right_before_a_flush_leaves_with_it() -> None:
+    output, session = connected_output()
+
+    output.before_flush(lambda: output.write(b"collected"))
+    output.write(b"one ")
+    await asyncio.sleep(0)
+
+    assert session.taken == [b"one collected"]
+
+
+@pytest.mark.anyio
+async def test_who_cannot_write_before_a_flush_or_does_so_again_holds_nothing_up() -> None:
+    output, session = connected_output()
+
+    def again() -> None:
+        output.write(b"first ")
+        output.before_flush(lambda: output.write(b"second"))
+
+    def fail() -> None:
+        raise ValueError("nothing to write")
+
+    output.before_flush(fail)
+    output.before_flush(again)
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+    assert session.taken == [b"first ", b"second"]

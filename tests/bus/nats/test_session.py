@@ -32,14 +32,62 @@ async def test_after_the_handshake_the_bytes_are_raw(nats_server: RunningServer)
     session = await open_session([nats_server.url], name="raw", timeout=2.0, options={})
 
     session.write_now(b"SUB raw.session 1\r\nPUB raw.session 2\r\nhi\r\nPING\r\n")
-    read = b""
+    read = bytearray()
+
+    def take(chunk: bytes) -> None:
+        read.extend(chunk)
+        if read.endswith(b"PONG\r\n"):
+            session.abort()
+
     async with asyncio.timeout(60):
-        while not read.endswith(b"PONG\r\n"):
-            read += await session.read()
-    session.abort()
+        await session.receive(take)
 
     # The server may say INFO once more before.
     assert read.endswith(b"MSG raw.session 1 2\r\nhi\r\nPONG\r\n")
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_taken_ends_the_session_and_is_raised(
+    nats_server: RunningServer,
+) -> None:
+    session = await open_session([nats_server.url], name="raw", timeout=2.0, options={})
+    session.write_now(b"PING\r\n")
+    seen: list[bytes] = []
+
+    def take(chunk: bytes) -> None:
+        seen.append(chunk)
+        raise ValueError("not this")
+
+    async with asyncio.timeout(60):
+        with pytest.raises(ValueError, match="not this"):
+            await session.receive(take)
+    session.abort()
+
+    assert len(seen) == 1
+
+
+@pytest.mark.anyio
+async def test_what_came_together_with_the_handshake_is_taken_first() -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"S","version":"2.15.1","max_payload":1024}\r\n')
+        await reader.readuntil(b"PING\r\n")
+        writer.write(b"PONG\r\nPING\r\n")
+        await writer.drain()
+        await reader.readuntil(b"read\r\n")
+        writer.write(b"+OK\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    read = bytearray()
+    async with asyncio.timeout(60):
+        session = await open_session([url], name="early", timeout=60.0, options={})
+        session.write_now(b"read\r\n")
+        await session.receive(read.extend)
+    session.abort()
+    server.close()
+
+    assert read == b"PING\r\n+OK\r\n"
 
 
 @pytest.mark.anyio
