@@ -427,19 +427,22 @@ class Execution:
     def cancel(
         self, call: Call, kill_after: float, why: str = "the caller cancelled the call"
     ) -> None:
-        """Stop a call, and kill it `kill_after` seconds later unless that is negative.
+        """Stop a call, and kill it `kill_after` seconds later unless that is negative; at once
+        where its handler has not begun.
 
         Args:
             why: what it is told when it is killed at once.
         """
         if call.reply.ended:
             return
+        if kill_after > 0 and not call.entered:
+            kill_after = 0.0
         if self.bus.telemetry is not None:
             self.bus.telemetry.cancellation(
                 call.served.address, "kill" if kill_after == 0 else "stop"
             )
         if kill_after == 0:
-            self.abort(call, Cancelled(why, started=call.began_at is not None))
+            self.abort(call, Cancelled(why, started=call.entered))
             return
         call.context.stop_generating()
         if call.observation is not None:

@@ -170,6 +170,30 @@ def test_a_client_that_fills_the_queue_makes_place_for_another() -> None:
     story(endpoint(echo, concurrency=1, queue=2), tell)
 
 
+def test_a_call_that_is_given_up_before_its_handler_begins_is_dropped_at_once() -> None:
+    begun: list[bytes] = []
+
+    async def handler(data: bytes) -> bytes:
+        begun.append(data)
+        await asyncio.sleep(10.0)
+        return data
+
+    async def tell(bench: Bench) -> None:
+        # The task of the first is there, and has not taken its first step; the second waits.
+        given_up = [bench.call(b"admitted"), bench.call(b"waits")]
+        for one in reversed(given_up):
+            bench.execution.cancel(one.call, 1.0)
+
+        for one in given_up:
+            assert isinstance(one.error, Cancelled)
+            assert not one.error.started
+        await bench.execution.idle()
+        assert begun == []
+        assert_settled(bench, *given_up)
+
+    story(endpoint(handler, concurrency=1), tell)
+
+
 def test_a_handler_that_is_cancelled_early_does_not_look_fast() -> None:
     async def handler(data: bytes) -> bytes:
         await asyncio.sleep(1.0)
