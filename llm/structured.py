@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -21,6 +21,7 @@ from .cores import usable_cores
 from .generation import StructuredOutput
 from .grammar_checking import STACK, CheckAnswer, CheckRequest
 from .sandbox import Sandbox, SandboxEnded
+from .turns import TenantThreads
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -75,16 +76,21 @@ def check_structured(structured: StructuredOutput) -> None:
 
 # What llguidance makes of it ----------------------------------------------------------------
 
-MAX_SECONDS: Final = 2.0
+MAX_SECONDS: Final = 1.0
 """Of processor time to check a form; those in use take milliseconds."""
 MAX_KNOWN: Final = 4096
-"""Forms that are known to be sound, and not checked again."""
+"""Forms that have been checked, and are not checked again."""
 
 CHECKERS: Final = Sandbox(Path(grammar_checking.__file__), usable_cores())
 """The processes that check forms for this one."""
 
-_threads: Final = ThreadPoolExecutor(usable_cores(), thread_name_prefix="dynbus-grammars")
-_sound: Final[set[bytes]] = set()
+_threads: Final = TenantThreads(
+    ThreadPoolExecutor(usable_cores(), thread_name_prefix="dynbus-grammars"),
+    # The last one is left to others.
+    max(1, usable_cores() - 1),
+)
+_problems: Final[dict[bytes, str]] = {}
+"""What is wrong with forms that have been checked, by their digests; empty for nothing."""
 
 _JSON_OPTIONS: Final[Any] = {
     # Enough to indent; without an end a model may write nothing else.
@@ -104,33 +110,45 @@ async def check_grammar(structured: StructuredOutput) -> None:
         ValueError: it cannot, and why.
         Unavailable: there can be no such process.
     """
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(_threads, _check_grammar, structured)
+    await _threads.run(partial(_check_grammar, structured))
 
 
 def _check_grammar(structured: StructuredOutput) -> None:
     check_structured(structured)
     grammar = grammar_of(structured)
     digest = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
-    if digest in _sound:
-        return
+    problem = _problems.get(digest)
+    if problem is None:
+        try:
+            problem = _problem_of(grammar)
+        except SandboxEnded:
+            # Not kept: somebody else may have ended the process.
+            raise refusal(structured, "it takes too much memory") from None
+        if len(_problems) >= MAX_KNOWN:
+            _problems.clear()
+        _problems[digest] = problem
+    if problem:
+        raise refusal(structured, problem)
+
+
+def _problem_of(grammar: str) -> str:
+    """What is wrong with a grammar; empty for nothing.
+
+    Raises:
+        SandboxEnded: the process that tried it has ended before its time.
+        Unavailable: there can be no such process.
+    """
     request = msgspec.json.encode(CheckRequest(grammar, MAX_SECONDS))
     try:
         answer = msgspec.json.decode(CHECKERS.ask(request), type=CheckAnswer)
     except SandboxEnded as error:
-        raise refusal(
-            structured,
-            f"it takes more than {MAX_SECONDS:g} s of processor time"
-            if error.time_is_over
-            else "it takes too much memory",
-        ) from None
+        if not error.time_is_over:
+            raise
+        return f"it takes more than {MAX_SECONDS:g} s of processor time"
     except OSError as error:
         raise Unavailable(f"no process can be started to check a form: {error}") from error
-    if answer.problem:
-        raise refusal(structured, answer.problem)
-    if len(_sound) >= MAX_KNOWN:
-        _sound.clear()
-    _sound.add(digest)
+    # Of whatever length: the library may repeat the form.
+    return answer.problem[:_MAX_REASON]
 
 
 def grammar_of(structured: StructuredOutput) -> str:

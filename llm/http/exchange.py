@@ -7,7 +7,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
 
 import anyio
 import anyio.abc
@@ -35,6 +36,9 @@ from .writer import AnswerWriter, Send, TellsErrors
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -46,8 +50,9 @@ WRITE: Final = "dynbus.write"
 """The extension that writes a piece of an answer at once; see `AnswerWriter`."""
 
 
-LONG_BODY: Final = 1024 * 1024
-"""Bytes from which on a body is read in a thread."""
+LONG_BODY: Final = 16 * 1024
+"""Bytes from which on a body is read in a thread, one at a time and those of tenants in turn: read
+on the event loop, many that come at once would be one long turn of it."""
 
 
 class HungUp(Exception):
@@ -131,6 +136,9 @@ class Exchange(ABC):
                 self._end_recording()
             timing.last = time.perf_counter() if timing.first is None else timing.last
             self._tell()
+            # Its traceback holds all of the request, and this: garbage that only a collection of
+            # all objects would find, which takes the longer the more of it there is.
+            self._writer.error = None
 
     async def _answer_again(self, data: bytes) -> bool:
         """Answer as before where this very request was answered; otherwise keep what is answered
@@ -149,7 +157,7 @@ class Exchange(ABC):
         # A resumable stream has other events.
         parts = self._path.encode(), b"%d" % self._caller.wants_resumable, data
         is_long = len(data) > LONG_BODY
-        digest = await asyncio.to_thread(digest_of, *parts) if is_long else digest_of(*parts)
+        digest = await self._aside(digest_of, *parts) if is_long else digest_of(*parts)
         answer = self._shared.kept_answers.begin(self._caller.tenant, key, digest, monotonic())
         if answer.ended_at is not None:
             self._writer.repeat(answer.messages, idempotency.REPEATED)
@@ -157,6 +165,11 @@ class Exchange(ABC):
         self._recording = answer
         self._writer = self._make_writer(None)
         return False
+
+    async def _aside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what takes a while in a thread, when it is the tenant's turn."""
+        call = partial(function, *args, **kwargs)
+        return await self._shared.reading.run(call, self._caller.tenant)
 
     async def _send_recorded(self, message: MutableMapping[str, Any]) -> None:
         if self._recording is not None:
@@ -222,9 +235,8 @@ class Exchange(ABC):
         try:
             if await self._answer_again(data):
                 return
-            # What is long takes a while, in which others have their turns.
             is_long = len(data) > LONG_BODY
-            answer = await asyncio.to_thread(self._read, data) if is_long else self._read(data)
+            answer = await self._aside(self._read, data) if is_long else self._read(data)
             await answer()
         except DynbusError as error:
             self._end(error)
@@ -252,8 +264,8 @@ class Exchange(ABC):
     def _for_engines(self, body: bytes) -> msgspec.Raw:
         """A body for engines that take text: its salt is the tenant's, and never the client's."""
         tenant = self._caller.tenant
-        if b"cache_salt" not in body and b"\\u" not in body and not tenant:
-            return msgspec.Raw(body)
+        if b"cache_salt" not in body and b"\\u" not in body:
+            return msgspec.Raw(_with_salt(body, tenant) if tenant else body)
         fields: dict[str, Any] = msgspec.json.decode(body)
         fields.pop("cache_salt", None)
         if tenant:
@@ -372,3 +384,10 @@ class Exchange(ABC):
             words.append(f"input={self._content.input_messages}")
             words.append(f"output={self._content.output_messages}")
         return " ".join(words)
+
+
+def _with_salt(body: bytes, tenant: str) -> bytes:
+    """An object as JSON that has no salt, with a tenant's."""
+    fields = body.lstrip()[1:].lstrip()
+    salt = b'{"cache_salt":' + msgspec.json.encode(tenant)
+    return salt + (b"" if fields.startswith(b"}") else b",") + fields

@@ -23,7 +23,7 @@ class HttpSettings:
         insecure_public: allow a host that other machines can reach without keys.
         tls_cert, tls_key: PEM files; both or none.
         cors_origins: from which pages of other hosts may ask; `*` is all.
-        max_body_bytes: of a request.
+        max_body_bytes: of a request; one with images may need more.
         max_header_bytes: of a request, with its first line.
         max_requests: that run at a time; further ones are answered 429.
         max_strangers: connections of one address (of IPv6: of a /64) that have shown no key, or,
@@ -48,7 +48,7 @@ class HttpSettings:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cors_origins: Sequence[str] = ()
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     max_header_bytes: int = 32 * 1024
     max_requests: int = 8192
     max_strangers: int = 4096

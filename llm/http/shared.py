@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,7 @@ from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.openai.errors import Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
+from dynbus.llm.turns import TENANT_KEY, TenantThreads
 
 from .idempotency import KeptAnswers
 from .keys import ApiKeys
@@ -22,9 +24,6 @@ from .settings import HttpSettings
 from .tracing import Tracing
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
-
-TENANT_KEY: Final = "tenant"
-"""The metadata key under which handlers find whose key a request had."""
 
 RESUMABLE: Final = "dynbus-resumable"
 """The header that asks for a resumable stream, and says of an answer whether it is one."""
@@ -74,6 +73,7 @@ class Shared:
 
     Attributes:
         is_draining: whether it stops, and takes no more requests.
+        reading: reads bodies that take a while.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Shared:
         self.resumable = resumable
         self.metrics = FrontEndMetrics()
         self.kept_answers = KeptAnswers()
+        self.reading = TenantThreads(ThreadPoolExecutor(1, thread_name_prefix="dynbus-bodies"), 1)
         self.is_draining = False
         self._keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
 

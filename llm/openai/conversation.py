@@ -9,6 +9,7 @@ import msgspec
 
 from .errors import misfit, unsupported
 from .fields import fields_of, is_array, is_object
+from .json_values import JsonSize
 
 
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -30,13 +31,12 @@ def messages_for_template(
     Raises:
         BadRequest: a message has no role, a content that is no text, or tool calls that are none.
     """
-    return [
-        _message(message, f"messages[{place}]", text_arguments=text_arguments)
-        for place, message in enumerate(messages)
-    ]
+    # Arguments are JSON within a string, which nobody has counted.
+    size = None if text_arguments else JsonSize()
+    return [_message(message, f"messages[{place}]", size) for place, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], where: str, *, text_arguments: bool) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, size: JsonSize | None) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise misfit(f"{where}.role", "give a string, such as 'user'")
     content: object = message.get("content")
@@ -54,10 +54,7 @@ def _message(message: dict[str, Any], where: str, *, text_arguments: bool) -> di
         return message
     if not is_array(calls):
         raise misfit(f"{where}.tool_calls", "give a list of calls")
-    called = [
-        _call(call, f"{where}.tool_calls[{at}]", text_arguments=text_arguments)
-        for at, call in enumerate(calls)
-    ]
+    called = [_call(call, f"{where}.tool_calls[{at}]", size) for at, call in enumerate(calls)]
     return {**message, "tool_calls": called}
 
 
@@ -72,14 +69,15 @@ def _part(part: object, where: str) -> str:
     raise misfit(where, "give {'type': 'text', 'text': '...'}")
 
 
-def _call(call: object, where: str, *, text_arguments: bool) -> dict[str, Any]:
+def _call(call: object, where: str, size: JsonSize | None) -> dict[str, Any]:
+    """A tool call, with its arguments as an object; as a text without a `size` to count them."""
     fields = fields_of(call)
     function = fields_of(fields.get("function"))
     arguments: object = function.get("arguments", "")
     if isinstance(function.get("name"), str) and (
         isinstance(arguments, str) or is_object(arguments)
     ):
-        told = _as_text(arguments) if text_arguments else _as_object(arguments)
+        told = _as_text(arguments) if size is None else _as_object(arguments, where, size)
         return {**fields, "function": {**function, "arguments": told}}
     raise misfit(
         where, "give {'id': '...', 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
@@ -90,7 +88,7 @@ def _as_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
-def _as_object(arguments: object) -> object:
+def _as_object(arguments: object, where: str, size: JsonSize) -> object:
     """The object that arguments are as JSON. What a model broke off stays as it is: the turns after
     it shall not fail."""
     if not isinstance(arguments, str):
@@ -98,7 +96,11 @@ def _as_object(arguments: object) -> object:
     if not arguments.strip():
         return {}
     try:
-        value: object = msgspec.json.decode(arguments)
+        data = arguments.encode()
+        too_much = size.add(data)
+        if too_much:
+            raise misfit(f"{where}.function.arguments", f"with those before {too_much}")
+        value: object = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return arguments
     return value if is_object(value) else arguments

@@ -13,6 +13,7 @@ from msgspec import Meta
 from dynbus.llm.generation import MAX_LOGPROBS, DefaultSampling, Sampling
 
 from .errors import BadRequest, misfit, unsupported
+from .json_values import JsonSize
 from .structure import StructureFields
 from .tools import ToolUse, tool_use
 
@@ -22,6 +23,8 @@ MAX_STOP_CHARACTERS: Final = 256
 """Of one stop string: preparing to look for it takes time and memory by its length."""
 
 MAX_PROMPTS: Final = 256
+MAX_MESSAGES: Final = 4096
+"""Twice as many as OpenAI takes."""
 MAX_BIASES: Final = 4096
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """What OpenAI takes for a completion that names no `max_tokens`; a chat has no such limit."""
@@ -308,6 +311,10 @@ def completion_of(value: Mapping[str, Any]) -> CompletionRequest:
 def _with_messages(request: ChatRequest) -> ChatRequest:
     if not request.messages:
         raise misfit("messages", "give at least one")
+    if len(request.messages) > MAX_MESSAGES:
+        raise misfit(
+            "messages", f"{len(request.messages)} are too many; at most {MAX_MESSAGES} are taken"
+        )
     return request
 
 
@@ -318,8 +325,13 @@ def read_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     """What a body holds.
 
     Raises:
-        BadRequest: it is not JSON, or does not fit.
+        BadRequest: it is not JSON, or does not fit, or has more in it than is decoded.
     """
+    too_much = JsonSize().add(data)
+    if too_much:
+        raise BadRequest(
+            f"the body is too large: {too_much}", reason="request_too_large", status=413
+        )
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:

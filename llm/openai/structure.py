@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from dynbus.llm.generation import StructuredOutput
-from dynbus.llm.structured import check_structured
+from dynbus.llm.structured import MAX_BYTES, check_structured
 
 from .errors import BadRequest, misfit
 from .fields import is_object
@@ -116,6 +116,8 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
 
 def _vllm_form(where: str, name: str, value: Any) -> StructuredOutput:
     if name == "json" and isinstance(value, str):
+        if len(value) > MAX_BYTES:
+            raise misfit(where, f"it has {len(value)} characters: at most {MAX_BYTES} are taken")
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError) as error:

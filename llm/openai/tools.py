@@ -120,9 +120,9 @@ def tool_use(
     Raises:
         BadRequest: they do not fit, or ask for what is not done here.
     """
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise misfit("tools", f"{len(tools)} are too many; at most {MAX_TOOLS} are taken")
     checked = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())]
-    if len(checked) > MAX_TOOLS:
-        raise misfit("tools", f"{len(checked)} are too many; at most {MAX_TOOLS} are taken")
     names = [tool["function"]["name"] for tool in checked]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -181,7 +181,8 @@ def _only(tools: Sequence[Tool], names: Sequence[str], where: str) -> list[Tool]
             f"{', '.join(sorted(known))[:400]}",
             param=where,
         )
-    return [tool for tool in tools if tool["function"]["name"] in names]
+    wanted = set(names)
+    return [tool for tool in tools if tool["function"]["name"] in wanted]
 
 
 def _tool(given: object, where: str) -> Tool:

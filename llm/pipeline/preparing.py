@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from tokenizers import decoders
@@ -13,6 +14,7 @@ from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import DefaultSampling, GenerateRequest, StructuredOutput
 from dynbus.llm.openai.conversation import messages_for_template
 from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.fields import items_of
 from dynbus.llm.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -187,7 +189,9 @@ async def _encode_chat(
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
-    messages = messages_for_template(request.messages)
+    convert = partial(messages_for_template, request.messages)
+    is_long = len(request.messages) > _MANY or _parts(request.messages) > _MANY
+    messages = await text.in_thread(convert) if is_long else convert()
     characters = sum(len(message.get("content") or "") for message in messages)
     check_characters(characters, limits, "messages", request.model)
 
@@ -202,7 +206,7 @@ async def _encode_chat(
         if any(message.get("tool_calls") for message in messages):
             # A few templates join the arguments of calls to texts.
             with contextlib.suppress(BrokenTemplate):
-                return await encode(messages_for_template(request.messages, text_arguments=True))
+                return await encode(await text.in_thread(partial(convert, text_arguments=True)))
         # It is the conversation's fault, if another one is written well.
         await text.encode_chat(_GREETING)
         raise BadRequest(
@@ -210,6 +214,16 @@ async def _encode_chat(
             param="messages",
         ) from None
 
+
+_MANY: Final = 256
+"""Messages, or parts and calls of them, that are read in a thread."""
+
+
+def _parts(messages: Sequence[dict[str, Any]]) -> int:
+    return sum(len(items_of(message.get(name))) for message in messages for name in _LISTS)
+
+
+_LISTS: Final = ("content", "tool_calls")
 
 _GREETING: Final = ({"role": "user", "content": "Hello"},)
 
@@ -231,7 +245,9 @@ async def encoded_prompts(
 async def _encode_prompts(
     text: TextModel, limits: ModelLimits, request: CompletionRequest
 ) -> list[list[int]]:
-    given = request.prompts()
+    # A list of token ids may be long.
+    is_text = isinstance(request.prompt, str)
+    given = request.prompts() if is_text else await text.in_thread(request.prompts)
     for one in given:
         if isinstance(one, str):
             check_characters(len(one), limits, "prompt", request.model)

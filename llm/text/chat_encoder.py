@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 from dynbus.bus.errors import InvalidRequest
+from dynbus.llm.turns import Turns, current_tenant
 from dynbus.llm.weights.errors import BrokenModel
 
 from .cached_encoder import CachedEncoder
@@ -32,16 +32,20 @@ class _Asked(NamedTuple):
     """A conversation that waits.
 
     Attributes:
+        tenant: whose turn it takes.
         conversation: what the template is rendered with.
         future: of its token ids.
+        is_alone: whether it is done with no other.
     """
 
+    tenant: str
     conversation: Mapping[str, Any]
     future: asyncio.Future[list[int]]
+    is_alone: bool = False
 
 
 class ChatEncoder:
-    """Turns conversations into token ids, in threads.
+    """Turns conversations into token ids, in threads; those of tenants in turn.
 
     Args:
         threads: where it works.
@@ -60,7 +64,7 @@ class ChatEncoder:
         self._threads = threads
         self._workers = workers
         self._lock = threading.Lock()
-        self._waiting: deque[_Asked] = deque()
+        self._waiting = Turns[_Asked]()
         self._working = 0
 
     def __repr__(self) -> str:
@@ -78,7 +82,8 @@ class ChatEncoder:
         """
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._waiting.append(_Asked(conversation, future))
+            tenant = current_tenant()
+            self._waiting.put(tenant, _Asked(tenant, conversation, future))
             begins = self._working < self._workers
             self._working += begins
         if begins:
@@ -90,8 +95,14 @@ class ChatEncoder:
     def _work(self) -> None:
         """Encode a share of what waits. What else these threads do has its turn before the next."""
         taken = self._take()
-        for group, conversations in _groups(taken):
-            _settle(group, self._encode(conversations))
+        groups = _groups(taken)
+        for place, (group, conversations) in enumerate(groups):
+            found = self._encode(conversations) if place == 0 else None
+            if found is not None:
+                _settle(group, found)
+            else:
+                # It would keep others waiting for more than one turn.
+                self._put_back(group)
         if taken:
             self._threads.submit(self._work)
 
@@ -100,18 +111,28 @@ class ChatEncoder:
         taken: list[_Asked] = []
         with self._lock:
             most = min(MOST_TOGETHER, -(-len(self._waiting) // self._workers))
-            while self._waiting and len(taken) < max(1, most):
-                asked = self._waiting.popleft()
+            while len(taken) < max(1, most) and (next_one := self._waiting.take()) is not None:
+                _, asked = next_one
                 if not asked.future.cancelled():
                     taken.append(asked)
+                    if asked.is_alone:
+                        break
             if not taken:
                 self._working -= 1
         return taken
 
-    def _encode(self, conversations: Sequence[bytes]) -> list[Encoded]:
-        """The token ids of each, or why there are none."""
+    def _put_back(self, group: Sequence[_Asked]) -> None:
+        """Have each wait for a turn of its own."""
+        with self._lock:
+            for asked in group:
+                self._waiting.put(asked.tenant, asked._replace(is_alone=True))
+
+    def _encode(self, conversations: Sequence[bytes]) -> list[Encoded] | None:
+        """The token ids of each, or why there are none; None where each has to be done alone."""
         try:
             prompts = self._template.render_each(conversations)
+            if prompts is None:
+                return None
             ids = iter(self._ids([prompt for prompt in prompts if isinstance(prompt, str)]))
             return [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
         except Exception as error:  # noqa: BLE001 - whoever asked raises it
@@ -128,7 +149,8 @@ class ChatEncoder:
 
 
 def _groups(taken: Sequence[_Asked]) -> list[tuple[list[_Asked], list[bytes]]]:
-    """What is done together, as JSON: the short ones first, so that they wait for no long one."""
+    """What is done together, as JSON: the short ones first, so that they wait for no long one, and
+    those that are done alone before them."""
     groups: list[tuple[list[_Asked], list[bytes]]] = []
     encoded: list[tuple[bytes, _Asked]] = []
     for asked in taken:
@@ -137,10 +159,10 @@ def _groups(taken: Sequence[_Asked]) -> list[tuple[list[_Asked], list[bytes]]]:
         except InvalidRequest as error:
             _settle([asked], [error])
     room = 0
-    for data, asked in sorted(encoded, key=lambda one: len(one[0])):
-        if len(data) > room:
+    for data, asked in sorted(encoded, key=lambda one: (not one[1].is_alone, len(one[0]))):
+        if asked.is_alone or len(data) > room:
             groups.append(([], []))
-            room = MOST_BYTES
+            room = 0 if asked.is_alone else MOST_BYTES
         groups[-1][0].append(asked)
         groups[-1][1].append(data)
         room -= len(data)

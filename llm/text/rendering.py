@@ -43,7 +43,7 @@ class Rendering(msgspec.Struct, frozen=True):
 
     Attributes:
         conversations: the variables of each time, as JSON.
-        seconds: of processor time that each may take.
+        seconds: of processor time that all of them together may take.
     """
 
     source: str
@@ -152,11 +152,10 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
 
 def _answers(request: Rendering) -> list[RenderAnswer]:
     """What becomes of each conversation, or of the template alone."""
-    answers: list[RenderAnswer] = []
-    for conversation in request.conversations or [msgspec.Raw(b"null")]:
-        # Its signal ends the process, whatever it is doing.
-        signal.setitimer(signal.ITIMER_PROF, request.seconds)
-        answers.append(render(request.source, msgspec.json.decode(conversation)))
+    # Its signal ends the process, whatever it is doing.
+    signal.setitimer(signal.ITIMER_PROF, request.seconds)
+    conversations = request.conversations or [msgspec.Raw(b"null")]
+    answers = [render(request.source, msgspec.json.decode(one)) for one in conversations]
     signal.setitimer(signal.ITIMER_PROF, 0)
     return answers
 

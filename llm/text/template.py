@@ -21,6 +21,9 @@ MAX_SOURCE: Final = 1024 * 1024
 MAX_SECONDS: Final = 2.0
 """Of processor time for one prompt; the templates in use take milliseconds."""
 
+SECONDS_TOGETHER: Final = 0.25
+"""Of processor time for all prompts that are made at once; more are made one by one, so that what
+waits meanwhile has its turn between them."""
 
 RENDERERS: Final = Sandbox(Path(rendering.__file__), usable_cores())
 """The processes that render for this one."""
@@ -82,7 +85,7 @@ class ChatTemplate:
         Raises:
             BrokenTemplate: it is none.
         """
-        (answer,) = self._run([])
+        (answer,) = self._run([], self._seconds)
         if answer.failed is not None:
             raise self._broken(answer.failed)
 
@@ -109,7 +112,8 @@ class ChatTemplate:
         given = self.conversation(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
-        (found,) = self.render_each([encode_conversation(given)])
+        (answer,) = self._run([encode_conversation(given)], self._seconds)
+        found = self._told(answer)
         if isinstance(found, DynbusError):
             raise found
         return found
@@ -133,45 +137,38 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
 
-    def render_each(self, conversations: Sequence[bytes]) -> list[str | DynbusError]:
-        """The prompt of each conversation, or why it has none, as `render` raises it.
-
-        One that takes too much leaves the others as they would be without it.
+    def render_each(self, conversations: Sequence[bytes]) -> list[str | DynbusError] | None:
+        """The prompt of each conversation, or why it has none, as `render` raises it; None where
+        they take too much together, and each has to be rendered alone.
 
         Args:
             conversations: as `encode_conversation` writes them, one at least.
         """
+        are_many = len(conversations) > 1
         try:
-            answers = self._run(conversations)
+            answers = self._run(conversations, SECONDS_TOGETHER if are_many else self._seconds)
         except BrokenTemplate as error:
-            if len(conversations) == 1:
-                return [error]
-            return [self.render_each([one])[0] for one in conversations]
-        found: list[str | DynbusError] = []
-        for conversation, answer in zip(conversations, answers, strict=True):
-            if answer.refused is not None:
-                found.append(
-                    InvalidRequest(
-                        f"the model {self.model} takes no such conversation: {answer.refused}"
-                    )
-                )
-            elif answer.failed is None:
-                found.append(answer.text)
-            elif len(conversations) == 1:
-                found.append(self._broken(answer.failed))
-            else:
-                # The memory of the process is for one.
-                found += self.render_each([conversation])
-        return found
+            return None if are_many else [error]
+        if are_many and any(answer.failed is not None for answer in answers):
+            # The memory of the process is for one.
+            return None
+        return [self._told(answer) for answer in answers]
 
-    def _run(self, conversations: Sequence[bytes]) -> list[RenderAnswer]:
+    def _told(self, answer: RenderAnswer) -> str | DynbusError:
+        if answer.refused is not None:
+            return InvalidRequest(
+                f"the model {self.model} takes no such conversation: {answer.refused}"
+            )
+        return answer.text if answer.failed is None else self._broken(answer.failed)
+
+    def _run(self, conversations: Sequence[bytes], seconds: float) -> list[RenderAnswer]:
         raw = [msgspec.Raw(one) for one in conversations]
         try:
-            data = msgspec.json.encode(Rendering(self.source, raw, self._seconds))
+            data = msgspec.json.encode(Rendering(self.source, raw, seconds))
             return _ANSWERS.decode(RENDERERS.ask(data))
         except SandboxEnded as error:
             raise self._broken(
-                f"it takes more than {self._seconds:g} s of processor time"
+                f"it takes more than {seconds:g} s of processor time"
                 if error.time_is_over
                 else "the process that renders it has ended"
             ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.cores import usable_cores
+from dynbus.llm.turns import TenantThreads
 from dynbus.llm.weights.errors import BrokenModel
 
 from .cached_encoder import MAX_BYTES, CachedEncoder
@@ -49,6 +49,7 @@ class TextModel:
         # tokenizer may be made so that some text takes it for ever.
         cores = usable_cores()
         self._threads = ThreadPoolExecutor(cores, thread_name_prefix="dynbus-text")
+        self._turns = TenantThreads(self._threads, cores)
         self.encoder = CachedEncoder(tokenizer, cache_bytes)
         self._chats = (
             ChatEncoder(template, self.encoder, self._threads, cores)
@@ -68,7 +69,7 @@ class TextModel:
         Raises:
             InvalidRequest: it is no text that can be encoded as UTF-8.
         """
-        return await self._in_thread(partial(self._encode, text, special=special))
+        return await self.in_thread(partial(self._encode, text, special=special))
 
     async def encode_chat(
         self,
@@ -99,7 +100,11 @@ class TextModel:
         Args:
             special: write special tokens out, which are left out otherwise.
         """
-        return await self._in_thread(partial(self.tokenizer.decode, token_ids, special=special))
+        return await self.in_thread(partial(self.tokenizer.decode, token_ids, special=special))
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Call what takes a while for a request, off the event loop; tenants have turns."""
+        return await self._turns.run(function)
 
     def end_of(self, prompt: Sequence[int]) -> str:
         """The last characters of a prompt, special tokens written out; 64 unless it is shorter."""
@@ -118,6 +123,3 @@ class TextModel:
             raise
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
-
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)

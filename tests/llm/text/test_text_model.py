@@ -6,10 +6,13 @@ import threading
 from typing import Any
 
 import pytest
+from tests.conditions import eventually
 
+from dynbus.bus.context import Context, enter_context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.text.text_model import TextModel
+from dynbus.llm.turns import TENANT_KEY
 
 from .tiny_tokenizer import CHATML, tiny_tokenizer
 
@@ -118,6 +121,34 @@ async def test_conversations_that_come_at_once_are_each_answered_for_themselves(
                 assert "surrogates" in str(ids)
             case _:
                 assert ids == tiny_tokenizer().encode(one, special=False)
+
+
+async def test_slow_conversations_of_one_tenant_take_turns_with_those_of_others() -> None:
+    template = ChatTemplate(
+        "{% if messages[0].content != 'quick' %}"
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+        "{{ messages[0].content }}",
+        model="tiny",
+        seconds=0.1,
+    )
+    model = TextModel("tiny", tiny_tokenizer(), template)
+    slow = [
+        asyncio.create_task(encode_for(model, "ada", f"{number} " + "long " * size))
+        for number in range(20)
+        for size in (1, 20_000)
+    ]
+    await eventually(lambda: any(one.done() for one in slow))
+
+    assert await encode_for(model, "bob", "quick")
+
+    assert sum(one.done() for one in slow) < len(slow) / 2
+    found = await asyncio.gather(*slow, return_exceptions=True)
+    assert all(isinstance(one, BrokenTemplate) for one in found)
+
+
+async def encode_for(model: TextModel, tenant: str, said: str) -> list[int]:
+    enter_context(Context("r", metadata={TENANT_KEY: tenant}))
+    return await asyncio.create_task(model.encode_chat([{"role": "user", "content": said}]))
 
 
 async def test_a_conversation_that_is_left_before_its_turn_keeps_none_waiting() -> None:
