@@ -276,8 +276,13 @@ class PullReader(Protocol):
         """Have `count` more messages delivered, as soon as there are any."""
         ...
 
+    async def withdraw(self) -> None:
+        """Want nothing any more of what was asked for; what is on its way is delivered before this
+        returns, and what the server is told after this begins finds nobody here who wants it."""
+        ...
+
     async def stop(self) -> None:
-        """Ask for nothing more; what is on its way is delivered before this returns."""
+        """Withdraw, and never ask again."""
         ...
 
 

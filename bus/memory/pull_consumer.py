@@ -80,6 +80,10 @@ class MemoryPullReader:
 
     async def stop(self) -> None:
         self._stopped = True
+        await self.withdraw()
+
+    async def withdraw(self) -> None:
+        self._wanted = 0
         self.connection.send(partial(self._server.forget_reader, self))
         # Without a session nothing is on its way.
         if self.connection.state is ConnectionState.CONNECTED:
@@ -92,7 +96,7 @@ class MemoryPullReader:
 
     def receive(self, delivery: Delivery) -> None:
         """Take a delivery."""
-        self._wanted -= 1
+        self._wanted = max(0, self._wanted - 1)
         self.connection.call(partial(self._on_delivery, delivery), self.stream)
 
 

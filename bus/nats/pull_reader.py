@@ -94,14 +94,19 @@ class NatsPullReader:
         self._wanted += count
         self._pull()
 
+    async def withdraw(self) -> None:
+        pulls, self._pulls = self._pulls, []
+        self._wanted = 0
+        async with anyio.create_task_group() as tasks:
+            for pull in pulls:
+                if pull.subscription is not None:
+                    tasks.start_soon(pull.subscription.drain)
+
     async def stop(self) -> None:
         self._stopped = True
         self._stop_listening()
         await self._work.end()
-        subscriptions = [pull.subscription for pull in self._pulls if pull.subscription]
-        async with anyio.create_task_group() as tasks:
-            for subscription in subscriptions:
-                tasks.start_soon(subscription.drain)
+        await self.withdraw()
 
     def _pull(self) -> None:
         """Ask for what no pull is to bring."""
@@ -142,10 +147,12 @@ class NatsPullReader:
             self._connection.drop(DropReason.MALFORMED)
             return
         self._retry = FIRST_RETRY
-        self._wanted -= 1
-        pull.remaining -= 1
-        if pull.remaining <= 0:
-            self._close(pull)
+        # One that was withdrawn brings what nobody waits for.
+        if pull in self._pulls:
+            self._wanted -= 1
+            pull.remaining -= 1
+            if pull.remaining <= 0:
+                self._close(pull)
         self._on_delivery(
             Delivery(stored_message(message, position), position.tries, message.reply)
         )

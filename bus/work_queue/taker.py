@@ -333,7 +333,7 @@ class Taker:
             )
         except DynbusError as problem:
             logger.warning("job %s of %s cannot die yet: %s", job_id, self._jobs.name, problem)
-            await self._jobs.give_back(delivery, self._jobs.config.delay_after(delivery.tries))
+            await self._hand_back(delivery, self._jobs.config.delay_after(delivery.tries))
             return False
         logger.warning("job %s of %s is a dead letter: %s", job_id, self._jobs.name, error)
         return True
@@ -360,7 +360,8 @@ class Taker:
                 outcomes.append(None)
             finally:
                 self._settling -= 1
-                self._held.pop(_key(job.delivery), None)
+                if self._held.get(_key(job.delivery)) is job:
+                    del self._held[_key(job.delivery)]
                 self._changed.set()
 
         work = self._background.start(run, name=f"settle job {job.job_id}")
@@ -391,7 +392,7 @@ class Taker:
             await self._die(job, DeathReason.TRIES, error)
             return
         pause = config.delay_after(job.tries) if delay is None else delay
-        await self._jobs.give_back(job.delivery, pause)
+        await self._hand_back(job.delivery, pause)
         self._figures.left(JobEnd.RETRIED)
 
     async def give_back(self, job: Job, delay: float) -> None:
@@ -401,11 +402,25 @@ class Taker:
     async def _return(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
         # The server counts its deliveries, and not what became of them.
         is_last = delivery.tries >= self._jobs.config.tries
+        await self._want_no_more_than_is_waited_for()
         if not (is_last and await self._jobs.put_again(delivery, job_id, delay)):
-            await self._jobs.give_back(delivery, delay)
+            await self._hand_back(delivery, delay)
         else:
             await self._drop(delivery, self._jobs.created)
         self._figures.left(JobEnd.RETURNED)
+
+    async def _hand_back(self, delivery: Delivery, delay: float) -> None:
+        """Have a job handed out again. It is not held any more from here on: it may come to this
+        very taker before the server has confirmed that it has it back."""
+        await self._want_no_more_than_is_waited_for()
+        self._held.pop(_key(delivery), None)
+        await self._jobs.give_back(delivery, delay)
+
+    async def _want_no_more_than_is_waited_for(self) -> None:
+        """Withdraw what was asked for where nobody waits for it: a taker that is about to leave
+        would be handed what it gives back."""
+        if not self._waiting and self._reader.wanted:
+            await self._reader.withdraw()
 
     async def bury(self, job: Job, error: BaseException | str) -> None:
         """See `Job.bury`."""

@@ -209,6 +209,28 @@ async def test_a_reader_that_stops_gets_what_is_on_its_way_and_leaves_the_rest(
     await other.reader.stop()
 
 
+async def test_a_reader_that_withdraws_gets_nothing_before_it_asks_again(
+    bus: Bus, connection: Connection, stream: str
+) -> None:
+    reading = read(connection, stream)
+    reading.reader.ask(3)
+    await publish(connection, stream, b"1")
+    held: Delivery = (await reading.deliveries.wait(1))[0]
+    other = read(await bus.connect(), stream)
+
+    await reading.reader.withdraw()
+    assert reading.reader.wanted == 0
+    await connection.jetstream.acknowledge(held.token, AckKind.NAK)
+
+    assert (await other.next()).tries == 2
+    await publish(connection, stream, b"2")
+    assert (await reading.next()).message.data == b"2"
+    assert reading.reader.wanted == 0
+    assert len(reading.deliveries) == 2
+    await reading.reader.stop()
+    await other.reader.stop()
+
+
 async def test_reading_goes_on_after_a_reconnect(
     bus: Bus, connection: Connection, stream: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
 import pytest
@@ -487,6 +487,58 @@ async def test_a_taker_that_drains_takes_no_more_and_finishes_what_it_holds(
     assert queue.ended == {JobEnd.DONE: 1}
     async with queue.take() as other:
         assert (await next_job(other)).job_id == "two"
+
+
+@pytest.mark.parametrize("idle", [0, 2])
+async def test_a_taker_that_is_cancelled_does_not_take_back_what_it_gives_back(
+    queue: WorkQueue, idle: int
+) -> None:
+    for number in range(5):
+        await queue.put(b"", job_id=f"job-{number}")
+        began = anyio.Event()
+
+        async def work(job: Job, began: anyio.Event = began) -> None:
+            async with job:
+                began.set()
+                await anyio.sleep_forever()
+
+        async def take(work: Callable[[Job], Awaitable[None]] = work) -> None:
+            # It has room for more, so a request for another job is open all the time.
+            async with queue.take(limit=1 + idle) as taker, anyio.create_task_group() as tasks:
+                async for job in taker:
+                    tasks.start_soon(work, job)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take)
+            await began.wait()
+            tasks.cancel_scope.cancel()
+        async with queue.take() as other:
+            job = await next_job(other)
+            assert (job.job_id, job.tries) == (f"job-{number}", 2)
+            assert (await queue.depth(max_age=0.0)).held == 1
+            await job.ack()
+
+    assert queue.ended == {JobEnd.RETURNED: 5, JobEnd.DONE: 5}
+
+
+async def test_a_job_that_comes_back_while_it_is_given_back_is_begun_again(
+    queue: WorkQueue,
+) -> None:
+    await queue.put(b"", job_id="one")
+
+    async with queue.take(limit=2) as taker:
+        job = await next_job(taker)
+        for tries in range(2, 5):
+            async with anyio.create_task_group() as tasks:
+                # Whoever waits gets it while the server confirms that it has it back.
+                tasks.start_soon(job.give_back)
+                again = await next_job(taker)
+            assert (again.job_id, again.tries) == ("one", tries)
+            job = again
+        await job.ack()
+
+    assert queue.ended == {JobEnd.RETURNED: 3, JobEnd.DONE: 1}
+    assert await jobs_left(queue) == 0
 
 
 async def test_a_job_that_is_being_settled_is_so_whoever_is_cancelled(queue: WorkQueue) -> None:
