@@ -27,6 +27,7 @@ KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 WORK: Final = "_work"
 DEAD: Final = "_dead"
+HOLDERS_BUCKET: Final = "dynbus_jobs"
 CANCEL: Final = "_cancel"
 STREAMS: Final = "_streams"
 STREAM_LOGS: Final = "DYNBUS_STREAMS"
@@ -257,6 +258,11 @@ def work_stream(queue: EndpointName) -> str:
     return f"DYNBUS_WORK_{queue.namespace}+{queue.component}+{queue.endpoint}"
 
 
+def holder_subject(queue: EndpointName, taker: str) -> str:
+    """Where one taker of an endpoint's jobs stores which of them it holds; `*` for any."""
+    return f"$KV.{HOLDERS_BUCKET}.{queue.namespace}.{queue.component}.{queue.endpoint}.{taker}"
+
+
 def dead_letter_subject(
     namespace: str, component: str = "*", endpoint: str = "*", letter: str = "*"
 ) -> str:
@@ -297,6 +303,10 @@ class ReplySubjects:
 
     def control_bounce(self, peer: str) -> str:
         return f"{self.base}.ctl.b.{peer}"
+
+    def holder(self, taker: str) -> str:
+        """Where the process of a taker of jobs listens on its control connection."""
+        return f"{self.base}.ctl.h.{taker}"
 
 
 def split_number(subject: str) -> tuple[str, int] | None:

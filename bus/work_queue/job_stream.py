@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -70,6 +71,9 @@ class JobStream:
         self._ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
+        # When takers last had a reason to connect again.
+        self.outage_at = -math.inf
+        self._watches_outages = False
         self._depth = QueueDepth(0, 0)
         self._measured = -1e9
         self._measuring = asyncio.Lock()
@@ -86,6 +90,20 @@ class JobStream:
     def created(self) -> float:
         """Which of the streams of this name it was at the last `ensure`."""
         return self._created
+
+    def watch_outages(self) -> None:
+        """Note from now on when the connection breaks, or its cluster loses a server."""
+        if self._watches_outages:
+            return
+        self._watches_outages = True
+        if self.connection.has_peers:
+            # Who comes to a cluster that has just lost a server is there before others.
+            self._note_outage()
+        self.connection.on_peer_lost(self._note_outage)
+        self.connection.on_state(lambda _: self._note_outage())
+
+    def _note_outage(self) -> None:
+        self.outage_at = monotonic()
 
     async def ensure(self) -> None:
         """Make the stream and its consumer where they are missing.

@@ -12,6 +12,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.protocol.names import EndpointName
 
 from .dead_letters import DeadLetters
+from .holders import Holders
 from .job import JobEnd, QueueDepth, WorkQueueConfig
 from .job_stream import JobStream
 from .observing import QueueFigures
@@ -92,14 +93,20 @@ class WorkQueue:
             ConfigError: there is a stream of the queue's name with other subjects.
             Unavailable: the server does not answer.
         """
+        self._jobs.watch_outages()
         await self._jobs.ensure()
         letters = DeadLetters(
             self._bus.data.jetstream, self.name.namespace, self._jobs.config.replicas
         )
         cancelled = self._bus.cancels.hear(self.name.namespace)
         taker = Taker(self._jobs, letters, self._bus.background, limit, self._figures, cancelled)
+        holders = Holders(self._bus, self._jobs, taker.deliveries, taker.doubt)
+        taker.on_change = holders.changed
         try:
-            async with self._figures.measured(self._bus.background, self.depth):
+            async with (
+                self._figures.measured(self._bus.background, self.depth),
+                holders.watching(),
+            ):
                 yield taker
         finally:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):

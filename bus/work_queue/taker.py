@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Final, Self
 
 import anyio
@@ -67,6 +67,7 @@ class Job:
         self.heard = monotonic()
         self._taker = taker
         self._is_settled = False
+        self._is_doubted = False
 
     def __repr__(self) -> str:
         state = "settled" if self._is_settled else "held"
@@ -79,8 +80,13 @@ class Job:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the server was not heard for so long that another taker may have the job."""
-        return monotonic() - self.heard > self._taker.ack_wait
+        """Whether another taker may have the job: the server was not heard for so long, or another
+        taker took this one for dead."""
+        return self._is_doubted or monotonic() - self.heard > self._taker.ack_wait
+
+    def doubt(self) -> None:
+        """Another taker has given it back in the place of this one."""
+        self._is_doubted = True
 
     async def ack(self) -> None:
         """Say that it is done; on return the server has confirmed that nobody gets it again.
@@ -149,6 +155,7 @@ class Taker:
 
     Attributes:
         ended: how many jobs left it, by how they did; shared by the takers of a queue.
+        on_change: called when what it holds changes.
     """
 
     def __init__(
@@ -163,6 +170,7 @@ class Taker:
         if not 1 <= limit <= MAX_LIMIT:
             raise ConfigError(f"limit = {limit} is not usable: give 1 to {MAX_LIMIT} jobs")
         self.ended: Counter[JobEnd] = figures.ended
+        self.on_change: Callable[[], None] = lambda: None
         self._figures = figures
         self._cancelled = cancelled
         self._jobs = jobs
@@ -200,6 +208,16 @@ class Taker:
     def held(self) -> int:
         """Jobs that are handed out and not settled."""
         return len(self._held)
+
+    def deliveries(self) -> Iterator[Delivery]:
+        """What the server has handed out here and is to hear of, oldest first."""
+        yield from [job.delivery for job in self._held.values()]
+        yield from list(self._ready)
+
+    def doubt(self) -> None:
+        """Another taker took this one for dead, and gave back what it held."""
+        for job in self._held.values():
+            job.doubt()
 
     def __aiter__(self) -> Self:
         return self
@@ -281,6 +299,7 @@ class Taker:
         else:
             self._ready.append(delivery)
             self._changed.set()
+            self.on_change()
 
     async def _begin_one(self) -> Job | None:
         """The next job that may begin; None where there is none."""
@@ -363,6 +382,7 @@ class Taker:
                 if self._held.get(_key(job.delivery)) is job:
                     del self._held[_key(job.delivery)]
                 self._changed.set()
+                self.on_change()
 
         work = self._background.start(run, name=f"settle job {job.job_id}")
         self._settling += 1

@@ -24,6 +24,7 @@ from dynbus.bus.protocol.names import (
     EndpointName,
     cancel_subject,
     dead_letter_stream,
+    holder_subject,
     work_stream,
     work_subject,
 )
@@ -171,6 +172,111 @@ async def test_a_held_job_is_kept_alive_and_one_of_a_frozen_taker_goes_to_anothe
         await again.ack()
     await frozen.close()
     assert await jobs_left(queue) == 0
+
+
+async def vanish(process: Presence) -> None:
+    """What the bus sees of a process that is killed: both connections are gone."""
+    await process.lane.run(process.lane.connection.close())
+    await process.data.close()
+
+
+async def test_the_jobs_of_a_process_that_is_gone_begin_once_elsewhere_at_once(
+    here: Presence, name: EndpointName, bus: Bus
+) -> None:
+    queue = WorkQueue(here, name, STEADY)
+    killed = await presence(bus)
+    await killed.data.background.open()
+    for number in range(6):
+        await queue.put(b"", job_id=f"job-{number}")
+    begun: list[tuple[str, int]] = []
+
+    async def take() -> None:
+        async with queue.take() as taker, task_group() as tasks:
+            async for job in taker:
+                begun.append((job.job_id, job.tries))
+                tasks.start_soon(hold, job)
+
+    async def hold(job: Job) -> None:
+        await all_begun.wait()
+        await job.ack()
+
+    all_begun = anyio.Event()
+    async with task_group() as tasks:
+        async with WorkQueue(killed, name, STEADY).take(limit=3) as other:
+            for _ in range(3):
+                await next_job(other)
+            await next_told(here, name)
+            for _ in range(6):
+                tasks.start_soon(take)
+            await eventually(lambda: len(begun) == 3)
+            went_at = monotonic()
+            await vanish(killed)
+
+            await eventually(lambda: len(begun) == 6)
+
+            assert monotonic() - went_at < STEADY.ack_wait / 3
+            all_begun.set()
+            await eventually(lambda: queue.ended[JobEnd.DONE] == 6)
+        tasks.cancel_scope.cancel()
+    await killed.close()
+
+    assert sorted(begun) == [(f"job-{n}", 2 if n < 3 else 1) for n in range(6)]
+    assert await jobs_left(queue) == 0
+
+
+async def next_told(here: Presence, name: EndpointName) -> None:
+    """Wait until a taker has stored that it holds three jobs."""
+    with anyio.fail_after(30.0):
+        while True:
+            subject = holder_subject(name, "*")
+            found = await here.data.jetstream.read("KV_dynbus_jobs", subject)
+            if any(one.data.count(b"$JS.ACK") == 3 for one in found):
+                return
+            await anyio.sleep(0.02)
+
+
+async def test_a_taker_that_begins_later_takes_the_jobs_of_those_that_are_gone(
+    here: Presence, name: EndpointName, bus: Bus
+) -> None:
+    queue = WorkQueue(here, name, STEADY)
+    killed = await presence(bus)
+    await killed.data.background.open()
+    for number in range(3):
+        await queue.put(b"", job_id=f"job-{number}")
+    async with WorkQueue(killed, name, STEADY).take(limit=3) as other:
+        for _ in range(3):
+            await next_job(other)
+        await next_told(here, name)
+        await vanish(killed)
+        went_at = monotonic()
+
+        async with queue.take(limit=3) as taker:
+            jobs = [await next_job(taker) for _ in range(3)]
+            assert monotonic() - went_at < STEADY.ack_wait / 3
+            for job in jobs:
+                await job.ack()
+    await killed.close()
+
+    assert [job.tries for job in jobs] == [2, 2, 2]
+
+
+async def test_a_taker_that_another_takes_for_dead_doubts_its_jobs(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    for number in range(3):
+        await queue.put(b"", job_id=f"job-{number}")
+    async with queue.take(limit=3) as taker:
+        jobs = [await next_job(taker) for _ in range(3)]
+        await next_told(here, name)
+        (record,) = await here.data.jetstream.read("KV_dynbus_jobs", holder_subject(name, "*"))
+        assert not any(job.is_doubtful for job in jobs)
+
+        await here.data.jetstream.publish(
+            record.subject, b"another", headers={"KV-Operation": "DEL"}
+        )
+        await jobs[0].ack()
+
+        await eventually(lambda: all(job.is_doubtful for job in jobs[1:]))
 
 
 async def test_a_job_that_fails_is_tried_five_times_and_then_a_dead_letter(
