@@ -83,14 +83,11 @@ class Questions:
 
     async def is_there(self, instance: InstanceName) -> bool | None:
         """Whether somebody listens where an instance would, as of `ask`."""
-        answered: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+        return await _answered(partial(self.ask_for, instance))
 
-        def answer(there: bool | None) -> None:
-            if not answered.done():
-                answered.set_result(there)
-
-        self.ask_for(instance, answer)
-        return await answered
+    async def is_heard(self, subject: str) -> bool | None:
+        """Whether somebody listens to a subject where nothing is said, as of `ask`."""
+        return await _answered(partial(self.ask, subject, lambda _: b""))
 
     def close(self) -> None:
         """Answer what is open with None, and all that is asked from now on."""
@@ -126,3 +123,14 @@ class Questions:
     def _take(self, token: str) -> tuple[int, Answer]:
         del self._bounce_handlers[token]
         return self._open.pop(token)
+
+
+async def _answered(ask: Callable[[Answer], None]) -> bool | None:
+    answered: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+
+    def answer(there: bool | None) -> None:
+        if not answered.done():
+            answered.set_result(there)
+
+    ask(answer)
+    return await answered

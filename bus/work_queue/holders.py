@@ -307,13 +307,7 @@ class Holders:
         return len(found)
 
     async def _look_at(self, one: StoredHolder, others: list[Holder]) -> None:
-        answered: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-        self._bus.questions.ask(
-            one.holder.listens,
-            lambda _: b"",
-            lambda there: answered.done() or answered.set_result(there),
-        )
-        there = await answered
+        there = await self._bus.questions.is_heard(one.holder.listens)
         if not self._absences.is_dead(one.subject, there, monotonic()):
             return
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import anyio
 import pytest
@@ -608,7 +609,7 @@ async def test_a_taker_that_is_cancelled_does_not_take_back_what_it_gives_back(
                 began.set()
                 await anyio.sleep_forever()
 
-        async def take(work: Callable[[Job], Awaitable[None]] = work) -> None:
+        async def take(work: Callable[[Job], Coroutine[Any, Any, None]] = work) -> None:
             # It has room for more, so a request for another job is open all the time.
             async with queue.take(limit=1 + idle) as taker, anyio.create_task_group() as tasks:
                 async for job in taker:
@@ -638,9 +639,8 @@ async def test_a_job_that_comes_back_while_it_is_given_back_is_begun_again(
             async with anyio.create_task_group() as tasks:
                 # Whoever waits gets it while the server confirms that it has it back.
                 tasks.start_soon(job.give_back)
-                again = await next_job(taker)
-            assert (again.job_id, again.tries) == ("one", tries)
-            job = again
+                job = await next_job(taker)
+            assert (job.job_id, job.tries) == ("one", tries)
         await job.ack()
 
     assert queue.ended == {JobEnd.RETURNED: 3, JobEnd.DONE: 1}

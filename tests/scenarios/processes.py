@@ -114,9 +114,15 @@ class Processes:
         """The same, not awaited; `pause` is the seconds between two items of a stream."""
         return self._start("caller_process", url, actor, str(streams), str(pause))
 
-    def begin_taker(self, url: str, ledger: Path) -> Process:
-        """A taker of jobs, which writes into `ledger` what it begins and has done."""
-        return self._start("taker", url, str(ledger))
+    def begin_taker(
+        self, url: str, ledger: Path, ack_wait: float = 1.0, seconds: float = 0.02
+    ) -> Process:
+        """A taker of jobs, which writes into `ledger` what it begins and has done.
+
+        Args:
+            seconds: that a job takes at most.
+        """
+        return self._start("taker", url, str(ledger), str(ack_wait), str(seconds))
 
     async def version(self, url: str, version: str, instance_id: str) -> Process:
         """A process that serves one of `versions.VERSIONS`, once it is announced."""

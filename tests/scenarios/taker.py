@@ -20,7 +20,7 @@ CONFIG = WorkQueueConfig(ack_wait=1.0, tries=50, retry_delay=0.05)
 LIMIT = 4
 
 
-async def main(url: str, ledger: str) -> None:
+async def main(url: str, ledger: str, ack_wait: float, seconds: float) -> None:
     written = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(what: str, job: Job) -> None:
@@ -29,7 +29,7 @@ async def main(url: str, ledger: str) -> None:
 
     async def work(job: Job) -> None:
         write("begun", job)
-        await asyncio.sleep(random.uniform(0.0, 0.02))
+        await asyncio.sleep(random.uniform(0.0, seconds))
         # A kill may come between the server's confirmation and our writing it down.
         write("worked", job)
         try:
@@ -40,11 +40,12 @@ async def main(url: str, ledger: str) -> None:
             write("done", job)
 
     bus = await Bus.connect(BusConfig(servers=(url,)), name="taker")
-    async with WorkQueue(bus, QUEUE, CONFIG).take(LIMIT) as taker, task_group() as tasks:
+    queue = WorkQueue(bus, QUEUE, CONFIG._replace(ack_wait=ack_wait))
+    async with queue.take(LIMIT) as taker, task_group() as tasks:
         print("taking", flush=True)
         async for job in taker:
             tasks.start_soon(work, job)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])))

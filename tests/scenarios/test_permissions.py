@@ -249,6 +249,7 @@ async def refusals(
 
 
 QUEUE = EndpointName("demo", "Printer", "print")
+SUBJECTS = ("$JS.", "$KV.", "demo.Printer._", "_R.>")
 
 
 def of_queues(role: str) -> list[str]:
@@ -257,7 +258,7 @@ def of_queues(role: str) -> list[str]:
     putting, taking = section.partition("A taker publishes")[::2]
     listed = re.findall(r"`([^`]+)`", putting if role == "putting" else putting + taking)
     stream = "DYNBUS_WORK_demo+Printer+print"
-    subjects = [subject for subject in listed if subject.startswith(("$JS.", "demo.Printer._"))]
+    subjects = [subject for subject in listed if subject.startswith(SUBJECTS)]
     # What the client's column of the table has.
     return ["demo.*.*.*", *(re.sub(r"\bQ\b", stream, subject) for subject in subjects)]
 

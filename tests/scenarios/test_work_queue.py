@@ -18,7 +18,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import cancel_subject
+from dynbus.bus.protocol.names import cancel_subject, holder_subject
 from dynbus.bus.work_queue import DeadLetters, Job, JobEnd, WorkQueue
 
 from .processes import Processes
@@ -166,6 +166,35 @@ async def test_no_job_is_lost_when_the_server_and_takers_are_killed(
     own_server: RunningServer, processes: Processes, ledger: Ledger
 ) -> None:
     await run_story(own_server, processes, ledger, jobs=300, kills=6, seed=1)
+
+
+async def test_the_job_of_a_process_that_is_killed_begins_elsewhere_long_before_ack_wait(
+    own_server: RunningServer, processes: Processes, ledger: Ledger
+) -> None:
+    config = CONFIG._replace(ack_wait=PATIENCE)
+    bus = await Bus.connect(BusConfig(servers=(own_server.url,)), name="putter and taker")
+    queue = WorkQueue(bus, QUEUE, config)
+    killed = processes.begin_taker(own_server.url, ledger.path, config.ack_wait, 3600.0)
+    await killed.says("taking")
+    await put(queue, "job")
+    await eventually(lambda: len(ledger.lines()) == 1, what="the job is begun")
+
+    async def is_told() -> bool:
+        subject = holder_subject(QUEUE, "*")
+        return bool(await bus.data.jetstream.read("KV_dynbus_jobs", subject))
+
+    async with queue.take() as taker:
+        await eventually(is_told, what="the bus knows who has it")
+        killed.kill()
+        killed_at = monotonic()
+        with anyio.fail_after(PATIENCE):
+            async with await anext(taker) as job:
+                seconds = monotonic() - killed_at
+    await bus.close()
+
+    assert (job.job_id, job.tries) == ("job", 2)
+    assert seconds < PATIENCE / 4
+    print(f"begun elsewhere {seconds:.2f} s after the kill")
 
 
 @pytest.mark.soak
