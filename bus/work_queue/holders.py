@@ -52,6 +52,7 @@ LOOK_PAUSE: Final = 0.5
 """Seconds between two looks at each holder, by any of the takers."""
 
 MARKER_TTL: Final = 60.0
+"""Seconds for which a record that was deleted leaves a marker, by which its taker knows of it."""
 
 HOLDERS_STREAM: Final = StreamConfig(
     name=f"KV_{HOLDERS_BUCKET}",
@@ -59,7 +60,7 @@ HOLDERS_STREAM: Final = StreamConfig(
     limits=StreamLimits(
         max_messages_per_subject=1, max_bytes=64 * 1024 * 1024, max_message_size=96 * 1024
     ),
-    marker_ttl=MARKER_TTL,
+    marker_ttl=0.0,
     in_memory=True,
     description="dynbus: which taker of a work queue holds which jobs",
 )
@@ -194,8 +195,7 @@ class Holders:
         """Store what is held, and look after that of others, while the block runs; the record is
         withdrawn when it ends."""
         try:
-            config = HOLDERS_STREAM._replace(replicas=self._jobs.config.replicas)
-            await self._jetstream.ensure_stream(config)
+            await self._jetstream.ensure_stream(HOLDERS_STREAM)
             subscription = await self._bus.lane.run(self._listen())
         except DynbusError as error:
             logger.warning(
@@ -329,8 +329,7 @@ class Holders:
 
     async def _make_again(self) -> None:
         try:
-            config = HOLDERS_STREAM._replace(replicas=self._jobs.config.replicas)
-            await self._jetstream.ensure_stream(config)
+            await self._jetstream.ensure_stream(HOLDERS_STREAM)
         except DynbusError as error:
             logger.debug("%r: the bucket cannot be made: %s", self, error)
         else:
