@@ -81,6 +81,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             than the cluster has.
         drain_grace: seconds that calls have to finish when an instance goes away.
         reply_prefixes: where plain NATS clients may ask to be answered.
+        embedded_open: whether an embedded server that is started takes any program of this machine,
+            and not those of its user alone.
         debug: send a handler's traceback to its caller.
         schema_check: what a typed client does about an instance of another version of its class
             that cannot serve it: `refuse` to call it, `warn`, or `off`.
@@ -102,6 +104,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replicas: int = REPLICAS
     drain_grace: float = 30.0
     reply_prefixes: tuple[str, ...] = DEFAULT_REPLY_PREFIXES
+    embedded_open: bool = False
     debug: bool = False
     schema_check: str = SCHEMA_CHECKS[0]
 

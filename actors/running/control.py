@@ -119,7 +119,7 @@ async def controlled(supervisor: Supervisor, stop: Callable[[bool], None]) -> As
     """
     path = _path(os.getpid())
     try:
-        FOLDER.mkdir(exist_ok=True)
+        FOLDER.mkdir(mode=0o700, exist_ok=True)
         listener = await anyio.create_unix_listener(path, mode=0o600)
     except OSError as error:
         logger.warning(

@@ -142,7 +142,7 @@ async def embedded_if_local(config: BusConfig, *, fresh: bool) -> AsyncGenerator
             )
         yield
         return
-    async with embedded_server(url, fresh=fresh) as server:
+    async with embedded_server(url, fresh=fresh, is_open=config.embedded_open) as server:
         logger.info("%s", redact_url(server.description))
         yield
 

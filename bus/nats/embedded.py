@@ -6,9 +6,12 @@ user is gone; `nats/embedded_guard.py` has the how.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +20,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -51,6 +55,8 @@ where others share the server, and the rest may hold its secrets."""
 _ANNOUNCED_WITHIN: Final = 2.0
 """Seconds after its first answer in which the server of another folder is noted as such."""
 _WATCH: Final = 1.0
+_USER: Final = "dynbus"
+_PASSWORD: Final = re.compile(r"[A-Za-z0-9_-]{32,}")
 _WATCH_AFTER_FAILURE: Final = 5.0
 
 
@@ -79,22 +85,28 @@ class EmbeddedServer(NamedTuple):
 
 def default_data_dir(cwd: Path) -> Path:
     """The data folder of the project in `cwd`."""
-    return cwd / ".dynbus"
+    return cwd / neighbours.PROJECT_FOLDER
 
 
 @asynccontextmanager
 async def embedded_server(
-    url: str, *, data_dir: Path | None = None, fresh: bool = False
+    url: str,
+    *,
+    data_dir: Path | None = None,
+    fresh: bool = False,
+    is_open: bool = False,
 ) -> AsyncGenerator[EmbeddedServer, None]:
     """Use the server at a loopback URL, started now when there is none, until the block ends.
 
-    An embedded server is joined, also one that a run in another folder started, and ends with
-    its last user; any other server at the port is used as it is when it has JetStream. While
-    the block runs an embedded server is restarted when it dies, and its guard too.
+    A server that is started takes the programs of this user alone, which find its credential as
+    they connect. An embedded server is joined, also one that a run in another folder started, and
+    ends with its last user; any other server at the port is used as it is when it has JetStream.
+    While the block runs an embedded server is restarted when it dies, and its guard too.
 
     Args:
         data_dir: defaults to `.dynbus` in the working directory.
         fresh: empty the store first.
+        is_open: a server that is started takes any program of this machine.
 
     Raises:
         ConfigError: the URL is not a loopback one; the port or the folder is taken by
@@ -109,7 +121,7 @@ async def embedded_server(
             "addresses only; start nats-server there, or use nats://127.0.0.1:4222"
         )
     folder = DataFolder((data_dir or default_data_dir(Path.cwd())).absolute())
-    user = _User(url, address, folder)
+    user = _User(url, address, folder, is_open)
     # Without a watch over its guard the server runs on, and the end of the block raises.
     background = Background(f"the user of {folder.path}")
     watched = False
@@ -147,10 +159,11 @@ class _User:
     `users.lock` is what counts: while it is held (shared) no guard ends the server.
     """
 
-    def __init__(self, url: str, address: Address, folder: DataFolder) -> None:
+    def __init__(self, url: str, address: Address, folder: DataFolder, is_open: bool) -> None:
         self._url = url
         self._address = address
         self._folder = folder
+        self._is_open = is_open
         self._users = FileLock(folder.users_lock)
         self._logs = Logs()
 
@@ -174,7 +187,8 @@ class _User:
             info,
             self._folder.path,
             f"nats-server {info.version} {'started' if started else 'joined'} on "
-            f"{self._address} (data in {_shown(self._folder.path)})",
+            f"{self._address} (data in {_shown(self._folder.path)}; what other NATS clients need: "
+            f"export NATS_URL=$(cat {shlex.quote(_shown(self._folder.url))}))",
         )
 
     def leave(self) -> None:
@@ -266,7 +280,7 @@ class _User:
 
     async def _share(self, fresh: bool) -> tuple[bool, ServerInfo]:
         """Become a user of a running server; returns whether it was started for that."""
-        self._make_folder()
+        self._folder.make()
         started = False
         async with self._starting():
             if fresh:
@@ -297,12 +311,6 @@ class _User:
         finally:
             lock.release()
 
-    def _make_folder(self) -> None:
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        ignore = self._folder.path / ".gitignore"
-        if not ignore.exists():
-            ignore.write_text("*\n")
-
     def _start_guard(self) -> None:
         """Start guard and server; returns when the guard is detached, after milliseconds."""
         if self._address.host not in ("127.0.0.1", "localhost"):
@@ -312,13 +320,17 @@ class _User:
             )
         binary = find_nats_server()
         record = _Record(name=_NAME_PREFIX + secrets.token_hex(4), port=self._address.port)
-        self._folder.config.write_text(
+        credential = None if self._is_open else _credential(self._folder)
+        _write_private(self._folder.url, f"nats://{_userinfo(credential)}127.0.0.1:{record.port}\n")
+        _write_private(
+            self._folder.config,
             server_config(
                 name=record.name,
                 port=record.port,
                 store=self._folder.store,
                 log=self._folder.log,
-            )
+                extra=_authorization(credential),
+            ),
         )
         self._folder.record.write_bytes(msgspec.json.encode(record))
         self._folder.guard_log.write_bytes(b"")
@@ -397,6 +409,38 @@ def _read_record(folder: DataFolder) -> _Record | None:
         return msgspec.json.decode(folder.record.read_bytes(), type=_Record)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def _credential(folder: DataFolder) -> str:
+    """The password of a folder's server: the one that it had before, so that what was told to other
+    programs stays true, else a new one."""
+    try:
+        known = urlsplit(folder.url.read_text().strip()).password
+    except (OSError, ValueError):
+        known = None
+    return known if known and _PASSWORD.fullmatch(known) else secrets.token_urlsafe(32)
+
+
+def _userinfo(credential: str | None) -> str:
+    return "" if credential is None else f"{_USER}:{credential}@"
+
+
+def _authorization(credential: str | None) -> str:
+    """The lines of the server's configuration by which it takes a credential alone."""
+    if credential is None:
+        return ""
+    return f"authorization {{ user: {_USER}, password: {json.dumps(credential)} }}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read; one that was there is replaced whole."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _runs(folder: DataFolder, info: ServerInfo) -> bool:

@@ -48,12 +48,17 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class DataFolder:
-    """Where the files of one embedded server lie."""
+    """Where the files of one embedded server lie.
+
+    Attributes:
+        url: a file with the URL of the server, and the credential that it takes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.store = path / "store"
         self.config = path / "nats-server.conf"
+        self.url = path / "nats.url"
         self.record = path / "server.json"
         self.log = path / "nats-server.log"
         self.guard_log = path / "guard.log"
@@ -61,6 +66,20 @@ class DataFolder:
         self.users_lock = path / "users.lock"
         self.guard_lock = path / "guard.lock"
         self.server_lock = path / "server.lock"
+
+    def make(self) -> None:
+        """Make the folder, which only its owner may enter: what is in it lets in to the server.
+
+        Raises:
+            OSError: it cannot be made, or belongs to somebody else.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One that an earlier version made, as the umask was.
+        if self.path.stat().st_mode & 0o077:
+            self.path.chmod(0o700)
+        ignore = self.path / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n")
 
     def server_pid(self) -> int | None:
         """The pid of the nats-server that holds `server.lock`; None when nothing does."""

@@ -29,7 +29,10 @@ import nats.errors
 
 from dynbus.bus.background import run_apart
 from dynbus.bus.clock import monotonic
+from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import PermissionDenied, Unavailable
+
+from .neighbours import with_credential
 
 logger = logging.getLogger(__name__)
 
@@ -530,7 +533,7 @@ class _Race:
             with anyio.fail_after(self._timeout):
                 connect = partial(
                     session.connect,
-                    [server],
+                    [server if self._options else with_credential(server)],
                     name=self._name,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
@@ -548,8 +551,8 @@ class _Race:
             session.abort()
             text = str(error) or type(error).__name__
             if "authorization" in text.lower() or "authentication" in text.lower():
-                text = f"{_address(server)} refuses the credentials: {text}"
-                self.error = PermissionDenied(text)
+                text += _hint(server, self._options)
+                self.error = PermissionDenied(f"{_address(server)} refuses the credentials: {text}")
                 race.cancel()
             self.failures.append(f"{_address(server)}: {text}")
             over.set()
@@ -565,6 +568,16 @@ class _Race:
                 session.abort()
             self.won = self.won or session
             race.cancel()
+
+
+def _hint(server: str, options: Mapping[str, Any]) -> str:
+    parts = urlsplit(server)
+    if options or "@" in parts.netloc or not is_loopback(parts.hostname or ""):
+        return ""
+    return (
+        " (the server that `dynbus run` starts takes its own user's programs; its URL with the "
+        "credential is in .dynbus/nats.url of the folder where it was started)"
+    )
 
 
 async def _ignore(error: Exception) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from dynbus.bus.commands.server import connected
 from dynbus.bus.commands.survey import Survey, survey
 from dynbus.bus.config import BusConfig
+from dynbus.bus.nats.neighbours import with_credential
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
 nats: Any = importlib.import_module("nats")  # its annotations do not satisfy strict checks
@@ -23,13 +24,13 @@ async def survey_of(url: str) -> Survey:
 
 
 async def make_stream(url: str, name: str) -> None:
-    client = await nats.connect(url)
+    client = await nats.connect(with_credential(url))
     await client.jetstream().add_stream(name=name, subjects=[name])
     await client.close()
 
 
 async def stream_names(url: str) -> list[str]:
-    client = await nats.connect(url)
+    client = await nats.connect(with_credential(url))
     streams = await client.jetstream().streams_info()
     await client.close()
     return [stream.config.name or "" for stream in streams]

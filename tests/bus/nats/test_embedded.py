@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import anyio
+import nats.errors
 import psutil
 import pytest
+from nats.aio.client import Client
 from tests.bus.servers import listener, make_stream, server_stopped, stream_names
 from tests.conditions import PATIENCE
 
 from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.nats import neighbours
+from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.embedded import EmbeddedServer, default_data_dir, embedded_server
 from dynbus.bus.nats.embedded_guard import is_locked
 from dynbus.bus.nats.server_process import (
@@ -55,7 +61,10 @@ async def test_a_server_is_started_where_there_is_none(
     assert info == server.info
     assert info.jetstream
     assert server.started
-    assert server.description == f"nats-server {info.version} started on {url} (data in .dynbus)"
+    assert server.description == (
+        f"nats-server {info.version} started on {url} (data in .dynbus; what other NATS clients "
+        "need: export NATS_URL=$(cat .dynbus/nats.url))"
+    )
 
 
 async def test_the_server_ends_with_its_only_user(url: str, tmp_path: Path) -> None:
@@ -246,7 +255,7 @@ async def test_the_server_of_another_folder_is_shared_until_its_last_user_is_gon
 
     assert first.started
     assert not second.started
-    assert f"joined on {first.url} (data in {tmp_path / 'one'})" in (second.description)
+    assert f"joined on {first.url} (data in {tmp_path / 'one'};" in second.description
     assert left is not None
     assert left.name == first.info.name
     assert await probe(url) is None
@@ -348,3 +357,147 @@ async def test_the_folder_is_kept_out_of_version_control(url: str, tmp_path: Pat
     await enter(url, tmp_path)
 
     assert (tmp_path / ".gitignore").read_text() == "*\n"
+
+
+# Who is let in ----------------------------------------------------------------------------------
+
+
+async def is_let_in(url: str) -> bool:
+    """Whether the server takes a plain client."""
+    client = Client()
+    try:
+        await client.connect(url, allow_reconnect=False, error_cb=ignore)
+    except nats.errors.Error as error:
+        if "Authorization Violation" not in str(error):
+            raise
+        return False
+    finally:
+        await client.close()
+    return True
+
+
+async def ignore(error: Exception) -> None:
+    """The same error is raised."""
+
+
+async def test_the_server_takes_those_alone_who_can_read_its_url(url: str, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        async with embedded_server(url, data_dir=tmp_path / "data"):
+            known = (tmp_path / "data" / "nats.url").read_text().strip()
+            wrong = f"{known[:20]}{'x' * 43}@127.0.0.1:{Address.parse(url).port}"
+            let_in = [await is_let_in(each) for each in (url, wrong, known)]
+    finally:
+        os.umask(before)
+
+    assert let_in == [False, False, True]
+    assert Address.parse(known) == Address.parse(url)
+    modes = {name: (tmp_path / "data" / name).stat().st_mode & 0o777 for name in PRIVATE}
+    assert modes == PRIVATE
+
+
+PRIVATE = {".": 0o700, "nats.url": 0o600, "nats-server.conf": 0o600}
+
+
+async def test_a_folder_that_others_could_enter_is_closed(url: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o755)
+
+    async with embedded_server(url, data_dir=tmp_path / "data"):
+        assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_program_in_any_folder_finds_what_lets_it_in(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"nats://{host}:{free_port()}"
+    (tmp_path / "elsewhere").mkdir()
+    async with embedded_server(url, data_dir=tmp_path / "data"):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+
+        connection = await connect([url])
+
+        await connection.barrier()
+        await connection.close()
+
+
+async def test_a_program_in_the_folder_needs_no_note(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "notes_dir", lambda: tmp_path / "none" / "here")
+    monkeypatch.chdir(tmp_path)
+    async with embedded_server(url):
+        connection = await connect([url])
+
+        await connection.barrier()
+        await connection.close()
+
+
+async def test_what_lets_in_is_the_same_after_the_server_has_ended(
+    url: str, tmp_path: Path
+) -> None:
+    known: list[str] = []
+    for _ in range(2):
+        async with embedded_server(url, data_dir=tmp_path):
+            known.append((tmp_path / "nats.url").read_text())
+
+    assert known[0] == known[1]
+
+
+async def test_nothing_is_shown_to_a_program_that_has_the_port_of_a_server_that_has_ended(
+    url: str, tmp_path: Path
+) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        known = neighbours.with_credential(url)
+
+    assert known == (tmp_path / "nats.url").read_text().strip()
+    assert neighbours.with_credential(url) == url
+
+
+@pytest.mark.parametrize(
+    "other", ["tls://127.0.0.1:{}", "nats://a:b@127.0.0.1:{}", "ws://[::1]:{}"]
+)
+async def test_a_url_of_another_kind_is_left_as_it_is(other: str, url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        other = other.format(Address.parse(url).port)
+
+        assert neighbours.with_credential(other) == other
+
+
+async def test_an_open_server_takes_anybody(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        pass
+    async with embedded_server(url, data_dir=tmp_path, is_open=True):
+        assert await is_let_in(url)
+        connection = await connect([url])
+        await connection.close()
+
+    assert (tmp_path / "nats.url").read_text() == f"{url}\n"
+
+
+OTHER_USER = """
+import asyncio, os, sys
+from dynbus.bus.errors import PermissionDenied
+from dynbus.bus.nats.connection import connect
+
+async def main():
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        await connect([sys.argv[1]])
+    except PermissionDenied as error:
+        print(error)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+async def test_another_user_of_the_machine_is_refused_and_told_why(
+    url: str, tmp_path: Path
+) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        ended = await anyio.run_process([sys.executable, "-c", OTHER_USER, url], cwd="/")
+
+    assert "refuses the credentials" in ended.stdout.decode()
+    assert "credential is in .dynbus/nats.url of the folder" in ended.stdout.decode()
