@@ -34,7 +34,7 @@ from dynbus.actors.declaring.resume import MIGRATION_LIMIT
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ERRORS, STATUS_CODES
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol import headers, wire
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.telemetry import metrics
@@ -168,6 +168,42 @@ def test_every_python_block_runs_on_its_own(share: int, tmp_path: Path) -> None:
     }
     assert programs
     assert failed == {}
+
+
+def test_the_plain_program_of_the_readme_reaches_the_embedded_server(tmp_path: Path) -> None:
+    programs = [block.text for block in BLOCKS if block.mark == PROGRAM]
+    (program,) = [text for text in programs if "nats.url" in text]
+    (tmp_path / "program.py").write_text(program)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "NATS_URL"}
+    actors = ROOT / "examples" / "hello" / "actors.py"
+    url = f"nats://127.0.0.1:{free_port()}"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "dynbus", "run", actors, "--nats", url],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        assert any(" is ready" in line for line in server.stdout), "dynbus run has ended"
+
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Hello, Ada!" in done.stdout
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("block", blocks("python", PROGRAM))

@@ -15,6 +15,8 @@ from typing import Any
 
 from nats import errors as nats_errors
 
+from dynbus.bus.nats.neighbours import with_credential
+
 from .children import Failed, end_process, environment
 
 IMPORT_SECONDS = 30.0
@@ -129,7 +131,7 @@ async def _first_answer(url: str, process: asyncio.subprocess.Process) -> None:
 
 async def _is_answered(url: str) -> bool:
     try:
-        client = await _nats.connect(url, allow_reconnect=False, error_cb=_expect)
+        client = await _nats.connect(with_credential(url), allow_reconnect=False, error_cb=_expect)
     except (OSError, nats_errors.Error):  # not listening yet
         return False
     try:

@@ -3,17 +3,24 @@
 A request is JSON on `namespace.component.endpoint`. A unary handler sends one reply. A stream
 sends one message per item and an empty one at the end. An error is an empty message with the
 headers `Nats-Service-Error` and `Nats-Service-Error-Code`.
+
+dynbus run actors.py
+python client.py
 """
 
 import asyncio
 import json
 import os
+from pathlib import Path
 
 import nats
 
+# The server that `dynbus run` starts says in its folder how it is reached.
+URL = os.environ.get("NATS_URL") or Path(".dynbus/nats.url").read_text().strip()
+
 
 async def main() -> None:
-    client = await nats.connect(os.environ.get("NATS_URL", "nats://127.0.0.1:4222"))
+    client = await nats.connect(URL)
     try:
         # Unary: NATS request and reply.
         reply = await client.request("plain.Counter.count", b'{"text": "a b c"}', timeout=5)
