@@ -165,13 +165,13 @@ class RetryPolicy:
         moved = self._migrations + self._drains if self._continues else 0
         if failed.number - moved >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
-        refused = not error.started and not failed.lost
+        refused = not error.started
         if failed.routed and refused and (failed.others or (failed.waits and is_away(failed))):
             return RetryNow()
         if failed.own and isinstance(error, Migrate | Draining) and self._may_migrate(failed):
             self._migrations += 1
             return Move()
-        waits = bool(moved) and failed.routed and failed.waits
+        waits = bool(moved) and failed.routed and failed.waits and not failed.lost
         if not (self._may_repeat(failed) or (waits and refused)):
             return GiveUp()
         backoff = self._backoff()

@@ -5,10 +5,16 @@ A plain object without I/O or clock. `PendingCall` is one with a task that waits
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.stream_reader import StreamReader
 from dynbus.bus.protocol.tokens import random_bytes
 from dynbus.bus.protocol.wire import SECRET_BYTES, Cancel, Credit, Resume
+
+STALLED_AFTER: Final = 2.0
+"""Seconds for which a stream may lack what its writer says that it has sent, and was asked for."""
 
 
 class CallProgress:
@@ -25,14 +31,18 @@ class CallProgress:
         secret: what every frame of it carries.
         begun_at: when it was sent.
         error: how it ended, where it did not end well.
+        behind_since: since when heartbeats have said that more was sent than has come, and nothing
+            of it came; infinite where they say so of nothing.
     """
 
     __slots__ = (
         "_behind_at",
+        "_behind_from",
         "_idle_at",
         "_missed",
         "attempt",
         "begun_at",
+        "behind_since",
         "error",
         "number",
         "reader",
@@ -50,6 +60,8 @@ class CallProgress:
         self.error: DynbusError | None = None
         self._missed = 0
         self._behind_at = -1
+        self._behind_from = -1
+        self.behind_since = math.inf
         self._idle_at = -1
 
     @property
@@ -75,13 +87,33 @@ class CallProgress:
         if sent is not None and sent <= position:
             self._missed = 0
             self._behind_at = -1
+            self.behind_since = math.inf
             return self._repeated_credit()
+        if sent is None:
+            self.behind_since = math.inf
+        elif self._behind_from != position or self.behind_since == math.inf:
+            self._behind_from = position
+            self.behind_since = now
         self._missed = self._missed + 1 if self._behind_at == position else 1
         self._behind_at = position
         if self._missed < 2:
             return None
         self._missed = 0
         return self.resume_frame(now)
+
+    def is_stalled(self, now: float, heard_at: float) -> bool:
+        """Whether what was sent does not come, although it was asked for.
+
+        Args:
+            heard_at: when anything of the instance last came where its results do. As long as
+                something does, they may be behind it.
+        """
+        since = self.behind_since
+        return (
+            self.is_open
+            and max(since, heard_at) + STALLED_AFTER <= now
+            and self.reader.next_sequence == self._behind_from
+        )
 
     def ask_once(self, now: float) -> Resume | None:
         """The question that a gap raises, unless it was asked already.

@@ -56,6 +56,7 @@ from .pending_call import CallHead, PendingCall
 from .remote_instance import RemoteInstance
 
 if TYPE_CHECKING:
+    from dynbus.bus.background import Work
     from dynbus.bus.bus import Bus
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Caller:
         # Made once: each call would make one more object for the garbage collector to look at.
         self._on_end = self._ended
         self._closed = False
+        self._looking: Work | None = None
 
     def __repr__(self) -> str:
         return f"<Caller [{len(self._open.calls)} calls]>"
@@ -442,6 +444,30 @@ class Caller:
         now = monotonic()
         said = [call.compare(sent.get(call.number), now) for call in calls]
         remote.send([frame for frame in said if frame is not None])
+        stalled = [call for call in calls if call.moves and call.is_stalled(now, remote.heard_at)]
+        if stalled and not self.bus.failure and (self._looking is None or self._looking.ended):
+            self._looking = self.bus.background.start(
+                self._move_stalled, stalled, name="stalled-streams"
+            )
+
+    async def _move_stalled(self, calls: list[PendingCall]) -> None:
+        """End streams whose instance is heard and whose items do not come, so that they move.
+
+        What came may lie unread in front of this loop, or our own link be the one that is cut.
+        """
+        try:
+            with suppress(PermissionDenied):
+                await self.bus.data.barrier(timeout=DOUBT_SECONDS)
+        except Unavailable:
+            return
+        now = monotonic()
+        for call in calls:
+            if call.is_stalled(now, call.remote.heard_at):
+                call.unreachable = True
+                call.cancel(kill=True)
+                call.fail(
+                    StreamLost("what it sends does not come, although it is heard", hop=call.hop)
+                )
 
     def _lost(self, call: PendingCall) -> None:
         if call.reader.next_sequence == 0:

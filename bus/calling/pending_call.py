@@ -20,6 +20,7 @@ from dynbus.bus.errors import (
     StreamLost,
     UnknownOutcome,
 )
+from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.wire import End, Failed, Item, Items, Part, error_of
 
@@ -92,6 +93,7 @@ class PendingCall(CallProgress):
     Attributes:
         doubt: the bounce token of the question whether it arrived at all; empty if unasked.
         unreachable: whether nobody took it, or its instance died.
+        moves: whether it is a stream that goes on at another instance when this one is lost.
         deadline_number: of its deadline, for whoever has armed it.
         gathering: where it is noted in place of waking a task, whenever items have come or it has
             ended; for whoever reads many calls at once.
@@ -107,6 +109,7 @@ class PendingCall(CallProgress):
         "endpoint",
         "gathering",
         "member",
+        "moves",
         "remote",
         "request_id",
         "streaming",
@@ -132,6 +135,7 @@ class PendingCall(CallProgress):
         self.endpoint = head.endpoint
         self.request_id = head.request_id
         self.streaming = head.streaming
+        self.moves = head.streaming and headers.CONTINUES in head.fields
         self.doubt = ""
         self.deadline_number: int | None = None
         self.unreachable = False

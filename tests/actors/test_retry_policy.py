@@ -128,8 +128,16 @@ def test_an_error_of_the_handler_is_never_repeated() -> None:
     assert policy(idempotent=True, retries=5).decide(attempt) == GiveUp()
 
 
-def test_a_request_that_was_lost_is_sent_again_where_it_was() -> None:
-    lost = failed(LOST, lost=True, others=True)
+def test_a_request_that_was_lost_goes_on_at_the_next_instance_at_once() -> None:
+    """What is between that one and us may lose the next one too."""
+    assert policy().decide(failed(LOST, lost=True, others=True)) == RetryNow()
+
+
+@pytest.mark.parametrize("changes", [{"others": False}, {"others": True, "routed": False}])
+def test_without_another_instance_a_request_that_was_lost_is_sent_again_where_it_was(
+    changes: dict[str, bool],
+) -> None:
+    lost = failed(LOST, lost=True, **changes)
     rule = policy()
 
     decisions = [rule.decide(lost) for _ in range(DEFAULT_RETRIES + 1)]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from tests.bus.far_side import ENDPOINT, Played, played, settle
 
+from dynbus.bus.calling.call_progress import STALLED_AFTER
 from dynbus.bus.calling.open_calls import SMALLEST_WINDOW
+from dynbus.bus.calling.pending_call import PendingCall
+from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
     Cancelled,
@@ -24,6 +28,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import (
     Cancel,
@@ -500,6 +505,84 @@ def test_an_instance_whose_loop_is_blocked_too_long_is_gone() -> None:
                 await call.items()
 
     run(story())
+
+
+async def stalls(
+    side: Played, call: PendingCall, meanwhile: Callable[[int], Awaitable[None]]
+) -> float | None:
+    """Seconds until a stream is given up whose instance says at each heartbeat that it has sent more
+    than came; None for never.
+
+    Args:
+        meanwhile: called after each heartbeat with how many there were.
+    """
+    begun = monotonic()
+    for beat in range(1, 20):
+        await side.far.beat(5, number=beat)
+        await meanwhile(beat)
+        if not call.is_open:
+            return monotonic() - begun
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
+    return None
+
+
+async def nothing(beat: int) -> None:
+    """Nothing comes."""
+
+
+CONTINUES = {headers.CONTINUES: "0"}
+
+
+def test_a_stream_whose_items_never_come_although_its_instance_is_heard_is_lost() -> None:
+    async def story() -> float | None:
+        async with played() as side:
+            call = side.begin(streaming=True, fields=CONTINUES)
+            await side.far.send(Item(call.number, call.secret, 1, 0, b"first"))
+
+            seconds = await stalls(side, call, nothing)
+
+            assert isinstance(call.error, StreamLost)
+            assert call.error.hop == call.hop
+            assert call.unreachable
+            assert len(side.far.all(Resume)) >= 2
+            assert await side.far.heard(Cancel)
+            return seconds
+
+    seconds = run(story())
+
+    assert seconds is not None
+    assert STALLED_AFTER <= seconds <= STALLED_AFTER + 2 * HEARTBEAT_INTERVAL
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream without resume"])
+def test_what_could_not_go_on_elsewhere_waits_for_what_was_sent(kind: str) -> None:
+    async def story() -> float | None:
+        async with played() as side:
+            call = side.begin(streaming=kind != "unary")
+            await side.far.request()
+
+            return await stalls(side, call, nothing)
+
+    assert run(story()) is None
+
+
+@pytest.mark.parametrize("which", ["of the stream", "of another one"])
+def test_a_stream_is_not_lost_as_long_as_items_come_from_its_instance(which: str) -> None:
+    async def story() -> float | None:
+        async with played() as side:
+            call = side.begin(streaming=True, fields=CONTINUES)
+            other = side.begin(streaming=True)
+            await side.far.request(2)
+            comes = call if which == "of the stream" else other
+
+            async def item(beat: int) -> None:
+                if beat % 4 == 0:
+                    place = comes.reader.next_sequence
+                    await side.far.send(Item(comes.number, comes.secret, 1, place, b"next"))
+
+            return await stalls(side, call, item)
+
+    assert run(story()) is None
 
 
 def test_a_request_that_the_instance_does_not_know_was_lost_on_its_way() -> None:
