@@ -21,6 +21,7 @@ from .errors import PermissionDenied, Unavailable
 from .inbox import Inbox
 from .protocol import headers
 from .protocol.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
+from .protocol.unheard import Unheard
 from .protocol.wire import Batch, Frame, Heartbeat, Open, Ping, Pong, decode_batch, encode_batch
 from .transport import Connection, ConnectionState, Message
 
@@ -183,6 +184,9 @@ class Heartbeats:
         # When the first of the remotes is gone, if it is not heard before: it is not left to the
         # next tick, since streams wait for that.
         self._next_judgement = math.inf
+        # When anybody was last heard on the lane, and who was not.
+        self._heard_at = 0.0
+        self._unheard = Unheard()
         self._main_answered = True
         self._main_asked_at = 0.0
         self._main_depth = 0
@@ -238,7 +242,7 @@ class Heartbeats:
         side = registry.side
         key = side.key_of(batch)
         remote: Remote | None = registry.remotes.get(key)
-        now = monotonic()
+        now = self._heard_at = monotonic()
         if remote is not None:
             if batch.incarnation != remote.incarnation:
                 self._dropped(DropReason.STALE)
@@ -373,10 +377,17 @@ class Heartbeats:
             # A refused subject shows at the next barrier, whoever asks; it is an answer too.
             pass
         now = monotonic()
+        silent: dict[str, float] = {}
         for side, remote in doubted:
-            if self._gone_at(remote) <= now:
+            if self._gone_at(remote) <= now and remote.liveness is not None:
+                since = remote.liveness.silent_since(remote.due_since)
+                if since is not None:
+                    silent[remote.control_subject] = since
                 remote.liveness = None
                 self._to_main(side.gone, remote)
+        heard_at = max((remote.heard_at for _, remote in self._remotes()), default=0.0)
+        if silent and self._unheard.note(silent, max(heard_at, self._heard_at), now):
+            self._lane.connection.leave_server("nobody is heard through it")
 
     def _send(
         self, registry: Registry[Any], remote_id: str, remote: Remote, frames: list[Frame]

@@ -635,6 +635,11 @@ class Connection(Protocol):
         clients are about to come back elsewhere."""
         ...
 
+    def leave_server(self, why: str) -> None:
+        """Have all connections of the process go to another server, if there is one; this one
+        answers, and is of no use."""
+        ...
+
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """Call `listener(error, subject)` when the server refuses a subject."""
         ...

@@ -334,6 +334,9 @@ class MemoryConnection(WatchedConnection):
     def on_peer_lost(self, listener: Callable[[], None]) -> None:
         """In memory there is one server, so `listener` is never called."""
 
+    def leave_server(self, why: str) -> None:
+        """In memory there is no other server."""
+
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """In memory no subject is refused, so `listener` is never called."""
 

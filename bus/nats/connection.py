@@ -307,10 +307,10 @@ class NatsConnection(WatchedConnection):
         if self._session is not None:
             self._session.abort()
 
-    def leave_server(self) -> None:
-        """Have all connections of the process go to another server: through this one they hear
-        nobody, although it answers."""
-        self._choice.abandon(monotonic())
+    def leave_server(self, why: str) -> None:
+        server = self.server_name
+        if self._choice.abandon(self, monotonic()):
+            logger.warning("%s: %s is left for another server: %s", self.name, server, why)
 
     async def close(self) -> None:
         if self._state is ConnectionState.CLOSED:
@@ -504,7 +504,7 @@ class NatsConnection(WatchedConnection):
         if is_silent:
             return SILENT
         if self._left_for_others:
-            return "the other connection of the process has left that server"
+            return "all connections of the process go to another"
         return otherwise
 
     # Messages -------------------------------------------------------------------------

@@ -124,11 +124,7 @@ class ServerChoice:
     def has_other(self, connection: object, now: float) -> bool:
         """Whether there is a server to go to from that of a connection, and not shunned."""
         with self._lock:
-            at = self._places.get(connection)
-            return any(
-                (at is None or server.url != at.url) and not self._is_shunned(server.url, now)
-                for server in (*self._configured, *self._advertised)
-            )
+            return self._has_other(self._places.get(connection), now)
 
     def shun(self, connection: object, now: float) -> None:
         """Try the server of a connection last from now on: it says that it goes away."""
@@ -185,15 +181,18 @@ class ServerChoice:
             if shun:
                 self._call_followers(connection)
 
-    def abandon(self, now: float) -> None:
-        """Have all connections leave their server for another one: nobody is heard through it."""
+    def abandon(self, connection: object, now: float) -> bool:
+        """Have all connections leave the server of one of them, which answers and is of no use;
+        False where there is no other."""
         with self._lock:
-            if self._chosen is None:
-                return
-            self._shunned[self._chosen.url] = now + SHUN_SECONDS
+            at = self._places.get(connection)
+            if at is None or not self._has_other(at, now):
+                return False
+            self._shunned[at.url] = now + SHUN_SECONDS
             self._chosen = None
             self._turn += 1
             self._call_followers(None)
+            return True
 
     def is_astray(self, connection: object, now: float) -> bool:
         """Whether a connection is to leave its server: others chose another, or it is shunned."""
@@ -204,6 +203,12 @@ class ServerChoice:
             if self._chosen is None:
                 return self._is_shunned(at.url, now)
             return at.server_id != self._chosen.server_id
+
+    def _has_other(self, at: Place | None, now: float) -> bool:
+        return any(
+            (at is None or server.url != at.url) and not self._is_shunned(server.url, now)
+            for server in (*self._configured, *self._advertised)
+        )
 
     def _call_followers(self, besides: object) -> None:
         for connection, follow in self._followers.items():

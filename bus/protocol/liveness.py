@@ -90,6 +90,13 @@ class RemoteLiveness:
         self._absent_since = None
         self._pinged = False
 
+    def silent_since(self, due_since: float | None) -> float | None:
+        """Since when nothing has come of the remote that owes heartbeats; None for one that owes
+        none, or of which the server says that nobody listens there."""
+        if due_since is None or self._absent_since is not None:
+            return None
+        return max(self._heard, due_since)
+
     def gone_at(self, due_since: float | None) -> float:
         """From when on the remote is to be treated as dead, unless it is heard before.
 

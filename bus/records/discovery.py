@@ -271,7 +271,7 @@ class Discovery:
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            self._bus.to_main(self._note_outage)
+            self._bus.to_main(self._came_back)
 
     def _receive(self, message: StoredMessage) -> None:
         name = instance_at(message.subject)
@@ -289,6 +289,10 @@ class Discovery:
 
     def _note_outage(self) -> None:
         self.view.outage_ended(monotonic())
+
+    def _came_back(self) -> None:
+        self.view.came_back(monotonic())
+        self._notify()
 
     def _take_reading(self, messages: list[StoredMessage]) -> None:
         """All records as one server keeps them, which may be some moments old."""

@@ -108,6 +108,11 @@ class InstanceView:
         """We or others were cut off until now: give records time to be renewed."""
         self._grace_until = now + EXPIRY_GRACE
 
+    def came_back(self, now: float) -> None:
+        """We were cut off until now: who did not answer may have answered in vain."""
+        self.outage_ended(now)
+        self._suspect.clear()
+
     def pass_began(self) -> None:
         """A complete reading of all records begins."""
         self._is_reading = True

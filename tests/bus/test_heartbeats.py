@@ -28,7 +28,7 @@ from dynbus.bus.protocol.names import ReplySubjects
 from dynbus.bus.protocol.wire import Open, Ping, Pong
 from dynbus.testing import run
 
-from .far_side import ENDPOINT, Played, played, settle
+from .far_side import ENDPOINT, FarSide, Played, played, settle
 
 LATE = HEARTBEAT_INTERVAL + 2 * TICK
 ROUNDED = 1e-9
@@ -67,6 +67,40 @@ def test_an_instance_that_beats_is_never_gone() -> None:
             return call.is_open
 
     assert run(story())
+
+
+@pytest.mark.parametrize("peers", [1, 2, 5])
+@pytest.mark.parametrize("is_third_heard", [False, True])
+def test_the_server_is_left_when_two_instances_fall_silent_and_nobody_is_heard(
+    peers: int, is_third_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[float] = []
+    monkeypatch.setattr(MemoryConnection, "leave_server", lambda *_: left.append(monotonic()))
+
+    async def story() -> float:
+        async with played() as side:
+            silent = [FarSide(await side.server.connect(), f"silent{n}") for n in range(peers)]
+            for far in silent:
+                await far.start()
+            side.begin(streaming=True, deadline=None)
+            calls = [
+                side.begin(streaming=True, deadline=None, instance_id=far.instance_id)
+                for far in silent
+            ]
+            begun = monotonic()
+            while any(call.is_open for call in calls):
+                if is_third_heard:
+                    await side.far.beat(number=side.bus.heartbeats.number)
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
+            for far in silent:
+                await far.connection.close()
+            return begun
+
+    begun = run(story())
+
+    # Where the third is not heard, it is a silent one too.
+    assert len(left) == (0 if is_third_heard else 1)
+    assert all(at - begun <= SILENCE_LIMIT + LATE for at in left)
 
 
 def test_heartbeats_that_arrive_after_later_ones_are_no_sign_of_life() -> None:

@@ -178,6 +178,17 @@ def test_a_suspect_is_not_chosen_for_a_moment() -> None:
     assert ids(view, 100.0 + SUSPECT_SECONDS) == ["a", "b"]
 
 
+def test_no_suspicion_outlives_an_outage_of_our_own() -> None:
+    """What it was asked, or what it answered, may have been lost with our link."""
+    view = view_of("a", "b")
+    view.suspect(A, 100.0)
+
+    view.came_back(100.1)
+
+    assert ids(view, 100.1) == ["a", "b"]
+    assert view.is_settling(100.1)
+
+
 def test_a_restarted_suspect_is_chosen_at_once() -> None:
     view = view_of("a")
     view.suspect(A, 100.0)

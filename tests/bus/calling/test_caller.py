@@ -510,7 +510,7 @@ def test_an_instance_whose_loop_is_blocked_too_long_is_gone() -> None:
 async def stalls(
     side: Played, call: PendingCall, meanwhile: Callable[[int], Awaitable[None]]
 ) -> float | None:
-    """Seconds until a stream is given up whose instance says at each heartbeat that it has sent more
+    """Seconds until a stream is given up whose instance says at each heartbeat that it sent more
     than came; None for never.
 
     Args:

@@ -226,12 +226,25 @@ def test_a_server_through_which_nobody_is_heard_is_left_by_both_although_it_answ
     data.go(A)
     control.go(A)
 
-    choice.abandon(0.0)
+    assert choice.abandon(control, 0.0)
 
     assert (data.calls, control.calls) == (1, 1)
     assert data.is_astray()
     assert control.is_astray()
     assert choice.plan(0.0).urls == [B, A]
+
+
+def test_the_only_server_is_not_left_as_long_as_it_answers() -> None:
+    choice = ServerChoice([A, B])
+    data = Member(choice)
+    data.go(A)
+    choice.abandon(data, 0.0)
+    choice.leave(data, 0.0, shun=False)
+    data.go(B, now=1.0)
+
+    assert not choice.abandon(data, 2.0)
+    assert not data.is_astray(2.0)
+    assert choice.abandon(data, SHUN_SECONDS + 1.0)
 
 
 def test_the_only_server_is_taken_again_as_soon_as_it_answers() -> None:

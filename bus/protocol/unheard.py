@@ -1,0 +1,44 @@
+"""Whether the silence of several peers is that of the server between.
+
+A server that has lost the others answers, and what others send does not come through it. One peer
+that falls silent is most likely dead or frozen. When a second one does and nobody was heard since
+the first, it is time to try another server. Without I/O or clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .liveness import HEARTBEAT_INTERVAL
+
+PEERS: Final = 2
+"""Silent ones that speak against the server."""
+REMEMBERED: Final = 10.0
+"""Seconds for which the silence of one does."""
+
+
+class Unheard:
+    """The peers that have fallen silent on one connection. Times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Unheard [{len(self._since)} peers]>"
+
+    def note(self, silent: Mapping[str, float], heard_at: float, now: float) -> bool:
+        """Peers were found silent; True when that is the server's doing, most likely.
+
+        Args:
+            silent: since when, by peer.
+            heard_at: when anybody was last heard.
+        """
+        self._since |= silent
+        # Beats of peers come within an interval of each other, and what is under way a bit later.
+        least = max(heard_at - 2 * HEARTBEAT_INTERVAL, now - REMEMBERED)
+        self._since = {peer: since for peer, since in self._since.items() if since >= least}
+        if len(self._since) < PEERS:
+            return False
+        self._since.clear()
+        return True
