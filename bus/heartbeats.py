@@ -99,6 +99,11 @@ class Side(Protocol[R]):
         """What it costs to hear a frame, see `Inbox`, or why it is dropped; called on the lane."""
         ...
 
+    def heard_stranger(self, batch: Batch) -> None:
+        """A message comes from none of the remotes, as somebody that was one until it fell silent;
+        called on the lane."""
+        ...
+
     def heard_while_blocked(self, batch: Batch, remote: R | None) -> None:
         """A message arrives that the main loop cannot hear soon; called on the lane."""
         ...
@@ -254,6 +259,8 @@ class Heartbeats:
                     return
                 if liveness.heard(now):
                     self._to_main(side.returned, remote)
+        else:
+            side.heard_stranger(batch)
         # Names cost nothing: all who have no call here share one turn.
         peer = "" if remote is None else key
         ping: Ping | None = None

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PART_HEADER_BYTES: Final = 64
+SILENT_SECONDS: Final = 60.0
+"""For which an instance is remembered that was not heard any more."""
 DOUBT_SECONDS: Final = 1.0
 """For which a call waits, at most, for each word on whether its dead instance took it at all."""
 
@@ -87,6 +89,8 @@ class Caller:
         # Made once: each call would make one more object for the garbage collector to look at.
         self._on_end = self._ended
         self._closed = False
+        # Instances that were not heard any more, by id, and when that was found.
+        self._silent: dict[str, float] = {}
         self._looking: Work | None = None
 
     def __repr__(self) -> str:
@@ -131,6 +135,11 @@ class Caller:
         remote = self._open.find_remote(instance)
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and liveness.is_heard(monotonic())
+
+    def fell_silent(self, instance: InstanceName) -> bool:
+        """Whether an instance was lost a while ago at most, and nothing came of it since."""
+        found_at = self._silent.get(instance.instance_id)
+        return found_at is not None and found_at + SILENT_SECONDS > monotonic()
 
     def load(self, instance: InstanceName) -> int:
         """Calls that an instance last reported to run or wait there."""
@@ -358,6 +367,11 @@ class Caller:
             return FRAME_COST + ENTRY_COST * (len(frame.calls) + len(remote.calls))
         return FRAME_COST if isinstance(frame, Unknown) else DropReason.UNEXPECTED
 
+    def heard_stranger(self, batch: Batch) -> None:
+        """An instance that was taken for dead is heard again."""
+        if self._silent:
+            self._silent.pop(batch.sender, None)
+
     def heard_while_blocked(self, batch: Batch, remote: Remote | None) -> None:
         """It waits, like everything else that is read here."""
 
@@ -376,6 +390,10 @@ class Caller:
         level = logging.WARNING if calls else logging.DEBUG
         logger.log(level, "%s is gone; calls that were open at it: %d", remote.name, len(calls))
         self._open.forget(remote)
+        now = monotonic()
+        silent = self._silent.copy().items()  # the lane takes some away
+        self._silent = {name: at for name, at in silent if at + SILENT_SECONDS > now}
+        self._silent[remote.name.instance_id] = now
         # A bus that has failed hears nothing more of any of them.
         failed = self.bus.failure is not None
         not_begun = [call for call in calls if not failed and not call.reader.has_begun]

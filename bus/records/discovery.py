@@ -49,14 +49,21 @@ class Discovery:
 
     Args:
         is_heard: whether heartbeats of an instance arrive just now.
+        fell_silent: whether those of an instance came and came no more.
 
     Attributes:
         view: belongs to the main loop.
     """
 
-    def __init__(self, bus: Bus, is_heard: Callable[[InstanceName], bool]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        is_heard: Callable[[InstanceName], bool],
+        fell_silent: Callable[[InstanceName], bool],
+    ) -> None:
         self._bus = bus
         self._is_heard = is_heard
+        self._fell_silent = fell_silent
         # Records are renewed three times in a lease.
         self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2))
         self.synchronized = asyncio.Event()
@@ -318,9 +325,24 @@ class Discovery:
         news = self.view.put(record, renewed, monotonic() + lifetime - age)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
-            news = self.view.trust(record.name) or news
+            if self.view.is_suspect(record.name) and self._fell_silent(record.name):
+                # One that goes on after it stood still is heard by then.
+                self._bus.loop.call_later(HEARD_AGAIN, self._trust_renewed, record.name)
+            else:
+                news = self.view.trust(record.name) or news
         if news:
             self._notify()
+
+    def _trust_renewed(self, name: InstanceName) -> None:
+        """An instance that fell silent has renewed its record a moment ago."""
+        if self._is_closed or not self.view.is_suspect(name):
+            return
+        if self._fell_silent(name):
+            # It lives, and what it says does not come: another server may have a way to it.
+            leave = self._bus.lane.connection.leave_server
+            self._bus.lane.call(leave, f"{name} renews its record and is not heard")
+        self.view.trust(name)
+        self._notify()
 
     def _expire(self, name: InstanceName) -> None:
         instance = self.view.find(name)

@@ -167,6 +167,10 @@ class InstanceView:
         """Do not choose an instance until it renews, or for so long: it does not answer."""
         self._suspect[name] = now + seconds
 
+    def is_suspect(self, name: InstanceName) -> bool:
+        """Whether an instance did not answer, and nothing was heard of it since."""
+        return name in self._suspect
+
     def note_absent(self, name: InstanceName, now: float) -> bool:
         """Do not choose an instance until it is trusted: nobody listens where it would.
 

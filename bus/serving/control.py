@@ -116,6 +116,9 @@ class ServerControl:
     def cost(self, frame: Frame, remote: RemoteClient | None) -> int | DropReason:
         return self._ledger.cost(frame, remote)
 
+    def heard_stranger(self, batch: Batch) -> None:
+        """Clients come and go."""
+
     def heard_while_blocked(self, batch: Batch, remote: RemoteClient | None) -> None:
         """The requests of a client that is not known yet wait in front of the blocked main loop."""
         if remote is not None and remote.has_work():

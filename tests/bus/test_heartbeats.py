@@ -75,7 +75,11 @@ def test_the_server_is_left_when_two_instances_fall_silent_and_nobody_is_heard(
     peers: int, is_third_heard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[float] = []
-    monkeypatch.setattr(MemoryConnection, "leave_server", lambda *_: left.append(monotonic()))
+
+    def leave(connection: MemoryConnection, why: str) -> None:
+        left.append(monotonic())
+
+    monkeypatch.setattr(MemoryConnection, "leave_server", leave)
 
     async def story() -> float:
         async with played() as side:
