@@ -305,11 +305,14 @@ class ConsumeOptions(TypedDict, total=False):
         on_recreated: called before the first message of a stream that was deleted and made
             again, which is read from its first message.
         on_caught_up: called once per start, when everything that the stream held at that start
-            has been delivered.
+            has been delivered, as far as the server of the consumer knew.
+        at_least: the sequence of a message that is known to be there. In a cluster a consumer may
+            be at a server that has not stored it yet: it has not caught up before it is delivered.
     """
 
     subject: str
     start_sequence: int
+    at_least: int
     last_per_subject: bool
     created: float | None
     on_restart: Callable[[], None] | None

@@ -87,6 +87,8 @@ class MemoryOrderedConsumer:
         self.generation = 0
         self._server = server
         self._created = options.get("created")
+        self._at_least = options.get("at_least", 0)
+        self._waits = False
         self._on_message = on_message
         self._on_restart = options.get("on_restart")
         self._on_recreated = options.get("on_recreated")
@@ -116,6 +118,7 @@ class MemoryOrderedConsumer:
             return
         if self._created not in (None, created):
             self.next_sequence = 1
+            self._at_least = 0
             self._call(self._on_recreated)
         self._created = created
         if self._begun and self.last_per_subject:
@@ -127,11 +130,15 @@ class MemoryOrderedConsumer:
         if not self._stopped and generation == self.generation:
             self.next_sequence = message.sequence + 1
             self._call(partial(self._on_message, message))
+            if self._waits:
+                self.caught_up(generation)
 
     def caught_up(self, generation: int) -> None:
         """Take note that all that the stream held at the last start was delivered."""
         if not self._stopped and generation == self.generation:
-            self._call(self._on_caught_up)
+            self._waits = self.next_sequence <= self._at_least
+            if not self._waits:
+                self._call(self._on_caught_up)
 
     def _call(self, callback: Callable[[], None] | None) -> None:
         if callback is not None:

@@ -58,6 +58,7 @@ class NatsOrderedConsumer:
         self._next_sequence = max(1, options.get("start_sequence", 1))
         self._last_per_subject = options.get("last_per_subject", False)
         self._created = options.get("created")
+        self._at_least = options.get("at_least", 0)
         self._on_restart = options.get("on_restart")
         self._on_recreated = options.get("on_recreated")
         self._on_caught_up = options.get("on_caught_up")
@@ -117,6 +118,7 @@ class NatsOrderedConsumer:
         recreated = self._created is not None and before != self._created
         if recreated:
             self._next_sequence = 1
+            self._at_least = 0
         # A new inbox per try: what an earlier consumer still delivers cannot be mistaken.
         token = secrets.token_hex(8)
         inbox = f"{self._connection.inbox}c.{token}"
@@ -220,9 +222,12 @@ class NatsOrderedConsumer:
         elif last.isdecimal():
             # What was still to come when the last message was delivered may be gone since.
             self._note_caught_up()
+            if not self._caught_up:
+                # A server that has to fetch what it missed may take longer than another one.
+                self._wake.set()
 
     def _note_caught_up(self) -> None:
-        if not self._caught_up:
+        if not self._caught_up and self._next_sequence > self._at_least:
             self._caught_up = True
             self._call(self._on_caught_up)
 

@@ -243,6 +243,10 @@ def stream_log_subject(key: str) -> str:
     return f"{STREAMS}.log.{key}"
 
 
+STREAM_LOGS_MARK: Final = f"{STREAMS}.log.mark"
+"""What is stored there comes after all that was stored before, and is of no stream."""
+
+
 def stream_owner_subject(front_end: str) -> str:
     """Where one front end is asked whether it goes on with a resumable stream."""
     return f"{STREAMS}.owner.{front_end}"

@@ -89,6 +89,14 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="SECONDS",
 )
 @click.option(
+    "--stream-keep-alive",
+    type=NumberRange(0, min_open=True),
+    default=_DEFAULTS.stream_keep_alive,
+    show_default=True,
+    metavar="SECONDS",
+    help="For which a stream is silent at most: then its client is told that it lives.",
+)
+@click.option(
     "--grace",
     type=NumberRange(0, min_open=True),
     default=_DEFAULTS.grace,

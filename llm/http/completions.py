@@ -62,6 +62,7 @@ class CompletionExchange(Exchange):
     ) -> None:
         self._api = api
         super().__init__(shared, path, caller, scope, receive, send)
+        self._keep_alive = api.keep_alive
         self._wish: _Wish | None = None
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
@@ -120,6 +121,9 @@ class CompletionExchange(Exchange):
         stream: RunningStream | None = None
         if wish is not None and numbered is not None:
             stream = await self._begin_stream(wish, model, completion, numbered)
+        if request.streams:
+            # Its headers are known from here on.
+            self._shared.keep_alive.add(self._writer)
         if stream is None:
             await model.begin(completion)
         else:

@@ -79,6 +79,8 @@ class Exchange(ABC):
         self._trace = shared.tracing.begin(scope["method"], path, self._caller.headers)
         self._model = ""
         self._recording: Recording | None = None
+        # What a stream is told while nothing comes of it.
+        self._keep_alive = b""
         self._writer = self._make_writer(None)
         self._work: Work | None = None
         self._context: Context | None = None
@@ -123,6 +125,7 @@ class Exchange(ABC):
             self._writer.end(error)
         finally:
             shared.metrics.in_flight -= 1
+            shared.keep_alive.remove(self._writer)
             if not self._writer.has_ended and self._context is not None:
                 # Not a stop, which handlers may take their time for: nobody is left to read.
                 self._context.kill()
@@ -172,7 +175,8 @@ class Exchange(ABC):
         return await self._shared.reading.run(call, self._caller.tenant)
 
     async def _send_recorded(self, message: MutableMapping[str, Any]) -> None:
-        if self._recording is not None:
+        # Who is told the answer again is told all of it at once.
+        if self._recording is not None and message.get("body") != self._keep_alive:
             self._recording.add(message)
         await self._send(message)
 
@@ -314,6 +318,7 @@ class Exchange(ABC):
             stream=stream,
             finish_sending=self._finish_sending,
             timeout=self._shared.settings.write_timeout,
+            keep_alive=self._keep_alive,
             write_piece=None if is_recorded else extensions.get(WRITE),
         )
 

@@ -85,10 +85,13 @@ class HttpFrontEnd(Openable):
     async def _open(self) -> AsyncGenerator[None]:
         with rare_collections():
             async with self._models, self.shared.resumable, anyio.create_task_group() as tasks:
-                tasks.start_soon(self._server.serve)
-                await self._server.started()
-                yield
-                self.drain()
+                tasks.start_soon(self.shared.keep_alive.run)
+                async with anyio.create_task_group() as serving:
+                    serving.start_soon(self._server.serve)
+                    await self._server.started()
+                    yield
+                    self.drain()
+                tasks.cancel_scope.cancel()
 
 
 async def _page(path: str, caller: Caller) -> Response:
@@ -130,6 +133,7 @@ class Frontend(Actor, abstract=True):
         request_timeout: float = _DEFAULTS.request_timeout,
         grace: float = _DEFAULTS.grace,
         log_content: bool = False,
+        stream_keep_alive: float = _DEFAULTS.stream_keep_alive,
     ) -> None:
         self._settings = HttpSettings(
             host=host,
@@ -142,6 +146,7 @@ class Frontend(Actor, abstract=True):
             request_timeout=request_timeout,
             grace=grace,
             log_content=log_content,
+            stream_keep_alive=stream_keep_alive,
         )
         self._routing: RoutingChoice = routing
         self._front_end: HttpFrontEnd | None = None

@@ -33,6 +33,8 @@ class HttpSettings:
         body_timeout: seconds until a request's body must have arrived.
         header_timeout: seconds until a request's headers must have arrived.
         write_timeout: seconds that an answer waits for a client that does not read.
+        stream_keep_alive: seconds for which a stream is silent at most, before its first token too:
+            then a comment is told, or in Anthropic's interface a ping.
         log_content: tell in the log and in traces what requests and answers say, up to
             `MAX_CONTENT` characters of each.
         grace: seconds that requests have to finish when the front end stops.
@@ -58,6 +60,7 @@ class HttpSettings:
     write_timeout: float = 30.0
     grace: float = 30.0
     log_content: bool = False
+    stream_keep_alive: float = 5.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -72,6 +75,7 @@ class HttpSettings:
             "header_timeout",
             "write_timeout",
             "grace",
+            "stream_keep_alive",
         ):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 < value < math.inf):

@@ -22,6 +22,7 @@ from .keys import ApiKeys
 from .metrics import FrontEndMetrics
 from .settings import HttpSettings
 from .tracing import Tracing
+from .writer import KeepAlive
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 
@@ -90,6 +91,7 @@ class Shared:
         self.metrics = FrontEndMetrics()
         self.kept_answers = KeptAnswers()
         self.reading = TenantThreads(ThreadPoolExecutor(1, thread_name_prefix="dynbus-bodies"), 1)
+        self.keep_alive = KeepAlive(settings.stream_keep_alive)
         self.is_draining = False
         self._keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
 

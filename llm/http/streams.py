@@ -276,6 +276,7 @@ class StreamExchange(Exchange):
         numbers = EventNumbers(begun.request_id, self._after)
         format = asked.format(begun.request_id, now=clock)
         sink = NumberedSink(numbers, self._held)
+        self._keep_alive = self._apis[begun.path].keep_alive
         self._writer = self._make_writer(NumberedErrors(format, numbers, begun.request_id))
         request = asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
@@ -316,6 +317,7 @@ class StreamExchange(Exchange):
         if held is None:
             return
         self._shared.resumable.count("followed")
+        self._shared.keep_alive.add(self._writer)
         held.release(rebuilt.sink, self._writer)
 
     # Its owner --------------------------------------------------------------------------------

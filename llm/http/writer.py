@@ -77,6 +77,7 @@ class AnswerWriter:
         finish_sending: starts a task for what could not be written at once; what it is given
             returns whether all was written.
         timeout: seconds that a client may not read.
+        keep_alive: what is told where nothing else is for a while; see `KeepAlive`.
         write_piece: writes a piece of an answer that has begun, and returns True; or returns False
             where that is for `send` to do. `send` is a coroutine that does more, which costs each
             token of each stream as much as all else here. None where there is no such way.
@@ -85,6 +86,7 @@ class AnswerWriter:
         status: of the answer; 0 before it begins.
         error: that it ended with.
         has_ended: whether there is no more to write.
+        has_told: whether a piece was written since this was made false.
         is_blocked: whether the client does not read.
         when_writable: called when the client reads again.
     """
@@ -93,6 +95,7 @@ class AnswerWriter:
     __slots__ = (
         "_finish_sending",
         "_headers",
+        "_keep_alive",
         "_refusal",
         "_request_id",
         "_rest",
@@ -104,6 +107,7 @@ class AnswerWriter:
         "_write_piece",
         "error",
         "has_ended",
+        "has_told",
         "status",
         "when_writable",
     )
@@ -118,6 +122,7 @@ class AnswerWriter:
         stream: TellsErrors | None,
         finish_sending: Callable[[Callable[[], Coroutine[Any, Any, bool]]], object],
         timeout: float,
+        keep_alive: bytes,
         write_piece: Callable[[bytes], bool] | None = None,
     ) -> None:
         self._send = send
@@ -128,12 +133,14 @@ class AnswerWriter:
         self._stream = stream
         self._finish_sending = finish_sending
         self._timeout = timeout
+        self._keep_alive = keep_alive
         self._whole: Sequence[bytes] = ()
         self._waiting: deque[MutableMapping[str, Any]] = deque()
         self._rest: _Rest | None = None
         self.status = 0
         self.error: DynbusError | None = None
         self.has_ended = False
+        self.has_told = False
         self.when_writable: Callable[[], object] | None = None
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
@@ -154,6 +161,7 @@ class AnswerWriter:
             return True
         if not self.status:
             self._start(200, EVENTS)
+        self.has_told = True
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         # Each token of each stream comes here.
         write_piece = self._write_piece
@@ -164,6 +172,12 @@ class AnswerWriter:
             self._waiting.append(message)
             return False
         return self._run(self._send(message))
+
+    def keep_alive(self) -> None:
+        """Tell that more will come, where nothing was told since the last time."""
+        if not self.has_told and self._rest is None and self._stream is not None:
+            self.write([self._keep_alive])
+        self.has_told = False
 
     def end(self, error: DynbusError | None) -> None:
         """End the answer, with an error if there is one; more calls change nothing."""
@@ -248,3 +262,36 @@ class AnswerWriter:
         if self.when_writable is not None and not self.has_ended:
             self.when_writable()
         return True
+
+
+class KeepAlive:
+    """Tells each of a front end's streams that is silent, for its client to see that it lives.
+
+    One task looks at all streams: the tokens of a stream cost no look at a clock.
+
+    Args:
+        interval: seconds for which a stream is silent at most.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._writers: set[AnswerWriter] = set()
+
+    def __repr__(self) -> str:
+        return f"<KeepAlive [{len(self._writers)} streams, every {self._interval:g} s]>"
+
+    def add(self, writer: AnswerWriter) -> None:
+        """Tell a stream, from the beginning of its answer on, which this may be."""
+        self._writers.add(writer)
+
+    def remove(self, writer: AnswerWriter) -> None:
+        """Tell it nothing more; one that is not there is none the less gone."""
+        self._writers.discard(writer)
+
+    async def run(self) -> None:
+        """Look at them, without end."""
+        while True:
+            # What was told right after a look is seen at the next one, and missed at the one after.
+            await anyio.sleep(self._interval / 2)
+            for writer in [*self._writers]:
+                writer.keep_alive()

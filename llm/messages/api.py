@@ -21,8 +21,14 @@ _NAMES: Final[Mapping[str, str]] = {
 }
 
 
+PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
+"""What Anthropic's own servers send, and its clients skip."""
+
+
 class MessagesApi:
     """Anthropic's interface for messages; see `Api`."""
+
+    keep_alive: bytes = PING
 
     def read(self, data: bytes) -> Asked:
         """The request that a body holds."""

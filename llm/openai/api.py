@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.answers import AnswerFormat
@@ -13,6 +13,9 @@ from dynbus.llm.answers import AnswerFormat
 from .answers import SSE, AnswerHead, ChatFormat, CompletionFormat
 from .errors import ErrorAnswer, answer_of
 from .requests import ChatRequest, CompletionRequest
+
+KEEP_ALIVE: Final = b": keep-alive\n"
+"""A comment, which readers of events skip. It ends no event: some take an empty line for one."""
 
 
 class MakeFormat(Protocol):
@@ -45,7 +48,13 @@ class Asked(NamedTuple):
 
 
 class Api(Protocol):
-    """One interface: how its requests are read, and how they are refused."""
+    """One interface: how its requests are read, and how they are refused.
+
+    Attributes:
+        keep_alive: what a stream is told while nothing comes of it.
+    """
+
+    keep_alive: bytes
 
     def read(self, data: bytes) -> Asked:
         """The request that a body holds.
@@ -66,6 +75,8 @@ class CompletionsApi:
     Args:
         read: what reads a body.
     """
+
+    keep_alive: bytes = KEEP_ALIVE
 
     def __init__(self, read: Callable[[bytes], ChatRequest | CompletionRequest]) -> None:
         self._read = read

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from dynbus.bus.errors import DynbusError
-from dynbus.llm.openai.api import Asked
+from dynbus.llm.openai.api import KEEP_ALIVE, Asked
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of, by_own_names
 from dynbus.llm.openai.requests import chat_of, encode_body
 
@@ -19,6 +19,8 @@ _NAMES: Final[Mapping[str, str]] = {"messages": "input", "response_format": "tex
 
 class ResponsesApi:
     """OpenAI's interface for responses; see `Api`."""
+
+    keep_alive: bytes = KEEP_ALIVE
 
     def read(self, data: bytes) -> Asked:
         """The request that a body holds."""

@@ -11,10 +11,11 @@ import anyio
 
 from dynbus.actors import Runtime
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import (
     STREAM_LOGS,
+    STREAM_LOGS_MARK,
     is_safe_reply,
     stream_log_subject,
     stream_owner_subject,
@@ -221,6 +222,19 @@ class StreamStore:
         except NoStream:
             return None
 
+    async def _newest(self, key: str) -> int:
+        """The number of the last record of a log that was confirmed to anybody; 0 for none.
+
+        Of a cluster a server may answer that has not carried out yet what was stored at others,
+        also as its leader; but not after it has stored something itself.
+
+        Raises:
+            DynbusError: nobody knows.
+        """
+        await self._jetstream.publish(STREAM_LOGS_MARK, b"", timeout=STORE_TIMEOUT, rollup=True)
+        last = await self.last(key)
+        return 0 if last is None else last.sequence
+
     def ended(self, key: str, log: StreamLog, reason: str) -> None:
         """A stream is at its end, or paused: its log stays for those who have not read it to there.
 
@@ -254,18 +268,28 @@ class StreamStore:
             lost: called when all logs were lost meanwhile.
 
         Raises:
-            NoStream: there are no logs.
-            DynbusError: it cannot be read.
+            Unavailable, PermissionDenied: it cannot be read.
         """
-        await self._read_clock()
-        consumer = await self._jetstream.consume(
-            STREAM_LOGS,
-            take,
-            subject=stream_log_subject(key),
-            start_sequence=1,
-            on_caught_up=caught_up,
-            on_recreated=lost,
-        )
+        try:
+            await self._read_clock()
+            consumer = await self._jetstream.consume(
+                STREAM_LOGS,
+                take,
+                subject=stream_log_subject(key),
+                start_sequence=1,
+                at_least=await self._newest(key),
+                on_caught_up=caught_up,
+                on_recreated=lost,
+            )
+        except (PermissionDenied, Unavailable):
+            raise
+        except DynbusError as error:
+            # Its servers may be about to elect a leader, or one of them about to be there again.
+            self._is_ready = False
+            raise Unavailable(
+                f"the log of the stream cannot be read at present ({error}): ask again",
+                started=False,
+            ) from error
         try:
             yield
         finally:

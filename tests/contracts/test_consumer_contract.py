@@ -166,6 +166,30 @@ async def test_a_consumer_of_an_empty_stream_has_caught_up_at_once(bus: Bus) -> 
     await consumer.stop()
 
 
+async def test_a_consumer_has_not_caught_up_before_it_has_what_is_known_to_be_there(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    events: list[str] = []
+    await js.publish(f"{stream}.a", b"1")
+
+    consumer = await js.consume(
+        stream,
+        lambda message: events.append(message.data.decode()),
+        subject=f"{stream}.a",
+        at_least=3,
+        on_caught_up=lambda: events.append("caught up"),
+    )
+    await eventually(lambda: "1" in events)
+    await js.publish(f"{stream}.b", b"2")
+    await js.publish(f"{stream}.a", b"3")
+    await eventually(lambda: "caught up" in events)
+
+    assert events == ["1", "3", "caught up"]
+    await consumer.stop()
+
+
 async def test_last_per_subject_starts_over_after_a_reconnect_and_announces_it(
     bus: Bus,
 ) -> None:

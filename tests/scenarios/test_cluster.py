@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.conditions import Stopwatch, eventually
+from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import NoInstances, Runtime, UnknownOutcome
 from dynbus.bus.commands.diagnosis import diagnose
@@ -19,6 +21,9 @@ from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.transport import StoredMessage
+from dynbus.llm.resumable.records import Begun, StreamLog
+from dynbus.llm.resumable.store import StreamStore
 
 from .observation import leftovers
 from .processes import Processes
@@ -263,3 +268,101 @@ async def test_old_and_new_callers_find_their_instances_whichever_server_is_kill
     assert new.slowest < WORKS_WITHIN
     assert new.answered == {"w0", "w1"}
     assert "[lost" not in log  # as a lease shows itself
+
+
+class StoredStreams:
+    """Resumable streams that a front end begins, until its host loses its power.
+
+    Args:
+        chance: draws when each is begun.
+
+    Attributes:
+        stored: the keys of those of which a client may have been told.
+    """
+
+    def __init__(self, runtime: Runtime, chance: random.Random) -> None:
+        self._store = StreamStore(runtime, lambda _: True)
+        self._chance = chance
+        self.stored: list[str] = []
+
+    async def begin(self, count: int, *, within: float = 1.0, size: int = 100) -> None:
+        """Begin so many, at any time."""
+        await eventually(self._is_ready, what="logs can be stored")
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                tasks.create_task(self._begin(self._chance.uniform(0, within), size))
+
+    async def _is_ready(self) -> bool:
+        try:
+            await self._store.make_ready()
+        except DynbusError:
+            return False
+        return True
+
+    async def _begin(self, delay: float, size: int) -> None:
+        await asyncio.sleep(delay)
+        key = f"{self._chance.getrandbits(128):032x}"
+        begun = Begun(self._store.me, "/v1/completions", bytes(size), key, 1.0, 60.0, "seed")
+        try:
+            await self._store.append(key, StreamLog(), begun)
+        except DynbusError:
+            # Its client is told that it has no stream that can be resumed.
+            return
+        self.stored.append(key)
+
+
+async def is_found(store: StreamStore, key: str) -> bool:
+    """Whether another front end finds a stream; it asks again where it cannot know."""
+    watch = Stopwatch()
+    while True:
+        log, read = StreamLog(), asyncio.Event()
+        try:
+            await store.make_ready()
+            async with store.reading(key, partial(take, log), read.set, read.set):
+                async with asyncio.timeout(10.0):
+                    await read.wait()
+        except (DynbusError, TimeoutError):
+            watch.check(PATIENCE, f"the log {key} can be read")
+            await asyncio.sleep(0.1)
+            continue
+        return log.begun is not None
+
+
+def take(log: StreamLog, stored: StoredMessage) -> None:
+    log.read(stored.data, stored.sequence, 0.0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rounds", "each"), [(2, 40), pytest.param(25, 40, marks=pytest.mark.soak)]
+)
+async def test_a_stream_that_was_stored_is_found_whichever_server_dies_or_comes_back(
+    cluster: Cluster, rounds: int, each: int
+) -> None:
+    chance = random.Random(rounds)
+    stored = 0
+    async with Runtime.connect(cluster.url) as runtime:
+        # What a server fetches first that comes back with nothing.
+        await StoredStreams(runtime, chance).begin(60, size=400_000)
+    for place in range(rounds):
+        dies = cluster.servers[place % 3]
+        others = ",".join(server.url for server in cluster.servers if server is not dies)
+        async with (
+            Runtime.connect(f"{dies.url},{others}") as first,
+            Runtime.connect(others) as other,
+        ):
+            streams = StoredStreams(first, chance)
+            beginning = asyncio.create_task(streams.begin(each))
+            await asyncio.sleep(chance.uniform(0.2, 1.2))
+            await asyncio.to_thread(dies.kill)
+            await beginning
+            store = StreamStore(other, lambda _: False)
+            half = len(streams.stored) // 2
+            found = [await is_found(store, key) for key in streams.stored[:half]]
+            coming_back = asyncio.create_task(dies.start())
+            await asyncio.sleep(chance.uniform(0.1, 0.5))
+            found += await asyncio.gather(*(is_found(store, key) for key in streams.stored[half:]))
+            await coming_back
+        assert all(found), f"{found.count(False)} of {len(found)} are unknown"
+        stored += len(found)
+    assert stored > rounds * each // 4
