@@ -205,6 +205,13 @@ def enter_context(value: Context) -> None:
     _current.set(value)
 
 
+def entered(value: Context) -> Callable[[], None]:
+    """Make `value` the context of the running task; what is returned ends that, in the same
+    task."""
+    token = _current.set(value)
+    return lambda: _current.reset(token)
+
+
 _instance: ContextVar[InstanceName | None] = ContextVar("dynbus_instance", default=None)
 
 

@@ -24,6 +24,8 @@ LogFormat = Literal["console", "json"]
 
 HIDDEN: Final = "***"
 
+_OF_ANY_RECORD: Final = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+
 # After a scheme of NATS anything up to the last @ is a credential, as a password may hold
 # any character; in other URLs an @ may also stand in the path. One of NATS may lack its scheme.
 _CREDENTIALS = re.compile(
@@ -139,9 +141,12 @@ def _shared_processors(as_json: bool, add_origin: Processor) -> list[Processor]:
         if as_json
         else structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False)
     )
+    # People read it in the text.
+    fields: list[Processor] = [_add_extra] if as_json else []
     return [
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
+        *fields,
         stamp,
         structlog.processors.StackInfoRenderer(),
         _add_call,
@@ -167,6 +172,18 @@ def _rendering(as_json: bool, *, colors: bool) -> list[Processor]:
             colors=colors, exception_formatter=structlog.dev.plain_traceback
         ),
     ]
+
+
+def _add_extra(
+    logger: object, method: str, event_dict: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Add what a record of the standard library was logged with as `extra`."""
+    record = event_dict.get("_record")
+    if isinstance(record, logging.LogRecord):
+        for name, value in vars(record).items():
+            if name not in _OF_ANY_RECORD:
+                event_dict.setdefault(name, value)
+    return event_dict
 
 
 def _add_call(

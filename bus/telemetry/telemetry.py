@@ -46,14 +46,16 @@ class _Profile:
 
     __slots__ = ("attributes", "kind", "label_map", "labels", "name", "side")
 
-    def __init__(self, endpoint: EndpointName, side: str, kind: SpanKind, counted: bool) -> None:
+    def __init__(
+        self, endpoint: EndpointName, side: str, kind: SpanKind, counted: bool, name: str = ""
+    ) -> None:
         operation = "process" if side == "server" else "send"
         self.side = side
         self.kind = kind
-        self.name = f"{operation} {endpoint}"
+        self.name = f"{name or operation} {endpoint}"
         self.attributes: dict[str, str] = {
             "messaging.system": "nats",
-            "messaging.operation.name": operation,
+            "messaging.operation.name": name or operation,
             "messaging.operation.type": operation,
             "messaging.destination.name": str(endpoint),
         }
@@ -70,7 +72,10 @@ class _Profile:
 
 
 class CallObservation:
-    """One side of one call, from its start to `end`.
+    """One side of one call, or of one job of a work queue, from its start to `end`.
+
+    Args:
+        counted: whether the metrics of calls are told of it.
 
     Attributes:
         trace_headers: what the caller sends along, and what the handler's `Context` gets.
@@ -97,10 +102,12 @@ class CallObservation:
         span: Span | None,
         context: OtelContext | None,
         trace_headers: Mapping[str, str],
+        *,
+        counted: bool = True,
     ) -> None:
         self.trace_headers = trace_headers
         self._telemetry = telemetry
-        self._metrics = telemetry.metrics
+        self._metrics = telemetry.metrics if counted else None
         self._profile = profile
         self._span = span if span is not None and span.is_recording() else None
         self._context = context
@@ -137,6 +144,11 @@ class CallObservation:
         self._cancelled = True
         if self._span is not None:
             self._span.add_event("cancelled")
+
+    def note(self, name: str, value: str | int) -> None:
+        """Set an attribute of the span."""
+        if self._span is not None:
+            self._span.set_attribute(name, value)
 
     def migrated(self, error: BaseException) -> None:
         """Note that the call goes on at another instance, since it ended so at this one."""
@@ -235,23 +247,60 @@ class Telemetry:
         `parent`, as in a task shared by several requests, `parent` decides.
         """
         profile = self._profile(endpoint, "client")
+        attributes: dict[str, str | int] = {**profile.attributes, "dynbus.streaming": streaming}
+        return self._sent(profile, attributes, request_id, parent, counted=True)
+
+    def put_job(
+        self, queue: EndpointName, *, job_id: str, parent: Context | None
+    ) -> CallObservation:
+        """Begin to observe the put of a job, as a call at its caller; metrics of calls do not count
+        it. Its trace headers go with the job."""
+        profile = self._profile(queue, "client", "put")
+        return self._sent(profile, profile.attributes, job_id, parent, counted=False)
+
+    def attempt(
+        self, queue: EndpointName, incoming: Mapping[str, str], *, job_id: str, tries: int
+    ) -> CallObservation:
+        """Begin to observe an attempt at a job, in the trace of its put.
+
+        Args:
+            incoming: the trace headers of the job.
+            tries: how often it was handed out, this time included.
+        """
+        profile = self._profile(queue, "server", "attempt")
+        attributes: dict[str, str | int] = {**profile.attributes, "dynbus.attempt": tries}
+        taker = current_instance()
+        if taker is not None:
+            attributes["dynbus.instance_id"] = taker.instance_id
+        return self._processed(profile, attributes, job_id, incoming, taker, counted=False)
+
+    def _sent(
+        self,
+        profile: _Profile,
+        attributes: Mapping[str, str | int],
+        message_id: str,
+        parent: Context | None,
+        *,
+        counted: bool,
+    ) -> CallObservation:
         inherited = parent.trace_headers() if parent is not None else {}
         if self._tracer is None:
-            return CallObservation(self, profile, None, None, inherited)
+            return CallObservation(self, profile, None, None, inherited, counted=counted)
         if self._leaves_unsampled and is_unsampled(inherited.get(h.TRACEPARENT, "")):
             if self.api.all_baggage():
                 self.api.baggage.inject(inherited)
-            return CallObservation(self, profile, None, None, inherited)
+            return CallObservation(self, profile, None, None, inherited, counted=counted)
         context = self._client_parent(inherited)
         caller = current_instance()
         tracer = self._tracer if caller is None else self.tracer_of(caller)
-        span = self._start(tracer, profile, context, streaming, request_id, profile.attributes)
+        span = self._start(tracer, profile, context, message_id, attributes)
         fields = self.api.write(span.get_span_context())
         if self.api.all_baggage(context):
             self.api.baggage.inject(fields, context)
         elif h.BAGGAGE in inherited:
             fields[h.BAGGAGE] = inherited[h.BAGGAGE]
-        return CallObservation(self, profile, span, self.api.with_span(span, context), fields)
+        within = self.api.with_span(span, context)
+        return CallObservation(self, profile, span, within, fields, counted=counted)
 
     def server_call(
         self,
@@ -269,19 +318,37 @@ class Telemetry:
                 malformed `traceparent` begins a new trace.
         """
         profile = self._profile(endpoint, "server")
+        attributes: dict[str, str | int] = {
+            **profile.attributes,
+            "dynbus.instance_id": instance_id,
+            "dynbus.streaming": streaming,
+        }
+        instance = InstanceName(endpoint.namespace, endpoint.component, instance_id)
+        return self._processed(profile, attributes, request_id, incoming, instance, counted=True)
+
+    def _processed(
+        self,
+        profile: _Profile,
+        attributes: Mapping[str, str | int],
+        message_id: str,
+        incoming: Mapping[str, str],
+        instance: InstanceName | None,
+        *,
+        counted: bool,
+    ) -> CallObservation:
         if self._tracer is None:
-            return CallObservation(self, profile, None, None, incoming)
+            return CallObservation(self, profile, None, None, incoming, counted=counted)
         remote = self.api.read(incoming)
         context = self._server_parent(remote, incoming)
         if self._leaves_unsampled and remote is not None and not remote.trace_flags.sampled:
-            return CallObservation(self, profile, None, context, incoming)
-        tracer = self.tracer_of(InstanceName(endpoint.namespace, endpoint.component, instance_id))
-        attributes = {**profile.attributes, "dynbus.instance_id": instance_id}
-        span = self._start(tracer, profile, context, streaming, request_id, attributes)
+            return CallObservation(self, profile, None, context, incoming, counted=counted)
+        tracer = self._tracer if instance is None else self.tracer_of(instance)
+        span = self._start(tracer, profile, context, message_id, attributes)
         fields = self.api.write(span.get_span_context())
         if h.BAGGAGE in incoming:
             fields[h.BAGGAGE] = incoming[h.BAGGAGE]
-        return CallObservation(self, profile, span, self.api.with_span(span, context), fields)
+        within = self.api.with_span(span, context)
+        return CallObservation(self, profile, span, within, fields, counted=counted)
 
     def credit_stall(self, endpoint: EndpointName, seconds: float) -> None:
         """Note that a stream's writer waited `seconds` for its reader."""
@@ -320,13 +387,13 @@ class Telemetry:
             self._tracers[instance] = tracer
         return tracer
 
-    def _profile(self, endpoint: EndpointName, side: str) -> _Profile:
-        key = (endpoint, side)
+    def _profile(self, endpoint: EndpointName, side: str, name: str = "") -> _Profile:
+        key = (endpoint, name or side)
         profile = self._profiles.get(key)
         if profile is None:
             counted = len(self._profiles) < MAX_ENDPOINTS
             kind = self.api.CONSUMER if side == "server" else self.api.PRODUCER
-            profile = _Profile(endpoint, side, kind, counted)
+            profile = _Profile(endpoint, side, kind, counted, name)
             if counted:
                 self._profiles[key] = profile
         return profile
@@ -359,14 +426,12 @@ class Telemetry:
         tracer: Tracer,
         profile: _Profile,
         context: OtelContext | None,
-        streaming: bool,
-        request_id: str,
-        attributes: Mapping[str, str],
+        message_id: str,
+        attributes: Mapping[str, str | int],
     ) -> Span:
         span = tracer.start_span(profile.name, context, profile.kind, attributes=attributes)
         if span.is_recording():
-            span.set_attribute("messaging.message.id", request_id)
-            span.set_attribute("dynbus.streaming", streaming)
+            span.set_attribute("messaging.message.id", message_id)
         return span
 
 

@@ -1,21 +1,24 @@
-"""What operators see of a work queue: how its jobs fare, how long they wait, how many there are."""
+"""What operators see of a work queue: how its jobs fare, how long they wait, how many there are,
+and of which traces they are."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import anyio
 
 from dynbus.bus.background import Background
+from dynbus.bus.context import current_context
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.telemetry.metrics import Labels, Metrics
-from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.bus.telemetry.telemetry import CallObservation, Telemetry
+from dynbus.bus.telemetry.trace_context import trace_fields
 
 from .job import JobEnd, QueueDepth
 
@@ -34,6 +37,7 @@ class QueueFigures:
 
     def __init__(self, telemetry: Telemetry | None, name: EndpointName) -> None:
         self.ended: Counter[JobEnd] = Counter()
+        self._telemetry = telemetry
         self._metrics: Metrics | None = None if telemetry is None else telemetry.metrics
         self._name = name
         self._labels: Labels = (
@@ -48,6 +52,30 @@ class QueueFigures:
     def put(self) -> None:
         """A job was put."""
         self._count("put")
+
+    @contextmanager
+    def putting(self, job_id: str) -> Generator[Mapping[str, str]]:
+        """A span while the block runs, of the caller's trace, and what carries that trace on."""
+        parent = current_context()
+        if self._telemetry is None:
+            yield {} if parent is None else parent.trace_headers()
+            return
+        put = self._telemetry.put_job(self._name, job_id=job_id, parent=parent)
+        try:
+            yield put.trace_headers
+        except BaseException as error:
+            put.end(error)
+            raise
+        put.end()
+
+    def attempt(
+        self, headers: Mapping[str, str], job_id: str, tries: int
+    ) -> CallObservation | None:
+        """An attempt at a job begins, in the trace that its headers carry."""
+        if self._telemetry is None:
+            return None
+        fields = trace_fields(headers)
+        return self._telemetry.attempt(self._name, fields, job_id=job_id, tries=tries)
 
     def taken(self, waited: float | None) -> None:
         """A job was handed out.

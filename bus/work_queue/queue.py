@@ -63,6 +63,7 @@ class WorkQueue:
         last two minutes is not put again.
 
         Args:
+            headers: for whoever takes it. The trace of the caller goes with them.
             job_id: 1 to 128 printable ASCII characters without spaces.
             deadline: on the library's monotonic clock in seconds; a job that is not begun by then
                 is dropped. What is left of it counts from when the server has stored the job, by
@@ -75,7 +76,8 @@ class WorkQueue:
             PayloadTooLarge: it does not fit into a message.
             Unavailable: the server did not confirm it in time; it may be there.
         """
-        await self._jobs.put(data, job_id, deadline, headers, timeout)
+        with self._figures.putting(job_id) as trace:
+            await self._jobs.put(data, job_id, deadline, {**trace, **(headers or {})}, timeout)
         self._figures.put()
 
     @asynccontextmanager

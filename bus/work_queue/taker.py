@@ -12,12 +12,16 @@ import anyio
 
 from dynbus.bus.background import Background, Work
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DynbusError, UnknownOutcome
+from dynbus.bus.context import MAX_ID_LENGTH, Context, current_context, entered
+from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, UnknownOutcome
+from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
+from dynbus.bus.telemetry.telemetry import CallObservation
+from dynbus.bus.telemetry.trace_context import trace_fields
 from dynbus.bus.transport import ConnectionState, Delivery
 
 from .dead_letters import DeadLetters
-from .job import DeathReason, Facts, JobEnd, Verdict, counted, judge, put_at
+from .job import DeathReason, Facts, JobEnd, Verdict, counted, error_text, judge, put_at
 from .job_stream import CONSUMER, JobStream
 from .observing import QueueFigures
 
@@ -55,7 +59,14 @@ class Job:
         queued_at: Unix seconds by the server's clock, at which it was put.
     """
 
-    def __init__(self, taker: Taker, delivery: Delivery, facts: Facts, created: float) -> None:
+    def __init__(
+        self,
+        taker: Taker,
+        delivery: Delivery,
+        facts: Facts,
+        created: float,
+        observation: CallObservation | None = None,
+    ) -> None:
         self.job_id = facts.job_id
         self.data = delivery.message.data
         self.headers: Mapping[str, str] = facts.headers
@@ -68,6 +79,8 @@ class Job:
         self._taker = taker
         self._is_settled = False
         self._is_doubted = False
+        self._observation = observation
+        self._leave: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "settled" if self._is_settled else "held"
@@ -133,10 +146,20 @@ class Job:
         self._is_settled = True
         await self._taker.settle(self, how)
 
+    def left(self, end: JobEnd, error: BaseException | str | None = None) -> None:
+        """It is settled: its attempt is over."""
+        if self._observation is not None:
+            self._observation.note("dynbus.result", str(end))
+            failure = HandlerError(error_text(error)) if isinstance(error, str) else error
+            self._observation.end(failure)
+
     async def __aenter__(self) -> Self:
+        self._leave = self._enter_trace()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._leave is not None:
+            self._leave()
         if self._is_settled:
             return
         if error is None:
@@ -145,6 +168,24 @@ class Job:
             await self.nak(error)
         else:
             await self.give_back()
+
+    def _enter_trace(self) -> Callable[[], None]:
+        """Have what the block does belong to the trace of the job; what is returned ends that."""
+        observation = self._observation
+        token = None if observation is None else observation.activate()
+        fields = trace_fields(self.headers) if observation is None else observation.trace_headers
+        left = None
+        if current_context() is None:
+            request_id = self.headers.get(header_names.REQUEST_ID) or self.job_id
+            left = entered(Context(request_id[:MAX_ID_LENGTH], trace_headers=fields))
+
+        def leave() -> None:
+            if left is not None:
+                left()
+            if observation is not None:
+                observation.deactivate(token)
+
+        return leave
 
 
 class Taker:
@@ -309,7 +350,9 @@ class Taker:
             delivery = self._ready.popleft()
             verdict = self._judge(delivery)
             if verdict.end is None:
-                job = Job(self, delivery, verdict.facts, self._jobs.created)
+                facts = verdict.facts
+                attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
+                job = Job(self, delivery, facts, self._jobs.created, attempt)
                 self._held[_key(delivery)] = job
                 waited = monotonic() - self._jobs.queued(delivery)
                 self._figures.taken(waited if delivery.tries == 1 else None)
@@ -375,6 +418,7 @@ class Taker:
                 await how(job)
             except DynbusError as error:
                 outcomes.append(error)
+                job.left(JobEnd.RETURNED, error)
             else:
                 outcomes.append(None)
             finally:
@@ -403,7 +447,7 @@ class Taker:
                 f"within {SETTLE_SECONDS:g} s: another taker may get it"
             )
         self._remember(job)
-        self._figures.left(JobEnd.DONE)
+        self._left(job, JobEnd.DONE)
 
     async def retry(self, job: Job, error: BaseException | str, delay: float | None) -> None:
         """See `Job.nak`."""
@@ -413,11 +457,12 @@ class Taker:
             return
         pause = config.delay_after(job.tries) if delay is None else delay
         await self._hand_back(job.delivery, pause)
-        self._figures.left(JobEnd.RETRIED)
+        self._left(job, JobEnd.RETRIED, error)
 
     async def give_back(self, job: Job, delay: float) -> None:
         """See `Job.give_back`."""
         await self._return(job.delivery, job.job_id, delay)
+        job.left(JobEnd.RETURNED)
 
     async def _return(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
         # The server counts its deliveries, and not what became of them.
@@ -448,11 +493,15 @@ class Taker:
 
     async def _die(self, job: Job, reason: DeathReason, error: BaseException | str) -> None:
         if not await self._write_letter(job.delivery, job.job_id, reason, error):
-            self._figures.left(JobEnd.RETRIED)
+            self._left(job, JobEnd.RETRIED, error)
             return
         await self._drop(job.delivery, job.created)
         self._remember(job)
-        self._figures.left(JobEnd.DEAD)
+        self._left(job, JobEnd.DEAD, error)
+
+    def _left(self, job: Job, end: JobEnd, error: BaseException | str | None = None) -> None:
+        self._figures.left(end)
+        job.left(end, error)
 
     def _remember(self, job: Job) -> None:
         self._settled[_key(job.delivery)] = None

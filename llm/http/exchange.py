@@ -349,28 +349,33 @@ class Exchange(ABC):
             shared.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
         self._trace.ended(status, writer.error, timing, self._work, self._content)
         if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", self._log_line(status, now))
+            fields = self._log_fields(now)
+            told = " ".join(f"{name}={value}" for name, value in fields.items())
+            asked = {"method": self._scope["method"], "path": self._path, "status": status}
+            logger.info("%s %s %s %s", *asked.values(), told, extra={**asked, **fields})
 
-    def _log_names(self) -> list[str]:
-        """What else the line of the log names its request by."""
-        return []
+    def _log_names(self) -> dict[str, str]:
+        """What else the log names its request by."""
+        return {}
 
-    def _log_line(self, status: int, now: float) -> str:
+    def _log_fields(self, now: float) -> dict[str, str | int | float]:
         """What is logged of a request: what it says only where that is asked for."""
         timing, writer, caller = self._timing, self._writer, self._caller
-        asked = f"{self._scope['method']} {self._path}"
-        words = [f"{asked} {status}", f"request_id={caller.request_id}", *self._log_names()]
+        fields: dict[str, str | int | float] = {
+            "request_id": caller.request_id,
+            **self._log_names(),
+        }
         if caller.tenant:
-            words.append(f"tenant={caller.tenant}")
+            fields["tenant"] = caller.tenant
         if self._model:
-            words.append(f"model={self._model}")
+            fields["model"] = self._model
         if self._work is not None:
             usage = self._work.usage
             if usage is not None:
-                words.append(f"prompt_tokens={usage.prompt}")
-                words.append(f"completion_tokens={usage.completion}")
+                fields["prompt_tokens"] = usage.prompt
+                fields["completion_tokens"] = usage.completion
             if self._work.instances:
-                words.append(f"instances={','.join(self._work.instances)}")
+                fields["instances"] = ",".join(self._work.instances)
         began = timing.began
         for name, at in (
             ("prepared", timing.prepared),
@@ -379,16 +384,16 @@ class Exchange(ABC):
             ("end", now),
         ):
             if at is not None:
-                words.append(f"{name}_ms={(at - began) * 1000:.1f}")
+                fields[f"{name}_ms"] = round((at - began) * 1000, 1)
         mean_gap = timing.mean_gap
         if mean_gap is not None:
-            words.append(f"inter_token_ms={mean_gap * 1000:.2f}")
+            fields["inter_token_ms"] = round(mean_gap * 1000, 2)
         if writer.error is not None:
-            words.append(f"error={writer.error.code}")
+            fields["error"] = writer.error.code
         if self._content is not None:
-            words.append(f"input={self._content.input_messages}")
-            words.append(f"output={self._content.output_messages}")
-        return " ".join(words)
+            fields["input"] = self._content.input_messages
+            fields["output"] = self._content.output_messages
+        return fields
 
 
 def _with_salt(body: bytes, tenant: str) -> bytes:

@@ -159,9 +159,9 @@ class StreamExchange(Exchange):
         self._held: _Held | None = _Held()
         self._after = 0
 
-    def _log_names(self) -> list[str]:
+    def _log_names(self) -> dict[str, str]:
         # As it is in the path: whoever asks chooses it.
-        return [f"stream={quote(self._stream[:128])}"]
+        return {"stream": quote(self._stream[:128])}
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         return answer_of(error, request_id)

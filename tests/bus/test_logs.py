@@ -53,6 +53,27 @@ def inside(call: Context, log: logging.Logger) -> None:
     contextvars.copy_context().run(run)
 
 
+def test_what_is_logged_with_extra_is_a_field_of_json_and_not_twice_on_a_terminal(
+    stream: io.StringIO,
+) -> None:
+    told = {"tenant": "acme", "prompt_tokens": 3}
+    configure_logging("json", stream=stream)
+    logging.getLogger("dynbus").info("POST /v1 200 tenant=acme", extra=told)
+    (line,) = lines(stream)
+    console = io.StringIO()
+    configure_logging("console", stream=console)
+
+    logging.getLogger("dynbus").info("POST /v1 200 tenant=acme", extra=told)
+
+    assert (line["event"], line["tenant"], line["prompt_tokens"]) == (
+        "POST /v1 200 tenant=acme",
+        "acme",
+        3,
+    )
+    assert console.getvalue().count("acme") == 1
+    assert "prompt_tokens" not in console.getvalue()
+
+
 def test_a_record_is_one_json_object(stream: io.StringIO) -> None:
     configure_logging("json", stream=stream)
 

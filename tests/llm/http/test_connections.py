@@ -464,6 +464,27 @@ async def test_logs_say_how_a_request_went_and_never_what_it_said(
     assert "a-person" not in caplog.text
 
 
+async def test_logs_have_what_is_known_of_a_request_as_fields_its_tenant_too(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    keys = tmp_path / "keys"
+    keys.write_text("acme key-of-acme\n")
+    async with served(api_keys=keys) as front:
+        asked_with = {"Authorization": "Bearer key-of-acme", "X-Request-Id": "one"}
+        await exchange(front, request(chat("say hi"), **asked_with))
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
+
+    (record,) = [one for one in caplog.records if "/v1/chat" in one.getMessage()]
+    fields = vars(record)
+    asked = [fields[name] for name in ("method", "path", "status", "request_id", "tenant", "model")]
+    assert asked == ["POST", "/v1/chat/completions", 200, "one", "acme", "tiny"]
+    assert fields["completion_tokens"] > 0
+    assert fields["end_ms"] >= fields["sent_ms"] > 0
+    for name in ("request_id", "tenant", "completion_tokens", "end_ms"):
+        assert f"{name}={fields[name]}" in record.getMessage()
+
+
 async def test_a_conversation_that_a_good_template_fails_with_is_refused() -> None:
     template = CHATML + "{{ 'x' * messages[0].get('n', 0) }}"
     async with served(template=template) as front:
