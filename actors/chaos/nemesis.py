@@ -103,9 +103,11 @@ class Nemesis:
             Kind.RESTART: self._restart,
             Kind.SERVER: self._server,
             Kind.LEADER: self._leader,
+            Kind.FREEZE_SERVER: self._freeze_server,
             Kind.DELAY: self._delay,
             Kind.CUT: self._cut,
             Kind.HALF_OPEN: self._half_open,
+            Kind.SILENCE: self._silence,
         }
         at, number = round(monotonic() - self._began, 3), len(self.done)
         self.done.append(Done(at, step.kind, "going on"))
@@ -225,14 +227,16 @@ class Nemesis:
 
     # Servers -----------------------------------------------------------------------------------
 
+    def _victim_server(self, step: Step) -> int:
+        # A cluster without its majority is no cluster: one server at a time.
+        if self._servers.down:
+            raise _Skipped("a server is down already")
+        return step.among(len(self._servers.servers))
+
     async def _server(self, step: Step, index: int | None = None) -> str:
         servers = self._servers
-        up = [n for n in range(len(servers.servers)) if n not in servers.down]
-        # A cluster without its majority is no cluster: one server at a time.
-        if servers.down or not up:
-            raise _Skipped("a server is down already")
-        if index is None:
-            index = up[step.among(len(up))]
+        victim = self._victim_server(step)
+        index = victim if index is None else index
         self._strikes(step.kind)
         try:
             await servers.kill(index)
@@ -247,6 +251,16 @@ class Nemesis:
         if index is None:
             raise _Skipped("nobody leads, or nobody could tell")
         return await self._server(step, index)
+
+    async def _freeze_server(self, step: Step) -> str:
+        servers = self._servers
+        index = self._victim_server(step)
+        is_killed = step.manner < 0.5
+        async with servers.frozen(index, is_killed=is_killed) as at:
+            self._struck(at, step.kind.value)
+            await anyio.sleep(step.lasts)
+        end = "killed" if is_killed else "gone on"
+        return f"{index + 1} of {len(servers.servers)} for {step.lasts:g} s, then {end}"
 
     # Connections -------------------------------------------------------------------------------
 
@@ -311,6 +325,24 @@ class Nemesis:
             if child is not None:
                 self._cut_off.discard(child)
         return f"{whose} {way}, for {step.lasts:g} s"
+
+    async def _silence(self, step: Step) -> str:
+        child, proxies, whose = self._connections(step)
+        pid = self._callers_pid if child is None else child.pid
+        assert pid is not None
+        if child is not None:
+            self._cut_off.add(child)
+        self._strikes(step.kind)
+        for proxy in proxies:
+            proxy.silence(pid)
+        try:
+            await anyio.sleep(step.lasts)
+        finally:
+            for proxy in proxies:
+                proxy.hear(pid)
+            if child is not None:
+                self._cut_off.discard(child)
+        return f"{whose} for {step.lasts:g} s"
 
 
 class _Skipped(Exception):

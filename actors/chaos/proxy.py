@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +114,7 @@ class Proxy(Faults):
         self._server: asyncio.Server | None = None
         self.links: list[Link] = []
         self._refuse = False
+        self._silenced: Counter[int] = Counter()
         self.accepted = 0
         self.port = 0
 
@@ -149,6 +151,18 @@ class Proxy(Faults):
         """Reset new connections as soon as they come."""
         self._refuse = refused
 
+    def silence(self, pid: int) -> None:
+        """Freeze every connection of one process, and those that it opens from now on."""
+        self._silenced[pid] += 1
+        for link in links_of(pid, [self]):
+            link.freeze()
+
+    def hear(self, pid: int) -> None:
+        """The inverse of `silence`; what was held back goes on."""
+        self._silenced[pid] -= 1
+        for link in links_of(pid, [self]):
+            link.thaw()
+
     def forget(self, link: Link) -> None:
         """A connection has ended."""
         with suppress(ValueError):
@@ -169,7 +183,11 @@ class Proxy(Faults):
             writer.transport.abort()
             server[1].transport.abort()
             return
-        self.links.append(Link(self, (reader, writer), server))
+        link = Link(self, (reader, writer), server)
+        self.links.append(link)
+        for pid, times in self._silenced.items():
+            if times and link in links_of(pid, [self]):
+                link.freeze()
 
 
 def links_of(pid: int, proxies: Iterable[Proxy]) -> list[Link]:

@@ -32,20 +32,26 @@ class Kind(StrEnum):
     """kill -9 of one nats-server, which starts again some moments later."""
     LEADER = "leader"
     """The same of the server that leads the records of instances, in a cluster."""
+    FREEZE_SERVER = "freeze-server"
+    """SIGSTOP of one nats-server: nobody is told; then SIGCONT, or kill -9 and another start."""
     DELAY = "delay"
     """What one process sends and gets is late."""
     CUT = "cut"
     """The connections of one process are reset."""
     HALF_OPEN = "half-open"
     """The connections of one process stay open and carry nothing, or one direction only."""
+    SILENCE = "silence"
+    """The link of one process is silent, new connections too; what it held arrives at last."""
 
 
 SECONDS: Final[Mapping[Kind, tuple[float, float]]] = {
     Kind.FREEZE: (1.0, 5.0),
     Kind.SERVER: (0.1, 2.0),
     Kind.LEADER: (0.5, 3.0),
+    Kind.FREEZE_SERVER: (1.0, 6.0),
     Kind.DELAY: (0.5, 4.0),
     Kind.HALF_OPEN: (0.5, 4.0),
+    Kind.SILENCE: (1.0, 8.0),
 }
 """How long a fault lasts; the others are over at once."""
 
@@ -58,9 +64,11 @@ WEIGHTS: Final[Mapping[Kind, int]] = {
     Kind.RESTART: 1,
     Kind.SERVER: 2,
     Kind.LEADER: 2,
+    Kind.FREEZE_SERVER: 1,
     Kind.DELAY: 2,
     Kind.CUT: 3,
     Kind.HALF_OPEN: 2,
+    Kind.SILENCE: 2,
 }
 """How often a kind is drawn beside the others."""
 

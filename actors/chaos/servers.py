@@ -18,6 +18,7 @@ from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.records.leases import INSTANCES_STREAM
 from dynbus.bus.transport import Message
 
+from .frozen import frozen
 from .proxy import Proxy
 
 T = TypeVar("T")
@@ -78,6 +79,30 @@ class OwnServers:
         """Start it again, at its port and with its data."""
         await self.servers[index].start()
         self.down.discard(index)
+
+    @asynccontextmanager
+    async def frozen(self, index: int, *, is_killed: bool) -> AsyncGenerator[float]:
+        """One is stopped (SIGSTOP) while the block runs, so that nobody is told.
+
+        Yields when that began, by `time.monotonic`.
+
+        Args:
+            is_killed: whether it does not go on then, but is killed and started again.
+        """
+        self.down.add(index)
+        try:
+            async with frozen(self.servers[index].pid) as at:
+                try:
+                    yield at
+                finally:
+                    if is_killed:
+                        with anyio.CancelScope(shield=True):
+                            await self.kill(index)
+        finally:
+            if is_killed:
+                with anyio.CancelScope(shield=True):
+                    await self.start(index)
+            self.down.discard(index)
 
     async def leader(self) -> int | None:
         """Which of them leads the records of instances; None where nobody can tell now."""

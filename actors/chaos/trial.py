@@ -56,7 +56,7 @@ WHOLE_SECONDS: Final = 60.0
 """Seconds after the last fault in which the run must be whole again."""
 WARMUP_SECONDS: Final = 1.0
 SAMPLE_SECONDS: Final = 15.0
-NETWORK: Final = frozenset({Kind.DELAY, Kind.CUT, Kind.HALF_OPEN})
+NETWORK: Final = frozenset({Kind.DELAY, Kind.CUT, Kind.HALF_OPEN, Kind.SILENCE})
 """Faults that need proxies."""
 ECHO_PAUSES: Final = (0.02, 0.06)
 DRAIN_GRACE: Final = 5.0

@@ -41,7 +41,9 @@ _HELP: Final = """Break what the actors of TARGETs run on, and check every call 
       freeze                SIGSTOP of an instance, SIGCONT up to 5 s later
       join, leave, restart  one instance more, one less, all of a node one by one
       server, leader        kill -9 of a nats-server, of the one that leads a cluster
+      freeze-server         SIGSTOP of a nats-server: nobody is told that it is gone
       delay, cut, half-open the connections of an instance or of the callers
+      silence               the whole link of an instance or of the callers, without a word
 
     \b
     dynbus chaos --minutes 1

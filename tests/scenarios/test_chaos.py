@@ -36,8 +36,16 @@ MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
 """Minutes of each long form."""
 
 
-async def test_no_stream_loses_or_doubles_an_item_whatever_fails_under_it() -> None:
-    report = await run_trial(SHORT, asyncio.Event())
+SILENT = dataclasses.replace(
+    SHORT, seconds=8.0, kinds=[Kind.FREEZE_SERVER, Kind.SILENCE], pauses=(1.0, 2.0), servers=3
+)
+
+
+@pytest.mark.parametrize("options", [SHORT, SILENT], ids=["told", "silent"])
+async def test_no_stream_loses_or_doubles_an_item_whatever_fails_under_it(
+    options: TrialOptions,
+) -> None:
+    report = await run_trial(options, asyncio.Event())
 
     assert report.held, report.violations
     assert report.ends == {"well": report.calls}
@@ -97,6 +105,7 @@ LONG = {
     "thirds": ([Kind.KILL_THIRD], (8.0, 12.0), 1, 12, 256),
     "leaders": ([Kind.LEADER], (8.0, 12.0), 3, 4, 64),
     "churn": ([Kind.JOIN, Kind.LEAVE], (0.12, 0.18), 1, 8, 64),
+    "silence": ([Kind.FREEZE_SERVER, Kind.SILENCE], (2.0, 5.0), 3, 4, 64),
     "network": ([Kind.DELAY, Kind.CUT, Kind.HALF_OPEN], (1.0, 3.0), 1, 4, 64),
     "everything": (sorted(set(Kind) - {Kind.LEADER}), (0.5, 3.0), 1, 6, 64),
 }
