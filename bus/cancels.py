@@ -65,6 +65,9 @@ class Cancels:
         reply_prefixes: subjects under which may be answered.
         to_main: has a function called on the main loop soon, from any thread.
         drop: counts a message that is dropped; to be called on the main loop.
+
+    Attributes:
+        has_any: whether any came, for whoever would ask with every call.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Cancels:
         self._to_main = to_main
         self._drop = drop
         self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self.has_any = False
         self._heard: dict[str, Tombstones] = {}
         self._subscriptions: dict[str, Subscription] = {}
         self._holders: list[Holder] = []
@@ -106,8 +110,7 @@ class Cancels:
     def has(self, namespace: str, request_id: str) -> bool:
         """Whether a request that begins now was cancelled a moment ago."""
         tombstones = self._heard.get(namespace)
-        # Every attempt at a call asks, and nearly always nothing was cancelled.
-        return bool(tombstones and tombstones.has_request(request_id, monotonic()))
+        return tombstones is not None and tombstones.has_request(request_id, monotonic())
 
     def add(self, holder: Holder) -> None:
         """Have `holder` called on the main loop with every cancel."""
@@ -146,6 +149,7 @@ class Cancels:
             self._publish(message.reply, self._answer(error=str(error)))
             return
         now = monotonic()
+        self.has_any = True
         for request_id in ids:
             tombstones.add(request_id, now)
         with self._lock:

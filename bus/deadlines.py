@@ -49,12 +49,12 @@ class Deadlines(Generic[T]):
             self._near[call] = self._loop.call_later(max(0.0, left), self._fire_near, call)
             return 0
         number = int(at / SLACK) + 1
-        bucket = self._buckets.get(number)
-        if bucket is None:
-            bucket = self._buckets[number] = {}
+        try:
+            self._buckets[number][call] = None
+        except KeyError:
+            self._buckets[number] = {call: None}
             if self._timer is None:
                 self._timer = self._loop.call_later(SLACK, self._tick)
-        bucket[call] = None
         return number
 
     def disarm(self, number: int, call: T) -> None:
@@ -64,11 +64,13 @@ class Deadlines(Generic[T]):
             if timer is not None:
                 timer.cancel()
             return
-        bucket = self._buckets.get(number)
-        if bucket is not None:
-            bucket.pop(call, None)
-            if not bucket:
-                del self._buckets[number]
+        try:
+            bucket = self._buckets[number]
+            del bucket[call]
+        except KeyError:
+            return
+        if not bucket:
+            del self._buckets[number]
 
     def clear(self) -> None:
         """Forget everything."""

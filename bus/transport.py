@@ -15,6 +15,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
+import msgspec
+
 from .background import Background
 from .drops import DropReason
 from .errors import DynbusError, Unavailable
@@ -26,7 +28,7 @@ REPLICAS: Final = 3
 """Servers that keep a stream, as far as a cluster has them: one of three may be lost."""
 
 
-class Message(NamedTuple):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """A message as delivered.
 
     Attributes:

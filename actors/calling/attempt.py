@@ -14,6 +14,7 @@ from dynbus.bus.calling.caller import Caller
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.context import Context
 from dynbus.bus.errors import Cancelled, DynbusError
+from dynbus.bus.records.instance_view import Instance
 
 from .routing import RouteObserver
 
@@ -27,20 +28,33 @@ class Attempt:
 
     Attributes:
         instance_id: where it goes.
+        instance: what was known of it when it was chosen; None where it was chosen by its id.
+        is_watched: whether anybody wants to know what arrives, and how it ends.
         metadata: the header value of this request, when its router gave metadata: that of the call
             and its own. None for that of the call.
         pending: what is open at the instance; None before the request is sent.
     """
 
-    __slots__ = ("_observation", "_when_answered", "instance_id", "metadata", "pending")
+    __slots__ = (
+        "_observation",
+        "_when_answered",
+        "instance",
+        "instance_id",
+        "is_watched",
+        "metadata",
+        "pending",
+    )
 
     def __init__(
         self,
         instance_id: str,
         observation: RouteObservation | None = None,
         metadata: str | None = None,
+        instance: Instance | None = None,
     ) -> None:
         self.instance_id = instance_id
+        self.instance = instance
+        self.is_watched = observation is not None
         self.metadata = metadata
         self.pending: PendingCall | None = None
         self._observation = observation
@@ -67,6 +81,7 @@ class Attempt:
     def when_answered(self, then: Callable[[], None]) -> None:
         """Have `then` called once, at the first item or the end, whichever comes first."""
         self._when_answered = then
+        self.is_watched = True
 
     @property
     def has_begun(self) -> bool:

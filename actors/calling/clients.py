@@ -513,6 +513,8 @@ def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocati
     def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
         # A client's own attributes are private: every other name is a handler's.
         endpoint = client._endpoints[name]  # pyright: ignore[reportPrivateUsage]
+        own = client._options  # pyright: ignore[reportPrivateUsage]
+        options = current_options()
         parent: Context | None = named.pop("context", None) if named else None
         if codec is None:
             if request or named:
@@ -543,10 +545,7 @@ def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocati
             migration_limit=migration_limit,
             resume=resume,
             schemas=schemas,
-            options=combined(
-                current_options(),
-                client._options,  # pyright: ignore[reportPrivateUsage]
-            ),
+            options=combined(options, own) if own else options,
             parent=parent,
         )
 

@@ -138,11 +138,19 @@ class Invocation:
         self.endpoint = endpoint
         self.data = data
         self.options = options
-        self.request_id = options.get("request_id") or (parent.id if parent else random_id())
-        self.instance_id = options.get("instance") or ""
+        self.request_id = ""
+        self.instance_id = ""
         self.streaming = streaming
         self._declared = streaming is not None
-        self._idempotent = idempotent or bool(options.get("idempotency_key"))
+        self._idempotent = idempotent
+        limit = timeout
+        if options:
+            self.request_id = options.get("request_id") or ""
+            self.instance_id = options.get("instance") or ""
+            self._idempotent = idempotent or bool(options.get("idempotency_key"))
+            limit = options.get("timeout", timeout)
+        if not self.request_id:
+            self.request_id = parent.id if parent else random_id()
         self._migration_limit = migration_limit
         self._parent = parent
         self._schemas = schemas
@@ -167,8 +175,7 @@ class Invocation:
         self._priority = 0
         self._observation: CallObservation | None = None
         self._wait_until: float | None = None
-        limit = options.get("timeout", timeout)
-        deadline = monotonic() + limit if isinstance(limit, int | float) else None
+        deadline = None if limit is None else monotonic() + limit
         if parent is not None and parent.deadline is not None:
             deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
         self._deadline = deadline
@@ -225,17 +232,18 @@ class Invocation:
             DeadlineExceeded, PayloadTooLarge, Unavailable: nothing was sent.
             Cancelled: the call was left; nor then.
         """
-        self._check_not_left()
+        side, selection = self.side, self._selection
+        if self._left or side.bus.cancels.has_any:
+            self._check_not_left()
         fields = self._fields
         if fields is None:
             fields = self._fields = self._head_fields()
-        side, selection = self.side, self._selection
         if not side.is_connected:
             with self._until_cancelled():
                 await side.wait_connected(self._time_left())
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
-        self.instance_id = self.options.get("instance") or ""
+        self.instance_id = (self.options.get("instance") or "") if self.options else ""
         answered: Callable[[], None] | None = None
         try:
             if self._moves:
@@ -248,12 +256,15 @@ class Invocation:
             raise
         if answered is not None:
             attempt.when_answered(answered)
-        self._check_not_left()
+        if self._left or side.bus.cancels.has_any:
+            self._check_not_left()
         self.instance_id = attempt.instance_id
         self._attempts += 1
         streaming = bool(self.streaming)
         theirs = selection.check_instance(
-            attempt.instance_id, streaming=streaming, declared=self._declared
+            attempt.instance or selection.find(attempt.instance_id),
+            streaming=streaming,
+            declared=self._declared,
         )
         own = self._schemas
         if own is not None and theirs and theirs != own.hash:
@@ -269,9 +280,11 @@ class Invocation:
 
     async def _choose(self) -> Attempt:
         """An attempt at the instance that is named, or that the router picks."""
-        chosen = self.instance_id or self._selection.pick()
+        if self.instance_id:
+            return Attempt(self.instance_id)
+        chosen = self._selection.pick()
         if chosen is not None:
-            return Attempt(chosen)
+            return Attempt(chosen.record.instance_id, instance=chosen)
         with self._until_cancelled():
             return await self._selection.choose(
                 self._wait_left(),
@@ -336,8 +349,9 @@ class Invocation:
                     break
                 except DynbusError as error:
                     await self._prepare_retry(error)
-            if self._attempt is not None:
-                self._attempt.arrived((data,))
+            attempt = self._attempt
+            if attempt is not None and attempt.is_watched:
+                attempt.arrived((data,))
             try:
                 result = decode(data)
             except Exception as error:  # noqa: BLE001 - validators of users raise what they like
@@ -695,14 +709,15 @@ class Invocation:
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the observers how the call ended, once."""
-        if isinstance(error, DynbusError) and self._lost is not None:
+        if self._lost is not None and isinstance(error, DynbusError):
             # The last attempt may not have, and an earlier one has.
             error.started = True
         observation, self._observation = self._observation, None
         if observation is not None:
             observation.end(error)
-        if self._attempt is not None:
-            self._attempt.end(error)
+        attempt = self._attempt
+        if attempt is not None and attempt.is_watched:
+            attempt.end(error)
 
     def _time_left(self) -> float | None:
         if self._deadline is None:

@@ -136,10 +136,10 @@ class Policy:
     """A router that neither waits nor fails, and looks at nothing but the instances' loads."""
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        return self.pick(instances, request.load)
+        return self.pick(instances, request.load).id
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
-        """The id of one of `instances`, which is never empty.
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+        """One of `instances`, which is never empty.
 
         Args:
             load: tells the load of an instance by id.
@@ -153,39 +153,39 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._next = jitter.randrange(1 << 16)
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
         self._next += 1
-        return instances[self._next % len(instances)].record.instance_id
+        return instances[self._next % len(instances)]
 
 
 class Random(Policy):
     """Any, each with the same chance."""
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
-        return jitter.choice(instances).id
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+        return jitter.choice(instances)
 
 
 class LeastLoaded(Policy):
     """The one with the fewest calls; ties are broken at random."""
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
         loads = [load(instance.id).total for instance in instances]
         least = min(loads)
         return jitter.choice(
             [i for i, calls in zip(instances, loads, strict=True) if calls == least]
-        ).id
+        )
 
 
 class PowerOfTwo(Policy):
     """The less loaded of two random ones: nearly as even as the least loaded, without herding."""
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
         if len(instances) == 1:
-            return instances[0].id
+            return instances[0]
         first, second = jitter.sample(instances, 2)
         if load(first.id).total <= load(second.id).total:
-            return first.id
-        return second.id
+            return first
+        return second
 
 
 POLICIES: dict[str, Callable[[], Router]] = {

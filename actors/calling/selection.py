@@ -84,7 +84,7 @@ class Selection:
         """Choose any other instance next, even where there is none; this one again once it was
         started anew."""
         self.mark_tried(instance_id)
-        instance = self._find(instance_id)
+        instance = self.find(instance_id)
         self._left = (instance_id, instance.record.incarnation) if instance is not None else None
 
     def ask_for(self, request: Any) -> None:
@@ -104,7 +104,7 @@ class Selection:
         tried = self._tried
         return any(one.id not in tried and one.id != besides for one in self._known())
 
-    def pick(self) -> str | None:
+    def pick(self) -> Instance | None:
         """The instance that a policy of our own picks at once; None where `choose` is needed."""
         router = self._router
         if type(router) not in OWN_POLICIES or not isinstance(router, Policy):
@@ -177,12 +177,12 @@ class Selection:
             NoInstances: there is none, also after the wait.
             DeadlineExceeded: none was found in time.
         """
-        named = self._find(instance_id)
+        named = self.find(instance_id)
         others = self._known() or (await self._wait(wait, left) if named is None else [])
         known = [named, *others] if named is not None else others
         return first_kind(known, self._endpoint) == "stream"
 
-    def check_instance(self, instance_id: str, *, streaming: bool, declared: bool) -> str:
+    def check_instance(self, instance: Instance | None, *, streaming: bool, declared: bool) -> str:
         """Refuse a call whose result would be lost, or never come.
 
         Returns the hash of what the instance's endpoint reads and writes; empty where that is not
@@ -196,7 +196,6 @@ class Selection:
             InvalidRequest: the instance's record says that it serves the other kind, or lists
                 other endpoints; the next instance may fit.
         """
-        instance = self._find(instance_id)
         if instance is None:
             return ""
         record, name = instance.record, self._endpoint.endpoint
@@ -271,7 +270,7 @@ class Selection:
         """What a router picked, when it is one of the instances that it may pick."""
         # A router is the user's code, and what it says becomes part of a subject.
         if isinstance(chosen, str):
-            if chosen not in self._tried and self._find(chosen) is not None:
+            if chosen not in self._tried and self.find(chosen) is not None:
                 return chosen
             if any(one.id == chosen for one in instances):
                 return chosen
@@ -305,7 +304,8 @@ class Selection:
         """The instances that did not turn the call away; all where each of them did."""
         return [one for one in instances if one.id not in self._tried] or instances
 
-    def _find(self, instance_id: str) -> Instance | None:
+    def find(self, instance_id: str) -> Instance | None:
+        """The instance of an id, as far as it is known."""
         return self._side.discovery.view.find(self._instance(instance_id))
 
     def _load(self, instance_id: str) -> Load:

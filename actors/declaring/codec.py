@@ -163,7 +163,8 @@ class Codec:
                     read_back = True
             else:
                 data = to_json(value)
-            self._check_finite(value, data)
+            if self._marks:
+                self._check_finite(value, data)
             if read_back:
                 validator.validate_json(data)
         except pydantic.ValidationError as error:
@@ -223,8 +224,6 @@ class Codec:
         return made
 
     def _check_finite(self, value: Any, data: bytes) -> None:
-        if not self._marks:
-            return
         total = self._total
         if total is not None:
             try:

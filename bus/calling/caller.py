@@ -170,7 +170,7 @@ class Caller:
         endpoint, opened = head.endpoint, self._open
         call = PendingCall(
             head,
-            opened.remote(InstanceName(endpoint.namespace, endpoint.component, instance_id)),
+            opened.remote(endpoint, instance_id),
             opened.next_number(),
             window=opened.window(),
             max_item_bytes=config.max_item_bytes,
@@ -329,7 +329,12 @@ class Caller:
         calls = self._open.calls
         proven: PendingCall | None = None
         for frame in batch.frames:
-            if type(frame) is not Item and not isinstance(frame, _RESULTS):
+            # One by one, for what comes most often.
+            if (
+                type(frame) is not Item
+                and type(frame) is not End
+                and not isinstance(frame, _RESULTS)
+            ):
                 self.bus.drop(DropReason.UNEXPECTED)
                 continue
             call = calls.get(frame.number)
@@ -338,6 +343,8 @@ class Caller:
                 continue
             proven = call
             if call.reader.receive_next(frame):
+                if type(frame) is End:
+                    call.finish()
                 if (gathering := call.gathering) is None:
                     call.wake()
                 else:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 
 from .pending_call import PendingCall
 from .remote_instance import RemoteInstance
@@ -46,7 +46,7 @@ class OpenCalls:
         self.calls: dict[int, PendingCall] = {}
         self._by_incarnation = by_incarnation
         # An id alone may be another's, too.
-        self._by_name: dict[InstanceName, Remote] = {}
+        self._by_name: dict[tuple[str, str, str], Remote] = {}
         self._make_remote = make_remote
         self._number = 0
         self._stream_window = stream_window
@@ -62,7 +62,10 @@ class OpenCalls:
 
     def window(self) -> int:
         """Bytes of items that may be unread of the next call."""
-        return min(self._stream_window, max(SMALLEST_WINDOW, self._window_left // WINDOW_SHARE))
+        share = self._window_left // WINDOW_SHARE
+        if share >= self._stream_window:
+            return self._stream_window
+        return min(self._stream_window, max(SMALLEST_WINDOW, share))
 
     def add(self, call: PendingCall) -> None:
         """A call is sent."""
@@ -72,9 +75,10 @@ class OpenCalls:
 
     def remove(self, call: PendingCall) -> bool:
         """A call has ended; False for one that had already."""
-        if self.calls.pop(call.number, None) is None:
+        if call.number not in self.calls:
             return False
-        call.remote.calls.pop(call.number, None)
+        del self.calls[call.number]
+        del call.remote.calls[call.number]
         call.remote.done.append((call.number, call.secret))
         self._window_left += call.reader.window
         return True
@@ -86,10 +90,13 @@ class OpenCalls:
     def find_remote(self, name: InstanceName) -> Remote | None:
         return self._by_name.get(name)
 
-    def remote(self, name: InstanceName) -> Remote:
-        """The instance of a name; those that nothing is open at make room for a new one."""
-        remote = self._by_name.get(name)
+    def remote(self, endpoint: EndpointName, instance_id: str) -> Remote:
+        """An instance of an endpoint; those that nothing is open at make room for a new one."""
+        namespace, component, _ = endpoint
+        # A name is equal to the tuple of its parts, which takes less time to make.
+        remote = self._by_name.get((namespace, component, instance_id))
         if remote is None:
+            name = InstanceName(namespace, component, instance_id)
             if len(self._by_name) >= MAX_IDLE_REMOTES:
                 for idle in [one for one in self._by_name.values() if not one.has_work()]:
                     self.forget(idle)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
@@ -32,7 +34,7 @@ KILL_AFTER: Final = 1.0
 M = TypeVar("M")
 
 
-class CallHead(NamedTuple):
+class CallHead(msgspec.Struct, frozen=True, gc=False):
     """What a request says beside its payload.
 
     Attributes:
@@ -158,15 +160,16 @@ class PendingCall(CallProgress):
         Raises:
             DynbusError: how the call ended otherwise.
         """
+        reader = self.reader
         try:
-            while self.is_open:
+            while reader.terminal is None and self.error is None:
                 await self.wait()
         except asyncio.CancelledError:
             self.abandon()
             raise
         if self.error is not None:
             raise self.error
-        return self.reader.result()
+        return reader.result()
 
     async def items(self) -> list[bytes]:
         """Wait for items; an empty list is the end of a stream.
@@ -222,7 +225,7 @@ class PendingCall(CallProgress):
             return
         if reader.terminal is not None:
             terminal = reader.terminal
-            self._finish(self._failure(terminal) if isinstance(terminal, Failed) else None)
+            self.finish(self._failure(terminal) if isinstance(terminal, Failed) else None)
         elif reader.behind:
             question = self.ask_once(monotonic())
             if question is not None:
@@ -246,7 +249,7 @@ class PendingCall(CallProgress):
             return
         if not error.request_id:
             error.request_id = self.request_id
-        self._finish(error)
+        self.finish(error)
         self.wake()
 
     def expire(self) -> None:
@@ -284,7 +287,8 @@ class PendingCall(CallProgress):
         error.hop = self.hop
         return error
 
-    def _finish(self, error: DynbusError | None) -> None:
+    def finish(self, error: DynbusError | None = None) -> None:
+        """The call has ended: its reader has the end, or `error` is one."""
         self.error = error
         if self._unlink is not None:
             self._unlink()

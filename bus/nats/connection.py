@@ -152,6 +152,7 @@ class NatsConnection(WatchedConnection):
     Attributes:
         inbox: replies of server APIs arrive below it.
         request: `ServerRequests.send` over this connection.
+        max_payload: bytes of the largest message that the server takes.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class NatsConnection(WatchedConnection):
         self._denied: dict[str, str] = {}
         self._lame_duck = False
         self._left_for_others = False
-        self._max_payload = 1024 * 1024
+        self.max_payload = 1024 * 1024
         self._pings = Pings(self._loop, self._output)
         self._requests = ServerRequests(self)
         self.request = self._requests.send
@@ -189,10 +190,6 @@ class NatsConnection(WatchedConnection):
         )
 
     # What callers see -----------------------------------------------------------------
-
-    @property
-    def max_payload(self) -> int:
-        return self._max_payload
 
     @property
     def backlog(self) -> int:
@@ -223,10 +220,10 @@ class NatsConnection(WatchedConnection):
 
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         size = len(data) + len(headers)
-        if size > self._max_payload:
+        if size > self.max_payload:
             raise PayloadTooLarge(
                 f"a message of {size} bytes to {subject} exceeds the server's max_payload = "
-                f"{self._max_payload}"
+                f"{self.max_payload}"
             )
         if self._state is not ConnectionState.CONNECTED:
             self.drop(DropReason.DISCONNECTED)
@@ -459,7 +456,7 @@ class NatsConnection(WatchedConnection):
         self._lame_duck = self._left_for_others = False
         self._choice.advertise(session.info.get("connect_urls") or ())
         self._denied.clear()
-        self._max_payload = int(session.info.get("max_payload") or self._max_payload)
+        self.max_payload = int(session.info.get("max_payload") or self.max_payload)
         for subscription in self._subscriptions.values():
             if not subscription.ending:
                 session.write(subscription.command())

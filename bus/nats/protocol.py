@@ -17,7 +17,9 @@ from dynbus.bus.transport import Message
 MAX_CONTROL_LINE: Final = 64 * 1024
 """An INFO line of a large cluster is the longest legal one."""
 
-MAX_DIGITS: Final = 18
+_LINE: Final = rb"MSG ([^ \r\n]+) ([0-9]{1,18}) (?:([^ \r\n]+) )?"
+_message: Final = re.compile(_LINE + rb"([0-9]{1,18})\r\n").match
+_headed_message: Final = re.compile(b"H" + _LINE + rb"([0-9]{1,18}) ([0-9]{1,18})\r\n").match
 
 
 def heard_by(subject: str) -> Callable[[str], object] | None:
@@ -60,64 +62,62 @@ class ServerReader:
             ProtocolViolation: they are not what a NATS server sends.
         """
         data = self._rest + chunk if self._rest else chunk
-        position = 0
+        position, length = 0, len(data)
+        is_line = False
         on_message = self._on_message
-        while True:
-            eol = data.find(b"\r\n", position)
-            if eol < 0:
-                break
+        while position < length:
             first = data[position]
             if first == 77:  # MSG subject sid [reply] size
-                fields = data[position + 4 : eol].split(b" ")
-                body = eol + 2
-                end = body + _size(fields, 3)
-                if len(data) < end + 2:
-                    break
-                reply = fields[2].decode("utf-8", "replace") if len(fields) == 4 else ""
-                message = Message(fields[0].decode("utf-8", "replace"), reply, b"", data[body:end])
-                on_message(int(fields[1]), message)
-                position = end + 2
+                found = _message(data, position)
             elif first == 72:  # HMSG subject sid [reply] header-size size
-                fields = data[position + 5 : eol].split(b" ")
-                body = eol + 2
-                end = body + _size(fields, 4)
-                if len(data) < end + 2:
-                    break
-                split = body + _header_size(fields)
-                reply = fields[2].decode("utf-8", "replace") if len(fields) == 5 else ""
-                message = Message(
-                    fields[0].decode("utf-8", "replace"),
-                    reply,
-                    data[body:split],
-                    data[split:end],
-                )
-                on_message(int(fields[1]), message)
-                position = end + 2
+                found = _headed_message(data, position)
             else:
+                eol = data.find(b"\r\n", position)
+                is_line = eol < 0
+                if is_line:
+                    break
                 self._on_control(data[position:eol])
                 position = eol + 2
+                continue
+            if found is None:
+                is_line = _is_incomplete(data, position)
+                break
+            body = found.end()
+            if first == 77:
+                subject, number, reply, size = found.groups()
+                split = body
+            else:
+                subject, number, reply, header_size, size = found.groups()
+                split = body + int(header_size)
+            end = body + int(size)
+            if split > end:
+                raise _malformed(data, position)
+            if length < end + 2:
+                break
+            message = Message(
+                str(subject, "utf-8", "replace"),
+                str(reply, "utf-8", "replace") if reply else "",
+                data[body:split],
+                data[split:end],
+            )
+            on_message(int(number), message)
+            position = end + 2
         self._rest = data[position:]
-        if eol < 0 and len(self._rest) > MAX_CONTROL_LINE:
+        if is_line and len(self._rest) > MAX_CONTROL_LINE:
             raise ProtocolViolation(f"a control line of more than {MAX_CONTROL_LINE} bytes")
 
 
-def _size(fields: list[bytes], least: int) -> int:
-    if (
-        least <= len(fields) <= least + 1
-        and fields[1].isdigit()
-        and fields[-1].isdigit()
-        and len(fields[1]) <= MAX_DIGITS
-        and len(fields[-1]) <= MAX_DIGITS
-    ):
-        return int(fields[-1])
-    raise ProtocolViolation(f"a malformed message line: {b' '.join(fields)[:120]!r}")
+def _is_incomplete(data: bytes, position: int) -> bool:
+    """Whether the end of a message's line is still to come.
+
+    Raises:
+        ProtocolViolation: it is there, and the line is malformed.
+    """
+    if data.find(b"\r\n", position) < 0:
+        return True
+    raise _malformed(data, position)
 
 
-def _header_size(fields: list[bytes]) -> int:
-    if (
-        fields[-2].isdigit()
-        and len(fields[-2]) <= MAX_DIGITS
-        and int(fields[-2]) <= int(fields[-1])
-    ):
-        return int(fields[-2])
-    raise ProtocolViolation(f"a malformed message line: {b' '.join(fields)[:120]!r}")
+def _malformed(data: bytes, position: int) -> ProtocolViolation:
+    line = data[position:].partition(b"\r\n")[0]
+    return ProtocolViolation(f"a malformed message line: {line[:120]!r}")

@@ -66,13 +66,16 @@ class NatsSession(nats.aio.client.Client):
         super().__init__()
         self.url = url
         self.handshaken: asyncio.Event = asyncio.Event()
-        self._socket_number: int | None = None
+        # Of a plain TCP connection, once the handshake is over.
+        self._plain: asyncio.Transport | None = None
+        self._socket_number = -1
 
     async def _read_loop(self) -> None:
         # nats-py starts this task as the last step of its handshake and would parse from
         # here on; the connection reads the transport itself instead.
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None and writer.get_extra_info("ssl_object") is None:
+            self._plain = writer.transport
             self._socket_number = writer.get_extra_info("socket").fileno()
         self.handshaken.set()
 
@@ -126,8 +129,9 @@ class NatsSession(nats.aio.client.Client):
         other side would wait for all of them, and neither side would ever work while the
         other does.
         """
+        plain = self._plain
         # A socket number may belong to another file as soon as the transport is closed.
-        if self._socket_number is None or self._is_closing or self.write_buffer_size > 0:
+        if plain is None or plain.is_closing() or plain.get_write_buffer_size() > 0:
             self.write(data)
             return
         try:
@@ -342,9 +346,10 @@ class NatsOutput:
 
     def _write_out(self) -> None:
         if self._chunks and self.session is not None:
-            data = b"".join(self._chunks)
+            data = b"".join(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
             self._sent += self._size
-            self.clear()
+            self._chunks = []
+            self._size = 0
             self.session.write_now(data)
 
 

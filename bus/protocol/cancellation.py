@@ -128,14 +128,18 @@ class Tombstones:
     Times are of one clock that does not go back.
 
     One thread adds, any other may ask. The oldest goes where there are too many.
+
+    Attributes:
+        has_any: whether any ever was, for whoever would ask with every call.
     """
 
-    __slots__ = ("_cancelled",)
+    __slots__ = ("_cancelled", "has_any")
 
     def __init__(self) -> None:
         # In the order of their cancels. Of a plain dict the first one is found behind the places of
         # all that were dropped, which takes longer with each.
         self._cancelled: OrderedDict[str, float] = OrderedDict()
+        self.has_any = False
 
     def __repr__(self) -> str:
         return f"<Tombstones [{len(self._cancelled)} requests]>"
@@ -145,6 +149,7 @@ class Tombstones:
 
     def add(self, request_id: str, now: float) -> None:
         """Remember a cancel."""
+        self.has_any = True
         cancelled = self._cancelled
         cancelled.pop(request_id, None)
         cancelled[request_id] = now

@@ -65,7 +65,8 @@ class StreamReader:
         return self.next_sequence > (self.terminal is not None)
 
     def receive_next(self, frame: Item | Items | Part | Terminal) -> bool:
-        """Take in a frame of whole items that comes just in time; False for any other.
+        """Take in a frame of whole items, or a good end, that comes just in time; False for any
+        other.
 
         This is `receive` for nearly every frame of a stream, at a fraction of its cost.
         """
@@ -75,6 +76,11 @@ class StreamReader:
         if type(frame) is Item:
             self.next_sequence = sequence + 1
             self.ready.append(frame.data)
+            return True
+        if type(frame) is End:
+            self.next_sequence = sequence + 1
+            self._is_special = True
+            self.terminal = frame
             return True
         if type(frame) is not Items:
             return False
@@ -120,8 +126,9 @@ class StreamReader:
 
     def result(self) -> bytes:
         """The result of a unary call that has ended well."""
-        assert isinstance(self.terminal, End)
-        last = self.terminal.data or b""
+        terminal = self.terminal
+        assert type(terminal) is End, "the call has not ended well"
+        last = terminal.data or b""
         return b"".join([*self._parts, last]) if self._parts is not None else last
 
     def consume(self, size: int) -> int | None:

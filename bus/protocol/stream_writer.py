@@ -142,11 +142,11 @@ class StreamWriter:
         # Up to where `held_bytes` counts: in sequences, and in bytes that were pushed.
         self._counted_sequence = 0
         self._counted_bytes = 0
-        self._free_until = min(granted, LEAST_PER_STREAM)
+        self._free_until = granted if granted < LEAST_PER_STREAM else LEAST_PER_STREAM
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         # What is no larger needs no second look.
-        self._whole_bytes = min(max_unit_bytes, max_item_bytes)
+        self._whole_bytes = max_unit_bytes if max_unit_bytes < max_item_bytes else max_item_bytes
         self.pushed_bytes = 0
         self.taken_bytes: int = 0
         self.ended = False

@@ -21,13 +21,13 @@ class _Pool:
 
     def __init__(self) -> None:
         self._bytes = b""
-        self._position = 0
+        self._position = _POOL_BYTES
 
     def take(self, count: int) -> bytes:
         if count > _POOL_BYTES:
             return os.urandom(count)
         end = self._position + count
-        if end > len(self._bytes):
+        if end > _POOL_BYTES:
             self._bytes = os.urandom(_POOL_BYTES)
             self._position, end = 0, count
         taken = self._bytes[self._position : end]
@@ -35,7 +35,7 @@ class _Pool:
         return taken
 
     def forget(self) -> None:
-        self._bytes = b""
+        self._position = _POOL_BYTES
 
 
 _pool = _Pool()

@@ -95,7 +95,7 @@ class Call:
     @property
     def is_continued(self) -> bool:
         """Whether it goes on with a stream of which its caller has items already."""
-        return self.can_move and bool(self.context.delivered)
+        return self.served.endpoint.streaming and bool(self.context.delivered)
 
     @property
     def can_move(self) -> bool:

@@ -86,8 +86,8 @@ class Execution:
         # message that happens to be read would leak one caller's into another's call.
         self._variables = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        # Whoever waits until no call runs or waits.
+        self._until_idle: list[asyncio.Future[None]] = []
         self._deadlines = Deadlines(bus.loop, self._expire)
 
     def __repr__(self) -> str:
@@ -100,7 +100,10 @@ class Execution:
 
     async def idle(self) -> None:
         """Wait until no call runs or waits."""
-        await self._idle.wait()
+        while self.load:
+            idle = self.bus.loop.create_future()
+            self._until_idle.append(idle)
+            await idle
 
     async def stop(self) -> None:
         """Wait for the handlers, which must have been told to end, and forget all deadlines.
@@ -127,7 +130,7 @@ class Execution:
         if self.draining:
             self.refuse(call, Draining("the instance is going away", started=False))
             return
-        if self._cancelled and (error := self._cancel_of(call, now)) is not None:
+        if self._cancelled.has_any and (error := self._cancel_of(call, now)) is not None:
             self.refuse(call, error)
             return
         deadline = call.context.deadline
@@ -160,7 +163,6 @@ class Execution:
         if displaced is not None:
             self._turn_away(displaced, _DISPLACED, now)
         self.load += 1
-        self._idle.clear()
         if telemetry is not None:
             telemetry.in_flight(served.address, 1)
         if deadline is not None:
@@ -355,7 +357,7 @@ class Execution:
             if call is None:
                 return
             refused: DynbusError | None = no_room(call.account)
-            if refused is None and self._cancelled:
+            if refused is None and self._cancelled.has_any:
                 # The lane has heard of it, and the main loop not yet.
                 refused = self._cancel_of(call, now)
             if refused is None:
@@ -385,8 +387,11 @@ class Execution:
         if self.bus.telemetry is not None:
             self.bus.telemetry.in_flight(call.served.address, -1)
         self.load -= 1
-        if self.load == 0:
-            self._idle.set()
+        if self.load == 0 and self._until_idle:
+            waiting, self._until_idle = self._until_idle, []
+            for idle in waiting:
+                if not idle.done():
+                    idle.set_result(None)
 
     def _expire(self, call: Call) -> None:
         """The deadline of a call passed."""
@@ -487,7 +492,8 @@ def drives(frame: FrameType) -> bool:
 def _was_cut_short(call: Call) -> bool:
     """Whether its handler would have taken longer than it did, for the whole of its request."""
     # What it was given up for may also have reached it through a sub-call.
-    given_up = isinstance(call.reply.error, DeadlineExceeded | Cancelled)
+    error = call.reply.error
+    given_up = error is not None and isinstance(error, DeadlineExceeded | Cancelled)
     return given_up or call.context.is_stopped() or call.is_continued
 
 

@@ -498,7 +498,7 @@ class Ledger:
 
     def finish(self, call: Call, now: float) -> None:
         """A call is over; what its reader has not acknowledged is kept."""
-        if not isinstance(call, FramedCall):
+        if type(call) is not FramedCall:
             self.plain.discard(call)
             return
         client, writer = call.client, call.writer
@@ -506,7 +506,10 @@ class Ledger:
             self._forget_parts(call)
         if client.short_of_room:
             client.short_of_room.discard(call)
-        if client.calls.pop(writer.number, None) is None or call.released:
+        was_open = writer.number in client.calls
+        if was_open:
+            del client.calls[writer.number]
+        if not was_open or call.released:
             writer.forget()
             return
         if len(client.kept) >= KEPT:

@@ -99,7 +99,8 @@ class Outbox:
 
     def max_unit_bytes(self) -> int:
         """Bytes of a unit that still fits into one message."""
-        return min(MAX_FRAME_BYTES, self._bus.data.max_payload - 4 * BATCH_OVERHEAD)
+        most = self._bus.data.max_payload - 4 * BATCH_OVERHEAD
+        return most if most < MAX_FRAME_BYTES else MAX_FRAME_BYTES
 
     def schedule(self, client: ClientOutbox) -> None:
         """Send what `client` has to get at the end of this turn of the loop."""
@@ -125,7 +126,7 @@ class Outbox:
         client.ends = 0
         data = self._bus.data
         most = data.max_payload - 3 * BATCH_OVERHEAD
-        limit = room = min(MAX_FRAME_BYTES, most)
+        limit = room = most if most < MAX_FRAME_BYTES else MAX_FRAME_BYTES
         frames: list[Frame] = []
         oversized: list[StreamWriter] = []
         if data.state is not ConnectionState.CONNECTED:

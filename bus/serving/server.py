@@ -302,10 +302,16 @@ class InstanceServer:
         """
         base, number = read_reply(message.reply)
         secret, window, incarnation = read_framing(framing)
-        context = self._context(served, fields, now)
+        context = read_context(
+            fields,
+            timeout=served.endpoint.timeout,
+            hop=served.hop,
+            draining=self._is_draining,
+            now=now,
+        )
         found = self.ledger.find(base, incarnation, number, secret, now)
         part = fields.get(headers.PART)
-        if isinstance(found, RemoteClient):
+        if type(found) is RemoteClient:
             call = self._framed_call(served, context, found, number, secret, window, now)
             actions = self.ledger.begin(call)
             if actions:
@@ -320,6 +326,7 @@ class InstanceServer:
             self.bus.drop(DropReason.STALE)
             return
         else:
+            assert isinstance(found, FramedCall)
             call = found
         if part is None:
             self.execution.admit(call, message.data, now)
@@ -334,15 +341,6 @@ class InstanceServer:
         if whole is not None:
             self.execution.admit(call, whole, now)
 
-    def _context(self, served: ServedEndpoint, fields: dict[str, str], now: float) -> Context:
-        return read_context(
-            fields,
-            timeout=served.endpoint.timeout,
-            hop=served.hop,
-            draining=self._is_draining,
-            now=now,
-        )
-
     def _plain_call(
         self, served: ServedEndpoint, fields: dict[str, str], reply: str, now: float
     ) -> Call | None:
@@ -350,7 +348,13 @@ class InstanceServer:
         if not is_safe_reply(reply, self.bus.config.reply_prefixes):
             self.bus.drop(DropReason.UNSAFE_REPLY if reply else DropReason.NO_REPLY)
             return None
-        context = self._context(served, fields, now)
+        context = read_context(
+            fields,
+            timeout=served.endpoint.timeout,
+            hop=served.hop,
+            draining=self._is_draining,
+            now=now,
+        )
         port = PlainReply(self.bus, served.address, served.hop, context.id, now, reply)
         call = Call(
             served,
@@ -378,11 +382,12 @@ class InstanceServer:
     ) -> FramedCall:
         """The call of a dynbus client's new request."""
         config = self.bus.config
+        most = config.stream_window
         writer = StreamWriter(
             number,
             secret,
             context.attempt,
-            granted=max(0, min(window, config.stream_window)),
+            granted=window if 0 <= window < most else most if window > 0 else 0,
             max_unit_bytes=self._outbox.max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
             unread=client.unread,

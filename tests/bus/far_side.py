@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
+
 from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
@@ -144,7 +146,7 @@ class Played(NamedTuple):
         """Send a request; `changes` are fields of its head."""
         head = CallHead(ENDPOINT, "request-1", monotonic() + 30.0, 1, False, {})
         return self.caller.begin(
-            head._replace(**changes), instance_id or self.far.instance_id, data
+            msgspec.structs.replace(head, **changes), instance_id or self.far.instance_id, data
         )
 
 

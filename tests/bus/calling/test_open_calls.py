@@ -35,7 +35,7 @@ class Tables:
     def begin(self, instance_id: str = "one") -> PendingCall:
         call = PendingCall(
             HEAD,
-            self.open.remote(ENDPOINT.component_name.instance(instance_id)),
+            self.open.remote(ENDPOINT, instance_id),
             self.open.next_number(),
             window=self.open.window(),
             max_item_bytes=1 << 20,
@@ -96,9 +96,9 @@ def test_idle_instances_make_room_for_a_new_one_and_busy_ones_stay() -> None:
     tables = Tables()
     busy = tables.begin("busy")
     for number in range(MAX_IDLE_REMOTES - 1):
-        tables.open.remote(ENDPOINT.component_name.instance(f"idle-{number}"))
+        tables.open.remote(ENDPOINT, f"idle-{number}")
 
-    latest = tables.open.remote(ENDPOINT.component_name.instance("latest"))
+    latest = tables.open.remote(ENDPOINT, "latest")
 
     assert tables.open.remotes() == [busy.remote, latest]
     assert list(tables.by_incarnation.values()) == [busy.remote, latest]
