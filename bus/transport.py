@@ -391,6 +391,14 @@ class JetStream(Protocol):
         """
         ...
 
+    async def has_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> bool:
+        """Whether there is a stream of this name; nothing is made or changed.
+
+        Raises:
+            ConfigError: there is another one, as `ensure_stream` refuses it.
+        """
+        ...
+
     async def write_error(self, stream: str, *, timeout: float = 5.0) -> str:
         """Why the store of a stream takes nothing any more, in the server's words; empty for
         one that is well.

@@ -47,7 +47,7 @@ STALE_FOR: Final = 1.0
 """Seconds for which a replica may still tell of an earlier life."""
 _IN_OBJECT: Final = b"dynbusKV in object "
 
-STREAM: Final = StreamConfig(
+AGENTS_STREAM: Final = StreamConfig(
     name=f"KV_{TRANSFER_BUCKET}",
     subjects=(f"$KV.{TRANSFER_BUCKET}.>",),
     limits=StreamLimits(
@@ -58,7 +58,7 @@ STREAM: Final = StreamConfig(
     marker_ttl=MARKER_TTL,
     description="dynbus: the memory that agents of transfers offer",
 )
-_OBJECTS: Final = ObjectBucket(
+DESCRIPTIONS: Final = ObjectBucket(
     TRANSFER_BUCKET,
     max_bytes=1024 * 1024 * 1024,
     description="dynbus: descriptions of agents that are too large for a record",
@@ -125,7 +125,7 @@ class _Announcement:
         self._now = anyio.Event()
         self._record = LeasedRecord(
             bus.lane.connection.jetstream,
-            STREAM.name,
+            AGENTS_STREAM.name,
             transfer_agent_subject(description.agent),
             bus.config.lease_ttl,
             marker_ttl=MARKER_TTL,
@@ -136,7 +136,7 @@ class _Announcement:
 
     async def begin(self) -> None:
         if self._is_large:
-            store = ObjectStore(self._bus.data.jetstream, _OBJECTS)
+            store = ObjectStore(self._bus.data.jetstream, DESCRIPTIONS)
             await store.ensure()
             await self._sweep(store)
             await store.put(self._description.agent, self._data)
@@ -175,7 +175,7 @@ class _Announcement:
             await self._lane.run(self._record.withdraw(is_connected=is_connected))
         if self._is_large and self._record.lease.state is not LeaseState.CONFLICT:
             with suppress(DynbusError):
-                store = ObjectStore(self._bus.data.jetstream, _OBJECTS)
+                store = ObjectStore(self._bus.data.jetstream, DESCRIPTIONS)
                 await store.delete(self._description.agent, timeout=ANSWER_TIMEOUT)
 
     @property
@@ -187,7 +187,7 @@ class _Announcement:
         try:
             for found in await store.list_objects():
                 subject = transfer_agent_subject(found.name)
-                stored = await self._bus.data.jetstream.last(STREAM.name, subject)
+                stored = await self._bus.data.jetstream.last(AGENTS_STREAM.name, subject)
                 if stored is None or stored.is_marker:
                     await store.delete(found.name)
         except DynbusError as error:
@@ -204,11 +204,11 @@ class _Announcement:
             self._now.set()
 
     async def _make_bucket(self) -> None:
-        await self._lane.connection.jetstream.ensure_stream(STREAM)
+        await self._lane.connection.jetstream.ensure_stream(AGENTS_STREAM)
 
     async def _remake_bucket(self) -> None:
         # The disk that broke it may be full still.
-        await self._lane.connection.jetstream.ensure_stream(STREAM._replace(in_memory=True))
+        await self._lane.connection.jetstream.ensure_stream(AGENTS_STREAM._replace(in_memory=True))
 
 
 async def look_up(bus: Bus, agent: str, epoch: str, *, seconds: float) -> AgentDescription:
@@ -245,7 +245,7 @@ async def look_up(bus: Bus, agent: str, epoch: str, *, seconds: float) -> AgentD
 async def _look(jetstream: JetStream, agent: str) -> AgentDescription | None:
     try:
         stored = await jetstream.last(
-            STREAM.name, transfer_agent_subject(agent), timeout=ANSWER_TIMEOUT
+            AGENTS_STREAM.name, transfer_agent_subject(agent), timeout=ANSWER_TIMEOUT
         )
     except NoStream:
         return None
@@ -253,7 +253,7 @@ async def _look(jetstream: JetStream, agent: str) -> AgentDescription | None:
         return None
     data = stored.data
     if data.startswith(_IN_OBJECT):
-        data = (await ObjectStore(jetstream, _OBJECTS).get(agent, timeout=ANSWER_TIMEOUT)).data
+        data = (await ObjectStore(jetstream, DESCRIPTIONS).get(agent, timeout=ANSWER_TIMEOUT)).data
     description = decode(data)
     if description.agent != agent:
         raise BadDescription(f"the record of agent {agent} describes {description.agent}")

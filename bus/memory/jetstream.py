@@ -211,17 +211,26 @@ class JetStreamServer:
         finally:
             self._changed(stream)
 
-    def ensure(self, config: StreamConfig) -> None | DynbusError:
+    def has(self, config: StreamConfig) -> bool | DynbusError:
+        """Whether there is this stream; another one of its name is an error."""
         known = self.streams.get(config.name)
-        if known is not None:
-            if known.config.work_queue != config.work_queue:
-                return ConfigError(f"stream {config.name} exists with another retention")
-            if known.config.subjects == config.subjects:
-                return None
+        if known is None:
+            return False
+        if known.config.work_queue != config.work_queue:
+            return ConfigError(f"stream {config.name} exists with another retention")
+        if known.config.subjects != config.subjects:
             return ConfigError(
-                f"stream {config.name} exists with subjects "
-                f"{', '.join(known.config.subjects)}; dynbus needs {', '.join(config.subjects)}"
+                f"stream {config.name} exists with subjects = "
+                f"{', '.join(known.config.subjects)}, not {', '.join(config.subjects)}"
             )
+        return True
+
+    def ensure(self, config: StreamConfig) -> None | DynbusError:
+        exists = self.has(config)
+        if isinstance(exists, DynbusError):
+            return exists
+        if exists:
+            return None
         for other in self.streams.values():
             if any(overlap(one, two) for one in other.config.subjects for two in config.subjects):
                 return ConfigError(
@@ -408,6 +417,11 @@ class MemoryJetStream:
     ) -> None:
         call = f"STREAM.CREATE.{config.name}"
         await self._api(call, partial(self._server.ensure, config), timeout)
+
+    async def has_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> bool:
+        return await self._api(
+            f"STREAM.INFO.{config.name}", partial(self._server.has, config), timeout
+        )
 
     async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
         await self._api(f"STREAM.DELETE.{name}", partial(self._server.delete, name), timeout)

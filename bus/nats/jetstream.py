@@ -96,18 +96,18 @@ class NatsJetStream:
             found = await self._find(config.name, timeout)
             if found is None:
                 raise NoStream(f"stream {config.name} was deleted while it was made")
-        call = f"STREAM.INFO.{config.name}"
-        with reading(call):
-            settings: dict[str, Any] = found["config"]
-            has = int(settings.get("num_replicas") or 1)
-            listed = misfits(settings, config)
-        if listed:
-            raise ConfigError(
-                f"stream {config.name} exists with {'; '.join(listed)}: delete or rename it, and "
-                f"have an operator make the one that dynbus needs: {SETUP}"
-            )
+        _refuse_misfit(found, config)
         if _is_in_cluster(found):
+            settings = found["config"]
+            has = int(settings.get("num_replicas") or 1)
             await self._add_replicas(settings, has, wanted, timeout)
+
+    async def has_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> bool:
+        found = await self._find(config.name, timeout)
+        if found is None:
+            return False
+        _refuse_misfit(found, config)
+        return True
 
     async def _find(self, stream: str, timeout: float) -> dict[str, Any] | None:
         """What the server says of a stream; None when there is none."""
@@ -368,6 +368,21 @@ class NatsJetStream:
         # Each of them may be carried out twice.
         data = ack_payload(kind, delay)
         await self._connection.request(token, data, timeout=timeout, repeat=True)
+
+
+def _refuse_misfit(found: Mapping[str, Any], config: StreamConfig) -> None:
+    """Refuse a stream, as STREAM.INFO describes it, that is another one than `config` asks for.
+
+    Raises:
+        ConfigError: it is.
+    """
+    with reading(f"STREAM.INFO.{config.name}"):
+        listed = misfits(found["config"], config)
+    if listed:
+        raise ConfigError(
+            f"stream {config.name} exists with {'; '.join(listed)}: delete or rename it, and have "
+            f"an operator make the one that dynbus needs: {SETUP}"
+        )
 
 
 def _is_in_cluster(info: Mapping[str, Any]) -> bool:

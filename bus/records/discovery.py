@@ -71,6 +71,7 @@ class Discovery:
         self._works: list[Work] = []
         self._begun = False
         self._is_watching = False
+        self._problem = ""
         self._is_closed = False
         self._looked_around: dict[ComponentKey, float] = {}
         self._asked: set[InstanceName] = set()
@@ -112,7 +113,7 @@ class Discovery:
         except TimeoutError:
             raise Unavailable(
                 f"the instances bucket could not be read within {timeout} s: "
-                "is JetStream enabled on the server?",
+                f"{self._problem or 'is JetStream enabled on the server?'}",
                 started=False,
             ) from None
 
@@ -273,7 +274,10 @@ class Discovery:
             jetstream = self._bus.lane.connection.jetstream
             await ensure_bucket(jetstream)
         except DynbusError as error:
-            logger.warning("the instances bucket cannot be made: %s", error)
+            # Once for each reason: it is tried again and again.
+            level = logging.DEBUG if self._problem == str(error) else logging.WARNING
+            self._problem = str(error)
+            logger.log(level, "the instances bucket cannot be made: %s", error)
             await anyio.sleep(RETRY_DELAY)
 
     def _on_state(self, state: ConnectionState) -> None:

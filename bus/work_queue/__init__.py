@@ -3,12 +3,15 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .dead_letters import DeadLetter, DeadLetters, NoDeadLetter
+    from .dead_letters import DeadLetter, DeadLetters, NoDeadLetter, dead_letter_config
+    from .holders import HOLDERS_STREAM
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
+    from .job_stream import queue_config, takers_config
     from .queue import WorkQueue
     from .taker import Job, Taker
 
 __all__ = [
+    "HOLDERS_STREAM",
     "DeadLetter",
     "DeadLetters",
     "DeathReason",
@@ -19,9 +22,14 @@ __all__ = [
     "Taker",
     "WorkQueue",
     "WorkQueueConfig",
+    "dead_letter_config",
+    "queue_config",
+    "takers_config",
 ]
 
 if not TYPE_CHECKING:
     from dynbus.bus.lazy_exports import lazy_exports
 
-    __getattr__, __dir__ = lazy_exports(__name__, "job", "dead_letters", "taker", "queue")
+    __getattr__, __dir__ = lazy_exports(
+        __name__, "job", "job_stream", "holders", "dead_letters", "taker", "queue"
+    )

@@ -73,6 +73,17 @@ def letter_id_of(queue: EndpointName, job_id: str) -> str:
     return hashlib.blake2s(f"{queue} {job_id}".encode(), digest_size=8).hexdigest()
 
 
+def dead_letter_config(namespace: str) -> StreamConfig:
+    """The stream of the dead letters of a namespace."""
+    limits = StreamLimits(max_bytes=MAX_BYTES, max_age=MAX_AGE, max_messages_per_subject=1)
+    return StreamConfig(
+        dead_letter_stream(namespace),
+        (dead_letter_subject(namespace),),
+        limits,
+        description="dynbus: jobs that failed for good",
+    )
+
+
 class DeadLetters:
     """The dead letters of a namespace, of all its queues. The newest 256 MiB are kept, for 14 days.
 
@@ -134,9 +145,7 @@ class DeadLetters:
             await self._jetstream.publish(subject, data, headers=fields)
 
     async def _make(self) -> None:
-        limits = StreamLimits(max_bytes=MAX_BYTES, max_age=MAX_AGE, max_messages_per_subject=1)
-        subject = dead_letter_subject(self.namespace)
-        config = StreamConfig(self._stream, (subject,), limits, replicas=self._replicas)
+        config = dead_letter_config(self.namespace)._replace(replicas=self._replicas)
         await self._jetstream.ensure_stream(config)
 
     async def find(self, component: str = "*", endpoint: str = "*") -> list[DeadLetter]:

@@ -58,6 +58,29 @@ CLOCK_AGE: Final = 60.0
 """Seconds after which the server is asked again what time it is: its clock may have been set."""
 
 
+def queue_config(name: EndpointName, config: WorkQueueConfig) -> StreamConfig:
+    """The stream of a queue."""
+    return StreamConfig(
+        work_stream(name),
+        (work_subject(name),),
+        StreamLimits(
+            max_bytes=config.max_bytes,
+            max_messages=config.max_jobs,
+            duplicate_window=DUPLICATE_WINDOW,
+            discard_new=True,
+        ),
+        work_queue=True,
+        in_memory=config.in_memory,
+        replicas=config.replicas,
+        description="dynbus: jobs",
+    )
+
+
+def takers_config(config: WorkQueueConfig) -> PullConsumerConfig:
+    """The consumer that the takers of a queue share."""
+    return PullConsumerConfig(CONSUMER, config.ack_wait)
+
+
 class JobStream:
     """What the putters and the takers of one queue share."""
 
@@ -115,26 +138,9 @@ class JobStream:
             NoRoom: there is no room to make it.
             Unavailable: the server does not answer.
         """
-        config = self.config
-        limits = StreamLimits(
-            max_bytes=config.max_bytes,
-            max_messages=config.max_jobs,
-            duplicate_window=DUPLICATE_WINDOW,
-            discard_new=True,
-        )
-        await self.jetstream.ensure_stream(
-            StreamConfig(
-                self.stream,
-                (self._subject,),
-                limits,
-                work_queue=True,
-                in_memory=config.in_memory,
-                replicas=config.replicas,
-            ),
-            probe=self._subject,
-        )
-        consumer = PullConsumerConfig(CONSUMER, config.ack_wait)
-        await self.jetstream.ensure_pull_consumer(self.stream, consumer)
+        config = queue_config(self.name, self.config)
+        await self.jetstream.ensure_stream(config, probe=self._subject)
+        await self.jetstream.ensure_pull_consumer(self.stream, takers_config(self.config))
         await self._check_age()
         self._created = await self._ask_clock()
         info = await self.jetstream.consumer_info(self.stream, CONSUMER)

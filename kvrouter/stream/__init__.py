@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .publisher import KvEventPublisher, PublisherStatus
     from .snapshot_writer import SnapshotPlan, SnapshotWriter
     from .snapshots import SnapshotStore
+    from .streams import kv_streams
     from .warm_start import warm_follower
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "SnapshotStore",
     "SnapshotWriter",
     "history",
+    "kv_streams",
     "warm_follower",
 ]
 
@@ -44,5 +46,6 @@ if not TYPE_CHECKING:
         "snapshot_writer",
         "follower",
         "publisher",
+        "streams",
         "warm_start",
     )

@@ -125,6 +125,15 @@ def superseded(found: Iterable[SnapshotInfo], created: float, keep: int) -> list
     return [one for one in ours if one not in kept]
 
 
+def snapshot_bucket(namespace: str) -> ObjectBucket:
+    """The bucket of the snapshots of a namespace."""
+    return ObjectBucket(
+        kv_snapshot_bucket(namespace),
+        max_bytes=DEFAULT_MAX_BYTES,
+        description="dynbus: snapshots of KV indexes",
+    )
+
+
 class SnapshotStore:
     """The snapshots of one namespace.
 
@@ -153,12 +162,8 @@ class SnapshotStore:
         self._stream = kv_event_stream(namespace)
         self._objects = ObjectStore(
             jetstream,
-            ObjectBucket(
-                kv_snapshot_bucket(namespace),
-                max_bytes=max_bytes,
-                in_memory=in_memory,
-                replicas=replicas,
-                description="dynbus: snapshots of KV indexes",
+            snapshot_bucket(namespace)._replace(
+                max_bytes=max_bytes, in_memory=in_memory, replicas=replicas
             ),
             chunk_size=chunk_size,
         )

@@ -18,7 +18,6 @@ from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
-    REPLICAS,
     JetStream,
     NoStream,
     StoredMessage,
@@ -42,7 +41,6 @@ NAMES_STREAM: Final = StreamConfig(
         # Nobody pushes the records of others out.
         discard_new=True,
     ),
-    replicas=REPLICAS,
     description="dynbus: the components that names of models belong to",
 )
 

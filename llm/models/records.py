@@ -66,7 +66,7 @@ CARDS_STREAM: Final = StreamConfig(
     description="dynbus: one card for each model and instance that serves it",
 )
 
-_ARTEFACTS: Final = ObjectBucket(
+ARTEFACTS: Final = ObjectBucket(
     ARTEFACTS_BUCKET,
     max_bytes=256 * 1024 * 1024,
     description="dynbus: tokenizers, chat templates and configurations of models",
@@ -148,7 +148,7 @@ class Artefacts:
 
     def __init__(self, jetstream: JetStream) -> None:
         self._jetstream = jetstream
-        self._store = ObjectStore(jetstream, _ARTEFACTS)
+        self._store = ObjectStore(jetstream, ARTEFACTS)
 
     async def keep(self, files: Iterable[bytes]) -> None:
         """Store files that are not there, or that nobody has stored for a while.

@@ -56,7 +56,7 @@ CONFIG: Final = StreamConfig(
     StreamLimits(max_bytes=MOST_STORED, max_age=MAX_AGE),
     rollup=True,
     in_memory=True,
-    description="streams of answers that clients may go on with at another front end",
+    description="dynbus: logs of resumable streams",
 )
 
 

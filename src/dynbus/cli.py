@@ -43,6 +43,7 @@ OWN: Final[Mapping[str, str]] = {
     "restart": "Replace the instances of a run.",
     "run": "Serve the actors of files and modules.",
     "scale": "Change how many instances a run has.",
+    "setup": "Make the streams of a namespace.",
     "stop": "End a run.",
     "top": "Show what the instances do.",
     "version": "Print the versions that matter.",

@@ -336,7 +336,9 @@ async def test_a_peer_that_lies_about_its_memory_fails_its_own_transfers_alone(
 ) -> None:
     async with pair(filled(small_layout()), filled(small_layout()), config) as (ours, theirs):
         jetstream = ours.bus.data.jetstream
-        told = await jetstream.last(exchange.STREAM.name, transfer_agent_subject(theirs.name))
+        told = await jetstream.last(
+            exchange.AGENTS_STREAM.name, transfer_agent_subject(theirs.name)
+        )
         assert told is not None
         honest = decode(told.data)
         far = [msgspec.structs.replace(one, address=one.address + 2**40) for one in honest.regions]
@@ -470,7 +472,7 @@ async def test_a_record_that_is_damaged_or_of_another_agent_is_refused(
 ) -> None:
     ours, theirs = opened
     jetstream = ours.bus.data.jetstream
-    told = await jetstream.last(exchange.STREAM.name, transfer_agent_subject(theirs.name))
+    told = await jetstream.last(exchange.AGENTS_STREAM.name, transfer_agent_subject(theirs.name))
     assert told is not None
 
     for number, data in enumerate((b"nonsense", told.data[:-1], told.data)):

@@ -54,7 +54,7 @@ class Liar(NamedTuple):
         told = msgspec.structs.replace(self.truth)
         for name, value in fields.items():
             msgspec.structs.force_setattr(told, name, value)
-        await self.bus.data.jetstream.ensure_stream(exchange.STREAM)
+        await self.bus.data.jetstream.ensure_stream(exchange.AGENTS_STREAM)
         await self.bus.data.jetstream.publish(transfer_agent_subject(NAME), encode(told))
 
     async def is_read(self, blocks: tuple[int, ...] = (1, 2)) -> None:

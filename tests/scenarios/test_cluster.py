@@ -18,10 +18,11 @@ from dynbus import NoInstances, Runtime, UnknownOutcome
 from dynbus.bus.commands.diagnosis import diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.nats.connection import NatsConnection
+from dynbus.bus.nats.connection import NatsConnection, connect_as
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.records.leases import INSTANCES_STREAM
 from dynbus.bus.transport import StoredMessage
+from dynbus.llm.commands.setting_up import needed_in, set_up
 from dynbus.llm.resumable.records import Begun, StreamLog
 from dynbus.llm.resumable.store import StreamStore
 
@@ -176,6 +177,35 @@ async def test_a_bucket_that_one_server_keeps_gets_replicas_by_itself(
     assert [check.status for check in before] == ["warn"]
     assert "--replicas 3" in before[0].remedy
     assert [check.status for check in after] == ["ok"]
+
+
+@pytest.mark.timeout(120)
+async def test_every_stream_and_bucket_is_kept_by_as_many_servers_as_the_setting_says(
+    cluster: Cluster,
+) -> None:
+    needed = needed_in("demo", ["Printer.print"])
+    servers = tuple(server.url for server in cluster.servers)
+    found: list[dict[str, int]] = []
+    for replicas in (1, 3):
+        config = BusConfig(servers=servers, replicas=replicas)
+        connection = await connect_as(config, name="operator", inbox="_INBOX.operator")
+        try:
+            # The fixture has made the bucket of instances.
+            await connection.jetstream.delete_stream(INSTANCES_STREAM.name)
+            await set_up(connection.jetstream, needed)
+            found.append(
+                {
+                    one.stream.name: (
+                        await connection.jetstream.stream_info(one.stream.name)
+                    ).replicas
+                    for one in needed
+                }
+            )
+        finally:
+            await connection.close()
+
+    names = [one.stream.name for one in needed]
+    assert found == [dict.fromkeys(names, 1), dict.fromkeys(names, 3)]
 
 
 class OldCaller:

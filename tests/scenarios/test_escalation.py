@@ -23,6 +23,7 @@ from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
 
 from .observation import begun_at
+from .stream_maker import make_streams
 from .test_permissions import connect, url_of, users
 from .workload import Source, Wait
 
@@ -37,6 +38,7 @@ OWN = "$KV.dynbus_instances.scenario.Relay.own"
 async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
     server = await run_server(store_dir=tmp_path / "nats-server", config=users())
     try:
+        await make_streams(server, "scenario")
         yield server
     finally:
         await server.stop()

@@ -28,6 +28,8 @@ from dynbus.llm.models.names import NAMES_STREAM, Names
 from dynbus.llm.models.publishing import add_model
 from dynbus.llm.models.records import CARDS_STREAM, card_subject, read_cards
 
+from .stream_maker import OPERATOR, make_streams
+
 pytestmark = pytest.mark.anyio
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -62,7 +64,6 @@ def of_table(column: int) -> list[str]:
 
 CALLING = [
     *of_table(2),
-    "$JS.API.STREAM.CREATE.KV_dynbus_instances",
     "$JS.API.STREAM.INFO.KV_dynbus_instances",
 ]
 REGISTERING = listed("Beyond the table below: who registers a model of `demo.Engine` publishes")
@@ -82,7 +83,7 @@ PUBLISH = {
 
 
 def users() -> str:
-    entries: list[str] = []
+    entries = [OPERATOR]
     for name, publish in PUBLISH.items():
         subscribe = [f"_R.{name}.>", f"demo.{name.capitalize()}.>", "demo._cancel", "$SRV.>"]
         entries.append(
@@ -98,6 +99,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """A server whose users have what the page lists, each for its own role."""
     server = await run_server(store_dir=tmp_path / "nats-server", config=users())
     try:
+        await make_streams(server, "demo")
         yield server
     finally:
         await server.stop()

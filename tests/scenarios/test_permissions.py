@@ -23,6 +23,7 @@ from dynbus.bus.records.leases import INSTANCES_STREAM
 from dynbus.bus.work_queue import JobEnd, WorkQueue
 
 from .observation import begun_at, leftovers, no_handler_runs
+from .stream_maker import OPERATOR, make_streams
 from .workload import Count, Relay, Source, Text, Wait
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +38,6 @@ def instance(component: str) -> list[str]:
         "_R.>",
         "_INBOX.>",
         f"$KV.dynbus_instances.scenario.{component}.*",
-        f"$JS.API.STREAM.CREATE.{BUCKET}",
         f"$JS.API.STREAM.INFO.{BUCKET}",
         f"$JS.API.STREAM.MSG.GET.{BUCKET}",
     ]
@@ -46,9 +46,8 @@ def instance(component: str) -> list[str]:
 CLIENT = [
     "scenario.*.*",
     "scenario.*.*.*",
-    f"$JS.API.STREAM.CREATE.{BUCKET}",
     f"$JS.API.STREAM.INFO.{BUCKET}",
-    f"$JS.API.CONSUMER.CREATE.{BUCKET}.>",
+    f"$JS.API.CONSUMER.CREATE.{BUCKET}.*.>",
     f"$JS.API.CONSUMER.DELETE.{BUCKET}.>",
     f"$JS.API.DIRECT.GET.{BUCKET}",
     "$JS.FC.>",
@@ -89,7 +88,12 @@ FOREIGN_PUBLICATIONS = [
     f"$JS.API.STREAM.PURGE.{BUCKET}",
     f"$JS.API.STREAM.MSG.DELETE.{BUCKET}",
     f"$JS.API.STREAM.UPDATE.{BUCKET}",
+    f"$JS.API.STREAM.CREATE.{BUCKET}",
+    "$JS.API.STREAM.CREATE.DYNBUS_DEAD_scenario",
     "$JS.API.STREAM.CREATE.more",
+    f"$JS.API.CONSUMER.CREATE.{BUCKET}",
+    f"$JS.API.CONSUMER.CREATE.{BUCKET}.more",
+    f"$JS.API.CONSUMER.DURABLE.CREATE.{BUCKET}.more",
     "$JS.API.STREAM.NAMES",
     "$SYS.REQ.SERVER.PING",
 ]
@@ -106,7 +110,7 @@ def users(subscribe: dict[str, list[str]] = SUBSCRIBE) -> str:
         f"subscribe: {{ allow: [{quoted(subscribe[name])}] }} }} }}"
         for name in PUBLISH
     ]
-    return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+    return "authorization { users = [\n" + "\n".join([OPERATOR, *entries]) + "\n] }"
 
 
 @pytest.fixture
@@ -114,6 +118,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """A server whose users have what the page lists, each for its own role."""
     server = await run_server(store_dir=tmp_path / "nats-server", config=users())
     try:
+        await make_streams(server, "scenario")
         yield server
     finally:
         await server.stop()
@@ -180,6 +185,7 @@ async def test_who_may_not_hear_of_cancels_calls_all_the_same(tmp_path: Path) ->
     older = {name: [s for s in heard if "_cancel" not in s] for name, heard in SUBSCRIBE.items()}
     server = await run_server(store_dir=tmp_path / "nats-server", config=users(older))
     try:
+        await make_streams(server, "scenario")
         async with connect(server, "relaying") as relaying, connect(server, "calling") as calling:
             await relaying.start(Relay, instance_id="relay")
             endpoint = calling.namespace("scenario").component("Relay").endpoint("work")
@@ -188,6 +194,34 @@ async def test_who_may_not_hear_of_cancels_calls_all_the_same(tmp_path: Path) ->
         assert server.log.read_text().count("iolation") == 2
     finally:
         await server.stop()
+
+
+async def test_who_finds_no_streams_is_told_who_makes_them(tmp_path: Path) -> None:
+    server = await run_server(store_dir=tmp_path / "nats-server", config=users())
+    try:
+        async with connect(server, "serving") as serving, connect(server, "calling") as calling:
+            with pytest.raises(PermissionDenied, match="an operator does, with `dynbus setup"):
+                await serving.start(Source)
+            with pytest.raises(Unavailable, match="an operator does, with `dynbus setup"):
+                await calling.discovery.wait_synchronized(2.0)
+    finally:
+        await server.stop()
+
+
+def test_nobody_on_the_page_makes_or_changes_more_than_a_consumer_of_their_own() -> None:
+    """Who made a stream could give it subjects of others, and who changes one have it republished;
+    the one consumer that takers share could be made to deliver elsewhere."""
+    page = PAGE.read_text()
+    listed = re.findall(r"`(\$JS\.API\.[^`]+)`", page.partition("## Requests")[2])
+
+    made = {subject for subject in listed if "CREATE" in subject or "UPDATE" in subject}
+    # Words of the sentence that says so.
+    made.remove("$JS.API.STREAM.CREATE")
+
+    assert made
+    assert [
+        one for one in made if not re.match(r"\$JS\.API\.CONSUMER\.[^.]+\.[^.]+\..*>$", one)
+    ] == []
 
 
 @pytest.mark.parametrize("user", PUBLISH)
@@ -265,7 +299,7 @@ def of_queues(role: str) -> list[str]:
 
 async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_path: Path) -> None:
     roles = {"putting": of_queues("putting"), "taking": of_queues("taking")}
-    entries = [
+    entries = [OPERATOR] + [
         f'{{ user: "{role}", password: "secret", permissions: {{ '
         f"publish: {{ allow: [{', '.join(map(json.dumps, subjects))}] }}, "
         f'subscribe: {{ allow: ["_R.{role}.>", "demo._cancel"] }} }} }}'
@@ -273,6 +307,7 @@ async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_pa
     ]
     config = "authorization { users = [\n" + "\n".join(entries) + "\n] }"
     server = await run_server(store_dir=tmp_path / "nats-server", config=config)
+    await make_streams(server, "demo", ["Printer.print"])
     buses = {
         role: await Bus.connect(BusConfig(servers=(url_of(server, role),), principal=role))
         for role in roles

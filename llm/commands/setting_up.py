@@ -1,0 +1,172 @@
+"""What `dynbus setup` does: make the streams and buckets that are missing, and tell of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from dynbus.bus.commands.server import connected, prepare
+from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.protocol.names import EndpointName, check_token
+from dynbus.bus.transport import JetStream, PullConsumerConfig, StreamConfig
+from dynbus.bus.work_queue import WorkQueueConfig, queue_config, takers_config
+from dynbus.llm.streams import all_streams
+
+QUEUE_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {
+    "ack_wait": float,
+    "max_jobs": int,
+    "max_bytes": int,
+}
+"""What is the queue's own, of `WorkQueueConfig`; the rest is each taker's."""
+
+
+class Status(StrEnum):
+    """What became of a stream."""
+
+    MADE = "made"
+    MISSING = "missing"
+    THERE = "there"
+    DIFFERS = "differs"
+    """It is there and works, with other limits than dynbus gives it."""
+    REFUSED = "refused"
+
+
+class Outcome(NamedTuple):
+    """What became of one stream, and what is to be said of it."""
+
+    stream: str
+    status: Status
+    text: str
+
+
+class Needed(NamedTuple):
+    """A stream, and the consumer that its readers share, if they do."""
+
+    stream: StreamConfig
+    consumer: PullConsumerConfig | None = None
+
+
+def needed_in(namespace: str, queues: Sequence[str]) -> list[Needed]:
+    """What the processes of a namespace need.
+
+    Args:
+        queues: its queues of jobs, as `read_queue` takes them.
+
+    Raises:
+        ConfigError: a name or a setting is not usable.
+    """
+    check_token("namespace", namespace)
+    needed = [Needed(config) for config in all_streams(namespace)]
+    for queue in queues:
+        name, config = read_queue(namespace, queue)
+        needed.append(Needed(queue_config(name, config), takers_config(config)))
+    return needed
+
+
+def read_queue(namespace: str, text: str) -> tuple[EndpointName, WorkQueueConfig]:
+    """A queue out of `COMPONENT.ENDPOINT`, with `,SETTING=VALUE` for each of its settings.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name, *settings = text.split(",")
+    component, dot, endpoint = name.partition(".")
+    if not dot:
+        raise ConfigError(f"{text!r} is not a queue: write COMPONENT.ENDPOINT[,SETTING=VALUE]...")
+    check_token("component", component)
+    check_token("endpoint", endpoint)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in QUEUE_SETTINGS:
+            raise ConfigError(
+                f"{setting!r} is no setting of the queue {name}: there are "
+                f"{', '.join(QUEUE_SETTINGS)}"
+            )
+        try:
+            values[key] = QUEUE_SETTINGS[key](value)
+        except ValueError:
+            raise ConfigError(f"the queue {name}: {key} = {value!r} is not a number") from None
+    return EndpointName(namespace, component, endpoint), WorkQueueConfig(**values).check()
+
+
+async def set_up(
+    jetstream: JetStream, needed: Sequence[Needed], *, dry_run: bool = False
+) -> list[Outcome]:
+    """Make what is missing, and give what is there the replicas that it lacks.
+
+    Args:
+        dry_run: only look.
+
+    Raises:
+        Unavailable: the server does not answer.
+    """
+    return [await _set_up(jetstream, one, dry_run) for one in needed]
+
+
+async def _set_up(jetstream: JetStream, one: Needed, dry_run: bool) -> Outcome:
+    name = one.stream.name
+    try:
+        exists = await jetstream.has_stream(one.stream)
+        if not dry_run:
+            await jetstream.ensure_stream(one.stream)
+            if one.consumer is not None:
+                await jetstream.ensure_pull_consumer(name, one.consumer)
+        elif not exists:
+            return Outcome(name, Status.MISSING, one.stream.description.removeprefix("dynbus: "))
+        listed = await _differences(jetstream, one)
+    except DynbusError as error:
+        if error.retryable:
+            raise
+        return Outcome(name, Status.REFUSED, str(error))
+    if not exists:
+        return Outcome(name, Status.MADE, one.stream.description.removeprefix("dynbus: "))
+    if listed:
+        return Outcome(name, Status.DIFFERS, "; ".join(listed))
+    return Outcome(name, Status.THERE, one.stream.description.removeprefix("dynbus: "))
+
+
+async def _differences(jetstream: JetStream, one: Needed) -> list[str]:
+    """What of a stream, or of its consumer, is otherwise than dynbus makes it."""
+    found = await jetstream.stream_config(one.stream.name)
+    pairs: list[tuple[str, object, object]] = [
+        (field, getattr(found, field), getattr(one.stream, field))
+        for field in ("in_memory", "rollup", "marker_ttl")
+    ]
+    pairs += [
+        (field, getattr(found.limits, field), getattr(one.stream.limits, field))
+        for field in one.stream.limits._fields
+    ]
+    if one.consumer is not None:
+        has = (await jetstream.consumer_info(one.stream.name, one.consumer.name)).ack_wait
+        pairs.append(("ack_wait", has, one.consumer.ack_wait))
+    return [f"{field} = {has}, not {wanted}" for field, has, wanted in pairs if has != wanted]
+
+
+def run(
+    namespace: str,
+    queues: Sequence[str],
+    *,
+    nats: str | None,
+    replicas: int | None,
+    dry_run: bool,
+) -> list[Outcome]:
+    """Set a namespace up at a server.
+
+    Raises:
+        DynbusError: an argument is not usable, or the server cannot be reached.
+    """
+    needed = needed_in(namespace, queues)
+    config = prepare(nats)
+    if replicas is not None:
+        config = msgspec.structs.replace(config, replicas=replicas)
+
+    async def work() -> list[Outcome]:
+        async with connected(config, "dynbus-setup") as server:
+            return await set_up(server.connection.jetstream, needed, dry_run=dry_run)
+
+    return asyncio.run(work())

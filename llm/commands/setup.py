@@ -1,0 +1,86 @@
+"""`dynbus setup`: the streams and buckets of a namespace, made by an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import json_option, nats_option, plain, print_json, print_table
+
+_STYLES: Final = {
+    "made": "green",
+    "there": "green",
+    "missing": "yellow",
+    "differs": "yellow",
+    "refused": "red",
+}
+
+_HELP: Final = """Make the streams and buckets of a namespace.
+
+    Where processes have credentials of their own, these may make none: an operator does, before
+    the first of them starts. What is there already is left as it is, except that it gets the
+    replicas that it lacks; what differs is told, and what dynbus refuses to use. Name each queue
+    of jobs:
+
+    \b
+    dynbus setup demo
+    dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
+    dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
+    dynbus setup demo --dry-run --json
+    """
+
+
+@click.command(
+    help=_HELP,
+    epilog="Exit codes: 0 all is there, 1 something is refused, or missing in a dry run, 2 wrong "
+    "usage, 3 wrong configuration, 4 the server cannot be reached.",
+)
+@click.argument("namespace")
+@click.option(
+    "--queue",
+    "queues",
+    metavar="COMPONENT.ENDPOINT[,SETTING=VALUE]...",
+    multiple=True,
+    help="A queue of jobs; settings: ack_wait, max_jobs, max_bytes. May be repeated.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 5),
+    help="How many servers of a cluster keep each; by default the setting `replicas`, 3.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what is there and what is missing.")
+@json_option
+@nats_option
+@click.pass_context
+def setup(
+    ctx: click.Context,
+    /,
+    namespace: str,
+    queues: Sequence[str],
+    replicas: int | None,
+    dry_run: bool,
+    as_json: bool,
+    nats: str | None,
+) -> None:
+    from .setting_up import Status, run
+
+    outcomes = run(namespace, queues, nats=nats, replicas=replicas, dry_run=dry_run)
+    if as_json:
+        print_json([outcome._asdict() for outcome in outcomes])
+    else:
+        print_table(
+            ("", "STREAM", "WHAT"),
+            [
+                (
+                    f"[{_STYLES[outcome.status]}]{outcome.status}[/]",
+                    plain(outcome.stream),
+                    plain(outcome.text),
+                )
+                for outcome in outcomes
+            ],
+        )
+    is_whole = all(outcome.status not in (Status.REFUSED, Status.MISSING) for outcome in outcomes)
+    ctx.exit(exit_codes.OK if is_whole else exit_codes.FAILURE)

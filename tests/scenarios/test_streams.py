@@ -1,0 +1,186 @@
+"""What dynbus keeps in JetStream: the page of the protocol, `dynbus setup` and use agree on it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio.to_thread
+import pytest
+from click.testing import CliRunner
+from tests.conditions import eventually
+from tests.llm.models.tiny_model import tiny_folder
+from tests.transfer.kv_blocks import small_layout
+
+from dynbus import ConfigError, EndpointName, Runtime
+from dynbus.bus.nats.connection import NatsConnection
+from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.nats.stream_config import stream_request
+from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.work_queue import WorkQueue
+from dynbus.kvrouter import KvEventPublisher
+from dynbus.kvrouter.stream import SnapshotStore
+from dynbus.kvrouter.stream.election import Election
+from dynbus.kvrouter.stream.snapshots import Coverage
+from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.commands.setup import setup
+from dynbus.llm.disaggregated.settings import change_settings
+from dynbus.llm.resumable.store import CONFIG as LOGS_STREAM
+from dynbus.llm.resumable.store import StreamStore
+from dynbus.transfer.descriptors import AgentDescription
+from dynbus.transfer.exchange import MAX_RECORD_BYTES, announced
+from dynbus.transfer.layout import Region
+
+from .workload import Source
+
+pytestmark = pytest.mark.anyio
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+DEMO = {"ns": "demo", "component": "Printer", "endpoint": "print"}
+QUEUE = "Printer.print"
+
+
+def listed() -> set[str]:
+    """The streams of the page's table, for the namespace `demo` and one queue."""
+    table = PAGE.read_text().partition("## Bucket, stream, consumer")[2].partition("\n### ")[0]
+    found: set[str] = set()
+    for what, name in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE):
+        for spelled in re.findall(r"`([^`]+)`", name):
+            if "consumer" in what:
+                continue
+            stream = spelled.format(**DEMO)
+            if "object bucket" in name:
+                stream = f"OBJ_{stream}"
+            elif not stream.startswith(("KV_", "OBJ_", "DYNBUS_")):
+                stream = f"KV_{stream}"
+            found.add(stream)
+    return found
+
+
+async def kept(connection: NatsConnection) -> dict[str, dict[str, Any]]:
+    """The streams of a server by name, each as it is set up, with its durable consumers."""
+    jetstream = connection.jetstream
+    names = (await jetstream.api("STREAM.NAMES", {}, timeout=5.0)).get("streams") or []
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        config = (await jetstream.api(f"STREAM.INFO.{name}", {}, timeout=5.0))["config"]
+        consumers = (await jetstream.api(f"CONSUMER.LIST.{name}", {}, timeout=5.0))["consumers"]
+        durable = [one["config"] for one in consumers or [] if one["config"].get("durable_name")]
+        for one in [config, *durable]:
+            one.pop("metadata", None)
+        found[name] = {**config, "consumers": durable}
+    return found
+
+
+async def generate(request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1]}
+
+
+async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) -> None:
+    """Have each part of dynbus keep something."""
+    bus, jetstream = runtime.bus, runtime.bus.data.jetstream
+    await runtime.start(Source)
+    publisher = KvEventPublisher(bus.data, "demo", "Engine", "one", background=bus.background)
+    await exits.enter_async_context(publisher)
+    election = Election(jetstream, "demo", "Engine", "one")
+    await exits.enter_async_context(election)
+    await eventually(lambda: election.is_elected)
+    coverage = Coverage(sequence=1, created=1.0)
+    await SnapshotStore(jetstream, "demo").write(
+        "Engine", coverage, b"nothing", blocks=0, instances=0
+    )
+    large = AgentDescription(
+        "demo.Engine.1", "e", small_layout(), (Region(2**20, 2**20),) * 2, bytes(MAX_RECORD_BYTES)
+    )
+    await exits.enter_async_context(announced(bus, bus.background, large))
+    await exits.enter_async_context(
+        runtime.serve_endpoints("demo", "Worker", {"generate": generate})
+    )
+    endpoint = runtime.endpoint("demo.Worker.generate")
+    await register_llm(ModelInput.Tokens, ModelType.Chat, endpoint, tiny_folder(folder), "tiny")
+    await change_settings(jetstream, ComponentName("demo", "Engine"), {"local_prompt_tokens": 1})
+    store = StreamStore(runtime, lambda _: False)
+    exits.callback(store.close)
+    await store.make_ready()
+    queue = WorkQueue(bus, EndpointName("demo", "Printer", "print"))
+    await queue.put(b"", job_id="one")
+    async with queue.take() as taker:
+        await (await anext(taker)).bury("no paper")
+
+
+def set_up(server: RunningServer, *arguments: str) -> dict[str, str]:
+    """What `dynbus setup` says of each stream."""
+    result = CliRunner().invoke(
+        setup, ["demo", "--queue", QUEUE, "--json", "--nats", server.url, *arguments]
+    )
+    assert result.exit_code in (0, 1), result.output
+    return {one["stream"]: one["status"] for one in json.loads(result.output)}
+
+
+async def test_what_is_used_is_what_setup_makes_and_what_the_page_lists(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    other = await run_server(store_dir=tmp_path / "other")
+    try:
+        async with Runtime.connect(own_server.url) as using, Runtime.connect(other.url) as made:
+            async with AsyncExitStack() as exits:
+                await use_everything(exits, using, tmp_path / "tiny")
+            statuses = await anyio.to_thread.run_sync(set_up, other)
+            by_use, by_setup = [
+                await kept(cast(NatsConnection, runtime.bus.data)) for runtime in (using, made)
+            ]
+    finally:
+        await other.stop()
+
+    assert set(by_setup) == listed()
+    assert by_use == by_setup
+    assert statuses == dict.fromkeys(by_setup, "made")
+    assert {one["num_replicas"] for one in by_setup.values()} == {1}
+
+
+async def test_setup_changes_nothing_that_is_there_and_says_what_it_found(
+    own_server: RunningServer,
+) -> None:
+    missing = await anyio.to_thread.run_sync(partial(set_up, own_server, "--dry-run"))
+    async with Runtime.connect(own_server.url) as runtime:
+        connection = cast(NatsConnection, runtime.bus.data)
+        assert await kept(connection) == {}
+        narrow = stream_request(INSTANCES_STREAM) | {"max_bytes": 1024 * 1024}
+        await connection.jetstream.api(f"STREAM.CREATE.{INSTANCES_STREAM.name}", narrow, timeout=5)
+        shown = stream_request(LOGS_STREAM) | {"republish": {"src": ">", "dest": "shown.>"}}
+        await connection.jetstream.api(f"STREAM.CREATE.{LOGS_STREAM.name}", shown, timeout=5)
+        before = await kept(connection)
+
+        first = await anyio.to_thread.run_sync(partial(set_up, own_server))
+        second = await anyio.to_thread.run_sync(partial(set_up, own_server))
+        after = await kept(connection)
+
+    others = listed() - {INSTANCES_STREAM.name, LOGS_STREAM.name}
+    assert missing == dict.fromkeys(listed(), "missing")
+    told = {INSTANCES_STREAM.name: "differs", LOGS_STREAM.name: "refused"}
+    assert first == dict.fromkeys(others, "made") | told
+    assert second == dict.fromkeys(others, "there") | told
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["demo.Printer"], "namespace"),
+        (["demo", "--queue", "print"], "write COMPONENT.ENDPOINT"),
+        (["demo", "--queue", "A.b,tries=1"], "there are ack_wait, max_jobs, max_bytes"),
+        (["demo", "--queue", "A.b,max_jobs=x"], "max_jobs = 'x' is not a number"),
+        (["demo", "--queue", "A.b,max_jobs=0"], "max_jobs = 0 is not usable"),
+    ],
+)
+def test_setup_refuses_what_is_no_name_and_no_queue(arguments: list[str], why: str) -> None:
+    result = CliRunner().invoke(setup, arguments)
+
+    assert isinstance(result.exception, ConfigError)
+    assert why in str(result.exception)
