@@ -7,12 +7,12 @@ one line of JSON, and ends when its input does.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 
@@ -29,19 +29,22 @@ class SandboxEnded(Exception):
 
 
 class Sandbox:
-    """Processes that run one program, each started when it is needed. They end with this one.
+    """Processes that run one program, each started when it is needed. They end with this one, or
+    when nobody has the sandbox any more.
 
     Args:
         program: its path.
         limit: how many there are at most; who needs another waits.
+        first: a line that each of them reads before all requests; none where it is empty.
     """
 
-    def __init__(self, program: Path, limit: int) -> None:
+    def __init__(self, program: Path, limit: int, *, first: bytes = b"") -> None:
         self._program = program
+        self._first = first
         self._free = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-        atexit.register(self.close)
+        weakref.finalize(self, _end, self._idle)
 
     @property
     def idle(self) -> list[int]:
@@ -64,7 +67,7 @@ class Sandbox:
                     # It may have been ended before it was asked.
                     if error.time_is_over:
                         raise
-            return self._ask(_Process(self._program), request)
+            return self._ask(_Process(self._program, self._first), request)
 
     def close(self) -> None:
         """End the processes that have nothing to do."""
@@ -86,10 +89,16 @@ class Sandbox:
         return answer
 
 
+def _end(idle: list[_Process]) -> None:
+    for process in idle:
+        process.end()
+
+
 class _Process:
     """One process; one thread at a time uses it."""
 
-    def __init__(self, program: Path) -> None:
+    def __init__(self, program: Path, first: bytes) -> None:
+        self._first = first
         self.process = subprocess.Popen(
             # Its own folder must not be on the path.
             [sys.executable, "-P", str(program)],
@@ -102,6 +111,9 @@ class _Process:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
+            if self._first:
+                self.process.stdin.write(self._first + b"\n")
+                self._first = b""
             self.process.stdin.write(request + b"\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()

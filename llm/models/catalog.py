@@ -18,9 +18,9 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, NoInstances, Unavailable
 from dynbus.bus.records.expired_records import ExpiredRecords
 from dynbus.bus.transport import NoStream, OrderedConsumer, StoredMessage, StreamConfig
+from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
-from dynbus.llm.text.tokenizer import Tokenizer
 
 from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences
 from .names import NAMES_STREAM, NameView, Owners
@@ -282,7 +282,7 @@ class Catalog(Openable):
 
     def _make(self, card: ModelCard, tokenizer: bytes, source: str | None) -> TextModel:
         name, special = card.base_model or card.name, card.special_tokens
-        made = Tokenizer.from_json(
+        made = GuardedTokenizer(
             tokenizer,
             eos_token_ids=card.eos_token_ids,
             special_tokens=special,

@@ -137,7 +137,7 @@ class Tokenizer:
         Raises:
             ValueError: it is no text that can be encoded as UTF-8.
         """
-        _checked(text)
+        check_text(text)
         # Not `encode`, which keeps the interpreter's lock while it works.
         with _using("the tokenizer fails"):
             (encoding,) = self.raw.encode_batch_fast([text], add_special_tokens=special)
@@ -145,9 +145,10 @@ class Tokenizer:
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of several texts, each by itself and with nothing put around it."""
-        checked = list(map(_checked, texts))
+        for text in texts:
+            check_text(text)
         with _using("the tokenizer fails"):
-            found = self.raw.encode_batch_fast(checked, add_special_tokens=False)
+            found = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
@@ -311,14 +312,18 @@ class Tokenizer:
         return cls(raw, eos_token_ids=ends, special_tokens=special)
 
 
-def _checked(text: str) -> str:
+def check_text(text: str) -> bytes:
+    """The bytes of a text.
+
+    Raises:
+        ValueError: it cannot be encoded as UTF-8.
+    """
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the text has half a surrogate pair at {error.start}, which is no character"
         ) from None
-    return text
 
 
 def _token_text(given: object) -> str | None:
@@ -351,21 +356,44 @@ def _check_growth(data: bytes) -> None:
     Raises:
         ValueError: there are such ones.
     """
-    growth = 1
     rules = msgspec.json.decode(data, type=_Rules)
-    left: list[object] = [rules.normalizer, rules.pre_tokenizer, rules.decoder]
+    _growth([rules.normalizer, rules.pre_tokenizer, rules.decoder])
+
+
+def decoder_growth(data: bytes) -> int:
+    """How many times longer the decoder of a `tokenizer.json` may make a token.
+
+    Raises:
+        ValueError: it is too much; or it looks for a pattern, which may take it for ever.
+    """
+    rules = msgspec.json.decode(data, type=_Rules)
+    if any("Regex" in rule for rule in _rules_in(rules.decoder)):
+        raise ValueError("its decoder replaces what matches a pattern")
+    return _growth([rules.decoder])
+
+
+def _growth(rules: list[object]) -> int:
+    growth = 1
+    for rule in _rules_in(rules):
+        for name in ("content", "prepend", "replacement"):
+            text = rule.get(name)
+            growth *= max(1, len(text)) if isinstance(text, str) else 1
+        if growth > MAX_GROWTH:
+            raise ValueError(f"it replaces a character by more than {MAX_GROWTH}")
+    return growth
+
+
+def _rules_in(rules: object) -> Generator[dict[str, object]]:
+    """The objects in some JSON, at any depth."""
+    left = [rules]
     while left:
         rule = left.pop()
         if isinstance(rule, dict):
             fields = cast("dict[str, object]", rule)
-            for name in ("content", "prepend", "replacement"):
-                text = fields.get(name)
-                growth *= max(1, len(text)) if isinstance(text, str) else 1
+            yield fields
             left += fields.values()
         elif isinstance(rule, list):
             left += cast("list[object]", rule)
-        if growth > MAX_GROWTH:
-            raise ValueError(f"it replaces a character by more than {MAX_GROWTH}")
 
 
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
