@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import anyio.lowlevel
+import psutil
 import pytest
 from tests.conditions import eventually
 
@@ -24,7 +25,7 @@ from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.models.catalog import Catalog
-from dynbus.llm.text.template import RENDERERS
+from dynbus.llm.text import rendering, tokenizing
 from dynbus.llm.worker import MOCK_NAME, ModelWorker
 
 from .observation import leftovers, resident
@@ -173,8 +174,10 @@ class Stack:
             for runtime in self._runtimes
             for connection in (runtime.bus.data, runtime.bus.lane.connection)
         ]
-        # One more renders where two chats come at once, by chance the first time only now.
-        pipes = 2 * len(RENDERERS.idle)
+        # One more renders or tokenises where two chats come at once, by chance only now.
+        programs = {rendering.__file__, tokenizing.__file__}
+        children = psutil.Process().children()
+        pipes = 2 * sum(not programs.isdisjoint(child.cmdline()) for child in children)
         return {
             "tasks": len(asyncio.all_tasks()),
             "descriptors": len(os.listdir("/proc/self/fd")) - pipes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from tests.conditions import eventually
+from tests.llm.text.tiny_tokenizer import tiny_json
 
 from dynbus import Actor, Runtime, handler
 from dynbus.bus.errors import ConfigError
@@ -25,6 +27,7 @@ from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.records import ARTEFACTS_BUCKET, Artefacts, digest_of, read_cards
+from dynbus.llm.weights.errors import BrokenModel
 
 from .tiny_model import tiny_folder
 
@@ -90,6 +93,32 @@ async def test_a_front_end_has_all_it_needs_without_the_models_files(
     assert text.tokenizer.decode(ids, special=True) == (
         "<|im_start|>user\nThe capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+async def test_a_tokenizer_that_ends_its_process_ends_no_front_end(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    rules = json.loads(tiny_json())
+    whole = {"Sequence": {"id": "A", "type_id": 0}}
+    many = {"SpecialToken": {"id": "many", "type_id": 0}}
+    flood = {"id": "many", "ids": [1] * 100_000, "tokens": ["x"] * 100_000}
+    rules["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [many] * 1000 + [whole],
+        "pair": [],
+        "special_tokens": {"many": flood},
+    }
+    folder, other = tiny_folder(tmp_path / "broken"), tiny_folder(tmp_path / "whole")
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    async with Runtime.connect(nats_server.url) as runtime, Catalog(runtime) as catalog:
+        broken = await register(runtime, namespace, folder, model_name=f"{name}-broken")
+        card = await register(runtime, namespace, other, model_name=name)
+
+        with pytest.raises(BrokenModel, match=f"the tokenizer of {name}-broken fails: "):
+            await catalog.text_model(broken)
+        text = await catalog.text_model(card)
+
+        assert await text.encode_chat(MESSAGES)
 
 
 async def test_a_model_is_there_while_one_of_its_instances_is(
