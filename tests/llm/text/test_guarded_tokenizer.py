@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -25,11 +24,9 @@ TEXT = "The capital of France is Paris, 東京. 🙂<|im_end|>"
 Rules = dict[str, Any]
 
 
-def changed(change: Callable[[Rules], object]) -> bytes:
+def changed(**rules: Any) -> bytes:
     """The tiny tokenizer with other rules."""
-    rules: Rules = json.loads(tiny_json())
-    change(rules)
-    return json.dumps(rules).encode()
+    return json.dumps({**json.loads(tiny_json()), **rules}).encode()
 
 
 def template(pieces: list[Rules], **special: Rules) -> Rules:
@@ -50,7 +47,7 @@ FLOOD: Rules = {"id": "many", "ids": [1] * 100_000, "tokens": ["x"] * 100_000}
 
 
 def repeats(times: int) -> bytes:
-    return changed(lambda rules: rules.update(template([WHOLE] * times)))
+    return changed(**template([WHOLE] * times))
 
 
 @pytest.fixture(scope="module")
@@ -82,31 +79,21 @@ def test_a_text_that_is_no_text_is_refused(guarded: GuardedTokenizer) -> None:
     [
         pytest.param(repeats(100_000), id="repeats a text"),
         pytest.param(
-            changed(lambda rules: rules.update(template([MANY] * 1000 + [WHOLE], many=FLOOD))),
-            id="puts tokens around it",
+            changed(**template([MANY] * 1000 + [WHOLE], many=FLOOD)), id="puts tokens around it"
         ),
         pytest.param(
             changed(
-                lambda rules: rules.update(
-                    post_processor={
-                        "type": "Sequence",
-                        "processors": [template([WHOLE] * 300)["post_processor"]] * 3,
-                    }
-                )
+                post_processor={
+                    "type": "Sequence",
+                    "processors": [template([WHOLE] * 300)["post_processor"]] * 3,
+                }
             ),
             id="repeats it again and again",
         ),
         pytest.param(
             changed(
-                lambda rules: rules.update(
-                    normalizer={
-                        "type": "Sequence",
-                        "normalizers": [
-                            {"type": "Replace", "pattern": {"Regex": "(.)"}, "content": "ab" * 30}
-                        ],
-                    },
-                    **template([WHOLE] * 2000),
-                )
+                normalizer={"type": "Replace", "pattern": {"Regex": "(.)"}, "content": "ab" * 30},
+                **template([WHOLE] * 2000),
             ),
             id="replaces its characters",
         ),
@@ -132,16 +119,9 @@ def test_a_tokenizer_that_makes_more_than_there_is_memory_for_ends_nothing_else(
 
 def test_a_tokenizer_that_a_text_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_tokenizer, "SECONDS", 1.0)
+    pattern = {"Regex": "(x+x+)+y"}
     slow = GuardedTokenizer(
-        changed(
-            lambda rules: rules.update(
-                normalizer={
-                    "type": "Replace",
-                    "pattern": {"Regex": "(x+x+)+y"},
-                    "content": "z",
-                }
-            )
-        )
+        changed(normalizer={"type": "Replace", "pattern": pattern, "content": "z"})
     )
 
     with pytest.raises(BrokenModel, match="takes more than 1.8 s of processor time"):
@@ -150,38 +130,32 @@ def test_a_tokenizer_that_a_text_takes_for_ever_is_ended(monkeypatch: pytest.Mon
     assert slow.encode("a", special=False) == tiny_tokenizer().encode("a", special=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda rules: rules.update(model={"type": "None"}), "fails"),
-        (lambda rules: rules.update(decoder=LONGER), "replaces a character by more than 1024"),
-        (lambda rules: rules.update(decoder=LONG), "may write a token as 13000 characters"),
-        (lambda rules: rules["added_tokens"].append(LONG_TOKEN), "may write a token as"),
-        (
-            lambda rules: rules.update(decoder=PATTERN),
-            "its decoder replaces what matches a pattern",
-        ),
-    ],
-)
-def test_a_tokenizer_that_could_harm_whoever_writes_its_tokens_out_is_refused(
-    change: Callable[[Rules], object], says: str
-) -> None:
-    with pytest.raises(BrokenModel, match=says):
-        GuardedTokenizer(changed(change))
-
-
 LONG: Rules = {"type": "Replace", "pattern": {"String": "a"}, "content": "x" * 1000}
 LONGER: Rules = {**LONG, "content": "x" * 2000}
 PATTERN: Rules = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": "z"}
 LONG_TOKEN: Rules = {
+    **json.loads(tiny_json())["added_tokens"][0],
     "id": 5000,
     "content": "y" * (MOST_WRITTEN + 1),
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "special": False,
 }
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (changed(model={"type": "None"}), "fails"),
+        (changed(decoder=LONGER), "replaces a character by more than 1024"),
+        (changed(decoder=LONG), "may write a token as 13000 characters"),
+        (changed(added_tokens=[LONG_TOKEN]), "may write a token as"),
+        (changed(decoder=PATTERN), "its decoder replaces what matches a pattern"),
+    ],
+    ids=range(5),
+)
+def test_a_tokenizer_that_could_harm_whoever_writes_its_tokens_out_is_refused(
+    data: bytes, says: str
+) -> None:
+    with pytest.raises(BrokenModel, match=says):
+        GuardedTokenizer(data)
 
 
 def test_what_is_no_json_is_refused() -> None:
