@@ -46,6 +46,9 @@ TICK: Final = 0.1
 """Seconds between two looks at instances and at what is due."""
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at the stream itself."""
+SILENCE: Final = 2.5 * LOOK_INTERVAL
+"""Seconds without an answer to such a look after which the server is out of reach, whether or not
+the connection seems to be there: a link that is cut in silence leaves it as it is."""
 MESSAGES_PER_STEP: Final = 8
 """Messages that waited and are applied in one turn of the loop: a few milliseconds."""
 
@@ -150,6 +153,7 @@ class IndexFollower(Openable):
         self._caught_up = False
         self._consumer: OrderedConsumer | None = None
         self._look_at = 0.0
+        self._answered_at = 0.0
         self._recreations = 0
         self._failures = 0
 
@@ -190,6 +194,7 @@ class IndexFollower(Openable):
             self.position = Position(self.position.sequence, created)
         try:
             await self._read()
+            self._answered_at = monotonic()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._run)
                 self._look_at_instances(monotonic())
@@ -248,7 +253,7 @@ class IndexFollower(Openable):
         return cache_awareness(
             Observation(
                 following=self._consumer is not None,
-                connected=self._connection.state is ConnectionState.CONNECTED,
+                connected=self._is_reached,
                 caught_up=self._caught_up,
                 behind=self._behind,
                 ranks=len(self.index.ranks.keys() | set(unsettled)),
@@ -370,6 +375,11 @@ class IndexFollower(Openable):
                 logger.exception("%r: looking at the instances or the stream failed", self)
 
     @property
+    def _is_reached(self) -> bool:
+        is_connected = self._connection.state is ConnectionState.CONNECTED
+        return is_connected and monotonic() - self._answered_at <= SILENCE
+
+    @property
     def _can_hear(self) -> bool:
         return self._caught_up and self._connection.state is ConnectionState.CONNECTED
 
@@ -399,6 +409,7 @@ class IndexFollower(Openable):
         except NoStream:
             await ensure_stream(jetstream, self.stream, timeout=LOOK_INTERVAL)
             info = await jetstream.stream_info(self.stream.name, timeout=LOOK_INTERVAL)
+        self._answered_at = monotonic()
         if self.position.created is None:
             self.position = Position(self.position.sequence, info.created)
         elif self.position.created != info.created:

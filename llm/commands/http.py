@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -131,11 +133,33 @@ def http(
         import uvloop
 
         settings = HttpSettings(cors_origins=cors_origins, **given)
-        uvloop.run(_serve(config, settings, routing, policy))
+        # Before the bus, which sets up no more than what the environment asks for.
+        shut_telemetry = _measure()
+        try:
+            uvloop.run(_serve(config, settings, routing, policy))
+        finally:
+            shut_telemetry()
     except ImportError as error:
         raise ConfigError(
             f"`dynbus http` needs an extra: {how_to_install('http')} ({error})"
         ) from error
+
+
+def _measure() -> Callable[[], object]:
+    """Have `/metrics` show what routers and the bus measure, where the extra for it is there; what
+    sends the rest of it at the end."""
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.extras import has_extra
+    from dynbus.bus.telemetry import telemetry
+
+    if not has_extra("metrics"):
+        return lambda: None
+    try:
+        return telemetry.configure(service_name="dynbus", prometheus=True).shutdown
+    except ConfigError as error:
+        # Variables that are meant for all programs of a container stop none of them.
+        logging.getLogger(__name__).warning("telemetry is off: %s", error)
+        return lambda: None
 
 
 async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy: str) -> None:

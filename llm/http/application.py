@@ -204,8 +204,9 @@ class Application:
             is_known = not shared.models.problem
             reason = "no model is served" if is_known else "the models on the bus cannot be read"
             return json_response({"status": "unavailable", "reason": reason}, 503)
-        if not shared.models.is_connected:
-            return json_response({"status": "unavailable", "reason": "the bus is away"}, 503)
+        away = shared.models.out_of_reach
+        if away:
+            return json_response({"status": "unavailable", "reason": away}, 503)
         # Which models there are is told to those who have a key.
         return json_response({"status": "ok", "models": len(names)})
 

@@ -23,7 +23,7 @@ from dynbus.bus.errors import (
     Unavailable,
     describe_exception,
 )
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.records.instance_view import Instance
 from dynbus.kvrouter import KvRouter
 from dynbus.kvrouter.routing import RouterConfig, profiles, token_rule
@@ -35,6 +35,7 @@ from dynbus.llm.text.text_model import TextModel
 from . import RoutingChoice
 from .open_model import OpenModel
 from .preparing import ModelLimits, longest_token
+from .reachability import Reachability
 from .routed_prompts import (
     TOKENIZE,
     TOKENIZES_KEY,
@@ -120,6 +121,7 @@ class Models:
         self._gone: dict[tuple[str, ModelType], float] = {}
         self._reconciled = asyncio.Event()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
+        self._reachability = Reachability(runtime, self._instance_names)
         self._routers = SharedRouters(runtime, self._background, router or RouterConfig())
 
     def __repr__(self) -> str:
@@ -129,6 +131,7 @@ class Models:
         self._runtime.discovery.begin()
         await self._background.open()
         self._background.start(self._follow, name="following the models")
+        self._background.start(self._reachability.watch, name="asking who can be reached")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -149,9 +152,19 @@ class Models:
         return self._catalog.problem
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the bus can be reached."""
-        return self._runtime.is_connected
+    def out_of_reach(self) -> str:
+        """What of the bus cannot be reached; empty for nothing."""
+        return self._reachability.problem if self._runtime.is_connected else "the bus is away"
+
+    def _instance_names(self) -> list[InstanceName]:
+        """Of the instances of all models that can be asked now."""
+        endpoints = (EndpointName.parse(model.card.endpoint) for model in self.served)
+        view, now = self._runtime.discovery.view, monotonic()
+        return [
+            one.record.name
+            for namespace, component in {place[:2] for place in endpoints}
+            for one in view.instances(namespace, component, now)
+        ]
 
     @property
     def served(self) -> list[OpenModel]:

@@ -134,4 +134,7 @@ async def test_a_front_end_that_dies_or_freezes_costs_its_clients_a_reconnect_an
         if fate == signal.SIGSTOP:
             await eventually(partial(serves, first), what="it is awake")
             assert events_of(await read(first, going_on(name, 0))) == [*before, *after]
-    assert b'event="taken_over"} 2' in get(second, "/metrics")
+    figures = get(second, "/metrics")
+    assert b'event="taken_over"} 2' in figures
+    # What its router knows is among them, without any set-up.
+    assert b"\ndynbus_kv_cache_aware{" in figures

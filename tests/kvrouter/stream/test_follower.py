@@ -483,6 +483,25 @@ def test_a_follower_says_that_the_server_is_out_of_reach_and_heals_after_it() ->
     assert took < 2.0
 
 
+def test_a_follower_says_within_three_seconds_that_a_silent_server_is_out_of_reach() -> None:
+    async def story() -> list[str]:
+        at = EventBus()
+        async with at.follower() as follower, at.publisher() as publisher:
+            publisher.publish([stored(1)])
+            await at.settled(follower)
+            seen = [str(follower.awareness())]
+            # The connection stays, as over a link that is cut in silence.
+            at.bus.jetstream.stall()
+            await asyncio.sleep(3.0)
+            seen.append(str(follower.awareness()))
+            at.bus.jetstream.stall(False)
+            await at.settled(follower)
+            await asyncio.sleep(1.5)
+            return [*seen, str(follower.awareness())]
+
+    assert run(story()) == ["exact", "degraded (the server is out of reach)", "exact"]
+
+
 def test_a_stream_made_again_is_followed_from_its_beginning() -> None:
     async def story() -> tuple[int, float]:
         at = EventBus()
