@@ -118,6 +118,11 @@ class Calling:
         return f"<Calling from {self.host.name}>"
 
     @property
+    def output(self) -> str:
+        """What it has printed and logged so far."""
+        return self._program.output
+
+    @property
     def records(self) -> list[Record]:
         """All calls that have ended."""
         return read_records([self._journal])
@@ -128,8 +133,7 @@ class Calling:
         wait_until(
             lambda: self._answered_since(now) == set(get_args(Kind)) or self._program.has_ended,
             what=lambda: (
-                f"of {self!r} only {self._answered_since(now)} are answered: "
-                f"{self._program.output[-2000:]}"
+                f"of {self!r} only {self._answered_since(now)} are answered: {self.output[-2000:]}"
             ),
         )
 
