@@ -69,6 +69,13 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Whose pages may ask, such as https://example.com; * for all. Repeatable.",
 )
 @click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name that it is asked by at loopback without keys, such as a proxy's. Repeatable.",
+)
+@click.option(
     "--max-body",
     "max_body_bytes",
     type=click.IntRange(1),

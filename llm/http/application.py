@@ -19,7 +19,7 @@ from dynbus.llm.messages.errors import anthropics_error, message_error
 from dynbus.llm.messages.models import model_info, model_list
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api, CompletionsApi
-from dynbus.llm.openai.errors import ErrorAnswer, answer_of
+from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
 from dynbus.llm.openai.requests import read_chat, read_completion
 from dynbus.llm.responses.api import ResponsesApi
 
@@ -141,7 +141,9 @@ class Application:
         method, path = scope["method"], scope["path"]
         caller = shared.caller(scope["headers"])
         try:
+            _check_hosts(scope)
             if path not in OPEN_PATHS:
+                shared.check_site(method, caller)
                 caller = shared.authorized(caller)
                 _tell_known(scope)
             make_exchange = EXCHANGES.get(path)
@@ -208,7 +210,11 @@ class Application:
         if away:
             return json_response({"status": "unavailable", "reason": away}, 503)
         # Which models there are is told to those who have a key.
-        return json_response({"status": "ok", "models": len(names)})
+        told: dict[str, Any] = {"status": "ok", "models": len(names)}
+        if shared.keys is not None and shared.keys.problem:
+            # Where it is and what is wrong with it is in the log.
+            told["warning"] = "the file of keys cannot be used: those from before stay in force"
+        return json_response(told)
 
     async def _models(self, caller: Caller) -> Response:
         cards = self._cards()
@@ -242,6 +248,13 @@ class Application:
         page = shared.metrics.page(len(shared.models.names), shared.resumable.counts).encode()
         page += await asyncio.to_thread(_registered)
         return Response(200, page, ((b"content-type", CONTENT_TYPE.encode()),))
+
+
+def _check_hosts(scope: Scope) -> None:
+    """Refuse a request for more than one host, which a proxy before may have taken for another."""
+    count = sum(name == b"host" for name, _ in scope["headers"])
+    if count > 1 or (not count and scope["http_version"] == "1.1"):
+        raise BadRequest(f"the request has {count} headers Host: send one")
 
 
 def _tell_known(scope: Scope) -> None:

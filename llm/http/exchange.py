@@ -23,7 +23,7 @@ from dynbus.bus.errors import (
     PayloadTooLarge,
     describe_exception,
 )
-from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer
+from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
 from dynbus.llm.pipeline.serving import RequestTiming
 
 from . import idempotency
@@ -53,6 +53,10 @@ WRITE: Final = "dynbus.write"
 LONG_BODY: Final = 16 * 1024
 """Bytes from which on a body is read in a thread, one at a time and those of tenants in turn: read
 on the event loop, many that come at once would be one long turn of it."""
+
+
+_ENCODINGS: Final = {"content-encoding": "identity", "transfer-encoding": "chunked"}
+"""The headers that say how a body is encoded, and what of it is understood."""
 
 
 class HungUp(Exception):
@@ -200,9 +204,16 @@ class Exchange(ABC):
         """The body of the request.
 
         Raises:
-            PayloadTooLarge, BodyTimeout: it is not taken.
+            PayloadTooLarge, BodyTimeout, UnknownEncoding: it is not taken.
             HungUp: the client is gone.
         """
+        for name, known in _ENCODINGS.items():
+            given = self._caller.headers.get(name, known)
+            if given.strip().lower() not in ("", known):
+                raise UnknownEncoding(
+                    f"a body with {name.title()}: {given[:80]} is not understood; send it as it is",
+                    started=False,
+                )
         limit = self._shared.settings.max_body_bytes
         length = self._caller.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:

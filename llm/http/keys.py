@@ -32,7 +32,8 @@ class ApiKeys:
 
     Each line has a tenant and one of its keys, or `sha256:` and the key's hash in hexadecimal;
     lines that begin with `#` are comments. Only hashes are kept. A file that cannot be read any
-    longer, or has a mistake, leaves the keys in force that were there before, and the log says so.
+    longer, or has a mistake, leaves the keys in force that were there before; the log says so, and
+    `problem`.
 
     Args:
         now: seconds of a monotonic clock.
@@ -44,12 +45,19 @@ class ApiKeys:
     def __init__(self, path: Path, *, now: Callable[[], float] = monotonic) -> None:
         self._path = path
         self._now = now
-        self._identity = self._identify()
+        self._identity: _Identity | None = self._identify()
         self._tenants = self._read()
         self._look_at = now() + LOOK_INTERVAL
+        self._problem = ""
 
     def __repr__(self) -> str:
         return f"<ApiKeys {self._path} [{len(self._tenants)} keys]>"
+
+    @property
+    def problem(self) -> str:
+        """Why the file as it is now cannot be used; empty where it is."""
+        self._look()
+        return self._problem
 
     def tenant_of(self, key: str) -> str | None:
         """Whose key this is; None for nobody's. The time that it takes says nothing of the keys."""
@@ -70,11 +78,15 @@ class ApiKeys:
             identity = self._identify()
             if identity == self._identity:
                 return
-            self._identity = identity
             self._tenants = self._read()
         except ConfigError as error:
-            logger.error("the keys that were there before stay in force: %s", error)
+            # It is read again even if it comes back as it was.
+            self._identity = None
+            if self._problem != error.message:
+                logger.error("the keys that were there before stay in force: %s", error)
+            self._problem = error.message
             return
+        self._identity, self._problem = identity, ""
         logger.info("%r was read again", self)
 
     def _identify(self) -> _Identity:

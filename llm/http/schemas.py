@@ -87,7 +87,7 @@ _THINKING: Final = record({"type": one_of("thinking"), "thinking": STRING})
 
 REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
     "CommonRequest": {
-        "stop": optional(either(TEXT, array(TEXT))),
+        "stop": optional(either(TEXT, {**array(TEXT), "maxItems": 4})),
         "logit_bias": optional(
             {
                 "type": "object",
@@ -258,6 +258,7 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
             )
         ),
         "container": NULL,
+        "thread": NULL,
         "mcp_servers": optional({"type": "array", "maxItems": 0}),
     },
     "MessagesRequest": {"stop_sequences": optional(array(TEXT))},
@@ -435,7 +436,7 @@ ANSWERS: Final[Mapping[str, Schema]] = {
     ),
     "ModelList": record({"object": one_of("list"), "data": array(ref("Model"))}),
     "Health": record({"status": one_of("ok")}),
-    "Ready": record({"status": one_of("ok"), "models": COUNT}),
+    "Ready": record({"status": one_of("ok"), "models": COUNT}, {"warning": STRING}),
     "NotReady": record({"status": one_of("unavailable"), "reason": STRING}),
     "Error": record(
         {

@@ -12,6 +12,14 @@ from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import ConfigError
 
 
+def _name_of(host: str) -> str:
+    """A host without its port, and without the brackets of an IPv6 address."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
     """The settings of a front end.
@@ -23,6 +31,8 @@ class HttpSettings:
         insecure_public: allow a host that other machines can reach without keys.
         tls_cert, tls_key: PEM files; both or none.
         cors_origins: from which pages of other hosts may ask; `*` is all.
+        allowed_hosts: names that a front end without keys at a loopback address is asked by, beside
+            loopback's own.
         max_body_bytes: of a request; one with images may need more.
         max_header_bytes: of a request, with its first line.
         max_requests: that run at a time; further ones are answered 429.
@@ -50,6 +60,7 @@ class HttpSettings:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cors_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     max_body_bytes: int = 4 * 1024 * 1024
     max_header_bytes: int = 32 * 1024
     max_requests: int = 8192
@@ -88,3 +99,15 @@ class HttpSettings:
                 "keys: give a file with --api-keys, listen at 127.0.0.1, or allow it with "
                 "--insecure-public"
             )
+
+    def takes_host(self, host: str) -> bool:
+        """Whether a request may name a host, with or without a port.
+
+        Where nothing but the address says who may ask, a page of a browser could have its own
+        name lead there.
+        """
+        if self.api_keys is not None or not is_loopback(self.host):
+            return True
+        name = _name_of(host)
+        known = (one.lower() for one in self.allowed_hosts)
+        return is_loopback(name) or name.endswith(".localhost") or name in known

@@ -12,7 +12,7 @@ from typing import Final
 
 from dynbus.bus.errors import Draining, Overloaded
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.llm.openai.errors import Unauthorized
+from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.turns import TENANT_KEY, TenantThreads
@@ -73,6 +73,7 @@ class Shared:
     """What all requests of a front end share.
 
     Attributes:
+        keys: None where everybody is let in.
         is_draining: whether it stops, and takes no more requests.
         reading: reads bodies that take a while.
     """
@@ -93,7 +94,7 @@ class Shared:
         self.reading = TenantThreads(ThreadPoolExecutor(1, thread_name_prefix="dynbus-bodies"), 1)
         self.keep_alive = KeepAlive(settings.stream_keep_alive)
         self.is_draining = False
-        self._keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
+        self.keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
 
     def __repr__(self) -> str:
         return f"<Shared [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
@@ -107,16 +108,41 @@ class Shared:
         request_id = given if _REQUEST_ID.fullmatch(given) else random_id()
         return Caller(request_id, "", headers)
 
+    def check_site(self, method: str, caller: Caller) -> None:
+        """Refuse what a page of another site may have made a browser send.
+
+        Raises:
+            ForeignSite: it is that.
+        """
+        headers, settings = caller.headers, self.settings
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        if host and not settings.takes_host(host):
+            raise ForeignSite(
+                f"the front end has no keys, and is asked as {host[:80]!r}, which is no name of "
+                "this machine's loopback: ask it at 127.0.0.1, or give it that name with "
+                "--allow-host",
+                started=False,
+            )
+        if method in ("GET", "HEAD", "OPTIONS") or not origin:
+            return
+        # Browsers say it of themselves, also where a proxy has another name.
+        site = headers.get("sec-fetch-site", "")
+        is_own = site in ("same-origin", "none") if site else origin.partition("//")[2] == host
+        if not is_own and not {"*", origin} & set(settings.cors_origins):
+            raise ForeignSite(
+                f"a page of {origin[:80]!r} may not ask: allow it with --cors-origin", started=False
+            )
+
     def authorized(self, caller: Caller) -> Caller:
         """Who sends a request, with the tenant whose key it has.
 
         Raises:
             Unauthorized: it has none that is known.
         """
-        if self._keys is None:
+        if self.keys is None:
             return caller
         key = _key_of(caller.headers)
-        tenant = self._keys.tenant_of(key) if key else None
+        tenant = self.keys.tenant_of(key) if key else None
         if tenant is None:
             raise Unauthorized(
                 "this key is not known: send one as `Authorization: Bearer KEY`"

@@ -10,6 +10,8 @@ import msgspec
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of, error_fields, status_of
 
+from .requests import NO_THREADS
+
 _TYPES: Final[Mapping[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -39,6 +41,8 @@ def message_error_body(error: DynbusError, request_id: str = "") -> bytes:
     """An error as a JSON object, as in a stream that has begun."""
     fields = error_fields(error, request_id)
     told = anthropics_error(_status(error), fields["message"], fields["request_id"])
+    if fields["code"] == NO_THREADS:
+        told["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [fields["param"]]}
     return msgspec.json.encode(told)
 
 
@@ -49,6 +53,6 @@ def anthropics_error(status: int, message: str, request_id: str | None) -> dict[
 
 
 def _status(error: DynbusError) -> int:
-    # Anthropic tells a field that does not fit like all else that is not usable.
+    # Anthropic has no other status for a request that is not usable.
     status = status_of(error)
     return 400 if status == 422 else status

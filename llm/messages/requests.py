@@ -9,9 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from dynbus.llm.openai.conversation import content_of
-from dynbus.llm.openai.errors import misfit, unsupported
+from dynbus.llm.openai.errors import BadRequest, misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, is_array, is_object, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
+
+NO_THREADS: Final = "thread_unsupported_request"
+"""What Anthropic calls it that a request cannot have its conversation kept."""
 
 
 class ConversationRequest(EngineFields, frozen=True, kw_only=True):
@@ -27,6 +30,7 @@ class ConversationRequest(EngineFields, frozen=True, kw_only=True):
     output_config: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
+    thread: Any = None
 
 
 class MessagesRequest(ConversationRequest, frozen=True, kw_only=True):
@@ -71,6 +75,13 @@ def chat_body(request: ConversationRequest) -> dict[str, Any]:
         raise unsupported("container", "containers are not supported; remove this field")
     if request.mcp_servers:
         raise unsupported("mcp_servers", "MCP servers are not supported; give tools")
+    if request.thread:
+        # The anthropic package asks for one, and sends all messages where it is refused so.
+        raise BadRequest(
+            "thread: conversations are not stored; send all messages of this one",
+            param="thread",
+            reason=NO_THREADS,
+        )
     choice = request.tool_choice or {}
     fields: dict[str, Any] = {
         "model": request.model,

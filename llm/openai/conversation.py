@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from .errors import misfit, unsupported
-from .fields import fields_of, is_array, is_object
+from .fields import fields_of, is_array, is_object, items_of
 from .json_values import JsonSize
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+"""Who may say something. Templates write roles out, so that any other text could be anything."""
 
 
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -29,21 +32,51 @@ def messages_for_template(
         text_arguments: have arguments as the JSON text that they are in a request.
 
     Raises:
-        BadRequest: a message has no role, a content that is no text, or tool calls that are none.
+        BadRequest: a message has no known role, a content that is no text, or tool calls that are
+            none, or answers no call.
     """
     # Arguments are JSON within a string, which nobody has counted.
     size = None if text_arguments else JsonSize()
-    return [_message(message, f"messages[{place}]", size) for place, message in enumerate(messages)]
+    told: list[dict[str, Any]] = []
+    # The ids of the calls that the next messages may answer.
+    open_calls: set[str | None] = set()
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        found = _message(message, where, size)
+        if message["role"] != "tool":
+            open_calls = {
+                _id_of(fields_of(call), "id", f"{where}.tool_calls[{at}]")
+                for at, call in enumerate(items_of(found.get("tool_calls")))
+            }
+        elif _id_of(message, "tool_call_id", where) not in open_calls:
+            raise misfit(
+                f"{where}.tool_call_id",
+                "it is the id of no call in tool_calls of the assistant's message before; an "
+                "answer of a tool follows its call",
+            )
+        told.append(found)
+    return told
+
+
+def _id_of(fields: Mapping[str, Any], name: str, where: str) -> str | None:
+    """The id of a call; None where there is none."""
+    value: object = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise misfit(f"{where}.{name}", "give a string")
+    return value
 
 
 def _message(message: dict[str, Any], where: str, size: JsonSize | None) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise misfit(f"{where}.role", "give a string, such as 'user'")
+    role: object = message.get("role")
+    if role not in ROLES:
+        raise misfit(f"{where}.role", f"give one of {', '.join(ROLES)}")
     content: object = message.get("content")
     if is_array(content):
         parts = enumerate(content)
         texts = [_part(part, f"{where}.content[{at}]") for at, part in parts]
         message = {**message, "content": "\n".join(texts)}
+    elif content is None and role != "assistant":
+        raise misfit(f"{where}.content", "give a string or a list of parts")
     elif content is None:
         # Templates would write out "None", or fail.
         message = {**message, "content": ""}

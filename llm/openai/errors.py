@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from dynbus.bus.errors import (
     UnknownOutcome,
 )
 
+logger = logging.getLogger(__name__)
+
 _FIELD: Final = re.compile(r"\w+")
 
 
@@ -28,7 +31,7 @@ class BadRequest(InvalidRequest):
     Attributes:
         param: the field that is wrong; empty for none.
         reason: OpenAI's name of the condition, such as `context_length_exceeded`; or empty.
-        status: of HTTP: 422 for a value that does not fit its field, 400 for all else.
+        status: of HTTP.
     """
 
     param: str = ""
@@ -51,7 +54,7 @@ def unsupported(param: str, why: str) -> BadRequest:
 
 def misfit(param: str, why: str) -> BadRequest:
     """A field is not what it must be."""
-    return BadRequest(f"{param}: {why}", param=param, status=422)
+    return BadRequest(f"{param}: {why}", param=param)
 
 
 def by_own_names(error: DynbusError, names: Mapping[str, str]) -> DynbusError:
@@ -72,6 +75,27 @@ def by_own_names(error: DynbusError, names: Mapping[str, str]) -> DynbusError:
     return BadRequest(message, param=name, reason=error.reason, status=error.status)
 
 
+class EngineMismatch(DynbusError):
+    """Raised when an engine does not take what is made of a request here, whatever it asks for."""
+
+    code = "EngineMismatch"
+
+
+def mismatch_of(error: DynbusError) -> DynbusError:
+    """An error of a call whose request was made here: that its handler did not even begin, since
+    the request is none of its own, is nobody's fault who sent something. Any other as it is."""
+    if type(error) is not InvalidRequest or error.started:
+        return error
+    logger.error("the engine takes no such request: %s", error)
+    return EngineMismatch(
+        "the engine does not take what is made of the request here: they are of versions that do "
+        "not fit together; the log says where",
+        request_id=error.request_id,
+        hop=error.hop,
+        started=False,
+    )
+
+
 class ModelNotFound(DynbusError):
     """Raised when no model of that name is served."""
 
@@ -84,6 +108,12 @@ class Unauthorized(DynbusError):
     code = "Unauthorized"
 
 
+class ForeignSite(DynbusError):
+    """Raised when a page of another site has a browser ask, or by a name that is not expected."""
+
+    code = "ForeignSite"
+
+
 class StreamNotFound(DynbusError):
     """Raised when there never was a stream of that name, or not for this key."""
 
@@ -94,6 +124,12 @@ class StreamGone(DynbusError):
     """Raised when a stream can no longer be resumed."""
 
     code = "StreamGone"
+
+
+class UnknownEncoding(DynbusError):
+    """Raised when the body of a request is encoded in a way that is not understood."""
+
+    code = "UnknownEncoding"
 
 
 class BodyTimeout(DynbusError):
@@ -112,8 +148,10 @@ _STATUSES: Final[Mapping[str, int]] = {
     **STATUS_CODES,
     IdempotencyConflict.code: 409,
     Unauthorized.code: 401,
+    ForeignSite.code: 403,
     ModelNotFound.code: 404,
     BodyTimeout.code: 408,
+    UnknownEncoding.code: 415,
     StreamNotFound.code: 404,
     StreamGone.code: 410,
     # The instance is gone: another one answers who asks again.
@@ -130,6 +168,7 @@ _TYPES: Final[Mapping[int, str]] = {
     409: "invalid_request_error",
     410: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled",
@@ -140,9 +179,11 @@ _TYPES: Final[Mapping[int, str]] = {
 _REASONS: Final[Mapping[str, str]] = {
     ModelNotFound.code: "model_not_found",
     Unauthorized.code: "invalid_api_key",
+    ForeignSite.code: "foreign_site",
     StreamNotFound.code: "stream_not_found",
     StreamGone.code: "stream_gone",
     IdempotencyConflict.code: "idempotency_conflict",
+    UnknownEncoding.code: "unsupported_encoding",
     "Overloaded": "overloaded",
     "PayloadTooLarge": "request_too_large",
     # No instance was left to go to.

@@ -19,6 +19,8 @@ from .tools import ToolUse, tool_use
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
+OPENAIS_STOPS: Final = 4
+"""The most that OpenAI's own interface takes."""
 MAX_STOP_CHARACTERS: Final = 256
 """Of one stop string: preparing to look for it takes time and memory by its length."""
 
@@ -148,7 +150,6 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
             raise BadRequest(
                 f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are taken",
                 param="logit_bias",
-                status=422,
             )
         found: dict[int, float] = {}
         for key, bias in biases.items():
@@ -278,7 +279,7 @@ def read_chat(data: bytes) -> ChatRequest:
     Raises:
         BadRequest: it is none.
     """
-    return _with_messages(read_body(_chat_decoder, data))
+    return _with_messages(_as_openai(read_body(_chat_decoder, data)))
 
 
 def read_completion(data: bytes) -> CompletionRequest:
@@ -287,7 +288,7 @@ def read_completion(data: bytes) -> CompletionRequest:
     Raises:
         BadRequest: it is none.
     """
-    return read_body(_completion_decoder, data)
+    return _as_openai(read_body(_completion_decoder, data))
 
 
 def chat_of(value: Mapping[str, Any]) -> ChatRequest:
@@ -306,6 +307,15 @@ def completion_of(value: Mapping[str, Any]) -> CompletionRequest:
         BadRequest: it is none.
     """
     return _convert(CompletionRequest, value)
+
+
+def _as_openai(request: R) -> R:
+    """Refuse what OpenAI's own interface refuses."""
+    if isinstance(request.stop, list) and len(request.stop) > OPENAIS_STOPS:
+        raise misfit("stop", f"give at most {OPENAIS_STOPS} strings")
+    if request.stream_options is not None and not request.stream:
+        raise misfit("stream_options", "it is for streams: set stream to true, or leave it out")
+    return request
 
 
 def _with_messages(request: ChatRequest) -> ChatRequest:
@@ -349,7 +359,7 @@ def encode_body(body: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(body)
     except RecursionError:
-        raise BadRequest("the body is nested too deeply; flatten it", status=422) from None
+        raise BadRequest("the body is nested too deeply; flatten it") from None
 
 
 def _convert(kind: type[R], value: Mapping[str, Any]) -> R:
@@ -365,13 +375,11 @@ def _misfit(error: msgspec.ValidationError) -> BadRequest:
     if path is None:
         missing = _MISSING.search(text)
         param = missing[1] if missing is not None else ""
-        return BadRequest(
-            f"the request does not fit: {text[:_MAX_REASON]}", param=param, status=422
-        )
+        return BadRequest(f"the request does not fit: {text[:_MAX_REASON]}", param=param)
     param = path[1]
     # It may say the value, of whatever length.
     why = text[: path.start()][:_MAX_REASON]
-    return BadRequest(f"{param or 'the body'}: {why}", param=param, status=422)
+    return BadRequest(f"{param or 'the body'}: {why}", param=param)
 
 
 def check_chat(request: ChatRequest) -> None:

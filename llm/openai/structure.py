@@ -51,7 +51,6 @@ class StructureFields(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(
                 f"{' and '.join(found)} each give a form: give one of them",
                 param=list(found)[-1],
-                status=422,
             )
         ((param, form),) = found.items()
         try:
@@ -82,10 +81,17 @@ class StructureFields(msgspec.Struct, frozen=True, kw_only=True):
 
 def _response_format(given: Mapping[str, Any]) -> StructuredOutput | None:
     kind = given.get("type")
+    own = given.get("schema")
+    if own is not None and kind != "json_object":
+        place = "in json_schema" if kind == "json_schema" else "with the type 'json_schema'"
+        raise misfit("response_format.schema", f"give a schema {place}")
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutput(json_schema=dict(_ANY_OBJECT))
+        # Other servers take a schema here, which OpenAI's has not.
+        if own is not None and not is_object(own):
+            raise misfit("response_format.schema", "give a JSON schema, or leave it out")
+        return StructuredOutput(json_schema=dict(_ANY_OBJECT) if own is None else own)
     if kind != "json_schema":
         raise misfit("response_format.type", "give 'text', 'json_object' or 'json_schema'")
     described = given.get("json_schema")

@@ -10,11 +10,12 @@ import msgspec
 
 from dynbus import call_options
 from dynbus.actors.calling.clients import EndpointClient
-from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse
+from dynbus.bus.errors import Cancelled, DynbusError, InvalidRequest, InvalidResponse
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.answers import Usage
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
+from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.text.text_model import TextModel
 
 from .preparing import ModelLimits, check_characters, check_length
@@ -82,7 +83,10 @@ class Embeddings:
         self._scope.cancel()
 
     async def _embed(self, client: EndpointClient, place: int) -> msgspec.Raw:
-        data = await _result(client, self._requests[place], self.instances)
+        try:
+            data = await _result(client, self._requests[place], self.instances)
+        except InvalidRequest as error:
+            raise mismatch_of(error) from error
         try:
             embedded = _decode(data)
             vector = embedded.vector()

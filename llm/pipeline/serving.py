@@ -25,6 +25,7 @@ from dynbus.bus.errors import (
     LOSSES,
     Cancelled,
     DynbusError,
+    InvalidRequest,
     InvalidResponse,
     StreamLost,
     Unavailable,
@@ -33,6 +34,7 @@ from dynbus.bus.errors import (
 from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
 from dynbus.llm.continuing import unfinished
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 from dynbus.llm.openai.reading import read_answer
 
@@ -194,9 +196,11 @@ class Completion(ABC):
         """
         try:
             await self._send(relay, client, background)
-        except BaseException:
+        except BaseException as error:
             # Whoever hears of it may still have to tell the sink.
             self._leave_streams()
+            if isinstance(error, InvalidRequest):
+                raise self.told(error) from error
             raise
 
     @abstractmethod
@@ -231,8 +235,15 @@ class Completion(ABC):
     def end(self, error: DynbusError | None) -> None:
         """Leave it, and tell the sink that it has ended, with an error if there is one."""
         if not self._is_over:
+            if error is not None:
+                error = self.told(error)
             self.cancel(error)
             self._sink.end(error)
+
+    @staticmethod
+    def told(error: DynbusError) -> DynbusError:
+        """An error of its call, for who asked."""
+        return mismatch_of(error) if not error.hop else error
 
     async def open(self, relay: Relay[Part, bytes], call: Call, number: int) -> None:
         """Open a stream of one of its prompts.
@@ -350,6 +361,10 @@ class TokenCompletion(Completion):
         self._requests: list[GenerateRequest | None] = [*prepared.requests]
         self._rests = rests
         self._continuations: dict[int, _Continuations] = {}
+
+    @staticmethod
+    def told(error: DynbusError) -> DynbusError:
+        return mismatch_of(error)
 
     @property
     def usage(self) -> Usage | None:

@@ -42,7 +42,7 @@ def asking(name: str) -> bytes:
         }
     ).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         f"Dynbus-Resumable: 1\r\nX-Request-Id: {name}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -50,7 +50,7 @@ def asking(name: str) -> bytes:
 
 def going_on(name: str, after: int) -> bytes:
     return (
-        f"GET /v1/streams/{name} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"GET /v1/streams/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         f"Last-Event-ID: {name}.{after}\r\n\r\n"
     ).encode()
 

@@ -51,7 +51,8 @@ def post(**fields: Any) -> bytes:
     """A request for a chat."""
     asked = {"model": MOCK_NAME, "messages": [{"role": "user", "content": "Hello"}], **fields}
     body = json.dumps(asked).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

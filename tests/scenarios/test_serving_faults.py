@@ -74,7 +74,7 @@ def request(path: str, model: str, prompt: str, *, stream: bool) -> bytes:
     else:
         asked["messages"] = [{"role": "user", "content": prompt}]
     body = json.dumps(asked).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

@@ -22,12 +22,12 @@ from .test_connections import chat, error_of, exchange, request
 pytestmark = pytest.mark.anyio
 
 CHUNKED = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n%b\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n%b\r\n"
     b'26\r\n{"model": "tiny", "messages": []      \r\n'
 )
 """The beginning of a request in chunks, with a place for headers."""
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def connections_of(front: Served) -> set[Any]:
@@ -81,7 +81,7 @@ async def test_a_key_in_a_trailer_is_none(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ada secret-of-ada\n")
     body = request(chat("say hi")).partition(b"\r\n\r\n")[2]
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = CHUNKED.partition(b"%b")[0] + b"\r\n"
     chunk = b"%x\r\n%b\r\n0\r\nAuthorization: Bearer secret-of-ada\r\n\r\n" % (len(body), body)
     async with served(api_keys=keys) as front:
         told = await answer_and_end(front, head + chunk)
@@ -112,7 +112,7 @@ async def test_what_is_no_content_of_a_chunked_body_has_a_bound(begin: bytes, pi
 
 async def test_a_body_in_the_smallest_chunks_is_taken() -> None:
     body = request(chat("say " + "hi " * 5000)).partition(b"\r\n\r\n")[2]
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = CHUNKED.partition(b"%b")[0] + b"\r\n"
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     async with served() as front:
         status, _, told = await exchange(front, head + chunks + b"0\r\n\r\n")
@@ -135,7 +135,7 @@ async def test_requests_that_are_sent_at_once_are_answered_in_their_order_a_few_
         loop = asyncio.get_running_loop()
         writer.write(
             b"".join(
-                b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: %d\r\n\r\n" % number
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: %d\r\n\r\n" % number
                 for number in range(count)
             )
         )
@@ -158,7 +158,7 @@ async def test_an_answer_before_the_end_of_its_request_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(connection, "LINGER", 0.5)
     method = b"GET" if path == b"/health" else b"POST"
-    head = b"%b %b HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{" % (method, path)
+    head = b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{" % (method, path)
     async with served(body_timeout=0.3) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
         writer.write(head)
@@ -201,7 +201,7 @@ async def test_those_without_a_key_take_no_place_of_those_who_have_one(tmp_path:
         await reader.readuntil(b"\r\n\r\n")
         strangers = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(50)]
         for _, stranger in strangers:
-            stranger.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+            stranger.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
         await eventually(lambda: len(connections_of(front)) <= 11)
         other = await exchange(front, asked)
         writer.write(asked)
@@ -286,7 +286,7 @@ async def test_a_page_that_is_not_read_holds_its_connection_for_a_time() -> None
         slow.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(slow, ("127.0.0.1", front.port))
-        asked = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+        asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
         await loop.sock_sendall(slow, asked * 100)
         await eventually(lambda: connections_of(front))
 

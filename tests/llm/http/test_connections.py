@@ -9,18 +9,21 @@ import logging
 import socket
 import ssl
 import time
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import CHATML
 
-from dynbus import ConfigError
+from dynbus import Actor, ConfigError, handler
+from dynbus.llm.http import keys as keys_module
 from dynbus.llm.http.frontend import Frontend
 
-from .served import Served, served
+from .served import Served, card, served
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.anyio
 def request(body: Any, path: str = "/v1/chat/completions", **headers: str) -> bytes:
     """A POST as bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
@@ -192,14 +195,14 @@ async def test_a_client_that_never_reads_is_dropped_in_the_end() -> None:
         (b"", 400, "the body is not JSON"),
         (b"{", 400, "the body is not JSON"),
         (b"\xff\xfe", 400, "the body is not JSON"),
-        (b"[]", 422, "Expected `object`"),
-        (b"null", 422, "Expected `object`"),
-        (b'{"model": 3, "messages": []}', 422, "model: Expected `str`"),
-        (b'{"model": "tiny"}', 422, "`messages`"),
+        (b"[]", 400, "Expected `object`"),
+        (b"null", 400, "Expected `object`"),
+        (b'{"model": 3, "messages": []}', 400, "model: Expected `str`"),
+        (b'{"model": "tiny"}', 400, "`messages`"),
         (b'{"x": ' + b"[" * 10_000, 400, "the body is not JSON"),
         (b'{"x": ' + b"[" * 100_000, 413, "more than 50000 objects, lists and strings"),
         (b'{"model": "none", "messages": [' + b"[]," * 1_000_000, 413, "more than 50000"),
-        (b'{"model": "tiny", "messages": [' + b"{}," * 5_000 + b"{}]}", 422, "at most 4096"),
+        (b'{"model": "tiny", "messages": [' + b"{}," * 5_000 + b"{}]}", 400, "at most 4096"),
         (b'{"model": "tiny", "x": [' + b"1," * 600_000 + b"1]}", 413, "500000 items in lists"),
         (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, ""),
     ],
@@ -231,7 +234,9 @@ async def test_a_prompt_of_mebibytes_is_counted_and_refused() -> None:
 async def test_bodies_and_headers_have_limits() -> None:
     async with served(max_body_bytes=1000, max_header_bytes=1000) as front:
         large = await exchange(front, request(chat("x" * 1000)))
-        chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        chunked = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         no_length = await exchange(front, chunked + b"7d0\r\n" + b"x" * 2000 + b"\r\n")
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
         writer.write(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000)
@@ -259,6 +264,29 @@ async def test_bodies_and_headers_have_a_time_each() -> None:
     assert dropped == b""
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Host: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 415),
+        (b"Host: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 415),
+        (b"Host: localhost\r\nContent-Encoding: identity\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (b"Host: localhost\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (b"Content-Length: 2\r\n\r\n{}", 400),
+    ],
+)
+async def test_a_request_that_could_be_read_in_two_ways_is_refused(
+    headers: bytes, status: int
+) -> None:
+    async with served() as front:
+        told = await exchange(front, b"POST /v1/completions HTTP/1.1\r\n" + headers)
+
+    assert told[0] == status
+    if status == 415:
+        assert "send it as it is" in error_of(told[2])["message"]
+    elif b"identity" not in headers:
+        assert "headers Host: send one" in error_of(told[2])["message"]
+
+
 async def test_only_so_many_requests_run_at_a_time() -> None:
     async with served(max_requests=1) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
@@ -275,7 +303,7 @@ async def test_only_so_many_requests_run_at_a_time() -> None:
 async def test_a_path_or_a_method_that_is_not_there_is_said_so() -> None:
     async with served() as front:
         nowhere = await exchange(front, request({}, "/v1/nothing"))
-        wrong = await exchange(front, b"GET /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n")
+        wrong = await exchange(front, b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n")
         posted = await exchange(front, request({}, "/health"))
 
     assert [nowhere[0], wrong[0], posted[0]] == [404, 405, 405]
@@ -305,7 +333,7 @@ async def test_pages_tell_of_health_figures_and_the_interface() -> None:
         await exchange(front, request(chat("say hi there", stream=True)))
         await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
         pages = {
-            path: await exchange(front, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            path: await exchange(front, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             for path in (
                 "/health",
                 "/ready",
@@ -319,7 +347,7 @@ async def test_pages_tell_of_health_figures_and_the_interface() -> None:
         front.catalog.problem = "the models on the bus cannot be read: nats://secret is silent"
         front.catalog.change({})
         await eventually(lambda: not front.front_end.shared.models.names)
-        unready = await exchange(front, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        unready = await exchange(front, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
         unknown = await exchange(front, request(chat("say hi", model="other")))
 
     assert (unready[0], json.loads(unready[2])["reason"]) == (
@@ -352,7 +380,7 @@ async def test_with_keys_only_those_are_answered_who_have_one(tmp_path: Path) ->
         text = chat("hello", model="text", cache_salt="somebody else's")
         await exchange(front, request(text, Authorization="Bearer secret-of-ada"))
         pages = [
-            await exchange(front, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            await exchange(front, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             for path in ("/metrics", "/openapi.json", "/docs", "/v1/models", "/", "/page/state")
             + ("/health", "/ready")
         ]
@@ -382,7 +410,7 @@ async def test_without_keys_a_client_cannot_set_the_salt() -> None:
 
 async def test_pages_of_other_hosts_ask_when_they_are_allowed() -> None:
     preflight = (
-        b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: x\r\nOrigin: https://a.example\r\n"
+        b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: https://a.example\r\n"
         b"Access-Control-Request-Method: POST\r\n\r\n"
     )
     async with served(cors_origins=["https://a.example"]) as front:
@@ -394,6 +422,123 @@ async def test_pages_of_other_hosts_ask_when_they_are_allowed() -> None:
     assert "access-control-allow-origin: https://a.example" in allowed[1]
     assert "access-control-allow-origin: https://a.example" in asked[1]
     assert "access-control-allow-origin: https://b.example" not in other[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"Host": "127.0.0.1:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "my.localhost."}, 200),
+        ({"Host": "chat.example"}, 200),
+        # A name that somebody else has, and leads here.
+        ({"Host": "rebound.example:8000"}, 403),
+        ({"Host": "127.0.0.1.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:9000"}, 403),
+        ({"Host": "localhost:8000", "Origin": "https://evil.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "null"}, 403),
+        ({"Host": "localhost", "Origin": "https://a.example"}, 200),
+        # A proxy has another name, which the browser knows.
+        (
+            {"Host": "localhost", "Origin": "http://b.example", "Sec-Fetch-Site": "same-origin"},
+            200,
+        ),
+        ({"Host": "localhost", "Origin": "http://localhost", "Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+async def test_pages_of_other_sites_have_no_browser_ask(
+    fields: dict[str, str], status: int
+) -> None:
+    body = json.dumps(chat("say hi")).encode()
+    given = {"Content-Type": "text/plain", "Content-Length": str(len(body)), **fields}
+    head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    asked = f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + body
+    allowed: Any = {"cors_origins": ["https://a.example"], "allowed_hosts": ["Chat.example"]}
+    async with served(**allowed) as front:
+        told = await exchange(front, asked)
+
+    assert told[0] == status
+    if status == 403:
+        assert error_of(told[2])["code"] == "foreign_site"
+
+
+async def test_a_front_end_with_keys_has_any_name(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada secret-of-ada\n")
+    asked = b"GET /v1/models HTTP/1.1\r\nHost: chat.example\r\nApi-Key: secret-of-ada\r\n\r\n"
+    async with served(api_keys=keys) as front:
+        told = await exchange(front, asked)
+
+    assert told[0] == 200
+
+
+async def test_a_file_of_keys_with_a_mistake_is_told_by_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "LOOK_INTERVAL", 0)
+    path = tmp_path / "keys"
+    path.write_text("ada secret-of-ada\n")
+    ready = b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with served(api_keys=path) as front:
+        before = await exchange(front, ready)
+        path.write_text("ada secret-of-ada bob\n")
+        broken = await exchange(front, ready)
+        asked = await exchange(front, request(chat("say hi"), Authorization="Bearer secret-of-ada"))
+        path.unlink()
+        missing = await exchange(front, ready)
+        path.write_text("ada secret-of-ada\n")
+        mended = await exchange(front, ready)
+
+    assert [one[0] for one in (before, broken, asked, missing, mended)] == [200] * 5
+    warnings = [json.loads(one[2]).get("warning") for one in (before, broken, missing, mended)]
+    assert warnings[0] is warnings[3] is None
+    assert (
+        warnings[1]
+        == warnings[2]
+        == "the file of keys cannot be used: those from before stay in force"
+    )
+    assert str(tmp_path) not in broken[2].decode()
+
+
+class OtherEngine(Actor, namespace="test"):
+    """An engine of another version."""
+
+    @handler
+    async def generate(self, request: OtherRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """Nothing."""
+        yield {}
+
+    @handler
+    async def embed(self, request: OtherRequest) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class OtherRequest(BaseModel):
+    prompts_of_the_future: list[str]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_an_engine_that_takes_no_such_request_is_no_fault_of_its_client(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = ["chat", "completions", "embedding"]
+    other = card("other", "test.OtherEngine.generate", types=kinds)
+    if path == "/v1/embeddings":
+        other = card("other", "test.OtherEngine.embed", types=["embedding"])
+    async with served() as front:
+        await front.kit.start(OtherEngine)
+        front.catalog.change({"other": other})
+        await eventually(lambda: front.front_end.shared.models.names == ["other"])
+        asked = chat("say hi", model="other", input="hi")
+        status, _, told = await exchange(front, request(asked, path))
+
+    assert status == 500
+    assert error_of(told)["type"] == "server_error"
+    assert error_of(told)["code"] == "EngineMismatch"
+    assert "prompts_of_the_future" not in str(told)
+    assert "prompts_of_the_future" in caplog.text
 
 
 async def test_requests_that_run_have_their_grace_and_then_an_error() -> None:

@@ -283,22 +283,53 @@ async def test_a_request_waits_for_a_model_whose_instances_come_back() -> None:
 
 
 MISFITS: list[tuple[dict[str, Any], Any, str | None, str]] = [
-    ({"messages": []}, openai.UnprocessableEntityError, "messages", "at least one"),
-    ({"temperature": "hot"}, openai.UnprocessableEntityError, "temperature", "float"),
-    ({"temperature": 9}, openai.UnprocessableEntityError, "temperature", "<= 2"),
-    ({"n": 0}, openai.UnprocessableEntityError, "n", ">= 1"),
-    ({"stop": [""]}, openai.UnprocessableEntityError, "stop", "none of them empty"),
-    ({"logit_bias": {"x": 1}}, openai.UnprocessableEntityError, "logit_bias", "no token id"),
-    ({"top_logprobs": 2}, openai.UnprocessableEntityError, "top_logprobs", "set logprobs"),
+    ({"messages": []}, openai.BadRequestError, "messages", "at least one"),
+    ({"temperature": "hot"}, openai.BadRequestError, "temperature", "float"),
+    ({"temperature": 9}, openai.BadRequestError, "temperature", "<= 2"),
+    ({"n": 0}, openai.BadRequestError, "n", ">= 1"),
+    ({"stop": [""]}, openai.BadRequestError, "stop", "none of them empty"),
+    ({"stop": ["a"] * 5}, openai.BadRequestError, "stop", "at most 4 strings"),
+    (
+        {"messages": [{"role": "root", "content": "a"}]},
+        openai.BadRequestError,
+        "messages[0].role",
+        "give one of system",
+    ),
+    (
+        {"messages": [{"role": "user", "content": None}]},
+        openai.BadRequestError,
+        "messages[0].content",
+        "give a string",
+    ),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": "a", "content": "b"}]},
+        openai.BadRequestError,
+        "messages[0].tool_call_id",
+        "an answer of a tool follows its call",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": "none"}},
+        openai.BadRequestError,
+        "response_format.schema",
+        "give a JSON schema, or leave it out",
+    ),
+    (
+        {"response_format": {"type": "text", "schema": {}}},
+        openai.BadRequestError,
+        "response_format.schema",
+        "with the type 'json_schema'",
+    ),
+    ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias", "no token id"),
+    ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs", "set logprobs"),
     (
         {"messages": [{"role": "user", "content": 3}]},
-        openai.UnprocessableEntityError,
+        openai.BadRequestError,
         "messages[0].content",
         "give a string",
     ),
     (
         {"response_format": {"type": "json_schema"}},
-        openai.UnprocessableEntityError,
+        openai.BadRequestError,
         "response_format.json_schema",
         "give an object with a name and a schema",
     ),
@@ -334,6 +365,25 @@ async def test_a_request_that_is_not_usable_says_what_is_wrong(stream: bool) -> 
                 await create(client, **{**chat("say x", stream=stream), **fields})
             assert raised.value.param == param
         assert front.engine.requests == []
+
+
+async def test_options_of_a_stream_are_for_streams() -> None:
+    options: Any = {"include_usage": True}
+    async with asked() as (_, client):
+        with pytest.raises(openai.BadRequestError, match="set stream to true") as raised:
+            await create(client, **chat("say x", stream_options=options))
+
+    assert raised.value.param == "stream_options"
+
+
+async def test_a_schema_beside_json_object_is_enforced() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"type": "json_object", "schema": schema}
+    async with asked() as (front, client):
+        await create(client, **chat("say x", response_format=form))
+        [asked_for] = front.engine.requests
+
+    assert asked_for.structured.json_schema == schema
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -129,7 +129,8 @@ async def test_what_a_model_writes_is_read_into_items() -> None:
         async with client.responses.stream(**asked) as stream:
             types = [event.type async for event in stream]
             streamed = await stream.get_final_response()
-        output = {"type": "function_call_output", "call_id": "call_1", "output": "It is."}
+        called_as = whole.output[-1].call_id
+        output = {"type": "function_call_output", "call_id": called_as, "output": "It is."}
         conversation: Any = [{"role": "user", "content": "?"}, *whole.output, output]
         await client.responses.create(model="hermes", input=conversation)
         prompt = author.prompt()
@@ -203,7 +204,7 @@ async def test_refusals_name_what_the_request_has() -> None:
         with pytest.raises(openai.BadRequestError, match=r"text\.format: ") as unfit:
             await client.responses.create(model="tiny", input="hi", text={"format": form})
         missing: Any = client.post("/responses", body={"model": "tiny"}, cast_to=object)
-        with pytest.raises(openai.UnprocessableEntityError) as nothing:
+        with pytest.raises(openai.BadRequestError) as nothing:
             await missing
 
     assert [each.value.param for each in (part, long, nothing)] == ["input"] * 3

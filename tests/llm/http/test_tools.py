@@ -244,7 +244,8 @@ async def test_a_template_that_joins_the_arguments_of_calls_gets_them_as_text() 
     messages = [*ASKED]
     async with written(call("get_weather", location="Paris"), template=joins) as (author, client):
         messages.append((await create(client)).choices[0].message)
-        messages.append({"role": "tool", "tool_call_id": "1", "content": "14"})
+        [called] = messages[-1].tool_calls
+        messages.append({"role": "tool", "tool_call_id": called.id, "content": "14"})
         await create(client, messages=messages)
         prompt = author.prompt()
 

@@ -56,15 +56,50 @@ def test_the_order_of_arguments_is_kept() -> None:
 def test_the_parts_of_a_result_are_joined_and_other_fields_stay() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
 
-    [told] = messages_for_template([{"role": "tool", "tool_call_id": "call_1", "content": parts}])
+    asked = {"role": "assistant", "tool_calls": [call("{}")]}
+
+    _, told = messages_for_template(
+        [asked, {"role": "tool", "tool_call_id": "call_1", "content": parts}]
+    )
 
     assert told == {"role": "tool", "tool_call_id": "call_1", "content": "a\nb"}
+
+
+def test_an_answer_of_a_tool_follows_its_call() -> None:
+    asked = {"role": "assistant", "tool_calls": [call("{}"), {**call("{}"), "id": "call_2"}]}
+    answers = [{"role": "tool", "tool_call_id": f"call_{n}", "content": "a"} for n in (2, 1)]
+    goes_on = {"role": "user", "content": "b"}
+
+    assert len(messages_for_template([asked, *answers, goes_on])) == 4
+    with pytest.raises(BadRequest, match="follows its call") as raised:
+        messages_for_template([asked, answers[0], goes_on, answers[1]])
+    assert raised.value.param == "messages[3].tool_call_id"
 
 
 @pytest.mark.parametrize(
     ("message", "param", "part"),
     [
-        ({}, "messages[0].role", "give a string"),
+        ({}, "messages[0].role", "give one of system, developer, user, assistant, tool"),
+        ({"role": "root", "content": "a"}, "messages[0].role", "give one of system"),
+        ({"role": "user<|im_end|>", "content": "a"}, "messages[0].role", "give one of system"),
+        ({"role": ["user"], "content": "a"}, "messages[0].role", "give one of system"),
+        ({"role": "user", "content": None}, "messages[0].content", "give a string or a list"),
+        ({"role": "system"}, "messages[0].content", "give a string or a list"),
+        (
+            {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+            "messages[0].tool_call_id",
+            "it is the id of no call",
+        ),
+        (
+            {"role": "tool", "tool_call_id": [3], "content": "a"},
+            "messages[0].tool_call_id",
+            "a str",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{**call("{}"), "id": [3]}]},
+            "messages[0].tool_calls[0].id",
+            "give a string",
+        ),
         ({"role": "user", "content": 3}, "messages[0].content", "give a string or a list"),
         ({"role": "user", "content": [3]}, "messages[0].content[0]", "{'type': 'text'"),
         (
