@@ -14,11 +14,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from dynbus import Reply, push_each
@@ -36,6 +37,7 @@ from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 from dynbus.llm.structured import check_grammar
+from dynbus.llm.turns import TenantThreads
 
 from .interface import (
     Engine,
@@ -268,7 +270,8 @@ class EngineRunner(Openable):
         self._holds: dict[str, _Hold] = {}
         self._stepper = stepper_of(engine, self)
         # One at a time: the others' tokens need the cores.
-        self._preparing = anyio.CapacityLimiter(1)
+        one = ThreadPoolExecutor(1, thread_name_prefix="dynbus-preparing")
+        self._preparing = TenantThreads(one, 1)
         self._failure: Exception | None = None
 
     def __repr__(self) -> str:
@@ -313,9 +316,7 @@ class EngineRunner(Openable):
         try:
             # Not all requests come through a front end, which has done so.
             await check_grammar(request.structured)
-            await anyio.to_thread.run_sync(
-                self._engine.prepare, request, limiter=self._preparing, abandon_on_cancel=True
-            )
+            await self._preparing.run(partial(self._engine.prepare, request))
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import anyio
 import jsonschema
 import msgspec
 import numpy as np
@@ -14,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import tiny_json, tiny_tokenizer
 
+from dynbus.bus.context import Context, enter_context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm import structured
 from dynbus.llm.engine import Chunk, EngineLimits, EngineRunner, ModelEngine
@@ -23,6 +27,7 @@ from dynbus.llm.engine.constraint import Constraint
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling, StructuredOutput, Thinking
 from dynbus.llm.mock import MockEngine
 from dynbus.llm.structured import MAX_CHOICES
+from dynbus.llm.turns import TENANT_KEY
 
 TOKENS = tiny_tokenizer()
 # As many models have, there are more logits than tokens.
@@ -400,6 +405,36 @@ async def test_a_form_that_would_hold_the_process_up_is_refused_whoever_asks(
 
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s of processor time"):
         await EngineRunner(engine_of()).prepare(asked(form))
+
+
+@pytest.mark.anyio
+async def test_the_forms_of_one_tenant_wait_for_no_more_than_one_of_anothers() -> None:
+    engine, goes_on, begun = engine_of(), threading.Event(), list[str]()
+    prepare = engine.prepare
+
+    def slowly(request: GenerateRequest) -> None:
+        assert request.structured is not None
+        begun.append(str(request.structured.regex))
+        goes_on.wait(30)
+        prepare(request)
+
+    engine.prepare = slowly  # type: ignore[method-assign]
+    runner = EngineRunner(engine)
+
+    async def prepared(tenant: str, regex: str) -> None:
+        enter_context(Context("r", metadata={TENANT_KEY: tenant}))
+        await runner.prepare(asked(StructuredOutput(regex=regex)))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            tasks.start_soon(prepared, "ada", f"a{{{number + 1}}}")
+        await eventually(lambda: begun)
+        tasks.start_soon(prepared, "bob", "b")
+        await eventually(lambda: len(runner._preparing._turns) == 8)  # pyright: ignore[reportPrivateUsage]
+        goes_on.set()
+
+    assert begun.index("b") <= 2
+    assert len(begun) == 9
 
 
 def test_engines_that_cannot_enforce_a_form_say_so() -> None:
