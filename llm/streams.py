@@ -10,8 +10,9 @@ from dynbus.kvrouter.stream import kv_streams
 from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
 
 from .disaggregated.settings import STREAM as SETTINGS_STREAM
+from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_STREAM
-from .models.records import ARTEFACTS, CARDS_STREAM
+from .models.records import CARDS_STREAM
 from .resumable.store import CONFIG as LOGS_STREAM
 
 
@@ -27,7 +28,7 @@ def all_streams(namespace: str) -> list[StreamConfig]:
         bucket_stream(DESCRIPTIONS),
         CARDS_STREAM,
         NAMES_STREAM,
-        bucket_stream(ARTEFACTS),
+        ARTEFACTS_STREAM,
         SETTINGS_STREAM,
         LOGS_STREAM,
     ]

@@ -22,9 +22,10 @@ from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 
+from .artefacts import Artefacts
 from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences
 from .names import NAMES_STREAM, NameView, Owners
-from .records import ADDED, CARDS_STREAM, Artefacts, StoredCard, card_of
+from .records import ADDED, CARDS_STREAM, StoredCard, card_of
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,6 @@ class Catalog(Openable):
         self._cache_bytes = cache_bytes
         self._names = NameView()
         self._view = CardView(self._owners, self._names)
-        self._artefacts = Artefacts(runtime.bus.data.jetstream)
         self._caught_up, self._names_caught_up = asyncio.Event(), asyncio.Event()
         self._expired = ExpiredRecords(runtime.bus.data.jetstream, CARDS_STREAM.name)
         self._failure = "JetStream has not answered yet"
@@ -270,10 +270,12 @@ class Catalog(Openable):
             return found
 
     async def _load(self, card: ModelCard) -> TextModel:
+        component = card.endpoint_name.component_name
+        artefacts = Artefacts(self._runtime.bus.data.jetstream, component)
         try:
-            tokenizer = await self._artefacts.get(card.artefacts[TOKENIZER])
+            tokenizer = await artefacts.get(card.artefacts[TOKENIZER])
             digest = card.artefacts.get(TEMPLATE)
-            source = (await self._artefacts.get(digest)).decode() if digest else None
+            source = (await artefacts.get(digest)).decode() if digest else None
         except DynbusError as error:
             raise Unavailable(
                 f"the tokenizer of the model {card.name} cannot be read now: {error}", started=False

@@ -21,6 +21,7 @@ from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.leased_record import LeasedRecord
 from dynbus.bus.transport import ConnectionState, StoredMessage
 
+from .artefacts import Artefacts
 from .card import ModelCard, differences
 from .names import Names, Owners, Reason
 from .records import (
@@ -28,10 +29,8 @@ from .records import (
     CARDS_STREAM,
     MARKER_TTL,
     MAX_CARD_BYTES,
-    Artefacts,
     StoredCard,
     card_subject,
-    digest_of,
     read_cards,
 )
 
@@ -95,7 +94,7 @@ async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) 
         names = Names(target.bus.data.jetstream)
         await _own_name(target, names, card)
         await _refuse_conflicts(target, card)
-        artefacts = Artefacts(target.bus.data.jetstream)
+        artefacts = Artefacts(target.bus.data.jetstream, target.endpoint.component_name)
         if files:
             await artefacts.keep(files)
         registration = _Registration(target, card.name, subject, data, files, artefacts)
@@ -268,7 +267,7 @@ class _Registration:
         self._name = name
         self._names = Names(lane.connection.jetstream)
         self._data = data
-        self._files = {digest_of(file): file for file in files}
+        self._files = files
         self._artefacts = artefacts
         self._now = asyncio.Event()
         self._record = LeasedRecord(
@@ -336,10 +335,7 @@ class _Registration:
             await anyio.sleep(CHECK_INTERVAL)
             try:
                 await self._lane.run(self._keep_name())
-                await self._artefacts.make_sure(self._files)
-                swept = await self._artefacts.sweep()
-                if swept:
-                    logger.info("%d artefacts of models that are gone were removed", swept)
+                await self._artefacts.keep(self._files)
             except DynbusError as error:
                 logger.warning("the artefacts of models were not looked after: %s", error)
 

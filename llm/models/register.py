@@ -20,6 +20,7 @@ from dynbus.llm.embedding import Pooling
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import DefaultSampling
 
+from .artefacts import MAX_ARTEFACT_BYTES, digest_of
 from .card import (
     CONFIGURATION,
     DEFAULT_BLOCK_SIZE,
@@ -38,7 +39,6 @@ from .card import (
 from .description import Description, configuration_json, describe
 from .origins import HubSource, LocalSource, OnProgress, PackageSource, parse_source
 from .publishing import Target, publish_card
-from .records import MAX_ARTEFACT_BYTES, digest_of
 from .source import LocalModel, resolve
 
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 from tests.conditions import eventually
+from tests.llm.models.tiny_model import tiny_folder
 
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
@@ -22,6 +23,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.models.artefacts import ARTEFACTS_STREAM, digest_of
 from dynbus.llm.models.card import ModelCard, model_token
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.names import NAMES_STREAM, Names
@@ -67,7 +69,7 @@ CALLING = [
     "$JS.API.STREAM.INFO.KV_dynbus_instances",
 ]
 REGISTERING = listed("Beyond the table below: who registers a model of `demo.Engine` publishes")
-LISTING = [one for one in REGISTERING if one.startswith("$JS.") and "PURGE" not in one]
+LISTING = [one for one in REGISTERING if one.startswith("$JS.")]
 
 
 def of_component(subjects: list[str], component: str) -> list[str]:
@@ -117,9 +119,9 @@ async def generate(request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], No
     yield {"token_ids": [1], "finish_reason": "stop"}
 
 
-async def register(runtime: Runtime, component: str) -> ModelCard:
+async def register(runtime: Runtime, component: str, folder: Path) -> ModelCard:
     endpoint = runtime.endpoint(f"demo.{component}.generate")
-    return await register_llm(ModelInput.Text, ModelType.Chat, endpoint, NAME, NAME)
+    return await register_llm(ModelInput.Tokens, ModelType.Chat, endpoint, folder, NAME)
 
 
 async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
@@ -138,7 +140,11 @@ async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
         url_of(server, "thief"), inbox_prefix=b"_R.thief.plain", allow_reconnect=False
     )
     told: list[bytes] = []
-    for subject, data in ((mine, msgspec.json.encode(card)), (claim, b'{"name": "big-model"}')):
+    for subject, data in (
+        (mine, msgspec.json.encode(card)),
+        (claim, b'{"name": "big-model"}'),
+        (f"_models.demo.Thief.{digest_of(b'')}.0", b""),
+    ):
         await plain.request(subject, data)
         for how in ("all", "sub"):
             answer = await plain.request(subject, data, headers={"Nats-Rollup": how})
@@ -148,10 +154,11 @@ async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
         (f"$KV.dynbus_model_names.{TOKEN}.demo.Owner", b""),
         (f"$KV.dynbus_model_names.{TOKEN}._bound", b'{"name":"big-model"}'),
         (f"$KV.dynbus_models.demo.Owner.generate.{TOKEN}.{secrets.token_hex(8)}", b""),
+        (f"_models.demo.Owner.{digest_of(b'')}.0", b"changed"),
         *(
             (f"$JS.API.STREAM.{call}.{stream.name}", b"{}")
             for call in ("PURGE", "DELETE", "UPDATE", "MSG.DELETE")
-            for stream in (CARDS_STREAM, NAMES_STREAM)
+            for stream in (CARDS_STREAM, NAMES_STREAM, ARTEFACTS_STREAM)
         ),
     ):
         await plain.publish(subject, data)
@@ -160,17 +167,21 @@ async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
     return told
 
 
+async def wait_for_model(catalog: Catalog) -> ModelCard:
+    return await catalog.wait_for(NAME, ModelType.Chat, timeout=60)
+
+
 async def served_by(catalog: Catalog) -> str:
-    return (await catalog.wait_for(NAME, ModelType.Chat, timeout=60)).endpoint
+    return (await wait_for_model(catalog)).endpoint
 
 
 async def test_a_worker_of_another_component_cannot_take_a_name_over(
-    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+    guarded: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = {"generate": generate}
+    served, folder = {"generate": generate}, tiny_folder(tmp_path / "tiny")
     async with connect(guarded, "thief") as thief, connect(guarded, "front") as front:
         async with connect(guarded, "owner") as owner:
-            await register(owner, "Owner")
+            await register(owner, "Owner", folder)
             async with (
                 owner.serve_endpoints("demo", "Owner", served),
                 thief.serve_endpoints("demo", "Thief", served),
@@ -180,11 +191,13 @@ async def test_a_worker_of_another_component_cannot_take_a_name_over(
                 told = await attack(guarded, thief)
                 await eventually(lambda: "card of demo.Thief.generate" in caplog.text)
                 assert await served_by(catalog) == "demo.Owner.generate"
+                text = await catalog.text_model(await wait_for_model(catalog))
+                assert await text.encode("a")
                 with pytest.raises(ConfigError, match="belongs to demo.Owner, which registered"):
-                    await register(thief, "Thief")
+                    await register(thief, "Thief", folder)
 
         with pytest.raises(ConfigError, match="no instance of it is there now"):
-            await register(thief, "Thief")
+            await register(thief, "Thief", folder)
         async with (
             thief.serve_endpoints("demo", "Thief", served),
             Catalog(front) as catalog,
@@ -192,18 +205,18 @@ async def test_a_worker_of_another_component_cannot_take_a_name_over(
         ):
             await attack(guarded, thief)
             assert catalog.find(NAME, ModelType.Chat) is None
-            await register(again, "Owner")
+            await register(again, "Owner", folder)
             async with again.serve_endpoints("demo", "Owner", served):
                 assert await served_by(catalog) == "demo.Owner.generate"
 
-    assert len(told) == 4
+    assert len(told) == 6
     assert all(b"rollup not permitted" in answer for answer in told)
 
 
 async def test_an_operator_gives_a_name_to_a_component_and_takes_it_back(
-    guarded: RunningServer,
+    guarded: RunningServer, tmp_path: Path
 ) -> None:
-    served = {"generate": generate}
+    served, folder = {"generate": generate}, tiny_folder(tmp_path / "tiny")
     async with (
         connect(guarded, "owner") as owner,
         connect(guarded, "thief") as other,
@@ -214,11 +227,11 @@ async def test_an_operator_gives_a_name_to_a_component_and_takes_it_back(
         Catalog(front) as catalog,
     ):
         names = Names(operator.bus.data.jetstream)
-        await register(owner, "Owner")
+        await register(owner, "Owner", folder)
         assert await served_by(catalog) == "demo.Owner.generate"
 
         await names.bind(NAME, (ComponentName("demo", "Thief"),))
-        await register(other, "Thief")
+        await register(other, "Thief", folder)
         await eventually(lambda: found(catalog) == "demo.Thief.generate")
 
         await names.unbind(NAME)

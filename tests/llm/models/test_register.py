@@ -19,14 +19,21 @@ from tests.llm.text.tiny_tokenizer import tiny_json
 from dynbus import Actor, Runtime, handler
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.llm import ModelInput, ModelType, register_llm
 from dynbus.llm.engine import EngineLimits
 from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm.models.artefacts import (
+    ARTEFACTS_STREAM,
+    PIECE_BYTES,
+    Artefacts,
+    NoArtefact,
+    digest_of,
+)
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.models.catalog import Catalog
-from dynbus.llm.models.records import ARTEFACTS_BUCKET, Artefacts, digest_of, read_cards
+from dynbus.llm.models.records import read_cards
 from dynbus.llm.weights.errors import BrokenModel
 
 from .tiny_model import tiny_folder
@@ -422,35 +429,49 @@ async def test_a_model_goes_with_a_process_that_was_killed(
         assert [one.card.context_length for one in cards] == [256]
 
 
-async def test_artefacts_that_no_card_names_are_removed(
-    own_server: RunningServer, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FILE = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"the end"
+"""A file of three pieces."""
+
+
+async def test_artefacts_that_somebody_changed_or_dropped_are_stored_again(
+    own_server: RunningServer,
 ) -> None:
     async with Runtime.connect(own_server.url) as runtime:
-        artefacts = Artefacts(runtime.bus.data.jetstream)
-        await artefacts.keep([b"old"])
-        await register(runtime, namespace, tiny_folder(tmp_path / "tiny"), model_name="tiny")
-        young = await artefacts.sweep()
-        monkeypatch.setattr("dynbus.llm.models.records.KEPT_UNUSED", -1.0)
+        jetstream = runtime.bus.data.jetstream
+        artefacts = Artefacts(jetstream, ComponentName("demo", "Engine"))
+        digest = digest_of(FILE)
+        await artefacts.keep([FILE, b""])
+        assert (await artefacts.get(digest), await artefacts.get(digest_of(b""))) == (FILE, b"")
 
-        old = await artefacts.sweep()
-        again = await artefacts.sweep()
+        await jetstream.publish(f"_models.demo.Engine.{digest}.2", b"changed")
+        with pytest.raises(NoArtefact, match="is not in DYNBUS_MODEL_FILES, or not whole"):
+            await artefacts.get(digest)
+        await artefacts.keep([FILE])
+        assert await artefacts.get(digest) == FILE
 
-    assert (young, old, again) == (0, 1, 0)
+        await jetstream.delete_stream(ARTEFACTS_STREAM.name)
+        with pytest.raises(NoArtefact):
+            await artefacts.get(digest)
+        await artefacts.keep([FILE])
+        assert await artefacts.get(digest) == FILE
 
 
-async def test_artefacts_that_somebody_changed_are_stored_again(own_server: RunningServer) -> None:
+async def test_artefacts_are_stored_again_before_they_are_gone(
+    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Runtime.connect(own_server.url) as runtime:
-        artefacts = Artefacts(runtime.bus.data.jetstream)
-        store = ObjectStore(runtime.bus.data.jetstream, ObjectBucket(ARTEFACTS_BUCKET))
-        name = digest_of(b"whole")
-        await artefacts.keep([b"whole"])
+        jetstream = runtime.bus.data.jetstream
+        artefacts = Artefacts(jetstream, ComponentName("demo", "Engine"))
+        await artefacts.keep([FILE])
+        await artefacts.keep([FILE])
+        young = (await jetstream.stream_info(ARTEFACTS_STREAM.name)).last_sequence
+        monkeypatch.setattr("dynbus.llm.models.artefacts.STORED_AGAIN", -60.0)
 
-        for mend in (artefacts.keep([b"whole"]), artefacts.make_sure({name: b"whole"})):
-            await store.put(name, b"changed")
-            with pytest.raises(NoObject, match="is another file"):
-                await artefacts.get(name)
-            await mend
-            assert await artefacts.get(name) == b"whole"
+        await artefacts.keep([FILE])
+
+        old = (await jetstream.stream_info(ARTEFACTS_STREAM.name)).last_sequence
+
+    assert (young, old) == (3, 6)
 
 
 async def test_a_catalog_outlives_a_server_that_lost_everything(
