@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Final, Self, TypeVar, Unpack, cast, overload
 
 import anyio
 
 from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, Unavailable
@@ -53,6 +55,10 @@ from .serving.instance import (
 )
 
 logger = logging.getLogger(__name__)
+
+FIRST_WAIT: Final = 0.1
+MOST_WAIT: Final = 1.0
+"""Seconds between two tries to reach a server that is waited for; each pause is twice the last."""
 
 A = TypeVar("A", bound="Actor")
 S = TypeVar("S", bound=ServedInstance)
@@ -327,7 +333,12 @@ class Runtime(ClientSide):
 
     @classmethod
     def connect(
-        cls, url: str | None = None, *, name: str = "dynbus", **settings: Any
+        cls,
+        url: str | None = None,
+        *,
+        name: str = "dynbus",
+        wait: float = 0.0,
+        **settings: Any,
     ) -> Connecting:
         """Connect to the bus, with `async with` or `await`.
 
@@ -335,6 +346,7 @@ class Runtime(ClientSide):
             url: one or more NATS URLs with commas between; otherwise `NATS_URL`, otherwise
                 `nats://127.0.0.1:4222`.
             name: how the connection shows in the server's lists.
+            wait: seconds for which a server that cannot be reached is tried again.
             settings: fields of `BusConfig`.
 
         Raises:
@@ -342,10 +354,12 @@ class Runtime(ClientSide):
             PermissionDenied: the server refuses the credentials.
             Unavailable: no server can be reached.
         """
+        if not 0 <= wait < math.inf:
+            raise ConfigError(f"wait = {wait} is not usable: give 0 or more seconds")
         explicit = dict(settings)
         if url is not None:
             explicit["servers"] = url
-        return Connecting(cls, explicit, name)
+        return Connecting(cls, explicit, name, wait)
 
     @classmethod
     async def over(cls, bus: Bus) -> Runtime:
@@ -642,10 +656,13 @@ class Runtime(ClientSide):
 class Connecting:
     """What `Runtime.connect` returns: to be awaited, or entered with `async with`."""
 
-    def __init__(self, kind: type[Runtime], settings: dict[str, Any], name: str) -> None:
+    def __init__(
+        self, kind: type[Runtime], settings: dict[str, Any], name: str, wait: float = 0.0
+    ) -> None:
         self._kind = kind
         self._settings = settings
         self._name = name
+        self._wait = wait
         self._runtime: Runtime | None = None
 
     def __await__(self) -> Generator[Any, None, Runtime]:
@@ -661,10 +678,23 @@ class Connecting:
 
     async def _open(self) -> Runtime:
         config: BusConfig = load_config(self._settings, unknown_variables="warn")
-        bus = await Bus.connect(config, name=self._name)
+        bus = await self._connect(config)
         try:
             return await self._kind.over(bus)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await bus.close()
             raise
+
+    async def _connect(self, config: BusConfig) -> Bus:
+        until = monotonic() + self._wait
+        pause = FIRST_WAIT
+        while True:
+            try:
+                return await Bus.connect(config, name=self._name)
+            except Unavailable:
+                left = until - monotonic()
+                if left <= 0:
+                    raise
+                await anyio.sleep(min(pause, left))
+            pause = min(2 * pause, MOST_WAIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 
 import click
@@ -76,14 +76,28 @@ def test_help_lists_every_command_and_all_of_them_can_be_loaded(
     assert "`run` ends with 0 when Ctrl-C or SIGTERM drained it." in words
 
 
+def paths_of(command: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
+    """A command and all below it, by their names."""
+    yield path
+    if isinstance(command, click.Group):
+        for name, each in command.commands.items():
+            yield from paths_of(each, *path, name)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_that_shows_its_exit_codes_or_options(
+def test_every_command_has_help_that_tells_its_exit_codes(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run(name, "--help")
+    command = cli.dynbus.get_command(click.Context(cli.dynbus), name)
+    assert command is not None
 
-    assert code == 0
-    assert f"Usage: dynbus {name}" in capsys.readouterr().out
+    for path in paths_of(command, name):
+        code = run(*path, "--help")
+
+        told = capsys.readouterr().out
+        assert code == 0
+        assert f"Usage: dynbus {' '.join(path)}" in told
+        assert "Exit codes: 0" in " ".join(told.split()), path
 
 
 def test_a_plug_in_registers_a_command(

@@ -37,12 +37,14 @@ def print_plan(
     *,
     as_json: bool,
     places: Mapping[str, Place] = _NOWHERE,
+    refused: str = "",
 ) -> None:
     """Print what would be started, with every value as it would be used, defaults included, and
     where it came from.
 
     Args:
         places: of the instances, by label.
+        refused: why this machine would not start it; empty where it would.
     """
     rows: list[dict[str, Any]] = [
         {
@@ -78,6 +80,7 @@ def print_plan(
                 ],
                 "bus": bus,
                 "bus_origins": bus_origins,
+                **({"refused_here": refused} if refused else {}),
             }
         )
         return

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from dynbus.actors.placing.allotment import Place
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import controlled
 from dynbus.actors.running.in_process import (
@@ -29,6 +30,7 @@ from dynbus.actors.running.plan import Plan
 from dynbus.actors.running.planning import (
     LoadedRun,
     MakePlan,
+    NotOnThisMachine,
     PlanFailed,
     load_run,
     plan_elsewhere,
@@ -181,11 +183,22 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
 
 def _show_plan(options: RunOptions) -> None:
     run = load_run(options.request, os.environ)
-    placed = None if options.in_process else run.placed(os.environ)
-    for warning in [*run.warnings, *(run.not_in_process() if placed is None else placed.warnings)]:
+    warnings, refused = run.warnings, ""
+    places: Mapping[str, Place] = {}
+    if options.in_process:
+        warnings = [*warnings, *run.not_in_process()]
+    else:
+        try:
+            placed = run.placed(os.environ)
+        except NotOnThisMachine as error:
+            refused = str(error)
+        else:
+            warnings, places = [*warnings, *placed.warnings], placed.places
+    for warning in warnings:
         notice(f"dynbus: {warning}")
-    places = {} if placed is None else placed.places
-    print_plan(run, os.environ, as_json=options.as_json, places=places)
+    print_plan(run, os.environ, as_json=options.as_json, places=places, refused=refused)
+    if refused:
+        notice(f"dynbus: this machine would refuse the run: {refused}")
 
 
 def _warn(warnings: Sequence[str]) -> None:

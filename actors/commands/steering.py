@@ -28,7 +28,7 @@ run_option = click.option(
     "pid",
     type=int,
     metavar="PID",
-    help="The process of the `dynbus run`, where several run in this folder.",
+    help="The process of the `dynbus run`, where several in this folder may be meant.",
 )
 
 
@@ -89,9 +89,16 @@ def scale(ctx: click.Context, /, *, counts: list[ScaleNode], pid: int | None) ->
     ctx.exit(_carry_out(pid, *counts))
 
 
+def _names(question: Question) -> list[str]:
+    """The nodes that a question is about."""
+    if isinstance(question, RestartNodes):
+        return question.names
+    return [question.name] if isinstance(question, ScaleNode) else []
+
+
 def _carry_out(pid: int | None, *questions: Question) -> int:
     """Ask a run, and tell what it does; returns the exit code."""
-    run = find_run(pid)
+    run = find_run(pid, [name for question in questions for name in _names(question)])
     for question in questions:
         done = isinstance(question, StopRun)
         for answer in ask(run, question):

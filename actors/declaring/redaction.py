@@ -121,11 +121,11 @@ def holds_secret(name: str, value: Any) -> bool:
 def is_secret(name: str, value: Any) -> bool:
     """Whether the value of an argument or a key with this name may not be printed.
 
-    Nothing, and a yes or no, is no secret.
+    Nothing, a yes or no, and a path are no secret: a path tells where one is.
     """
     if isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
         return True
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | PurePath):
         return False
     words = [word for word in _WORD_START.sub("_", name).lower().split("_") if word]
     singular = [word if word in SECRETS else word.removesuffix("s") for word in words]

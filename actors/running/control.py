@@ -12,7 +12,7 @@ import math
 import os
 import select
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -80,10 +80,11 @@ class InstanceShown(msgspec.Struct, frozen=True):
 
 
 class RunShown(msgspec.Struct, frozen=True, tag="shown"):
-    """The run as it is."""
+    """The run as it is; its nodes are there without an instance too."""
 
     pid: int
     instances: list[InstanceShown]
+    nodes: list[str] = []
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
@@ -181,7 +182,8 @@ class _Control:
             tell(Told(text))
 
         if isinstance(question, ShowRun):
-            tell(RunShown(os.getpid(), [_shown(child) for child in supervisor.children]))
+            instances = [_shown(child) for child in supervisor.children]
+            tell(RunShown(os.getpid(), instances, list(supervisor.nodes)))
         elif isinstance(question, StopRun):
             self._stop(question.at_once)
             await anyio.sleep_forever()  # until the run has ended
@@ -226,11 +228,13 @@ async def _send(stream: SocketStream, answer: Answer) -> None:
 # The other end --------------------------------------------------------------------------------
 
 
-def find_run(pid: int | None = None) -> int:
+def find_run(pid: int | None = None, nodes: Sequence[str] = ()) -> int:
     """The process of the run of this folder.
 
     Args:
-        pid: the one that is meant; needed where there are several.
+        pid: the one that is meant; needed where there are several, unless one of them alone has
+            `nodes`.
+        nodes: addresses, or components.
 
     Raises:
         ConfigError: there is none, there are several, or it is another user's.
@@ -255,7 +259,11 @@ def find_run(pid: int | None = None) -> int:
     if not running:
         raise ConfigError(f"no dynbus run runs {here}: change to the folder where it was started")
     if len(running) > 1:
-        choices = " or ".join(f"--run {each}{_served_by(each)}" for each in running)
+        has = {each: _nodes_of(each) for each in running}
+        fit = [each for each in running if nodes and all(_has(has[each], node) for node in nodes)]
+        if len(fit) == 1:
+            return fit[0]
+        choices = " or ".join(f"--run {each}{_told_nodes(has[each])}" for each in fit or running)
         raise ConfigError(f"there are several runs {here}: add {choices}")
     return running[0]
 
@@ -290,14 +298,22 @@ def wait_for_end(pid: int) -> None:
             os.close(handle)
 
 
-def _served_by(pid: int) -> str:
-    """` (NODES)`, the first of a run's nodes; nothing where it does not say."""
+def _nodes_of(pid: int) -> list[str]:
+    """The addresses of a run's nodes; none where it does not say."""
     try:
         answers = list(ask(pid, ShowRun(), ANSWER_SECONDS))
     except (Unavailable, OSError):
-        return ""
-    labels = [one.label for each in answers if isinstance(each, RunShown) for one in each.instances]
-    nodes = list(dict.fromkeys(label.rpartition("/")[0] for label in labels))
+        return []
+    return [node for each in answers if isinstance(each, RunShown) for node in each.nodes]
+
+
+def _has(nodes: Sequence[str], name: str) -> bool:
+    """Whether a node of these is meant by an address or a component."""
+    return any(name in (node, node.partition(".")[2]) for node in nodes)
+
+
+def _told_nodes(nodes: Sequence[str]) -> str:
+    """` (NODES)`, the first of them; nothing for none."""
     more = ", ..." if len(nodes) > _NODES_SHOWN else ""
     return f" ({', '.join(nodes[:_NODES_SHOWN])}{more})" if nodes else ""
 

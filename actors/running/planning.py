@@ -56,6 +56,10 @@ READ_AT_START: Final = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTH
 """Variables that the process of an instance has read before it is told its own."""
 
 
+class NotOnThisMachine(ConfigError):
+    """Raised when a run is well, and this machine has too little for it."""
+
+
 class PlanFailed(Exception):
     """Raised when a run cannot be planned.
 
@@ -111,7 +115,8 @@ class LoadedRun:
         """Where its instances are on this machine.
 
         Raises:
-            ConfigError: the machine has too few GPUs, or a node sets the variable that names them.
+            NotOnThisMachine: the machine has too few GPUs.
+            ConfigError: a node sets the variable that names them.
         """
         services = {str(each.address): each.service for each in self.assignments}
         wants_gpus = any(service.resources.gpu is not None for service in services.values())
@@ -127,7 +132,7 @@ class LoadedRun:
         try:
             places = Allotment(machine).take_all(wanted for c in counts for wanted in all_of(*c))
         except NoRoom as error:
-            raise ConfigError(str(error)) from None
+            raise NotOnThisMachine(str(error)) from None
         late = [
             f"{address} sets {name}, which only programs that it starts will notice: its own "
             "process runs already"

@@ -11,6 +11,7 @@ from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 
 from .cost import CostFunction
+from .policies import Policy
 from .requests import LoraMode, RequestFields
 
 
@@ -88,6 +89,15 @@ class RouterConfig:
                 raise ConfigError(f"{name}={value!r}: give True or False")
         _check_texts(self.tokenizer_id, self.lora, self.reused_field)
         _check_objects(self.shadows, self.fields)
+
+    def load_policies(self) -> None:
+        """Import the policies, as the router does that is opened with them.
+
+        Raises:
+            ConfigError: one cannot be loaded, or is no cost function.
+        """
+        for policy in (self.policy, *self.named_shadows.values()):
+            Policy.of(policy)
 
     @property
     def named_shadows(self) -> Mapping[str, str | CostFunction]:

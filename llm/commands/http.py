@@ -17,6 +17,7 @@ from dynbus.llm.pipeline import RoutingChoice
 
 if TYPE_CHECKING:
     from dynbus.bus.config import BusConfig
+    from dynbus.kvrouter import RouterConfig
 
 _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on the bus.
 
@@ -52,7 +53,13 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
     show_default=True,
     help="How a request finds a worker; auto is kv where workers tell their block size.",
 )
-@click.option("--policy", default="kv", show_default=True, help="The cost function of kv routing.")
+@click.option(
+    "--policy",
+    default="kv",
+    show_default=True,
+    metavar="NAME",
+    help="The cost function of kv routing: kv, dynamo, or costs.py:cost, looked for here first.",
+)
 @click.option(
     "--api-keys", type=_FILE, help="A file with a tenant and a key, or its sha256:, in each line."
 )
@@ -139,11 +146,17 @@ def http(
     try:
         import uvloop
 
+        from dynbus.kvrouter import RouterConfig
+
+        from .policies import policy_name
+
         settings = HttpSettings(cors_origins=cors_origins, **given)
+        router = RouterConfig(policy=policy_name(policy))
+        router.load_policies()
         # Before the bus, which sets up no more than what the environment asks for.
         shut_telemetry = _measure()
         try:
-            uvloop.run(_serve(config, settings, routing, policy))
+            uvloop.run(_serve(config, settings, routing, router))
         finally:
             shut_telemetry()
     except ImportError as error:
@@ -169,7 +182,9 @@ def _measure() -> Callable[[], object]:
         return lambda: None
 
 
-async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy: str) -> None:
+async def _serve(
+    config: BusConfig, settings: HttpSettings, routing: Any, router: RouterConfig
+) -> None:
     import gc
 
     import anyio
@@ -178,7 +193,6 @@ async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy
     from dynbus.actors.commands.interrupts import Interrupts
     from dynbus.bus.bus import Bus
     from dynbus.bus.commands.server import embedded_if_local
-    from dynbus.kvrouter import RouterConfig
     from dynbus.llm.http.frontend import HttpFrontEnd
     from dynbus.llm.models.catalog import Catalog
 
@@ -191,11 +205,7 @@ async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy
                 await Runtime.over(await Bus.connect(config, name="dynbus-http")) as runtime,
                 Catalog(runtime) as catalog,
                 HttpFrontEnd(
-                    runtime,
-                    catalog,
-                    settings,
-                    routing=routing,
-                    router=RouterConfig(policy=policy),
+                    runtime, catalog, settings, routing=routing, router=router
                 ) as front_end,
             ):
                 # What is imported stays, and no collection need look at it.

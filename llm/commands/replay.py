@@ -113,7 +113,8 @@ def replay(
     from dynbus.llm.mock.engine import MockConfig
     from dynbus.llm.replay import Objective, Simulation
 
-    from .replaying import policy_names, print_reports, replay_trace, write_plot
+    from .policies import policy_names
+    from .replaying import print_reports, replay_trace, write_plot
 
     try:
         objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)

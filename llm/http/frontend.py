@@ -60,6 +60,9 @@ class HttpFrontEnd(Openable):
         router: RouterConfig | None = None,
     ) -> None:
         super().__init__(runtime.background)
+        if router is not None:
+            # Otherwise each request would be told, and nobody before.
+            router.load_policies()
         self._models = Models(runtime, catalog, routing=routing, router=router)
         self.shared = Shared(
             settings,
@@ -114,6 +117,7 @@ class Frontend(Actor, abstract=True):
 
     Args:
         routing: how requests find an instance, see `Models`.
+        policy: the cost function of kv routing, see `RouterConfig`.
         others: see `HttpSettings`.
 
     Raises:
@@ -124,13 +128,16 @@ class Frontend(Actor, abstract=True):
         self,
         host: str = _DEFAULTS.host,
         port: int = _DEFAULTS.port,
-        api_keys: str = "",
+        api_keys: Path | None = None,
         insecure_public: bool = False,
-        tls_cert: str = "",
-        tls_key: str = "",
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
         cors_origins: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
         routing: RoutingChoice = "auto",
+        policy: str = "kv",
+        max_body_bytes: int = _DEFAULTS.max_body_bytes,
+        max_requests: int = _DEFAULTS.max_requests,
         request_timeout: float = _DEFAULTS.request_timeout,
         grace: float = _DEFAULTS.grace,
         log_content: bool = False,
@@ -145,12 +152,15 @@ class Frontend(Actor, abstract=True):
             tls_key=Path(tls_key) if tls_key else None,
             cors_origins=cors_origins,
             allowed_hosts=allowed_hosts,
+            max_body_bytes=max_body_bytes,
+            max_requests=max_requests,
             request_timeout=request_timeout,
             grace=grace,
             log_content=log_content,
             stream_keep_alive=stream_keep_alive,
         )
         self._routing: RoutingChoice = routing
+        self._router = RouterConfig(policy=policy)
         self._front_end: HttpFrontEnd | None = None
         self._exits = AsyncExitStack()
 
@@ -174,7 +184,9 @@ class Frontend(Actor, abstract=True):
         async with AsyncExitStack() as exits:
             catalog = await exits.enter_async_context(Catalog(runtime))
             self._front_end = await exits.enter_async_context(
-                HttpFrontEnd(runtime, catalog, self._settings, routing=self._routing)
+                HttpFrontEnd(
+                    runtime, catalog, self._settings, routing=self._routing, router=self._router
+                )
             )
             self._exits = exits.pop_all()
         logger.info("the front end answers at %s", self.url)

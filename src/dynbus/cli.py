@@ -162,7 +162,22 @@ def _load(name: str, entry_points: Sequence[metadata.EntryPoint]) -> click.Comma
     if not isinstance(command, click.Command):
         kind = type(command).__name__
         return BrokenCommand(name, f"{entry_point.value} is a {kind}, no click command")
+    if _is_own(entry_point):
+        _tell_exit_codes(command)
     return command
+
+
+def _is_own(entry_point: metadata.EntryPoint) -> bool:
+    return entry_point.dist is None or entry_point.dist.name == DISTRIBUTION
+
+
+def _tell_exit_codes(command: click.Command) -> None:
+    """Have the help of a command, and of those below it, tell the exit codes of all commands where
+    it has none of its own."""
+    command.epilog = command.epilog or exit_codes.GENERAL
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            _tell_exit_codes(each)
 
 
 def _owner(entry_point: metadata.EntryPoint) -> str:
@@ -172,7 +187,7 @@ def _owner(entry_point: metadata.EntryPoint) -> str:
 def registered() -> dict[str, list[metadata.EntryPoint]]:
     """The entry points by name; dynbus's own come before a plug-in's of the same name."""
     found = list(metadata.entry_points(group=GROUP))
-    own = [each for each in found if each.dist is None or each.dist.name == DISTRIBUTION]
+    own = [each for each in found if _is_own(each)]
     if not own:
         own = _of_checkout()
         found += own

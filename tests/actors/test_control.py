@@ -11,11 +11,20 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 from tests.conditions import PATIENCE
 
 from dynbus.actors.running.child_messages import WorkerSettings
-from dynbus.actors.running.control import Done, RestartNodes, Told, ask, controlled, find_run
+from dynbus.actors.running.control import (
+    Done,
+    RestartNodes,
+    RunShown,
+    Told,
+    ask,
+    controlled,
+    find_run,
+)
 from dynbus.actors.running.in_process import Ending
 from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
@@ -84,6 +93,52 @@ async def test_a_command_that_is_stopped_holds_up_no_restart_and_reads_all_steps
 
     steps = [Told(f"step {number}") for number in range(STEPS)]
     assert answers == [*steps, Told("demo.Splitter: restarted"), Done()]
+
+
+class FakeRun:
+    """The socket of a run that answers what it shows."""
+
+    def __init__(self, pid: int, nodes: list[str]) -> None:
+        self._answer = msgspec.json.encode(RunShown(pid, [], nodes)) + b"\n"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f".dynbus/run-{pid}.sock")
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                if connection.recv(65536):
+                    connection.sendall(self._answer)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(PATIENCE)
+
+
+def test_a_node_that_one_run_alone_has_names_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".dynbus").mkdir()
+    first = FakeRun(11, ["demo.Splitter", "demo.Shared"])
+    second = FakeRun(12, ["demo.Shouter", "demo.Shared"])
+    try:
+        assert find_run(nodes=["Splitter"]) == 11
+        assert find_run(nodes=["demo.Shouter", "Shared"]) == 12
+        assert find_run(12, nodes=["Shared"]) == 12
+        for nodes in ([], ["Shared"], ["Splitter", "Shouter"], ["Missing"]):
+            with pytest.raises(ConfigError, match=r"several runs .* --run 11 \(demo\.Splitter, "):
+                find_run(nodes=nodes)
+    finally:
+        first.close()
+        second.close()
 
 
 def test_a_run_of_another_user_is_named_as_such_and_stands_in_nobodys_way(

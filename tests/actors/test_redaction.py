@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PostgresDsn, SecretBytes, Sec
 
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.redaction import MAX_DEPTH, holds_secret, shown
+from dynbus.bus.telemetry.logs import HIDDEN
 
 SECRET = "s3cret"
 URL = f"postgres://me:{SECRET}@db/x"
@@ -216,6 +217,21 @@ def test_a_value_is_shown_in_the_types_of_json(value: Any, expected: Any) -> Non
 
     assert found == expected
     assert SECRET not in json.dumps(found)
+
+
+def test_a_path_is_shown_whatever_it_leads_to() -> None:
+    @dataclass
+    class Files:
+        tls_key: Path = Path("/etc/tls/key.pem")
+        api_keys: Path | None = Path("/etc/keys")
+        password: str = "/etc/hidden"
+
+    assert shown("tls_key", Path("/etc/tls/key.pem")) == "/etc/tls/key.pem"
+    assert shown("files", Files()) == {
+        "tls_key": "/etc/tls/key.pem",
+        "api_keys": "/etc/keys",
+        "password": HIDDEN,
+    }
 
 
 def test_a_value_that_holds_itself_is_cut() -> None:

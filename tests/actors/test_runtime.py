@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from tests.conditions import PATIENCE
 from tests.story import on_a_kit
 
 from dynbus import (
@@ -295,6 +296,43 @@ def test_a_runtime_over_a_bus_is_closed_at_the_end_of_its_block() -> None:
 async def test_a_setting_that_does_not_fit_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(ConfigError, match="lease_tll"):
         await Runtime.connect(f"nats://127.0.0.1:{free_port()}", lease_tll=3)
+
+
+@pytest.mark.anyio
+async def test_a_runtime_waits_for_a_server_that_is_not_there_yet(
+    own_server: RunningServer,
+) -> None:
+    own_server.kill()
+    with pytest.raises(Unavailable, match="no NATS server can be reached"):
+        await Runtime.connect(own_server.url)
+
+    async with asyncio.TaskGroup() as tasks:
+        connecting = tasks.create_task(connected(own_server.url))
+        await asyncio.sleep(0.5)
+        assert not connecting.done()
+        await own_server.restart()
+
+    assert connecting.result() is ConnectionState.CONNECTED
+
+
+async def connected(url: str) -> ConnectionState:
+    """How a runtime is connected that waits for its server."""
+    async with Runtime.connect(url, wait=PATIENCE) as runtime:
+        return runtime.bus.data.state
+
+
+@pytest.mark.anyio
+async def test_a_runtime_waits_no_longer_than_it_is_told(own_server: RunningServer) -> None:
+    own_server.kill()
+    began = monotonic()
+
+    with pytest.raises(Unavailable, match="no NATS server can be reached"):
+        await Runtime.connect(own_server.url, wait=0.6)
+
+    assert monotonic() - began >= 0.6
+    for wait in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="wait = .* is not usable"):
+            Runtime.connect(own_server.url, wait=wait)
 
 
 # Ends that take too long -------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -64,6 +65,39 @@ def test_a_dry_run_warns_about_a_variable_that_is_nearly_of_the_run(
         "dynbus: the environment variable DYNBUS_Wared__x is not used: this run has no actor "
         "Wared (did you mean Warned?)\n"
     )
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_dry_run_shows_a_run_that_this_machine_would_refuse_and_says_why(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    # Each case loads a module of its own.
+    target = f"large_actors_{as_json}.py"
+    (tmp_path / target).write_text(
+        "from dynbus import Actor, handler\n"
+        'class Large(Actor, namespace="demo", workers=2, resources={"gpu": 4}):\n'
+        "    def __init__(self, size: int = 7) -> None: ...\n"
+        "    @handler\n"
+        "    async def call(self) -> str:\n"
+        '        return ""\n'
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    code = execute(run_options(targets=[target], as_json=as_json))
+
+    printed = capsys.readouterr()
+    assert code == exit_codes.OK
+    assert "demo.Large" in printed.out
+    assert "size" in printed.out
+    reason = "demo.Large/1 needs 4 GPUs, and there is none: CUDA_VISIBLE_DEVICES"
+    assert f"dynbus: this machine would refuse the run: {reason}" in printed.err
+    if as_json:
+        assert json.loads(printed.out)["refused_here"].startswith(reason)
 
 
 def test_a_task_that_swallows_its_cancellation_keeps_no_process_that_has_run(
