@@ -112,9 +112,7 @@ def test_a_program_s_front_end_refuses_a_policy_that_cannot_be_loaded_too() -> N
 
 def test_the_actor_takes_what_the_command_takes() -> None:
     of_the_command = {
-        parameter.name
-        for parameter in http.params
-        if isinstance(parameter, click.Option)
+        parameter.name for parameter in http.params if isinstance(parameter, click.Option)
     }
     of_the_actor = set(inspect.signature(Frontend).parameters)
 
