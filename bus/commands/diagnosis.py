@@ -22,7 +22,7 @@ from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import SETUP, NatsJetStream
 from dynbus.bus.nats.regions import KEEP_APART, count_keepers
 from dynbus.bus.nats.server_process import Address, find_nats_server
-from dynbus.bus.nats.stream_config import stream_request
+from dynbus.bus.nats.stream_config import misfits, stream_request
 from dynbus.bus.protocol.names import INSTANCES_BUCKET
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
@@ -160,14 +160,15 @@ def check_bucket(config: Mapping[str, Any] | None) -> Check:
     if config is None:
         return Check(name, "ok", "not there yet; the first instance makes it")
     needed = stream_request(INSTANCES_STREAM)
-    wrong = [
-        f"{key} is {config.get(key)!r}, not {needed[key]!r}"
-        for key in ("subjects", "max_msgs_per_subject", "allow_msg_ttl", "allow_direct")
+    wrong = misfits(config, INSTANCES_STREAM)
+    wrong += [
+        f"{key} = {config.get(key)}, not {needed[key]}"
+        for key in ("max_msgs_per_subject", "allow_direct")
         if config.get(key) != needed[key]
     ]
     marker = int(config.get("subject_delete_marker_ttl") or 0) / 1e9
     if marker < MARKER_TTL:
-        wrong.append(f"subject_delete_marker_ttl is {marker:g} s, less than {MARKER_TTL:g} s")
+        wrong.append(f"subject_delete_marker_ttl = {marker:g} s, less than {MARKER_TTL:g} s")
     if not wrong and config.get("storage") == "memory":
         return Check(
             name,

@@ -196,6 +196,7 @@ class LeasedRecord:
         self._make = make
         self._repair = StreamRepair(jetstream, stream, remake)
         self._told = ""
+        self._is_checked = False
 
     def __repr__(self) -> str:
         return f"<LeasedRecord {self.lease!r}>"
@@ -219,6 +220,10 @@ class LeasedRecord:
             Unavailable: JetStream does not answer, or has no leader just now.
         """
         lease = self.lease
+        if not self._is_checked:
+            # One that is there may be another one than is needed, which shows records to others.
+            await self._make()
+            self._is_checked = True
         was_made = False
         for _ in range(WRITES):
             expected, begun = lease.begin(), monotonic()

@@ -96,6 +96,7 @@ class DeadLetters:
         self._jetstream = jetstream
         self._stream = dead_letter_stream(namespace)
         self._replicas = replicas
+        self._is_checked = False
 
     def __repr__(self) -> str:
         return f"<DeadLetters {self.namespace}>"
@@ -138,6 +139,10 @@ class DeadLetters:
 
     async def _store(self, subject: str, data: bytes, fields: Mapping[str, str]) -> None:
         fields = {name: value for name, value in fields.items() if value}
+        if not self._is_checked:
+            # One that is there may be another one than is needed, which shows jobs to others.
+            await self._make()
+            self._is_checked = True
         try:
             await self._jetstream.publish(subject, data, headers=fields)
         except NoStream:

@@ -23,7 +23,8 @@ from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.records.leases import INSTANCES_STREAM
-from dynbus.bus.work_queue import WorkQueue
+from dynbus.bus.transport import StoredMessage
+from dynbus.bus.work_queue import DeadLetters, DeathReason, WorkQueue, dead_letter_config
 from dynbus.kvrouter import KvEventPublisher
 from dynbus.kvrouter.stream import SnapshotStore
 from dynbus.kvrouter.stream.election import Election
@@ -66,12 +67,15 @@ def listed() -> set[str]:
 async def kept(connection: NatsConnection) -> dict[str, dict[str, Any]]:
     """The streams of a server by name, each as it is set up, with its durable consumers."""
     jetstream = connection.jetstream
-    names = (await jetstream.api("STREAM.NAMES", {}, timeout=5.0)).get("streams") or []
+    names: list[str] = (await jetstream.api("STREAM.NAMES", {}, timeout=5.0)).get("streams") or []
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        config = (await jetstream.api(f"STREAM.INFO.{name}", {}, timeout=5.0))["config"]
-        consumers = (await jetstream.api(f"CONSUMER.LIST.{name}", {}, timeout=5.0))["consumers"]
-        durable = [one["config"] for one in consumers or [] if one["config"].get("durable_name")]
+        config: dict[str, Any] = (await jetstream.api(f"STREAM.INFO.{name}", {}, timeout=5.0))[
+            "config"
+        ]
+        answer = await jetstream.api(f"CONSUMER.LIST.{name}", {}, timeout=5.0)
+        consumers: list[dict[str, dict[str, Any]]] = answer["consumers"] or []
+        durable = [one["config"] for one in consumers if one["config"].get("durable_name")]
         for one in [config, *durable]:
             one.pop("metadata", None)
         found[name] = {**config, "consumers": durable}
@@ -167,6 +171,33 @@ async def test_setup_changes_nothing_that_is_there_and_says_what_it_found(
     assert first == dict.fromkeys(others, "made") | told
     assert second == dict.fromkeys(others, "there") | told
     assert {name: after[name] for name in before} == before
+
+
+async def test_records_and_dead_letters_go_into_no_stream_that_shows_them(
+    own_server: RunningServer,
+) -> None:
+    """Also where such a stream was made before anybody else came."""
+    shown = {"republish": {"src": ">", "dest": "shown.>"}}
+    letters = dead_letter_config("demo")
+    queue = EndpointName("demo", "Printer", "print")
+    async with Runtime.connect(own_server.url) as runtime:
+        jetstream = cast(NatsConnection, runtime.bus.data).jetstream
+        for config in (INSTANCES_STREAM, letters):
+            made = stream_request(config) | shown
+            await jetstream.api(f"STREAM.CREATE.{config.name}", made, timeout=5.0)
+
+        with pytest.raises(ConfigError, match="KV_dynbus_instances exists with republish = "):
+            await runtime.start(Source)
+        job = StoredMessage("demo.Printer._work.print", 1, 1.0, {}, b"secret")
+        with pytest.raises(ConfigError, match="DYNBUS_DEAD_demo exists with republish = "):
+            await DeadLetters(jetstream, "demo").put(
+                queue, "one", job, DeathReason.REFUSED, "no paper", 1
+            )
+        infos = [
+            await jetstream.stream_info(name) for name in (INSTANCES_STREAM.name, letters.name)
+        ]
+
+    assert [info.messages for info in infos] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,11 @@ def test_each_finding_has_its_verdict(check: Check, status: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"max_msgs_per_subject": 64}, "max_msgs_per_subject is 64, not 1"),
-        ({"allow_msg_ttl": False}, "allow_msg_ttl is False"),
-        ({"subject_delete_marker_ttl": 0}, "subject_delete_marker_ttl is 0 s, less than 120 s"),
-        ({"subjects": ["other.>"]}, "subjects is ['other.>']"),
+        ({"max_msgs_per_subject": 64}, "max_msgs_per_subject = 64, not 1"),
+        ({"allow_msg_ttl": False}, "allow_msg_ttl = none, not True"),
+        ({"subject_delete_marker_ttl": 0}, "subject_delete_marker_ttl = 0 s, less than 120 s"),
+        ({"republish": {"src": ">", "dest": "shown.>"}}, "republish = {"),
+        ({"subjects": ["other.>"]}, "subjects = other.>, not $KV.dynbus_instances.>"),
     ],
 )
 def test_a_bucket_that_dynbus_did_not_make_is_told_apart(
