@@ -18,8 +18,9 @@ from typing import Final
 HEARTBEAT_INTERVAL: Final = 0.4
 SILENCE_LIMIT: Final = 1.4
 GONE_AFTER: Final = 0.8
-RECONNECT_GRACE: Final = 3.3
-"""Seconds for the other side to come back in after our own reconnection: three, and its way."""
+RECONNECT_GRACE: Final = 2.8
+"""Seconds for the other side to come back in after our own reconnection: the 2.5 after which a
+process is connected again whose server fell silent, and its way."""
 
 
 class RemoteLiveness:

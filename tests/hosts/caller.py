@@ -26,6 +26,8 @@ LONG = 1.0
 TIMEOUT = 5.0
 """Seconds that a call has which answers once."""
 BETWEEN = 0.1
+PAUSE = 0.03
+"""Seconds before each item."""
 
 
 class Watch:
@@ -73,7 +75,7 @@ class Caller:
         is_typed = True
         try:
             if kind in STREAMS:
-                async with aclosing(self._stream(kind, Count(tag, wanted, 0.03))) as numbers:
+                async with aclosing(self._stream(kind, Count(tag, wanted, PAUSE))) as numbers:
                     async for number in numbers:
                         watch.came()
                         if number != items:
@@ -88,19 +90,19 @@ class Caller:
             error = f"{type(failed).__name__}: {failed}"
         except Exception as failed:  # noqa: BLE001 - that is what is looked for
             error, is_typed = repr(failed), False
-        ended = watch.came()
         return Record(
             kind,
             tag,
-            watch.begun,
-            ended,
-            wanted,
-            items,
-            timeout,
-            wrong,
-            error,
-            is_typed,
-            watch.gaps,
+            begun=watch.begun,
+            ended=watch.came(),
+            wanted=wanted,
+            items=items,
+            timeout=timeout,
+            wrong=wrong,
+            error=error,
+            is_typed=is_typed,
+            gaps=watch.gaps,
+            replay=wanted * PAUSE if kind == "replayed" else 0.0,
         )
 
     def _stream(self, kind: Kind, request: Count) -> AsyncGenerator[int, None]:

@@ -42,6 +42,7 @@ class Record(msgspec.Struct, frozen=True):
         error: what it ended with; empty when it ended well.
         is_typed: whether that is a `DynbusError`.
         gaps: those of a second and more.
+        replay: seconds that its handler takes to make its items again, if that is how it goes on.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class Record(msgspec.Struct, frozen=True):
     error: str = ""
     is_typed: bool = True
     gaps: Sequence[Gap] = ()
+    replay: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -113,7 +115,7 @@ def _broken(record: Record, outages: Sequence[Outage], patient: bool) -> Iterato
         yield "it was to go on elsewhere"
     if record.kind in RESUMED:
         for gap in record.gaps:
-            if (stall := stalled(gap, outages, patient)) > STALL:
+            if (stall := stalled(gap, outages, patient) - record.replay) > STALL:
                 yield f"it stood still for {stall:.2f} s from {gap.begin:.2f}"
     if record.timeout:
         took = stalled(Gap(record.begun, record.ended, _busy(record)), outages, patient)

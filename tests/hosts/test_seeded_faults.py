@@ -31,7 +31,7 @@ def test_no_stream_is_lost_or_stands_still_under_faults_drawn_by_a_seed(
     namespaces: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with Lab("abcdef", tmp_path_factory.mktemp("hosts")) as lab:
-        cluster = Cluster(lab, servers="abc", workers="cde")
+        cluster = Cluster(lab, servers="abc", workers="bcde")
         cluster.start()
         calling = cluster.call_from(lab["f"], items=60)
         calling.serves()

@@ -103,7 +103,7 @@ async def test_the_handlers_of_a_caller_that_dies_during_an_outage_stop_soon_aft
     assert len(journal.cancelled) == 20
 
 
-async def test_a_caller_that_is_back_within_three_seconds_of_an_outage_loses_nothing(
+async def test_a_caller_that_is_back_within_two_and_a_half_seconds_of_an_outage_loses_nothing(
     own_server: RunningServer,
 ) -> None:
     async with (
@@ -128,7 +128,7 @@ async def test_a_caller_that_is_back_within_three_seconds_of_an_outage_loses_not
             own_server.kill()
             await own_server.start()
             await eventually(lambda: serving.is_connected)
-            await asyncio.sleep(2.7)
+            await asyncio.sleep(2.2)
             proxy.refuse(False)
 
     assert received == list(range(500))
