@@ -124,6 +124,7 @@ class Decision:
         predicted: blocks of each candidate's overlap that were guessed, not told.
         policy: the cost function that decided.
         waited_s: seconds in the queue.
+        tenant: whose request it is, as its metadata says.
     """
 
     number: int
@@ -149,6 +150,7 @@ class Decision:
     awareness: str = ""
     session: str = ""
     waited_s: float = 0.0
+    tenant: str = ""
     shadows: Sequence[ShadowChoice] = ()
     outcome: Outcome = field(default_factory=Outcome)
 

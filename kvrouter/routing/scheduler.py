@@ -37,6 +37,9 @@ from .queue import RETRY_AFTER, RequestQueue, SchedulingRequest, Ticket
 
 logger = logging.getLogger(__name__)
 
+TENANT_KEY: Final = "tenant"
+"""The metadata key of a call that names whose it is; a front end sets it by the key."""
+
 MAX_SESSIONS: Final = 65_536
 """Sessions that are remembered; beyond it the least recently used are forgotten."""
 
@@ -397,6 +400,7 @@ class KvScheduler:
             awareness=self._caches.known_awareness(now),
             session=request.session,
             waited_s=now - request.arrived,
+            tenant=shape.metadata.get(TENANT_KEY, ""),
             shadows=self._shadows.ask(shape, candidates, at),
         )
         self._commit(request, decision, chosen, predicted[at], now)

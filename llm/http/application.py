@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.llm.messages.api import MessagesApi
 from dynbus.llm.messages.errors import anthropics_error, message_error
 from dynbus.llm.messages.models import model_info, model_list
@@ -244,6 +244,12 @@ class Application:
         return Response(200, PAGE, _HTML)
 
     async def _metrics(self, caller: Caller) -> Response:
+        if not caller.is_operator:
+            raise PermissionDenied(
+                "/metrics tells of all tenants: ask with a key of an operator, whose line in the "
+                "file of keys ends with `role: operator`",
+                started=False,
+            )
         shared = self._shared
         page = shared.metrics.page(len(shared.models.names), shared.resumable.counts).encode()
         page += await asyncio.to_thread(_registered)

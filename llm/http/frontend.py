@@ -106,7 +106,8 @@ async def _page(path: str, caller: Caller) -> Response:
 
 async def _state(state: PageState, caller: Caller) -> Response:
     """What the page shows."""
-    return Response(200, await state.read(), [JSON])
+    tenant = None if caller.is_operator else caller.tenant
+    return Response(200, await state.read(tenant), [JSON])
 
 
 class Frontend(Actor, abstract=True):

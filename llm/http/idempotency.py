@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, NamedTuple
 
@@ -50,6 +50,7 @@ class Recording:
     """One answer, from the request that it is given to until it is forgotten.
 
     Attributes:
+        tenant: whose request it is.
         digest: of the request.
         messages: what was sent, as ASGI has it.
         size: bytes that it counts for.
@@ -57,10 +58,11 @@ class Recording:
         is_too_long: whether it is not to be kept.
     """
 
-    __slots__ = ("_kept", "digest", "ended_at", "is_too_long", "messages", "size")
+    __slots__ = ("_kept", "digest", "ended_at", "is_too_long", "messages", "size", "tenant")
 
-    def __init__(self, kept: KeptAnswers, digest: bytes) -> None:
+    def __init__(self, kept: KeptAnswers, tenant: str, digest: bytes) -> None:
         self._kept = kept
+        self.tenant = tenant
         self.digest = digest
         self.messages: list[MutableMapping[str, Any]] = []
         self.size = 0
@@ -85,26 +87,36 @@ class Recording:
         self.size += size
         # Middleware adds headers to what it is given.
         self.messages.append(dict(message))
-        has_room = self._kept.make_room(size)
-        if self.size > MAX_ANSWER_BYTES or not has_room:
-            self.is_too_long = True
-            self._kept.free(self.size)
-            self.messages = []
-            self.size = 0
+        self._kept.make_room(self.tenant, size)
+        if self.size > MAX_ANSWER_BYTES:
+            self.drop()
+
+    def drop(self) -> None:
+        """Keep nothing of it."""
+        self.is_too_long = True
+        self._kept.free(self.tenant, self.size)
+        self.messages = []
+        self.size = 0
 
 
 class KeptAnswers:
-    """The answers of one front end, by tenant and key; bounded in number, bytes and time."""
+    """The answers of one front end, by tenant and key; bounded in number, bytes and time.
+
+    Where there are too many, the tenant loses its oldest who has the most: whoever has no more than
+    its share loses nothing to others.
+    """
 
     def __init__(self) -> None:
         self._running: dict[_Known, Recording] = {}
-        # In the order of their ends.
-        self._given: OrderedDict[_Known, Recording] = OrderedDict()
+        # Of each tenant that has any, in the order of their ends.
+        self._given: dict[str, OrderedDict[str, Recording]] = {}
+        self._bytes_of: Counter[str] = Counter()
+        self._count = 0
         self._bytes = 0
 
     def __repr__(self) -> str:
         return (
-            f"<KeptAnswers [{len(self._running)} being given, {len(self._given)} given, "
+            f"<KeptAnswers [{len(self._running)} being given, {self._count} given, "
             f"{self._bytes} bytes]>"
         )
 
@@ -114,7 +126,7 @@ class KeptAnswers:
         return self._bytes
 
     def __len__(self) -> int:
-        return len(self._given)
+        return self._count
 
     def begin(self, tenant: str, key: str, digest: bytes, now: float) -> Recording:
         """The answer to a request: a new one to be recorded, or one that was given.
@@ -134,9 +146,10 @@ class KeptAnswers:
             )
         self._forget_old(now)
         known = _Known(tenant, key)
-        found = self._running.get(known) or self._given.get(known)
+        given = self._given.get(tenant)
+        found = self._running.get(known) or (None if given is None else given.get(key))
         if found is None:
-            self._running[known] = recording = Recording(self, digest)
+            self._running[known] = recording = Recording(self, tenant, digest)
             return recording
         if found.digest != digest:
             raise BadRequest(
@@ -159,31 +172,46 @@ class KeptAnswers:
         if recording is None:
             return
         if not well or recording.is_too_long or not recording.is_whole:
-            self.free(recording.size)
+            self.free(tenant, recording.size)
             return
         recording.ended_at = now
-        self._given[known] = recording
-        if len(self._given) > MAX_ANSWERS:
-            self._forget_first()
+        self._given.setdefault(tenant, OrderedDict())[key] = recording
+        self._count += 1
+        if self._count > MAX_ANSWERS:
+            self._forget_first(max(self._given, key=lambda one: len(self._given[one])))
 
-    def make_room(self, size: int) -> bool:
-        """Count bytes more, for which the oldest answers go; False where that is not enough."""
+    def make_room(self, tenant: str, size: int) -> None:
+        """Count bytes more of a tenant, for which others go where there are too many."""
         self._bytes += size
-        while self._bytes > MAX_BYTES and self._given:
-            self._forget_first()
-        return self._bytes <= MAX_BYTES
+        self._bytes_of[tenant] += size
+        while self._bytes > MAX_BYTES:
+            most = max(self._bytes_of, key=self._bytes_of.__getitem__)
+            if most in self._given:
+                self._forget_first(most)
+                continue
+            # All that it has is being given: the longest of that is not kept.
+            own = [one for known, one in self._running.items() if known.tenant == most]
+            max(own, key=lambda one: one.size).drop()
 
-    def free(self, size: int) -> None:
-        """Count bytes less."""
+    def free(self, tenant: str, size: int) -> None:
+        """Count bytes of a tenant less."""
         self._bytes -= size
+        self._bytes_of[tenant] -= size
+        if not self._bytes_of[tenant]:
+            del self._bytes_of[tenant]
 
     def _forget_old(self, now: float) -> None:
-        while self._given:
-            ended_at = next(iter(self._given.values())).ended_at
-            if ended_at is not None and now - ended_at < KEPT_SECONDS:
-                return
-            self._forget_first()
+        for tenant, given in list(self._given.items()):
+            while given:
+                ended_at = next(iter(given.values())).ended_at
+                if ended_at is not None and now - ended_at < KEPT_SECONDS:
+                    break
+                self._forget_first(tenant)
 
-    def _forget_first(self) -> None:
-        _, recording = self._given.popitem(last=False)
-        self.free(recording.size)
+    def _forget_first(self, tenant: str) -> None:
+        given = self._given[tenant]
+        _, recording = given.popitem(last=False)
+        self._count -= 1
+        if not given:
+            del self._given[tenant]
+        self.free(tenant, recording.size)

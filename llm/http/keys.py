@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
@@ -22,18 +22,30 @@ MAX_BYTES: Final = 1024 * 1024
 
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_ROLE: Final = re.compile(r"role:\s*operator")
 _KEY: Final = re.compile(r"[!-~]{8,512}")
 
 _Identity = tuple[int, int, int]
 
 
+class KeyHolder(NamedTuple):
+    """Whose key it is.
+
+    Attributes:
+        is_operator: whether it may see what all tenants do.
+    """
+
+    tenant: str
+    is_operator: bool = False
+
+
 class ApiKeys:
     """The keys in a file, which is read again when it has changed.
 
-    Each line has a tenant and one of its keys, or `sha256:` and the key's hash in hexadecimal;
-    lines that begin with `#` are comments. Only hashes are kept. A file that cannot be read any
-    longer, or has a mistake, leaves the keys in force that were there before; the log says so, and
-    `problem`.
+    Each line has a tenant and one of its keys, or `sha256:` and the key's hash in hexadecimal, and
+    `role: operator` for one that may see what all tenants do; lines that begin with `#` are
+    comments. Only hashes are kept. A file that cannot be read any longer, or has a mistake, leaves
+    the keys in force that were there before; the log says so, and `problem`.
 
     Args:
         now: seconds of a monotonic clock.
@@ -46,12 +58,12 @@ class ApiKeys:
         self._path = path
         self._now = now
         self._identity: _Identity | None = self._identify()
-        self._tenants = self._read()
+        self._holders = self._read()
         self._look_at = now() + LOOK_INTERVAL
         self._problem = ""
 
     def __repr__(self) -> str:
-        return f"<ApiKeys {self._path} [{len(self._tenants)} keys]>"
+        return f"<ApiKeys {self._path} [{len(self._holders)} keys]>"
 
     @property
     def problem(self) -> str:
@@ -59,14 +71,14 @@ class ApiKeys:
         self._look()
         return self._problem
 
-    def tenant_of(self, key: str) -> str | None:
+    def holder_of(self, key: str) -> KeyHolder | None:
         """Whose key this is; None for nobody's. The time that it takes says nothing of the keys."""
         self._look()
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-        found: str | None = None
-        for known, tenant in self._tenants:
+        found: KeyHolder | None = None
+        for known, holder in self._holders:
             if hmac.compare_digest(known, digest):
-                found = tenant
+                found = holder
         return found
 
     def _look(self) -> None:
@@ -78,7 +90,7 @@ class ApiKeys:
             identity = self._identify()
             if identity == self._identity:
                 return
-            self._tenants = self._read()
+            self._holders = self._read()
         except ConfigError as error:
             # It is read again even if it comes back as it was.
             self._identity = None
@@ -98,7 +110,7 @@ class ApiKeys:
             ) from None
         return found.st_ino, found.st_mtime_ns, found.st_size
 
-    def _read(self) -> list[tuple[bytes, str]]:
+    def _read(self) -> list[tuple[bytes, KeyHolder]]:
         try:
             with self._path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
@@ -108,18 +120,25 @@ class ApiKeys:
             ) from None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{self._path} is larger than {MAX_BYTES} bytes")
-        found: list[tuple[bytes, str]] = []
+        found: list[tuple[bytes, KeyHolder]] = []
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
-            words = line.split()
+            words = line.split(maxsplit=2)
             if not words or words[0].startswith("#"):
                 continue
             # The line itself is told nowhere: it has a key.
-            if len(words) != 2 or _TENANT.fullmatch(words[0]) is None:
+            role = words[2].strip() if len(words) > 2 else ""
+            if (
+                len(words) < 2
+                or _TENANT.fullmatch(words[0]) is None
+                or (role and _ROLE.fullmatch(role) is None)
+            ):
                 raise ConfigError(
-                    f"{self._path}, line {number}: write a tenant and a key with a space between; "
+                    f"{self._path}, line {number}: write a tenant and a key with a space between, "
+                    "and behind them role: operator for a key that may see what all tenants do; "
                     "a tenant has letters, digits, '.', '_' and '-'"
                 )
-            found.append((self._digest(words[1], number), words[0]))
+            holder = KeyHolder(words[0], is_operator=bool(role))
+            found.append((self._digest(words[1], number), holder))
         if not found:
             raise ConfigError(f"{self._path} has no keys: write a tenant and a key in each line")
         return found

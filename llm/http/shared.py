@@ -40,11 +40,13 @@ class Caller:
     Attributes:
         tenant: whose key it has; empty without keys.
         headers: of the request, their names in lower case.
+        is_operator: whether it may see what all tenants do.
     """
 
     request_id: str
     tenant: str
     headers: Mapping[str, str]
+    is_operator: bool = False
 
     @property
     def wants_resumable(self) -> bool:
@@ -140,17 +142,20 @@ class Shared:
             Unauthorized: it has none that is known.
         """
         if self.keys is None:
-            return caller
+            # There are no tenants: whoever reaches it is one with its operator.
+            return Caller(caller.request_id, "", caller.headers, is_operator=True)
         key = _key_of(caller.headers)
-        tenant = self.keys.tenant_of(key) if key else None
-        if tenant is None:
+        holder = self.keys.holder_of(key) if key else None
+        if holder is None:
             raise Unauthorized(
                 "this key is not known: send one as `Authorization: Bearer KEY`"
                 if key
                 else "send an API key as `Authorization: Bearer KEY`",
                 started=False,
             )
-        return Caller(caller.request_id, tenant, caller.headers)
+        return Caller(
+            caller.request_id, holder.tenant, caller.headers, is_operator=holder.is_operator
+        )
 
     def check_room(self) -> None:
         """Refuse a request, which is counted already, when there is no room for it.

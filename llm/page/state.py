@@ -30,6 +30,8 @@ MAX_CANDIDATES: Final = 8
 """Candidates that are shown of each decision."""
 RECENT: Final = 100
 """Decisions of each model of which the hit rate is."""
+MOST_SEARCHED: Final = 1000
+"""Of the latest decisions of each model, among which are those of one tenant."""
 
 PREFILL: Final = "prefill"
 """The endpoint of instances that compute prompts for those that a model is served by."""
@@ -82,8 +84,12 @@ class PageState:
     def __repr__(self) -> str:
         return f"<PageState [{len(self._models())} models]>"
 
-    async def read(self) -> bytes:
-        """All that the page shows, as a JSON object."""
+    async def read(self, tenant: str | None = None) -> bytes:
+        """All that the page shows, as a JSON object.
+
+        Args:
+            tenant: whose requests are shown alone, with what they add up to; None for all.
+        """
         now = monotonic()
         models = _shown(self._models())
         by_component: dict[tuple[str, str], list[ShownModel]] = {}
@@ -114,10 +120,10 @@ class PageState:
                     decision
                     for model in models
                     if model.router is not None
-                    for decision in model.router.latest_decisions(RECENT)
+                    for decision in _decisions(model.router, tenant)[:RECENT]
                 ),
                 "routing": [
-                    _routing(model.card.name, model.router, now)
+                    _routing(model.card.name, model.router, now, tenant)
                     for model in models
                     if model.router is not None
                 ],
@@ -194,17 +200,30 @@ def _cache(router: KvRouter, profile: InstanceProfile) -> dict[str, Any]:
     }
 
 
-def _routing(name: str, router: KvRouter, now: float) -> dict[str, Any]:
-    statistics = router.statistics()
+def _decisions(router: KvRouter, tenant: str | None) -> list[Decision]:
+    """The latest ones that somebody may see, newest first."""
+    if tenant is None:
+        return router.latest_decisions(RECENT)
+    return [one for one in router.latest_decisions(MOST_SEARCHED) if one.tenant == tenant]
+
+
+def _routing(name: str, router: KvRouter, now: float, tenant: str | None) -> dict[str, Any]:
+    statistics, own = router.statistics(), _decisions(router, tenant)
+    # What all add up to tells one tenant of the others.
+    is_all = tenant is None
     return {
         "model": name,
         "policy": router.policy,
         "cache_aware": str(router.awareness()),
-        "decisions": statistics.decisions,
-        "waiting": statistics.waiting,
-        "prompt_tokens": statistics.prompt_tokens,
-        "expected_tokens": statistics.expected_tokens,
-        "latest": [decision_as_shown(one, now) for one in router.latest_decisions(LATEST)],
+        "decisions": statistics.decisions if is_all else len(own),
+        "waiting": statistics.waiting if is_all else None,
+        "prompt_tokens": statistics.prompt_tokens
+        if is_all
+        else sum(one.prompt_tokens for one in own),
+        "expected_tokens": statistics.expected_tokens
+        if is_all
+        else sum(one.expected_reuse for one in own),
+        "latest": [decision_as_shown(one, now) for one in own[:LATEST]],
     }
 
 

@@ -47,6 +47,8 @@ class Reachability:
         self._stored_at = self._answered_at = monotonic()
         self._asked = 0
         self._has_answered = False
+        # Its own: who seeds the module's wants no draws between.
+        self._chance = random.Random()
 
     def __repr__(self) -> str:
         return f"<Reachability [{self.problem or 'all is there'}]>"
@@ -99,7 +101,7 @@ class Reachability:
             self._answered_at = monotonic()
             return
         self._asked += 1
-        for name in random.sample(there, min(MOST_ASKED, len(there))):
+        for name in self._chance.sample(there, min(MOST_ASKED, len(there))):
             service = f"{name.namespace}_{name.component}"
             self._bus.data.publish(f"$SRV.PING.{service}.{name.instance_id}", b"", reply=inbox)
 

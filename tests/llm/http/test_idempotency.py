@@ -25,19 +25,21 @@ from .served import served
 from .test_connections import chat, error_of, exchange, request
 
 
-def answer(kept: KeptAnswers, key: str, size: int = 10, *, now: float = 0.0) -> None:
+def answer(
+    kept: KeptAnswers, key: str, size: int = 10, *, now: float = 0.0, tenant: str = "t"
+) -> None:
     """Give an answer of so many bytes, whole and well."""
-    recording = kept.begin("t", key, b"body", now)
+    recording = kept.begin(tenant, key, b"body", now)
     recording.add({"type": "http.response.start", "status": 200, "headers": []})
     recording.add({"type": "http.response.body", "body": b"x" * size, "more_body": False})
-    kept.end("t", key, now, well=True)
+    kept.end(tenant, key, now, well=True)
 
 
-def is_kept(kept: KeptAnswers, key: str, now: float = 0.0) -> bool:
+def is_kept(kept: KeptAnswers, key: str, now: float = 0.0, *, tenant: str = "t") -> bool:
     """Whether the answer is given again."""
-    found = kept.begin("t", key, b"body", now)
+    found = kept.begin(tenant, key, b"body", now)
     if found.ended_at is None:
-        kept.end("t", key, now, well=False)
+        kept.end(tenant, key, now, well=False)
     return found.ended_at is not None
 
 
@@ -97,6 +99,37 @@ def test_the_oldest_answer_goes_where_there_are_too_many() -> None:
     assert len(kept) == MAX_ANSWERS
     assert not is_kept(kept, "0")
     assert is_kept(kept, "1")
+
+
+def test_a_tenant_that_has_much_takes_nothing_from_one_that_has_its_share() -> None:
+    kept = KeptAnswers()
+    for number in range(10):
+        answer(kept, str(number), MAX_ANSWER_BYTES // 2, tenant="small")
+    for number in range(2 * MAX_ANSWERS):
+        answer(kept, str(number), tenant="many")
+    for number in range(200):
+        answer(kept, str(number), MAX_ANSWER_BYTES // 2, tenant="large")
+
+    assert all(is_kept(kept, str(number), tenant="small") for number in range(10))
+    assert is_kept(kept, str(2 * MAX_ANSWERS - 1), tenant="many")
+    assert not is_kept(kept, "0", tenant="many")
+    assert is_kept(kept, "199", tenant="large")
+    assert not is_kept(kept, "0", tenant="large")
+    assert kept.size <= MAX_BYTES
+
+
+def test_answers_that_one_tenant_is_being_given_take_nothing_from_another() -> None:
+    kept = KeptAnswers()
+    answer(kept, "k", MAX_ANSWER_BYTES // 2, tenant="small")
+    body = {"type": "http.response.body", "body": b"x" * (MAX_ANSWER_BYTES // 2), "more_body": True}
+
+    running = [kept.begin("large", str(number), b"body", 0.0) for number in range(200)]
+    for recording in running:
+        recording.add(body)
+
+    assert is_kept(kept, "k", tenant="small")
+    assert kept.size <= MAX_BYTES
+    assert sum(not one.is_too_long for one in running) > 100
 
 
 @given(st.lists(st.integers(0, 2 * MAX_ANSWER_BYTES), max_size=200))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from dynbus import ConfigError
-from dynbus.llm.http.keys import LOOK_INTERVAL, ApiKeys
+from dynbus.llm.http.keys import LOOK_INTERVAL, ApiKeys, KeyHolder
 from dynbus.llm.http.settings import HttpSettings
+
+from .served import served
 
 
 def test_keys_are_taken_as_they_are_or_hashed(tmp_path: Path) -> None:
@@ -19,14 +22,25 @@ def test_keys_are_taken_as_they_are_or_hashed(tmp_path: Path) -> None:
 
     keys = ApiKeys(path)
 
-    assert [keys.tenant_of(key) for key in ("first-key", "second-key", "third-key")] == [
-        "ada",
-        "bob",
-        "ada",
+    assert [keys.holder_of(key) for key in ("first-key", "second-key", "third-key")] == [
+        KeyHolder("ada"),
+        KeyHolder("bob"),
+        KeyHolder("ada"),
     ]
-    assert keys.tenant_of("fourth-key") is None
-    assert keys.tenant_of("") is None
+    assert keys.holder_of("fourth-key") is None
+    assert keys.holder_of("") is None
     assert "first-key" not in repr(vars(keys))
+
+
+def test_a_key_may_be_that_of_an_operator(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    hashed = hashlib.sha256(b"second-key").hexdigest()
+    path.write_text(f"ops first-key role: operator\nops sha256:{hashed} role:operator\n")
+
+    keys = ApiKeys(path)
+
+    for key in ("first-key", "second-key"):
+        assert keys.holder_of(key) == KeyHolder("ops", is_operator=True)
 
 
 def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
@@ -38,19 +52,19 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
     keys = ApiKeys(path, now=lambda: now)
     path.write_text("bob another-key\n")
 
-    before = keys.tenant_of("another-key")
+    before = keys.holder_of("another-key")
     now += LOOK_INTERVAL
-    after = keys.tenant_of("another-key"), keys.tenant_of("first-key")
+    after = keys.holder_of("another-key"), keys.holder_of("first-key")
     path.write_text("nonsense\n")
     now += LOOK_INTERVAL
-    broken = keys.tenant_of("another-key")
+    broken = keys.holder_of("another-key")
     path.unlink()
     now += LOOK_INTERVAL
-    missing = keys.tenant_of("another-key")
+    missing = keys.holder_of("another-key")
 
     assert before is None
-    assert after == ("bob", None)
-    assert broken == missing == "bob"
+    assert after == (KeyHolder("bob"), None)
+    assert broken == missing == KeyHolder("bob")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +72,7 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
     [
         ("", "has no keys"),
         ("ada\n", "line 1: write a tenant and a key"),
+        ("ada first-key role: admin\n", "line 1: write a tenant and a key.* role: operator"),
         ("ada first-key\na/b second-key\n", "line 2: write a tenant"),
         ("ada short\n", "line 1: write a key of 8 to 512"),
         ("ada sha256:12\n", "line 1: write a key of 8 to 512"),
@@ -84,3 +99,22 @@ def test_a_public_host_needs_keys_or_a_word(tmp_path: Path) -> None:
     HttpSettings(host="0.0.0.0", insecure_public=True)
     HttpSettings(host="0.0.0.0", api_keys=keys)
     HttpSettings(host="::1")
+
+
+@pytest.mark.anyio
+async def test_figures_of_all_tenants_are_for_operators(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ada key-of-ada\nops key-of-ops role: operator\n")
+    async with served(api_keys=path) as front, httpx2.AsyncClient() as client:
+        asked = {
+            (who, page): await client.get(
+                f"{front.url}/{page}", headers={"Authorization": f"Bearer key-of-{who}"}
+            )
+            for who in ("ada", "ops")
+            for page in ("metrics", "page/state", "v1/models")
+        }
+
+    statuses = {place: answer.status_code for place, answer in asked.items()}
+    assert statuses.pop(("ada", "metrics")) == 403
+    assert set(statuses.values()) == {200}
+    assert "role: operator" in asked["ada", "metrics"].text

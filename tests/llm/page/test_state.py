@@ -126,6 +126,27 @@ def test_models_and_instances_are_told_with_their_load() -> None:
     }
 
 
+def test_a_tenant_is_shown_its_own_requests_and_an_operator_all() -> None:
+    async def story() -> list[dict[str, Any]]:
+        async with TestKit() as kit, opened(kit, 1) as model:
+            for tenant, tokens in (("ada", 32), ("bob", 64), ("ada", 48)):
+                with call_options(metadata={"tenant": tenant}):
+                    await ask(kit, model, list(range(2, tokens + 2)), f"of-{tenant}")
+            state = PageState(kit.caller, lambda: [model])
+            return [json.loads(await state.read(tenant)) for tenant in ("ada", "eve", None)]
+
+    ada, eve, operator = run(story())
+
+    [routing] = ada["routing"]
+    assert {one["request_id"] for one in routing["latest"]} == {"of-ada"}
+    assert (routing["decisions"], routing["prompt_tokens"], routing["waiting"]) == (2, 80, None)
+    [routing] = eve["routing"]
+    assert (routing["latest"], routing["decisions"], eve["hit_rate"]) == ([], 0, None)
+    [routing] = operator["routing"]
+    assert [one["request_id"] for one in routing["latest"]] == ["of-ada", "of-bob", "of-ada"]
+    assert (routing["decisions"], routing["waiting"]) == (3, 0)
+
+
 def test_instances_of_a_model_without_a_router_are_told_too() -> None:
     async def story() -> dict[str, Any]:
         async with TestKit() as kit, opened(kit, 1, routes=False) as model:
