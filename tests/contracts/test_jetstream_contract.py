@@ -10,6 +10,7 @@ from tests.conditions import eventually
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import (
     Connection,
     NoRollup,
@@ -109,6 +110,23 @@ async def test_an_existing_stream_with_other_subjects_is_refused(bus: Bus) -> No
 
     with pytest.raises(ConfigError, match="exists with subjects"):
         await js.ensure_stream(StreamConfig(stream, (f"{stream}.other",), in_memory=True))
+
+
+async def test_whether_a_stream_is_there_is_told_without_making_it(bus: Bus) -> None:
+    js = (await bus.connect()).jetstream
+    config = StreamConfig(f"S{random_id()[:12]}", ("looked.at.>",), in_memory=True)
+
+    before = [await js.has_stream(config) for _ in range(2)]
+    await js.ensure_stream(config)
+    after = await js.has_stream(config)
+    with pytest.raises(ConfigError, match=f"stream {config.name} exists with subjects"):
+        await js.has_stream(config._replace(subjects=("looked.for.>",)))
+    with pytest.raises(ConfigError, match=f"stream {config.name} exists with .*retention"):
+        await js.ensure_stream(config._replace(work_queue=True))
+    await js.delete_stream(config.name)
+
+    assert before == [False, False]
+    assert after
 
 
 async def test_a_deleted_stream_is_gone_and_deleting_it_again_is_no_error(bus: Bus) -> None:
