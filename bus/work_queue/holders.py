@@ -23,7 +23,7 @@ import msgspec
 from dynbus.bus.background import task_group
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.bus.protocol.liveness import GONE_AFTER, RECONNECT_GRACE
 from dynbus.bus.protocol.names import HOLDERS_BUCKET, REPLY_ROOT, holder_subject, is_safe_reply
 from dynbus.bus.protocol.tokens import jitter, random_id
@@ -180,6 +180,7 @@ class Holders:
         self._ttl = float(max(1, math.ceil(jobs.ack_wait)))
         self._sequence = 0
         self._stored: list[HeldJob] = []
+        self._is_told = False
         self._changed = asyncio.Event()
         self._absences = Absences()
 
@@ -198,11 +199,7 @@ class Holders:
             await self._jetstream.ensure_stream(HOLDERS_STREAM)
             subscription = await self._bus.lane.run(self._listen())
         except DynbusError as error:
-            logger.warning(
-                "where a taker of %s is killed, its jobs wait for ack_wait (%g s): who holds which "
-                "cannot be stored: %s",
-                *(self._jobs.name, self._jobs.ack_wait, error),
-            )
+            self._go_without(error)
             yield
             return
         works = [
@@ -217,6 +214,13 @@ class Holders:
                     await work.end()
                 await self._withdraw()
             self._bus.lane.call(subscription.unsubscribe)
+
+    def _go_without(self, error: DynbusError) -> None:
+        logger.warning(
+            "where a taker of %s is killed, its jobs wait for ack_wait (%g s): who holds which "
+            "cannot be stored, or read: %s",
+            *(self._jobs.name, self._jobs.ack_wait, error),
+        )
 
     async def _listen(self) -> Subscription:
         connection = self._bus.lane.connection
@@ -238,11 +242,17 @@ class Holders:
             if jobs or self._stored:
                 try:
                     await self._store(jobs)
+                except PermissionDenied as error:
+                    self._go_without(error)
+                    return
                 except DynbusError as error:
                     logger.debug("%r: not stored: %s", self, error)
+                    self._changed.set()
             await anyio.sleep(TELL_PAUSE)
 
-    async def _store(self, jobs: list[HeldJob]) -> None:
+    async def _store(self, jobs: list[HeldJob]) -> bool:
+        """Store what is held; False where it has to be tried again, with another sequence."""
+        self._is_told = True
         data = msgspec.json.encode(Holder(self._listens, jobs)) if jobs else b""
         try:
             self._sequence = await self._jetstream.publish(
@@ -256,8 +266,9 @@ class Holders:
         except WrongLastSequence:
             await self._find_out()
             self._changed.set()
-        else:
-            self._stored = jobs
+            return False
+        self._stored = jobs
+        return True
 
     async def _find_out(self) -> None:
         """Learn what became of the record: the answer to a write was lost, it has expired, or
@@ -269,10 +280,12 @@ class Holders:
             self._doubted()
 
     async def _withdraw(self) -> None:
-        if not self._stored:
+        # Its last write may have been broken off, and be stored all the same.
+        if not self._is_told:
             return
         try:
-            await self._store([])
+            if not await self._store([]):
+                await self._store([])
         except DynbusError as error:
             logger.debug("%r: its record expires by itself: %s", self, error)
 
@@ -291,6 +304,9 @@ class Holders:
                 holders = await self._look_once()
             except NoStream:
                 await self._make_again()
+            except PermissionDenied as error:
+                self._go_without(error)
+                return
             except DynbusError as error:
                 logger.debug("%r: others were not looked at: %s", self, error)
 

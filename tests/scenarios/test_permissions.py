@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,11 @@ from dynbus.actors.runtime import Connecting
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import PermissionDenied, Unavailable
+from dynbus.bus.nats.connection import connect as connect_plainly
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import JobEnd, WorkQueue
 
 from .observation import begun_at, leftovers, no_handler_runs
@@ -297,15 +299,41 @@ def of_queues(role: str) -> list[str]:
     return ["demo.*.*.*", *(re.sub(r"\bQ\b", stream, subject) for subject in subjects)]
 
 
-async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_path: Path) -> None:
-    roles = {"putting": of_queues("putting"), "taking": of_queues("taking")}
+def config_of(roles: Mapping[str, Sequence[str]]) -> str:
+    """A server's configuration for users of queues, by what each may publish."""
     entries = [OPERATOR] + [
         f'{{ user: "{role}", password: "secret", permissions: {{ '
         f"publish: {{ allow: [{', '.join(map(json.dumps, subjects))}] }}, "
         f'subscribe: {{ allow: ["_R.{role}.>", "demo._cancel"] }} }} }}'
         for role, subjects in roles.items()
     ]
-    config = "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+    return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+
+
+async def test_a_taker_that_may_not_store_what_it_holds_says_so_and_takes_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subjects = [subject for subject in of_queues("taking") if "dynbus_jobs" not in subject]
+    config = config_of({"taking": subjects})
+    server = await run_server(store_dir=tmp_path / "nats-server", config=config)
+    await make_streams(server, "demo", ["Printer.print"])
+    bus = await Bus.connect(BusConfig(servers=(url_of(server, "taking"),), principal="taking"))
+    queue = WorkQueue(bus, QUEUE)
+    try:
+        await queue.put(b"", job_id="one")
+        async with queue.take() as taker:
+            await (await anext(taker)).ack()
+    finally:
+        await bus.close()
+        await server.stop()
+
+    assert queue.ended == {JobEnd.DONE: 1}
+    assert "its jobs wait for ack_wait (30 s): who holds which cannot be stored" in caplog.text
+
+
+async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_path: Path) -> None:
+    roles = {"putting": of_queues("putting"), "taking": of_queues("taking")}
+    config = config_of(roles)
     server = await run_server(store_dir=tmp_path / "nats-server", config=config)
     await make_streams(server, "demo", ["Printer.print"])
     buses = {
@@ -313,13 +341,21 @@ async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_pa
         for role in roles
     }
     putting, taking = (WorkQueue(buses[role], QUEUE) for role in roles)
+    operator = await connect_plainly([url_of(server, "maker")])
+    asked: list[Message] = []
+    operator.subscribe("_R.taking.*.ctl.h.*", asked.append)
     try:
+        await operator.barrier()
         await putting.put(b"", job_id="one")
         await putting.put(b"", job_id="two")
         assert (await putting.depth()).jobs == 2
         async with taking.take() as taker:
             await (await anext(taker)).ack()
-            await (await anext(taker)).bury("no paper")
+            job = await anext(taker)
+            async with taking.take():
+                # The other taker asks whether this one is there.
+                await eventually(lambda: asked, what="who holds the job is looked for")
+            await job.bury("no paper")
         assert taking.ended == {JobEnd.DONE: 1, JobEnd.DEAD: 1}
 
         assert (await putting.depth(max_age=0.0)).jobs == 0
@@ -330,6 +366,7 @@ async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_pa
                 "demo.Printer._dead.print.0123456789abcdef", b"forged", timeout=1.0
             )
     finally:
+        await operator.close()
         for bus in buses.values():
             await bus.close()
         await server.stop()
