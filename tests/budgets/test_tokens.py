@@ -71,6 +71,7 @@ class WordCatalog(FixedCatalog):
     async def text_model(self, card: ModelCard) -> TextModel:
         made = make_tokenizer()
         end = made.token_to_id("<|im_end|>")
+        assert end is not None
         tokenizer = Tokenizer.from_json(
             made.to_str().encode(), eos_token_ids=[end], special_tokens={"eos_token": "<|im_end|>"}
         )
