@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from statistics import quantiles
 from types import CodeType, FrameType
@@ -71,7 +71,7 @@ def _place(code: CodeType) -> str:
 
 
 @contextmanager
-def counting() -> Iterator[CallCount]:
+def counting() -> Generator[CallCount]:
     """Count the calls of this thread within the block."""
     count = CallCount()
     before = sys.getprofile()
