@@ -192,12 +192,23 @@ class Heartbeats:
         # When anybody was last heard on the lane, and who was not.
         self._heard_at = 0.0
         self._unheard = Unheard()
+        self._on_heard_again: list[Callable[[], None]] = []
         self._main_answered = True
         self._main_asked_at = 0.0
         self._main_depth = 0
         self._block_report = BlockReport(TICK)
         self.number = int(unix_time() * 1000)
         self.blocked = 0.0
+
+    @property
+    def hears_nobody(self) -> bool:
+        """Whether several remotes fell silent together just now and nobody was heard since: a
+        silence that says nothing of those who are lost in it."""
+        return self._unheard.hears_nobody(self._anybody_heard_at(), monotonic())
+
+    def on_heard_again(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` on the main loop when somebody is heard after nobody was."""
+        self._on_heard_again.append(listener)
 
     def add(self, registry: Registry[Any]) -> None:
         """Beat for the remotes of `registry` from now on."""
@@ -248,6 +259,9 @@ class Heartbeats:
         key = side.key_of(batch)
         remote: Remote | None = registry.remotes.get(key)
         now = self._heard_at = monotonic()
+        if self._unheard.heard():
+            for listener in self._on_heard_again:
+                self._to_main(listener)
         if remote is not None:
             if batch.incarnation != remote.incarnation:
                 self._dropped(DropReason.STALE)
@@ -385,16 +399,23 @@ class Heartbeats:
             pass
         now = monotonic()
         silent: dict[str, float] = {}
+        gone: list[tuple[Side[Any], Remote]] = []
         for side, remote in doubted:
             if self._gone_at(remote) <= now and remote.liveness is not None:
                 since = remote.liveness.silent_since(remote.due_since)
                 if since is not None:
                     silent[remote.control_subject] = since
                 remote.liveness = None
-                self._to_main(side.gone, remote)
-        heard_at = max((remote.heard_at for _, remote in self._remotes()), default=0.0)
-        if silent and self._unheard.note(silent, max(heard_at, self._heard_at), now):
+                gone.append((side, remote))
+        is_servers = bool(silent) and self._unheard.note(silent, self._anybody_heard_at(), now)
+        for side, remote in gone:
+            self._to_main(side.gone, remote)
+        if is_servers:
             self._lane.connection.leave_server("nobody is heard through it")
+
+    def _anybody_heard_at(self) -> float:
+        heard_at = max((remote.heard_at for _, remote in self._remotes()), default=0.0)
+        return max(heard_at, self._heard_at)
 
     def _send(
         self, registry: Registry[Any], remote_id: str, remote: Remote, frames: list[Frame]

@@ -654,6 +654,7 @@ class Invocation:
             settling=self.side.discovery.view.is_settling(monotonic()),
             others=self._selection.has_untried(self.instance_id),
             waits=self._wait_left() > 0,
+            cut_off=self.side.bus.heartbeats.hears_nobody,
         )
 
     def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
@@ -672,7 +673,8 @@ class Invocation:
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""
         wait = self.options.get("wait") or 0.0
-        if self._moves:
+        # Whoever hears nobody does not know who is there.
+        if self._moves or self.side.bus.heartbeats.hears_nobody:
             wait = max(wait, RESUME_WAIT)
         if not wait:
             return 0.0

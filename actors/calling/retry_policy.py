@@ -26,8 +26,8 @@ MAX_ATTEMPTS: Final = 8
 DEFAULT_RETRIES: Final = 2
 FIRST_BACKOFF: Final = 0.1
 MAX_BACKOFF: Final = 2.0
-MAX_DRAINS: Final = 64
-"""How often a stream is handed on by instances that drain, beside its `migration_limit`."""
+MAX_EXCUSED: Final = 64
+"""How often a stream moves for what no instance failed in, beside its `migration_limit`."""
 
 MOVES_SPENT: Final = "which is its migration_limit"
 """How a stream says that it may move no more; the end of its message."""
@@ -49,6 +49,7 @@ class FailedAttempt(NamedTuple):
             that instances may still be coming back too.
         others: whether there is another instance that was not tried.
         waits: whether the caller would wait on for an instance if there were none.
+        cut_off: whether this process hears nobody, so that the loss says nothing of the instance.
     """
 
     error: DynbusError
@@ -61,6 +62,7 @@ class FailedAttempt(NamedTuple):
     settling: bool
     others: bool
     waits: bool
+    cut_off: bool
 
 
 # Not tuples: those are equal when their fields are.
@@ -116,14 +118,15 @@ class RetryPolicy:
         idempotent: whether the call may be carried out twice.
         retries: how often it may be repeated; None for what is usual.
         migration_limit: how often it may move to another instance. What an instance that drains
-            hands on is not counted, where the stream goes on.
+            hands on, and what is lost while this process hears nobody, is not counted where the
+            stream goes on.
         continues: whether it is a stream that can go on elsewhere. Any other call moves only where
             a handler or a drain asks for that, and begins again.
     """
 
     __slots__ = (
         "_continues",
-        "_drains",
+        "_excused",
         "_idempotent",
         "_migration_limit",
         "_migrations",
@@ -145,7 +148,7 @@ class RetryPolicy:
         self._migration_limit = migration_limit
         self._repeated = 0
         self._migrations = 0
-        self._drains = 0
+        self._excused = 0
 
     def __repr__(self) -> str:
         return f"<RetryPolicy [{self._repeated} retries, {self._migrations} migrations]>"
@@ -162,7 +165,7 @@ class RetryPolicy:
         if self._continues and error.started and failed.own and isinstance(error, LOSSES):
             return self._move_on(failed)
         # Those that a stream moved for had begun; they are bounded by the limits.
-        moved = self._migrations + self._drains if self._continues else 0
+        moved = self._migrations + self._excused if self._continues else 0
         if failed.number - moved >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
         refused = not error.started
@@ -182,9 +185,11 @@ class RetryPolicy:
     def _move_on(self, failed: FailedAttempt) -> Decision:
         if not failed.routed:
             return GiveUp("the caller named the instance")
-        if isinstance(failed.error, Draining) and self._drains < MAX_DRAINS:
-            # Instances that are replaced one after the other are no failures of this stream.
-            self._drains += 1
+        is_excused = failed.cut_off or isinstance(failed.error, Draining)
+        if is_excused and self._excused < MAX_EXCUSED:
+            # Instances that are replaced one after the other are no failures of this stream, nor
+            # is our own server when it has lost all others.
+            self._excused += 1
             return Move()
         limit = self._migration_limit
         if self._migrations >= limit:

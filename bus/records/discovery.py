@@ -227,6 +227,7 @@ class Discovery:
         began = partial(self._bus.to_main, self.view.pass_began)
         self._bus.lane.connection.on_state(self._on_state)
         self._bus.data.on_state(self._on_state)
+        self._bus.heartbeats.on_heard_again(self._came_back)
         while True:
             began()
             try:

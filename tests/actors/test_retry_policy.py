@@ -30,6 +30,7 @@ from dynbus.actors.calling.retry_policy import (
     FIRST_BACKOFF,
     MAX_ATTEMPTS,
     MAX_BACKOFF,
+    MAX_EXCUSED,
     Decision,
     FailedAttempt,
     GiveUp,
@@ -70,6 +71,7 @@ def failed(error: DynbusError, **changes: Any) -> FailedAttempt:
         settling=False,
         others=False,
         waits=False,
+        cut_off=False,
     )._replace(**changes)
 
 
@@ -214,6 +216,26 @@ def test_a_stream_that_goes_on_moves_as_often_as_it_may(error: DynbusError, othe
     ]
 
 
+def test_a_move_counts_for_nothing_where_this_process_hears_nobody() -> None:
+    rule = policy(migration_limit=1, continues=True)
+    alone = failed(StreamLost("gone"), cut_off=True)
+
+    decisions = [rule.decide(alone) for _ in range(MAX_EXCUSED)]
+    later = [rule.decide(failed(StreamLost("gone"))) for _ in range(2)]
+
+    assert decisions == [Move()] * MAX_EXCUSED
+    assert later == [Move(), GiveUp("it moved once, which is its migration_limit")]
+
+
+def test_what_is_lost_while_nobody_is_heard_moves_a_bounded_number_of_times() -> None:
+    rule = policy(migration_limit=1, continues=True)
+    alone = failed(StreamLost("gone"), cut_off=True)
+
+    decisions = [rule.decide(alone) for _ in range(MAX_EXCUSED + 2)]
+
+    assert decisions[-2:] == [Move(), GiveUp("it moved once, which is its migration_limit")]
+
+
 def test_a_stream_at_an_instance_that_its_caller_named_does_not_move() -> None:
     rule = policy(migration_limit=2, continues=True)
 
@@ -268,7 +290,7 @@ def attempts(draw: st.DrawFn) -> FailedAttempt:
     error = ERRORS[draw(st.sampled_from(sorted(ERRORS)))]("", started=draw(st.booleans()))
     flags = {
         name: draw(st.booleans())
-        for name in ("sent", "routed", "unreachable", "lost", "others", "waits")
+        for name in ("sent", "routed", "unreachable", "lost", "others", "waits", "cut_off")
     }
     return failed(error, **flags)
 

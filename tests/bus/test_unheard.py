@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL, SILENCE_LIMIT
 from dynbus.bus.protocol.unheard import REMEMBERED, Unheard
 
@@ -55,10 +53,41 @@ def test_a_silence_is_remembered_for_a_while_only() -> None:
     assert not unheard.note({"b": later}, CUT, later + SILENCE_LIMIT)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_what_led_to_a_server_being_left_counts_once(again: bool) -> None:
+def test_one_more_silent_peer_is_enough_while_nobody_is_heard_since_a_server_was_left() -> None:
     unheard = Unheard()
-    assert unheard.note({"a": CUT, "b": CUT}, CUT, CUT + SILENCE_LIMIT)
-    more = {"c": CUT + 1.0} | ({"d": CUT + 1.0} if again else {})
+    left = CUT + SILENCE_LIMIT
+    assert unheard.note({"a": CUT, "b": CUT}, CUT, left)
 
-    assert unheard.note(more, CUT, CUT + 1.0 + SILENCE_LIMIT) is again
+    assert unheard.hears_nobody(CUT, left)
+    assert unheard.note({"a": left}, CUT, left + SILENCE_LIMIT)
+    assert unheard.hears_nobody(left, left + SILENCE_LIMIT)
+
+
+def test_two_are_needed_again_when_anybody_was_heard_after_a_server_was_left() -> None:
+    unheard = Unheard()
+    left = CUT + SILENCE_LIMIT
+    assert unheard.note({"a": CUT, "b": CUT}, CUT, left)
+    heard = left + 1.0
+
+    assert not unheard.hears_nobody(heard, heard)
+    assert not unheard.note({"a": heard}, heard, heard + SILENCE_LIMIT)
+    assert unheard.note({"b": heard}, heard, heard + SILENCE_LIMIT)
+
+
+def test_a_server_that_was_left_long_since_says_nothing_of_who_is_silent_now() -> None:
+    unheard = Unheard()
+    left = CUT + SILENCE_LIMIT
+    assert unheard.note({"a": CUT, "b": CUT}, CUT, left)
+    later = left + REMEMBERED
+
+    assert not unheard.hears_nobody(CUT, later)
+    assert not unheard.note({"a": later - SILENCE_LIMIT}, CUT, later)
+
+
+def test_the_first_that_is_heard_after_a_server_was_left_is_told_apart() -> None:
+    unheard = Unheard()
+    before = unheard.heard()
+    unheard.note({"a": CUT, "b": CUT}, CUT, CUT + SILENCE_LIMIT)
+
+    assert (before, unheard.heard(), unheard.heard()) == (False, True, False)
+    assert not unheard.hears_nobody(CUT, CUT + SILENCE_LIMIT)

@@ -10,17 +10,23 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import pytest
+
 from .cluster import Calling, Cluster
-from .records import RESUMED
+from .records import RESUMED, Outage
 
 FLAP = 0.5
 """Seconds for which a link that flaps is cut, and whole."""
+CUT_OFF = 10.0
+"""Seconds in which a stream tries more instances in vain than its `migration_limit`."""
+FROZEN = 4.0
+"""Seconds in which instances take callers that say nothing for dead."""
 
 
 @contextmanager
-def calls(cluster: Cluster) -> Generator[Calling]:
-    """Callers on `f`, before, during and after what the block does; all promises are kept."""
-    calling = cluster.call_from(cluster.lab["f"], items=30)
+def calls(cluster: Cluster, host: str = "f") -> Generator[Calling]:
+    """Callers on a host, before, during and after what the block does; all promises are kept."""
+    calling = cluster.call_from(cluster.lab[host], items=20)
     calling.serves()
     began = time.monotonic()
     yield calling
@@ -88,8 +94,28 @@ def test_a_caller_and_its_server_are_apart(cluster: Cluster) -> None:
 
 def test_the_link_of_a_server_flaps(cluster: Cluster) -> None:
     with calls(cluster) as calling:
-        for _ in range(6):
+        for _ in range(4):
             cluster.lab.cut(calling.server)
             time.sleep(FLAP)
             cluster.lab.heal(calling.server)
             time.sleep(FLAP)
+
+
+@pytest.mark.parametrize("host", ["a", pytest.param("f", marks=pytest.mark.soak)])
+def test_the_host_of_the_callers_is_cut_off_and_healed(cluster: Cluster, host: str) -> None:
+    """On `a` is a server too, which answers and hears of nobody else."""
+    with calls(cluster, host) as calling:
+        began = time.monotonic()
+        cluster.lab.cut(calling.host)
+        time.sleep(CUT_OFF)
+        cluster.lab.heal(calling.host)
+        calling.outages.append(Outage(began, time.monotonic()))
+
+
+def test_the_host_of_the_callers_is_frozen_and_goes_on(cluster: Cluster) -> None:
+    with calls(cluster) as calling:
+        began = time.monotonic()
+        cluster.lab.freeze(calling.host)
+        time.sleep(FROZEN)
+        cluster.lab.thaw(calling.host)
+        calling.outages.append(Outage(began, time.monotonic()))

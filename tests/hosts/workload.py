@@ -10,9 +10,6 @@ import msgspec
 
 from dynbus import Actor, handler
 
-MOVES = 100
-"""How often a stream may move: the same one may be hit again and again."""
-
 
 class Count(msgspec.Struct, frozen=True):
     """Which numbers to count, with how many seconds before each.
@@ -43,7 +40,7 @@ class Counter(Actor, namespace="hosts"):
     def _take_effect(self, tag: str) -> None:
         os.write(self._effects, f"{tag} {self.instance_id}\n".encode())
 
-    @handler(resume="rest", migration_limit=MOVES)
+    @handler(resume="rest")
     async def resumed(self, request: Count) -> AsyncGenerator[int, None]:
         """A stream that goes on elsewhere."""
         async for number in _numbers(request):
@@ -54,7 +51,7 @@ class Counter(Actor, namespace="hosts"):
         start = request.start + len(items)
         return msgspec.structs.replace(request, start=start) if start < request.items else None
 
-    @handler(resume="replay", migration_limit=MOVES)
+    @handler(resume="replay")
     async def replayed(self, request: Count) -> AsyncGenerator[int, None]:
         """A stream that begins anew elsewhere."""
         async for number in _numbers(request):
