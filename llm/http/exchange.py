@@ -113,6 +113,8 @@ class Exchange(ABC):
             data = await self._body()
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._answer, data)
+                # It may be long, and its answer take an hour.
+                del data
                 try:
                     while (await self._receive())["type"] != "http.disconnect":
                         pass

@@ -33,7 +33,7 @@ from .schemas import (
 _STATUSES: Final[Mapping[str, str]] = {
     "400": "The request is not usable.",
     "401": "A key is missing, or not known.",
-    "403": "The bus refuses the front end's credentials.",
+    "403": "A page of another site asks, or the bus refuses the front end's credentials.",
     "404": "There is no such model.",
     "405": "The path does not take this method.",
     "408": "The body did not arrive in time.",

@@ -9,6 +9,7 @@ import logging
 import socket
 import ssl
 import time
+import tracemalloc
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
@@ -662,6 +663,28 @@ async def test_a_request_that_is_refused_leaves_nothing_to_be_collected() -> Non
 
     assert status == 400
     assert left < 1000
+
+
+async def test_a_stream_that_runs_keeps_nothing_of_the_body_of_its_request() -> None:
+    asked = request(chat("endless a", stream=True, unknown="y" * 2 * 1024 * 1024))
+    async with served() as front:
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            clients = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(5)]
+            for reader, writer in clients:
+                writer.write(asked)
+                await writer.drain()
+                await reader.readuntil(b"data: ")
+
+            def held() -> int:
+                return tracemalloc.get_traced_memory()[0] - before
+
+            await eventually(lambda: held() < 2 * 1024 * 1024)
+        finally:
+            tracemalloc.stop()
+        for _, writer in clients:
+            writer.transport.abort()
 
 
 async def test_a_template_that_fails_fails_its_requests_alone() -> None:
