@@ -162,7 +162,7 @@ class CompletionExchange(Exchange):
                 self._shared.settings.request_timeout,
                 wish.seed,
             )
-            log = await streams.begin(key, begun)
+            log = await streams.begin(key, begun, caller.tenant)
         except DynbusError as error:
             wish.numbers.stop()
             self._writer.add_headers(_refused(str(error)))

@@ -149,7 +149,7 @@ class StreamExchange(Exchange):
         self._apis = apis
         self._stream = stream
         self._key = log_key(caller.tenant, stream)
-        self._log = StreamLog()
+        self._log = StreamLog(caller.tenant)
         self._watch = OwnerWatch()
         self._wrote_at = monotonic()
         # Each with whether its record was written since this exchange began to read.

@@ -141,6 +141,7 @@ class StreamLog:
     """One stream's log, as far as it was read or written.
 
     Attributes:
+        tenant: whose stream it is.
         begun: the request; None before it is known.
         owner: who goes on with it; empty for nobody.
         sequence: of the last record; 0 before the first.
@@ -150,7 +151,8 @@ class StreamLog:
         over: why it cannot be resumed; empty where it can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "") -> None:
+        self.tenant = tenant
         self.begun: Begun | None = None
         self.owner = ""
         self.sequence = 0

@@ -254,11 +254,10 @@ class RunningStream:
     async def run(self) -> None:
         """Carry it out, to its end or until it is paused."""
         enter_context(self._context)
-        is_paused = False
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._send)
-                is_paused = await self._tell(tasks)
+                await self._tell(tasks)
                 tasks.cancel_scope.cancel()
         finally:
             is_over = self._sink.is_over
@@ -270,7 +269,7 @@ class RunningStream:
                 self._when_done()
             if not is_over:
                 with anyio.move_on_after(STORE_TIMEOUT, shield=True):
-                    await self._leave(is_paused=is_paused)
+                    await self._leave()
             with anyio.move_on_after(STORE_TIMEOUT, shield=True):
                 await self._bury()
 
@@ -291,12 +290,8 @@ class RunningStream:
         finally:
             self.sent.set()
 
-    async def _tell(self, tasks: anyio.abc.TaskGroup) -> bool:
-        """Tell what comes, until there is no more of it or it does not go on here.
-
-        Returns:
-            Whether it does not since nobody reads it.
-        """
+    async def _tell(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Tell what comes, until there is no more of it or it does not go on here."""
         while not self._sink.is_over:
             if not self._waiting:
                 self._news.clear()
@@ -304,12 +299,12 @@ class RunningStream:
                     await self._news.wait()
             if self._is_to_pause():
                 self._counted("paused" if self.is_logged else "left")
-                return True
+                return
             waiting, self._waiting = self._waiting, []
             is_quiet = monotonic() - self._stored_at > QUIET_INTERVAL
             if (waiting or is_quiet) and self.is_logged:
                 if not await self._store_pieces([one.piece for one in waiting]):
-                    return False
+                    return
                 if self._to_bury:
                     tasks.start_soon(self._keep_burying)
             for piece, arrival, now in waiting:
@@ -317,7 +312,6 @@ class RunningStream:
                 take_stored(self._completion, piece.part, arrival, now)
         if self.is_logged:
             self._store.ended(self.key, self._log, f"it ended more than {KEPT_SECONDS:g} s ago")
-        return False
 
     def _is_to_pause(self) -> bool:
         if self._sink.to is not None:
@@ -333,8 +327,12 @@ class RunningStream:
         """Store what is told next, as far as that can be; False when somebody else goes on."""
         self._stored_at = monotonic()
         record = Came(pieces)
-        if not self._log.has_room(len(self._log.encode(record))):
+        size = len(self._log.encode(record))
+        if not self._log.has_room(size):
             self._give_up("too_large", "it has become too large")
+        elif not await self._store.make_room(self.tenant, size):
+            self._give_up("over_share", "its tenant has more streams than are kept of one")
+        if not self.is_logged:
             await self._bury()
             return True
         try:
@@ -342,6 +340,7 @@ class RunningStream:
         except WrongLastSequence:
             if await self._is_taken():
                 self.is_logged = False
+                self._store.uncount(self.key, self._log)
                 self._counted("lost")
                 if self._sink.to is not None:
                     self._on_lost()
@@ -362,6 +361,7 @@ class RunningStream:
 
     def _give_up(self, what: str, why: str) -> None:
         self.is_logged = False
+        self._store.uncount(self.key, self._log)
         self._to_bury = why
         self._counted(what)
         self._sink.give_up()
@@ -371,7 +371,7 @@ class RunningStream:
         if self._to_bury and await self._store.bury(self.key, self._to_bury):
             self._to_bury = ""
 
-    async def _leave(self, *, is_paused: bool) -> None:
+    async def _leave(self) -> None:
         """Let others know that nobody goes on with it here."""
         if not self.is_logged:
             return
@@ -379,5 +379,4 @@ class RunningStream:
             await self._store.append(self.key, self._log, Owned(""))
         except DynbusError as error:
             logger.debug("the stream %s was not handed on: %s", self.key, error)
-        if is_paused:
-            self._store.ended(self.key, self._log, f"nobody read it for {KEPT_SECONDS:g} s")
+        self._store.ended(self.key, self._log, f"nobody read it for {KEPT_SECONDS:g} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -32,12 +33,16 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .records import KEPT_SECONDS, Begun, Over, OwnerWatch, Record, StreamLog
+from .records import KEPT_SECONDS, Begun, Over, Owned, OwnerWatch, Record, StreamLog
 
 logger = logging.getLogger(__name__)
 
 MOST_STORED: Final = 256 * 1024 * 1024
 """Bytes of all logs; the oldest records go first."""
+
+MOST_OF_TENANT: Final = MOST_STORED // 8
+"""Bytes of one tenant's logs that a front end has stored and keeps: the room is for all tenants,
+and what is beyond it would take the beginning of others' logs."""
 
 MAX_AGE: Final = 3600.0
 """Seconds for which a record is kept: an answer that takes longer is not resumed."""
@@ -85,6 +90,9 @@ class StreamStore:
         self._is_ready = False
         self._getting_ready = anyio.Lock()
         self._asked = 0
+        # What is stored of each stream, and of all of a tenant.
+        self._sizes: dict[str, int] = {}
+        self._stored_of: Counter[str] = Counter()
         # The logs of streams that nobody goes on with here, when and why they are dropped.
         self._ended: dict[str, tuple[StreamLog, float, str]] = {}
 
@@ -156,6 +164,33 @@ class StreamStore:
         except DynbusError as error:
             sequence = await self._stored(key, log, data, error)
         log.wrote(record, len(data), sequence, self.server_time())
+        self._stored_of[log.tenant] += log.size - self._sizes.get(key, 0)
+        self._sizes[key] = log.size
+        if isinstance(record, Over):
+            self.uncount(key, log)
+        elif isinstance(record, Begun | Owned):
+            # It may have been paused here, or be of an id that is free again.
+            self._ended.pop(key, None)
+
+    def uncount(self, key: str, log: StreamLog) -> None:
+        """A log is not this front end's any more, or holds nothing."""
+        self._stored_of[log.tenant] -= self._sizes.pop(key, 0)
+        if not self._stored_of[log.tenant]:
+            del self._stored_of[log.tenant]
+
+    async def make_room(self, tenant: str, size: int) -> bool:
+        """Whether so many bytes more may be stored for a tenant. For them its logs go that nobody
+        goes on with here, the oldest first, and those of no other."""
+        # Without keys nobody shares with anybody.
+        most = MOST_OF_TENANT if tenant else MOST_STORED
+        while self._stored_of[tenant] + size > most:
+            ended = next((key for key, one in self._ended.items() if one[0].tenant == tenant), None)
+            if ended is None:
+                return False
+            log, *_ = self._ended.pop(ended)
+            self.uncount(ended, log)
+            await self.close_log(ended, log, "its tenant has more streams than are kept of one")
+        return True
 
     async def _stored(self, key: str, log: StreamLog, data: bytes, error: DynbusError) -> int:
         """The number of a record of which the bus did not say in time whether it is stored: it may
@@ -249,8 +284,10 @@ class StreamStore:
             await anyio.sleep(SWEEP_INTERVAL)
             now = monotonic()
             for key, (log, until, reason) in list(self._ended.items()):
-                if now >= until:
+                # Room may have been made of it meanwhile, or somebody goes on with it.
+                if now >= until and key in self._ended:
                     del self._ended[key]
+                    self.uncount(key, log)
                     await self.close_log(key, log, reason)
 
     @asynccontextmanager

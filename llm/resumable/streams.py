@@ -39,7 +39,7 @@ class ResumableStreams:
         store: what it reads and writes of them.
         counts: how often what became of one: `begun`, `followed`, `taken_over`; and
             `paused` since nobody read it, `left` for good by its reader, `lost` to another front
-            end, `too_large`, `unlogged`.
+            end, `too_large`, `over_share`, `unlogged`.
     """
 
     def __init__(self, runtime: Runtime, most: int) -> None:
@@ -47,6 +47,7 @@ class ResumableStreams:
         self.counts: Counter[str] = Counter()
         self._most = most
         self._running: dict[str, RunningStream] = {}
+        self._running_of: Counter[str] = Counter()
         # Those without a reader here; the first one is the first to be paused.
         self._unread: OrderedDict[str, RunningStream] = OrderedDict()
         # The streams of which it is being stored that this front end goes on with them, and how
@@ -72,20 +73,28 @@ class ResumableStreams:
             self.store.close()
             await self._background.close()
 
-    async def begin(self, key: str, begun: Begun) -> StreamLog:
+    async def begin(self, key: str, begun: Begun, tenant: str = "") -> StreamLog:
         """The log of a new stream.
+
+        Args:
+            tenant: whose it is.
 
         Raises:
             DynbusError: it cannot be, and why.
         """
         if len(self._running) >= self._most:
             raise Overloaded(f"{self._most} resumable streams run already")
+        share = max(1, self._most // 2)
+        if tenant and self._running_of[tenant] >= share:
+            raise Overloaded(f"{share} resumable streams of this tenant run already")
         if len(begun.body) > MOST_REQUEST:
             raise PayloadTooLarge(
                 f"the request has {len(begun.body)} bytes, and at most {MOST_REQUEST} are stored"
             )
         await self.store.make_ready()
-        log = StreamLog()
+        if not await self.store.make_room(tenant, len(begun.body)):
+            raise Overloaded("as much is stored already of streams as there may be of one tenant")
+        log = StreamLog(tenant)
         try:
             try:
                 await self.claim(key, log, begun)
@@ -130,6 +139,7 @@ class ResumableStreams:
         """
         self._background.start(self._run, stream, name=f"the stream {stream.key}")
         self._running[stream.key] = stream
+        self._running_of[stream.tenant] += 1
 
     def count(self, what: str) -> None:
         """Count what became of a stream."""
@@ -142,6 +152,9 @@ class ResumableStreams:
             # Whatever an engine has sent ends its own stream, and nobody else's.
             logger.exception("%r failed", stream)
         finally:
+            self._running_of[stream.tenant] -= 1
+            if not self._running_of[stream.tenant]:
+                del self._running_of[stream.tenant]
             for known in (self._running, self._unread):
                 if known.get(stream.key) is stream:
                     del known[stream.key]

@@ -47,6 +47,8 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+LONG_WAIT: Final = "dynbus.llm.resumable.streams.LONG_WAIT"
+
 NAMED: Final = {"X-Request-Id": "one"}
 
 
@@ -290,7 +292,12 @@ async def test_each_prompt_of_a_request_goes_on(reader: Reader) -> None:
         assert after.events[-1].endswith("data: [DONE]")
 
 
-async def test_clients_that_are_cut_at_random_read_each_event_once(reader: Reader) -> None:
+async def test_clients_that_are_cut_at_random_read_each_event_once(
+    monkeypatch: Any, reader: Reader
+) -> None:
+    # However busy the machine is, none of them is paused.
+    monkeypatch.setattr(LONG_WAIT, PATIENCE)
+    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
     async with two_front_ends() as (first, second):
 
         async def read(seed: int) -> None:
@@ -409,6 +416,7 @@ async def test_few_streams_of_a_tenant_go_on_that_nobody_reads(
     monkeypatch: Any, tmp_path: Path, reader: Reader
 ) -> None:
     monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(LONG_WAIT, PATIENCE)
     keys = tmp_path / "keys"
     keys.write_text("ada key-of-ada\nbob key-of-bob\n")
     async with two_front_ends(api_keys=keys) as (first, second):
@@ -438,20 +446,55 @@ async def test_streams_that_nobody_reads_make_way_for_a_request_that_waits_for_i
     monkeypatch: Any, reader: Reader
 ) -> None:
     monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(LONG_WAIT, PATIENCE)
     async with two_front_ends() as (first, _), anyio.create_task_group() as tasks:
         streams = first.front_end.shared.resumable
         for name in ("one", "two"):
             headers = {"X-Request-Id": name}
             await reader.post(first.url, asking("endless word"), headers=headers, most=3)
-        # Nobody waits here.
+        # Nobody waits here for long.
         await reader.post(first.url, asking(WORDS), headers={"Dynbus-Resumable": "0"})
         assert streams.counts["paused"] == 0
 
+        monkeypatch.setattr(LONG_WAIT, 0.02)
         tasks.start_soon(reader.read_on, first.url, asking("silent word"), "waits")
 
         await eventually(lambda: streams.counts["paused"] == 2)
         await eventually(lambda: first.engine.running == 1)
         tasks.cancel_scope.cancel()
+
+
+async def test_a_tenant_that_stores_much_loses_its_own_streams_and_takes_no_other(
+    monkeypatch: Any, tmp_path: Path, reader: Reader
+) -> None:
+    monkeypatch.setattr(store, "MOST_OF_TENANT", 8_000)
+    keys = tmp_path / "keys"
+    keys.write_text("ada key-of-ada\nbob key-of-bob\n")
+    async with two_front_ends(api_keys=keys) as (first, second):
+        ada, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ada", "bob"))
+        bobs = await reader.post(first.url, asking(WORDS), headers={**bob, **NAMED})
+        for place in range(8):
+            headers = {**ada, "X-Request-Id": f"of-ada-{place}"}
+            read = await reader.post(first.url, asking(WORDS), headers=headers)
+            assert read.headers["dynbus-resumable"] == "1"
+        # What is too much alone is refused, and told to the end all the same.
+        long = asking(WORDS, metadata={"long": "x" * 8_000})
+        refused = await reader.post(first.url, long, headers={**ada, "X-Request-Id": "long"})
+        endless = await reader.post(
+            first.url, asking("flood word"), headers={**ada, "X-Request-Id": "endless"}, most=900
+        )
+
+        oldest = await reader.go_on(second.url, "of-ada-0", headers=ada)
+        kept = await reader.go_on(second.url, "one", headers=bob)
+
+        assert kept.events == bobs.events
+        assert (oldest.status, "more streams than are kept" in oldest.refusal) == (410, True)
+        assert refused.headers["dynbus-resumable"] == "0"
+        assert "may be of one tenant" in refused.headers["dynbus-resumable-reason"]
+        assert refused.events[-1] == "data: [DONE]"
+        assert endless.headers["dynbus-resumable"] == "1"
+        assert not endless.events[-1].startswith("id:")
+        assert first.front_end.shared.resumable.counts["over_share"] == 1
 
 
 async def test_a_stream_that_nobody_has_read_for_long_is_gone(
