@@ -34,7 +34,7 @@ class ClientSide:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.caller = Caller(bus)
-        self.discovery = Discovery(bus, self.caller.is_heard, self.caller.fell_silent)
+        self.discovery = Discovery(bus, self.caller.is_heard, self.caller.silent_since)
         self.migrations = Migrations()
         check = bus.config.schema_check
         self.schema_check = (

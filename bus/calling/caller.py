@@ -136,10 +136,11 @@ class Caller:
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and liveness.is_heard(monotonic())
 
-    def fell_silent(self, instance: InstanceName) -> bool:
-        """Whether an instance was lost a while ago at most, and nothing came of it since."""
+    def silent_since(self, instance: InstanceName) -> float | None:
+        """When an instance was found to be lost; None where that is long ago, and where anything
+        came of it since."""
         found_at = self._silent.get(instance.instance_id)
-        return found_at is not None and found_at + SILENT_SECONDS > monotonic()
+        return found_at if found_at and found_at + SILENT_SECONDS > monotonic() else None
 
     def load(self, instance: InstanceName) -> int:
         """Calls that an instance last reported to run or wait there."""

@@ -49,7 +49,7 @@ class Discovery:
 
     Args:
         is_heard: whether heartbeats of an instance arrive just now.
-        fell_silent: whether those of an instance came and came no more.
+        silent_since: when it was found that those of an instance come no more; None for never.
 
     Attributes:
         view: belongs to the main loop.
@@ -59,11 +59,11 @@ class Discovery:
         self,
         bus: Bus,
         is_heard: Callable[[InstanceName], bool],
-        fell_silent: Callable[[InstanceName], bool],
+        silent_since: Callable[[InstanceName], float | None],
     ) -> None:
         self._bus = bus
         self._is_heard = is_heard
-        self._fell_silent = fell_silent
+        self._silent_since = silent_since
         # Records are renewed three times in a lease.
         self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2))
         self.synchronized = asyncio.Event()
@@ -184,8 +184,13 @@ class Discovery:
         raise NoInstances(f"{name} is not known after {timeout} s", started=False)
 
     def suspect(self, name: InstanceName, seconds: float) -> None:
-        """Have other instances chosen for so long at most: this one did not answer a call."""
-        self.view.suspect(name, monotonic(), seconds)
+        """Have other instances chosen for so long at most: this one did not answer a call.
+
+        Unless we have come back to the bus since it was found to be lost: then it was most likely
+        our own link, or our server, and whoever waits for that one finds it again.
+        """
+        if not self.view.was_judged_in_vain(self._silent_since(name)):
+            self.view.suspect(name, monotonic(), seconds)
 
     def note_absent(self, name: InstanceName) -> None:
         """Have other instances chosen until somebody listens there again: as the server says,
@@ -330,7 +335,7 @@ class Discovery:
         news = self.view.put(record, renewed, monotonic() + lifetime - age)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
-            if self.view.is_suspect(record.name) and self._fell_silent(record.name):
+            if self.view.is_suspect(record.name) and self._silent_since(record.name) is not None:
                 # One that goes on after it stood still is heard by then.
                 self._bus.loop.call_later(HEARD_AGAIN, self._trust_renewed, record.name)
             else:
@@ -342,7 +347,7 @@ class Discovery:
         """An instance that fell silent has renewed its record a moment ago."""
         if self._is_closed or not self.view.is_suspect(name):
             return
-        if self._fell_silent(name):
+        if self._silent_since(name) is not None:
             # It lives, and what it says does not come: another server may have a way to it.
             leave = self._bus.lane.connection.leave_server
             self._bus.lane.call(leave, f"{name} renews its record and is not heard")

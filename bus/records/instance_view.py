@@ -60,6 +60,7 @@ class InstanceView:
         self._believed_until: dict[InstanceName, float] = {}
         self._is_reading = False
         self._grace_until = 0.0
+        self._back_at = 0.0
         self._renewal_grace = renewal_grace
         self._choice: dict[ComponentKey, list[Instance]] = {}
 
@@ -112,6 +113,11 @@ class InstanceView:
         """We were cut off until now: who did not answer may have answered in vain."""
         self.outage_ended(now)
         self._suspect.clear()
+        self._back_at = now
+
+    def was_judged_in_vain(self, found_at: float | None) -> bool:
+        """Whether an instance was found to be lost before we came back."""
+        return found_at is not None and found_at <= self._back_at
 
     def pass_began(self) -> None:
         """A complete reading of all records begins."""

@@ -187,6 +187,10 @@ def test_no_suspicion_outlives_an_outage_of_our_own() -> None:
 
     assert ids(view, 100.1) == ["a", "b"]
     assert view.is_settling(100.1)
+    # Calls that were lost before may tell of it only now.
+    assert view.was_judged_in_vain(100.0)
+    assert not view.was_judged_in_vain(100.2)
+    assert not view.was_judged_in_vain(None)
 
 
 def test_a_restarted_suspect_is_chosen_at_once() -> None:
