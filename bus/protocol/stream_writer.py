@@ -35,18 +35,19 @@ class _Piece(bytes):
     """A unit that is a part of an item."""
 
 
-class _Ending:
-    """The unit that ends a stream: a result, or an error that is ready to be sent."""
+class _Ending(msgspec.Struct, frozen=True, gc=False):
+    """The unit that ends a stream: a result, or an error that is ready to be sent.
 
-    __slots__ = ("data", "failed", "size")
+    Thousands of them are kept until their readers acknowledge them: the garbage collector does not
+    look at them.
 
-    def __init__(self, data: bytes | None, failed: Failed | None) -> None:
-        self.data = data
-        self.failed = failed
-        self.size = UNIT_OVERHEAD + len(data or b"")
-        if failed is not None:
-            texts = (failed.message, failed.traceback, failed.hop, failed.code, failed.request_id)
-            self.size += sum(len(text.encode()) for text in texts) + 64
+    Attributes:
+        size: bytes that it needs of a limit.
+    """
+
+    size: int
+    data: bytes | None = None
+    failed: Failed | None = None
 
     def __len__(self) -> int:
         return self.size
@@ -255,14 +256,16 @@ class StreamWriter:
             return
         if data is not None and len(data) > self._whole_bytes:
             data = self._split(data)
-        self._finish(_Ending(data, None))
+        self._finish(_Ending(UNIT_OVERHEAD + (len(data) if data else 0), data))
 
     def fail(self, error: DynbusError) -> None:
         """End the stream with an error; later calls change nothing."""
         if not self.ended:
             limit = self.max_unit_bytes
             failed = failed_frame(self.number, self.secret, self.attempt, 0, error, limit)
-            self._finish(_Ending(None, failed))
+            texts = (failed.message, failed.traceback, failed.hop, failed.code, failed.request_id)
+            size = UNIT_OVERHEAD + 64 + sum(len(text.encode()) for text in texts)
+            self._finish(_Ending(size, None, failed))
 
     def give_up(self, error: DynbusError, limit: int) -> None:
         """End the stream with an error in place of all units that are still to be sent.
