@@ -97,8 +97,8 @@ class NatsJetStream:
             if found is None:
                 raise NoStream(f"stream {config.name} was deleted while it was made")
         _refuse_misfit(found, config)
+        settings = await self._deny_rollups(found["config"], config, timeout)
         if _is_in_cluster(found):
-            settings = found["config"]
             has = int(settings.get("num_replicas") or 1)
             await self._add_replicas(settings, has, wanted, timeout)
 
@@ -157,6 +157,34 @@ class NatsJetStream:
                     replicas -= 1
                 else:
                     raise
+
+    async def _deny_rollups(
+        self, settings: dict[str, Any], config: StreamConfig, timeout: float
+    ) -> dict[str, Any]:
+        """Have a stream that an earlier version made take roll-ups no more, where it needs none;
+        the settings that it has then.
+
+        A failure is logged: the stream works with them too.
+        """
+        name = config.name
+        is_wanted = stream_request(config)["allow_rollup_hdrs"]
+        if is_wanted or not settings.get("allow_rollup_hdrs") or name in self._left_as_is:
+            return settings
+        # The markers of what expired are roll-ups.
+        request = {**settings, "allow_rollup_hdrs": False, "subject_delete_marker_ttl": 0}
+        try:
+            await self.api(f"STREAM.UPDATE.{name}", request, timeout=timeout)
+        except DynbusError as error:
+            if isinstance(error, PermissionDenied):
+                self._left_as_is.add(name)
+            logger.warning(
+                "whoever may publish to stream %s may clear it by a roll-up, and that could not be "
+                "changed: %s; with the right to do so: %s",
+                *(name, error, SETUP),
+            )
+            return settings
+        logger.info("stream %s takes no roll-ups any more", name)
+        return request
 
     async def _add_replicas(
         self, config: Mapping[str, Any], has: int, wanted: int, timeout: float

@@ -22,7 +22,7 @@ from dynbus.bus.nats.api_requests import JetStreamError, unix_seconds
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
-from dynbus.bus.transport import Message, NoStream, StreamConfig, StreamLimits
+from dynbus.bus.transport import Message, NoRollup, NoStream, StreamConfig, StreamLimits
 
 SECOND = 1_000_000_000
 
@@ -202,6 +202,29 @@ async def test_a_stream_that_takes_from_others_or_tells_them_is_refused(
     with pytest.raises(ConfigError, match=f"stream {stream} exists with .*{named}.*dynbus setup"):
         await connection.jetstream.ensure_stream(wanted)
     await connection.jetstream.delete_stream(stream)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("marker_ttl", [None, 0])
+async def test_a_stream_of_an_earlier_version_takes_rollups_no_more(
+    connection: NatsConnection, stream: str, marker_ttl: float | None
+) -> None:
+    config = StreamConfig(stream, (f"{stream}.>",), marker_ttl=marker_ttl, in_memory=True)
+    earlier = stream_request(config) | {"allow_rollup_hdrs": True}
+    if marker_ttl is not None:
+        earlier["subject_delete_marker_ttl"] = 60 * SECOND
+    await connection.jetstream.api(f"STREAM.CREATE.{stream}", earlier, timeout=5.0)
+    await connection.jetstream.publish(f"{stream}.a", b"kept")
+
+    await connection.jetstream.ensure_stream(config)
+
+    with pytest.raises(NoRollup):
+        await connection.jetstream.publish(f"{stream}.b", b"", headers={"Nats-Rollup": "all"})
+    kept = await connection.jetstream.last(stream, f"{stream}.a")
+    found = await connection.jetstream.stream_config(stream)
+    await connection.jetstream.delete_stream(stream)
+    assert kept is not None
+    assert found == config._replace(replicas=1)
 
 
 @pytest.mark.anyio
