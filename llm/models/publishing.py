@@ -142,7 +142,7 @@ async def _refuse_unless_gone(
     (other,) = owners.components
     ends = monotonic() + _patience(target)
     while await _is_served_by(target, card.name, other):
-        if monotonic() > ends:
+        if monotonic() > ends or await _answers(target, other):
             raise _taken(card, owners, "")
         await anyio.sleep(ASK_INTERVAL)
     try:
@@ -160,6 +160,16 @@ async def _is_served_by(target: Target, name: str, component: ComponentName) -> 
         return True
     cards = await read_cards(target.bus.data.jetstream, name)
     return any(one.card.endpoint_name.component_name == component for one in cards)
+
+
+async def _answers(target: Target, component: ComponentName) -> bool:
+    """Whether an instance of a component is there beyond its record."""
+    instances = target.discovery.view.instances(*component, monotonic())
+    for instance in list(instances):
+        # Nobody knows while the connection breaks; it is asked again then.
+        if await target.bus.questions.is_there(instance.record.name) is True:
+            return True
+    return False
 
 
 def _patience(target: Target) -> float:
