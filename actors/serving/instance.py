@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from enum import Enum
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 import anyio
@@ -481,6 +482,7 @@ class ServedInstance:
             bus.config.lease_ttl,
             self._lease_changed,
             bus.count_instances,
+            partial(connection.leave_server, f"the record of {self.name} cannot be renewed there"),
         )
         end = connection.on_state(keeper.connection_changed)
         self._end_listening.append(lambda: bus.lane.call(end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -136,6 +137,8 @@ class LeaseKeeper:
         on_state: called on the lane at each change of the lease's state.
         on_count: called on the lane now and then with the number of records, which are about
             as many as instances.
+        on_lapse: called on the lane when the record has run out and the server does not take its
+            renewal; again after twice as long, if it still does not.
     """
 
     def __init__(
@@ -146,12 +149,17 @@ class LeaseKeeper:
         ttl: float,
         on_state: Callable[[LeaseState], None] | None = None,
         on_count: Callable[[int], None] | None = None,
+        on_lapse: Callable[[], None] | None = None,
     ) -> None:
         self._jetstream = jetstream
         self._background = background
         self._record = record
         self._on_state = on_state
         self._on_count = on_count
+        self._on_lapse = on_lapse
+        # When the record will have run out, or it is time to say so again; and after how long.
+        self._lapses_at = math.inf
+        self._lapse = ttl
         self._leased = LeasedRecord(
             jetstream,
             INSTANCES_STREAM.name,
@@ -269,6 +277,8 @@ class LeaseKeeper:
         """Renew at once after a reconnect: the record may be about to expire, or be gone."""
         self._is_connected = state is ConnectionState.CONNECTED
         if state is ConnectionState.CONNECTED:
+            # Another server gets its time, whoever left the one before.
+            self._lapses_at = max(self._lapses_at, monotonic() + self._leased.lease.ttl)
             self._now.set()
 
     def pause(self) -> None:
@@ -303,8 +313,14 @@ class LeaseKeeper:
                 logger.exception("%r was taken over", self._leased.lease)
                 return
             except DynbusError as error:
+                is_waiting = isinstance(error, Unavailable)
+                if is_waiting:
+                    self._note_lapse()
                 await self._leased.after_failure(error)
-                if not isinstance(error, Unavailable):
+                if is_waiting:
+                    # To look for the reason takes seconds where nobody answers.
+                    self._note_lapse()
+                else:
                     # What the server refused at once it would refuse at once again.
                     delay = min(2 * delay, self._leased.lease.ttl / 3)
                 await anyio.sleep(delay)
@@ -312,12 +328,23 @@ class LeaseKeeper:
             else:
                 await self._count()
 
+    def _note_lapse(self) -> None:
+        if not self._is_connected or monotonic() < self._lapses_at:
+            return
+        # Longer each time: where no server takes records, nothing is won by trying others.
+        self._lapse *= 2
+        self._lapses_at = monotonic() + self._lapse
+        if self._on_lapse is not None:
+            self._on_lapse()
+
     async def _renew(self) -> None:
         before = self.state
         self._record = msgspec.structs.replace(self._record, counter=self._record.counter + 1)
         try:
             if not await self._leased.write(encode_record(self._record)):
                 raise self.conflict(self._record)
+            self._lapse = self._leased.lease.ttl
+            self._lapses_at = monotonic() + self._lapse
         finally:
             self._tell(before)
 

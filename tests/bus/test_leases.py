@@ -201,6 +201,36 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
     assert revision > 1
 
 
+def test_a_record_that_ran_out_and_cannot_be_renewed_is_told_and_again_ever_later() -> None:
+    async def story(lane: Background) -> tuple[list[float], LeaseState]:
+        bus = MemoryBus()
+        told: list[float] = []
+        keeper = LeaseKeeper(
+            (await bus.connect()).jetstream,
+            lane,
+            RECORD,
+            9.0,
+            on_lapse=lambda: told.append(monotonic()),
+        )
+        await keeper.announce()
+        began = monotonic()
+
+        stream = bus.jetstream.streams[INSTANCES_STREAM.name]
+        config = stream.config
+        stream.config = config._replace(subjects=())
+        bus.jetstream.ensure = lambda config: None  # type: ignore[method-assign]
+        await asyncio.sleep(60.0)
+        stream.config = config
+        await asyncio.sleep(5.0)
+        state = keeper.state
+        await keeper.end()
+        return [at - began for at in told], state
+
+    told, state = run(on_lane(story))
+    assert told == [pytest.approx(at, abs=2.0) for at in (9.0, 27.0)]
+    assert state is LeaseState.HELD
+
+
 def test_an_end_without_a_connection_waits_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def story(lane: Background) -> tuple[LeaseState, float]:
         keeper = LeaseKeeper((await MemoryBus().connect()).jetstream, lane, RECORD, 9.0)
