@@ -19,7 +19,7 @@ MOST_SHOWN: Final = 100
 
 _STYLES: Final = {"serving": "green", "draining": "yellow", "silent": "red", "unlisted": "yellow"}
 
-_HELP: Final = """List the instances of all actors.
+_HELP: Final = """List the instances of all actors; front ends of `dynbus http` are dynbus.http.
 
     \b
     STATE  serving   it is listed and answers

@@ -16,8 +16,10 @@ from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.pipeline import RoutingChoice
 
 if TYPE_CHECKING:
+    from dynbus.actors import Runtime
     from dynbus.bus.config import BusConfig
     from dynbus.kvrouter import RouterConfig
+    from dynbus.llm.http.frontend import FrontEndRecord
 
 _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on the bus.
 
@@ -193,7 +195,7 @@ async def _serve(
     from dynbus.actors.commands.interrupts import Interrupts
     from dynbus.bus.bus import Bus
     from dynbus.bus.commands.server import embedded_if_local
-    from dynbus.llm.http.frontend import HttpFrontEnd
+    from dynbus.llm.http.frontend import FrontEndRecord, HttpFrontEnd
     from dynbus.llm.models.catalog import Catalog
 
     ending = anyio.Event()
@@ -211,4 +213,18 @@ async def _serve(
                 # What is imported stays, and no collection need look at it.
                 gc.freeze()
                 click.echo(f"the front end answers at {front_end.url}")
-                await ending.wait()
+                async with anyio.create_task_group() as tasks:
+                    # It answers before it can be announced, and where it never can.
+                    tasks.start_soon(_announce, runtime, FrontEndRecord, front_end.url)
+                    await ending.wait()
+                    tasks.cancel_scope.cancel()
+
+
+async def _announce(runtime: Runtime, record: type[FrontEndRecord], url: str) -> None:
+    """Have `dynbus ps` list the front end, where its credentials let it."""
+    from dynbus.bus.errors import PermissionDenied
+
+    try:
+        await runtime.start(record, url=url)
+    except PermissionDenied as error:
+        logging.getLogger(__name__).info("`dynbus ps` does not list this front end: %s", error)

@@ -110,6 +110,25 @@ async def _state(state: PageState, caller: Caller) -> Response:
     return Response(200, await state.read(tenant), [JSON])
 
 
+class FrontEndRecord(Actor, namespace="dynbus", component="http"):
+    """What the bus knows of a front end that is no actor of a graph: `dynbus ps` lists it.
+
+    Args:
+        url: where it answers.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @handler(idempotent=True)
+    async def address(self) -> str:
+        """Where it answers."""
+        return self._url
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"url": self._url}
+
+
 class Frontend(Actor, abstract=True):
     """OpenAI's interface over HTTP, as an actor of a graph.
 

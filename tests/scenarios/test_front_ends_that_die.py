@@ -102,6 +102,27 @@ async def serves(port: int) -> bool:
     return b'"mock"' in await asyncio.to_thread(get, port, "/v1/models")
 
 
+async def test_ps_lists_a_front_end_and_where_it_answers(
+    folder: Folder, own_server: RunningServer
+) -> None:
+    folder.url = own_server.url
+    port = free_port()
+    folder.start_front_end(port)
+
+    listed: list[dict[str, Any]] = []
+
+    async def is_listed() -> bool:
+        told = await asyncio.to_thread(folder.dynbus, "ps", "--namespace", "dynbus", "--json")
+        listed[:] = json.loads(told.stdout)
+        return bool(listed)
+
+    await eventually(is_listed, what="it is listed")
+
+    [row] = listed
+    assert (row["component"], row["state"]) == ("http", "serving")
+    assert row["metadata"]["url"] == f"http://127.0.0.1:{port}"
+
+
 @pytest.mark.timeout(300)
 async def test_a_front_end_that_dies_or_freezes_costs_its_clients_a_reconnect_and_no_token(
     folder: Folder, own_server: RunningServer
