@@ -48,6 +48,10 @@ def test_no_stream_is_lost_or_stands_still_under_faults_drawn_by_a_seed(
         calling.serves()
 
         broken = calling.broken_promises()
-        hit = sum(len(one.gaps) for one in calling.records if one.kind in RESUMED)
-        print(f"{len(calling.records)} calls and streams, {hit} gaps of a second and more")
+        gaps = [gap for one in calling.records if one.kind in RESUMED for gap in one.gaps]
+        longest = max((gap.end - gap.begin for gap in gaps), default=0.0)
+        print(
+            f"{len(calling.records)} calls and streams, {len(gaps)} gaps of a second and more in "
+            f"streams that resume, the longest {longest:.2f} s"
+        )
         assert broken == []
