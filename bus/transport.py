@@ -84,6 +84,8 @@ class StreamLimits(NamedTuple):
             `max_messages`, instead of dropping the oldest messages.
         max_message_size: bytes of headers and data of one message; a larger one is refused with
             `PayloadTooLarge`.
+        keep_first: refuse with `StreamFull` what would exceed `max_messages_per_subject`, too: what
+            is stored stays until it is purged. It takes `discard_new`.
     """
 
     max_bytes: int | None = None
@@ -93,6 +95,7 @@ class StreamLimits(NamedTuple):
     duplicate_window: float = 120.0
     discard_new: bool = False
     max_message_size: int | None = None
+    keep_first: bool = False
 
 
 class StreamConfig(NamedTuple):

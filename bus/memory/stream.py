@@ -205,6 +205,8 @@ class MemoryStream:
             limits.max_messages_per_subject is not None
             and len(of_subject) >= limits.max_messages_per_subject
         )
+        if replaces and limits.keep_first:
+            raise StreamFull(f"publish to {subject}: maximum messages per subject exceeded")
         if (
             limits.max_messages is not None
             and len(self._records) >= limits.max_messages

@@ -4,17 +4,19 @@ A name belongs to the components that an operator gave it to, else to those for 
 added it by hand, else to the component whose record of it is the oldest in the bucket. The record
 of a component is under a subject of its own, and is written once and never renewed: its place in
 the bucket is its age, which no component can better, nor change for another. What operators say is
-under subjects that no component may write.
+under subjects that no component may write. What is stored stays until an operator purges it: the
+server itself writes where nobody may, when somebody has its answers sent there.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
 from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
@@ -38,8 +40,9 @@ NAMES_STREAM: Final = StreamConfig(
         max_messages_per_subject=1,
         max_bytes=16 * 1024 * 1024,
         max_message_size=MAX_CARD_BYTES,
-        # Nobody pushes the records of others out.
+        # Nobody pushes the records of others out, nor has the server's answers take their place.
         discard_new=True,
+        keep_first=True,
     ),
     description="dynbus: the components that names of models belong to",
 )
@@ -220,8 +223,20 @@ class Names:
         Raises:
             DynbusError: it cannot be written.
         """
-        record = NameRecord(name=name)
-        await self._write_once(f"{_subject(name)}.{component}", record)
+        subject = f"{_subject(name)}.{component}"
+        data = msgspec.json.encode(NameRecord(name=name))
+        for _ in range(_TRIES):
+            try:
+                await self._write(subject, data, expected=0)
+                return
+            except WrongLastSequence:
+                stored = await self._jetstream.last(NAMES_STREAM.name, subject)
+                if stored is None:
+                    continue
+                if not stored.is_marker and _said_in(stored) is not None:
+                    return
+                await self._clear_own(name, component, subject, stored)
+        raise ConfigError(f"the record {subject} changes under every write: is it removed again?")
 
     async def release(self, owners: Owners) -> None:
         """Take back the record of the component that registered a name first, unless it was written
@@ -231,8 +246,9 @@ class Names:
             PermissionDenied: the server lets only the component itself write there.
             DynbusError: it cannot be written.
         """
+        await self._purge(owners.subject, up_to=owners.sequence)
         try:
-            await self._take_back(owners.subject, owners.sequence)
+            await self._publish_marker(owners.subject, expected=0)
         except WrongLastSequence:
             return
 
@@ -243,7 +259,7 @@ class Names:
             DynbusError: it cannot be written.
         """
         record = NameRecord(name=check_name(name), components=[str(one) for one in components])
-        await self._write(f"{_subject(name)}.{_BOUND}", msgspec.json.encode(record))
+        await self._replace(f"{_subject(name)}.{_BOUND}", msgspec.json.encode(record))
 
     async def unbind(self, name: str) -> None:
         """Take back what `bind` gave: the name belongs to the component that registered it first.
@@ -263,7 +279,7 @@ class Names:
         Raises:
             DynbusError: it cannot be written.
         """
-        await self._write(_added_subject(stored), msgspec.json.encode(stored.card))
+        await self._replace(_added_subject(stored), msgspec.json.encode(stored.card))
 
     async def remove(self, stored: StoredCard) -> None:
         """Remove a card that an operator added.
@@ -281,18 +297,21 @@ class Names:
         """
         await self._jetstream.ensure_stream(NAMES_STREAM)
 
-    async def _write_once(self, subject: str, record: NameRecord) -> None:
-        data, expected = msgspec.json.encode(record), 0
-        for _ in range(_TRIES):
-            try:
-                await self._write(subject, data, expected)
-                return
-            except WrongLastSequence:
-                stored = await self._jetstream.last(NAMES_STREAM.name, subject)
-                if stored is not None and not stored.is_marker:
-                    return
-                expected = 0 if stored is None else stored.sequence
-        raise ConfigError(f"the record {subject} changes under every write: is it removed again?")
+    async def _clear_own(
+        self, name: str, component: ComponentName, subject: str, stored: StoredMessage
+    ) -> None:
+        """Purge what is no record, where the component's is to be.
+
+        Raises:
+            ConfigError: the server lets only operators do so.
+        """
+        try:
+            await self._purge(subject, up_to=stored.sequence)
+        except PermissionDenied:
+            raise ConfigError(
+                f"{component} cannot register the model {name!r}: what is stored at {subject} is "
+                f"no record of it. Have an operator say `dynbus models bind {name} {component}`"
+            ) from None
 
     async def _write(self, subject: str, data: bytes, expected: int | None = None) -> None:
         for is_last in (False, True):
@@ -306,12 +325,26 @@ class Names:
                     raise
                 await self.ensure()
 
-    async def _take_back(self, subject: str, sequence: int | None = None) -> None:
+    async def _replace(self, subject: str, data: bytes) -> None:
+        """Write what an operator says, in place of whatever is there."""
+        await self._purge(subject)
+        await self._write(subject, data)
+
+    async def _take_back(self, subject: str) -> None:
+        await self._purge(subject)
+        await self._publish_marker(subject)
+
+    async def _purge(self, subject: str, up_to: int = 0) -> None:
+        with suppress(NoStream):
+            await self._jetstream.purge(NAMES_STREAM.name, subject, up_to=up_to)
+
+    async def _publish_marker(self, subject: str, expected: int | None = None) -> None:
+        """Tell those who follow the bucket, who hear of no purge."""
         await self._jetstream.publish(
             subject,
             b"",
             headers={"KV-Operation": "DEL"},
-            expected_last_subject_sequence=sequence,
+            expected_last_subject_sequence=expected,
         )
 
 

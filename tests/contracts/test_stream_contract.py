@@ -199,6 +199,25 @@ async def test_a_full_stream_takes_messages_again_once_there_is_room(bus: Bus) -
     assert await js.publish(f"{stream}.b", b"", message_id="m") == 2
 
 
+async def test_what_a_stream_keeps_first_is_replaced_only_after_a_purge(bus: Bus) -> None:
+    limits = StreamLimits(max_messages_per_subject=1, discard_new=True, keep_first=True)
+    stream = await bus.stream(limits)
+    js = (await bus.connect()).jetstream
+    first = await js.publish(f"{stream}.a", b"first")
+
+    for expected in (None, first):
+        with pytest.raises(StreamFull, match="maximum messages per subject"):
+            await js.publish(f"{stream}.a", b"", expected_last_subject_sequence=expected)
+    await js.publish(f"{stream}.b", b"other")
+    kept = await all_data(js, stream)
+    await js.purge(stream, f"{stream}.a")
+    await js.publish(f"{stream}.a", b"second")
+
+    assert kept == [b"first", b"other"]
+    assert await all_data(js, stream) == [b"other", b"second"]
+    assert (await js.stream_config(stream)).limits.keep_first
+
+
 async def test_a_rollup_needs_the_room_of_a_message_before_it_makes_any(bus: Bus) -> None:
     dropping = await bus.stream(StreamLimits(max_messages=2), rollup=True)
     refusing = await bus.stream(StreamLimits(max_messages=2, discard_new=True), rollup=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ CALLING = [
     "$JS.API.STREAM.INFO.KV_dynbus_instances",
 ]
 REGISTERING = listed("Beyond the table below: who registers a model of `demo.Engine` publishes")
+BINDING = ["$KV.dynbus_model_names.>", "$JS.API.STREAM.PURGE.KV_dynbus_model_names"]
 LISTING = [one for one in REGISTERING if one.startswith("$JS.")]
 
 
@@ -80,7 +81,7 @@ PUBLISH = {
     "owner": of_component([*of_table(1), *REGISTERING, *CALLING], "Owner"),
     "thief": of_component([*of_table(1), *REGISTERING, *CALLING], "Thief"),
     "front": [*CALLING, *LISTING, "_R.>"],
-    "operator": [*CALLING, *LISTING, "$KV.dynbus_model_names.>"],
+    "operator": [*CALLING, *LISTING, *BINDING],
 }
 
 
@@ -167,6 +168,22 @@ async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
     return told
 
 
+async def have_answers_stored(server: RunningServer, subjects: Sequence[str]) -> None:
+    """Ask so that the server's answers go to subjects that the asker may not write to."""
+    plain = Client()
+    await plain.connect(url_of(server, "thief"), inbox_prefix=b"_R.thief.plain")
+    own = "$KV.dynbus_instances.demo.Thief.own"
+    await plain.request(own, b'{"name": "big-model", "components": ["demo.Thief"]}')
+    for subject in subjects:
+        for call in ("DIRECT.GET", "STREAM.MSG.GET", "STREAM.INFO"):
+            request = json.dumps({} if call == "STREAM.INFO" else {"last_by_subj": own}).encode()
+            await plain.publish(f"$JS.API.{call}.KV_dynbus_instances", request, reply=subject)
+        await plain.publish(own, b"{}", reply=subject)
+        # The server answers in turn, and has stored the answers above when this one is here.
+        await plain.request("$JS.API.STREAM.INFO.KV_dynbus_model_names", b"{}")
+    await plain.close()
+
+
 async def wait_for_model(catalog: Catalog) -> ModelCard:
     return await catalog.wait_for(NAME, ModelType.Chat, timeout=60)
 
@@ -211,6 +228,30 @@ async def test_a_worker_of_another_component_cannot_take_a_name_over(
 
     assert len(told) == 6
     assert all(b"rollup not permitted" in answer for answer in told)
+
+
+async def test_answers_of_the_server_take_the_place_of_no_record_of_a_name(
+    guarded: RunningServer, tmp_path: Path
+) -> None:
+    record = f"$KV.dynbus_model_names.{TOKEN}"
+    folder = tiny_folder(tmp_path / "tiny")
+    async with (
+        connect(guarded, "owner") as owner,
+        connect(guarded, "thief") as thief,
+        connect(guarded, "operator") as operator,
+    ):
+        names = Names(operator.bus.data.jetstream)
+        # What is put where nothing is yet keeps no operator from it.
+        await have_answers_stored(guarded, [f"{record}._bound"])
+        await register(owner, "Owner", folder)
+        await have_answers_stored(guarded, [f"{record}.demo.Owner"])
+        with pytest.raises(ConfigError, match="belongs to demo.Owner, which registered"):
+            await register(thief, "Thief", folder)
+
+        await names.bind(NAME, (ComponentName("demo", "Owner"),))
+        await have_answers_stored(guarded, [f"{record}._bound", f"{record}.demo.Owner"])
+        with pytest.raises(ConfigError, match=r"belongs to demo\.Owner, as `dynbus models bind`"):
+            await register(thief, "Thief", folder)
 
 
 async def test_an_operator_gives_a_name_to_a_component_and_takes_it_back(
