@@ -141,7 +141,7 @@ class StoredMessage(NamedTuple):
     @property
     def is_marker(self) -> bool:
         """Whether it only says that its subject expired or was deleted."""
-        return headers.MARKER_REASON in self.headers or self.headers.get("KV-Operation") in (
+        return headers.MARKER_REASON in self.headers or self.headers.get(headers.KV_OPERATION) in (
             "DEL",
             "PURGE",
         )

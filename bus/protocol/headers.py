@@ -48,6 +48,9 @@ EXPECTED_STREAM: Final = "Nats-Expected-Stream"
 TTL: Final = "Nats-TTL"
 ROLLUP: Final = "Nats-Rollup"
 MARKER_REASON: Final = "Nats-Marker-Reason"
+KV_OPERATION: Final = "KV-Operation"
+DELETED: Final[Mapping[str, str]] = {KV_OPERATION: "DEL"}
+"""The header of the marker that is left of a record which somebody has deleted."""
 
 OF_STREAM: Final = b"\r\nNats-Stream: "
 """In the block of what the server sends out of a stream to whom a request names."""

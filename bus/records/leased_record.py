@@ -15,6 +15,7 @@ from typing import Final
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.protocol.headers import DELETED
 from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage, WrongLastSequence
 
@@ -281,7 +282,7 @@ class LeasedRecord:
                     self.subject,
                     b"",
                     ttl=self._marker_ttl,
-                    headers={"KV-Operation": "DEL"},
+                    headers=DELETED,
                     expected_last_subject_sequence=self.lease.revision,
                     timeout=WRITE_TIMEOUT,
                 )

@@ -15,6 +15,7 @@ import msgspec
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.protocol.headers import DELETED
 from dynbus.bus.protocol.names import ComponentName, InstanceName
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
 from dynbus.bus.records.reading import read_latest
@@ -39,7 +40,6 @@ RETRY_PAUSE: Final = 0.5
 READ_TIMEOUT: Final = 10.0
 CLOSE_SECONDS: Final = 2.0
 
-_DELETED: Final = {"KV-Operation": "DEL"}
 _NUMBERS: Final[dict[Any, str]] = {int: "a whole number", float: "a number"}
 
 STREAM: Final = StreamConfig(
@@ -274,7 +274,7 @@ async def change_settings(
                 _subject(component),
                 msgspec.json.encode(written) if written else b"",
                 expected_last_subject_sequence=before.revision,
-                headers={} if written else _DELETED,
+                headers={} if written else DELETED,
             )
         except NoStream:
             await jetstream.ensure_stream(STREAM)
@@ -294,7 +294,7 @@ async def remove_settings(jetstream: JetStream, component: ComponentName) -> Sto
     try:
         if await jetstream.last(STREAM.name, _subject(component)) is None:
             return NOTHING_STORED
-        revision = await jetstream.publish(_subject(component), b"", headers=_DELETED)
+        revision = await jetstream.publish(_subject(component), b"", headers=DELETED)
     except NoStream:
         return NOTHING_STORED
     return StoredSettings({}, revision)

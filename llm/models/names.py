@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
+from dynbus.bus.protocol.headers import DELETED
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
@@ -343,7 +344,7 @@ class Names:
         await self._jetstream.publish(
             subject,
             b"",
-            headers={"KV-Operation": "DEL"},
+            headers=DELETED,
             expected_last_subject_sequence=expected,
         )
 

@@ -158,12 +158,10 @@ class Models:
 
     def _instance_names(self) -> list[InstanceName]:
         """Of the instances of all models that can be asked now."""
-        endpoints = (EndpointName.parse(model.card.endpoint) for model in self.served)
         view, now = self._runtime.discovery.view, monotonic()
+        components = {model.card.endpoint_name.component_name for model in self.served}
         return [
-            one.record.name
-            for namespace, component in {place[:2] for place in endpoints}
-            for one in view.instances(namespace, component, now)
+            one.record.name for component in components for one in view.instances(*component, now)
         ]
 
     @property

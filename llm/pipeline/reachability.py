@@ -6,7 +6,6 @@ which nothing that is asked gets anywhere.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -17,7 +16,7 @@ from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.tokens import jitter, random_id
 from dynbus.bus.records.leases import INSTANCES_STREAM
 from dynbus.bus.transport import Message
 
@@ -47,8 +46,6 @@ class Reachability:
         self._stored_at = self._answered_at = monotonic()
         self._asked = 0
         self._has_answered = False
-        # Its own: who seeds the module's wants no draws between.
-        self._chance = random.Random()
 
     def __repr__(self) -> str:
         return f"<Reachability [{self.problem or 'all is there'}]>"
@@ -101,7 +98,7 @@ class Reachability:
             self._answered_at = monotonic()
             return
         self._asked += 1
-        for name in self._chance.sample(there, min(MOST_ASKED, len(there))):
+        for name in jitter.sample(there, min(MOST_ASKED, len(there))):
             service = f"{name.namespace}_{name.component}"
             self._bus.data.publish(f"$SRV.PING.{service}.{name.instance_id}", b"", reply=inbox)
 

@@ -127,7 +127,7 @@ class ChatEncoder:
             for asked in group:
                 self._waiting.put(asked.tenant, asked._replace(is_alone=True))
 
-    def _encode(self, conversations: Sequence[bytes]) -> list[Encoded] | None:
+    def _encode(self, conversations: Sequence[bytes]) -> Sequence[Encoded] | None:
         """The token ids of each, or why there are none; None where each has to be done alone."""
         try:
             prompts = self._template.render_each(conversations)
