@@ -175,7 +175,10 @@ class ServerChoice:
                 return
             if shun:
                 self._shunned[place.url] = now + SHUN_SECONDS
-            if not any(at.server_id == place.server_id for at in self._places.values()) or shun:
+            is_left = not any(at.server_id == place.server_id for at in self._places.values())
+            # Who leaves late does not undo the choice of those that went before it.
+            was_chosen = self._chosen is not None and self._chosen.server_id == place.server_id
+            if was_chosen and (is_left or shun):
                 self._chosen = None
                 self._turn += 1
             if shun:

@@ -234,6 +234,25 @@ def test_a_server_through_which_nobody_is_heard_is_left_by_both_although_it_answ
     assert choice.plan(0.0).urls == [B, A]
 
 
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_who_leaves_late_goes_where_the_other_one_has_gone_meanwhile(is_silent: bool) -> None:
+    for _ in range(20):
+        choice = ServerChoice([A, B, C])
+        data, control = Member(choice), Member(choice)
+        data.go(A)
+        control.go(A)
+        if is_silent:
+            choice.leave(control, 0.0, shun=True)
+        else:
+            choice.abandon(control, 0.0)
+            choice.leave(control, 0.0, shun=False)
+
+        control.go(B)
+        choice.leave(data, 0.0, shun=False)
+
+        assert first_of(choice) == B
+
+
 def test_the_only_server_is_not_left_as_long_as_it_answers() -> None:
     choice = ServerChoice([A, B])
     data = Member(choice)
