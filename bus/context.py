@@ -20,6 +20,10 @@ from .protocol.tokens import random_id
 
 MAX_ID_LENGTH: Final = 128
 
+TENANT_KEY: Final = "tenant"
+"""The metadata key of a call that names whose request it is; a front end sets it by the request's
+key."""
+
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 

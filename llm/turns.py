@@ -7,14 +7,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from dynbus.bus.context import current_context
+from dynbus.bus.context import TENANT_KEY, current_context
 
 T = TypeVar("T")
-
-TENANT_KEY: Final = "tenant"
-"""The metadata key under which handlers find whose key a request had."""
 
 
 def current_tenant() -> str:

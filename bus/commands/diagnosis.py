@@ -38,7 +38,6 @@ USUAL_PAYLOAD: Final = 1024 * 1024
 SLOW_ROUND_TRIP: Final = 0.01
 CLOCK_WARN: Final = 1.0
 CLOCK_FAIL: Final = 10.0
-ARTEFACT_SKEW: Final = 1800.0
 EPOCH_SKEW: Final = 24 * 3600.0
 FEW_DESCRIPTORS: Final = 1024
 LEAST_FREE_STORAGE: Final = 1024 * 1024
@@ -131,10 +130,9 @@ def _broken_by(skew: float) -> str:
     """What a clock that is wrong by so many seconds breaks."""
     broken = (
         "ages and stalenesses that are shown, and the order of logs and traces, are wrong by that; "
-        "deadlines, leases, jobs and resumable streams are not, they count from the server's time"
+        "deadlines, leases, jobs, resumable streams and files of models are not, they count from "
+        "the server's time"
     )
-    if skew > ARTEFACT_SKEW:
-        broken += "; files that a model has just published may be deleted, or kept too long"
     if skew > EPOCH_SKEW:
         broken += "; the KV-cache events of this machine's engines are refused"
     return broken

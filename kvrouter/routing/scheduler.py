@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
+from dynbus.bus.context import TENANT_KEY
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.protocol.tokens import jitter
 from dynbus.kvrouter.radix.index import Overlap, Rank
@@ -36,9 +37,6 @@ from .profiles import InstanceProfile
 from .queue import RETRY_AFTER, RequestQueue, SchedulingRequest, Ticket
 
 logger = logging.getLogger(__name__)
-
-TENANT_KEY: Final = "tenant"
-"""The metadata key of a call that names whose it is; a front end sets it by the key."""
 
 MAX_SESSIONS: Final = 65_536
 """Sessions that are remembered; beyond it the least recently used are forgotten."""

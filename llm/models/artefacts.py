@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Final
 
-from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.records.reading import read_latest
@@ -64,13 +63,9 @@ class Artefacts:
         Raises:
             DynbusError: they cannot be stored.
         """
+        now = await self._server_time()
         for data in files:
-            try:
-                is_kept = await self._is_kept(data)
-            except NoStream:
-                await self._jetstream.ensure_stream(ARTEFACTS_STREAM)
-                is_kept = False
-            if not is_kept:
+            if not await self._is_kept(data, now):
                 await self._store(data)
 
     async def get(self, digest: str) -> bytes:
@@ -99,13 +94,22 @@ class Artefacts:
             )
         return data
 
-    async def _is_kept(self, data: bytes) -> bool:
+    async def _server_time(self) -> float:
+        """Unix seconds by the server, which says how old a piece is; the stream is there then."""
+        stream = ARTEFACTS_STREAM.name
+        try:
+            return (await self._jetstream.stream_info(stream)).now
+        except NoStream:
+            await self._jetstream.ensure_stream(ARTEFACTS_STREAM)
+            return (await self._jetstream.stream_info(stream)).now
+
+    async def _is_kept(self, data: bytes, now: float) -> bool:
         pieces = _pieces(data)
         # Stored last, when all others were.
         last = await self._jetstream.last(
             ARTEFACTS_STREAM.name, self._subject(digest_of(data), len(pieces) - 1)
         )
-        if last is None or last.time < unix_time() - STORED_AGAIN:
+        if last is None or last.time < now - STORED_AGAIN:
             return False
         return last.data == pieces[-1]
 

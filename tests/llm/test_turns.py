@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conditions import eventually
 
-from dynbus.bus.context import Context, enter_context
-from dynbus.llm.turns import TENANT_KEY, TenantThreads, Turns
+from dynbus.bus.context import TENANT_KEY, Context, enter_context
+from dynbus.llm.turns import TenantThreads, Turns
 
 
 def test_owners_come_in_turn_and_what_is_ones_in_its_order() -> None:

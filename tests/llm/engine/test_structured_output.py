@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import tiny_json, tiny_tokenizer
 
-from dynbus.bus.context import Context, enter_context
+from dynbus.bus.context import TENANT_KEY, Context, enter_context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm import structured
 from dynbus.llm.engine import Chunk, EngineLimits, EngineRunner, ModelEngine
@@ -27,7 +27,6 @@ from dynbus.llm.engine.constraint import Constraint
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling, StructuredOutput, Thinking
 from dynbus.llm.mock import MockEngine
 from dynbus.llm.structured import MAX_CHOICES
-from dynbus.llm.turns import TENANT_KEY
 
 TOKENS = tiny_tokenizer()
 # As many models have, there are more logits than tokens.

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from tests.conditions import eventually
 
-from dynbus.bus.context import Context, enter_context
+from dynbus.bus.context import TENANT_KEY, Context, enter_context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.text.text_model import TextModel
-from dynbus.llm.turns import TENANT_KEY
 
 from .tiny_tokenizer import CHATML, tiny_tokenizer
 
