@@ -21,7 +21,7 @@ def current_tenant() -> str:
 
 
 class Turns(Generic[T]):
-    """What waits, by owner. One owner's comes in its order, and owners come in turn."""
+    """Work that waits, by owner. One owner's comes in its order, and owners come in turn."""
 
     def __init__(self) -> None:
         # The first one has the next turn.

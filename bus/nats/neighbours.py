@@ -1,4 +1,4 @@
-"""Where the embedded servers of this user keep their data, by port, and what lets in to them.
+"""The embedded servers of this user, by port: where each keeps its data, and what lets in to it.
 
 A run in one folder meets the server of a run in another at the port that both use. It must
 become a user of that server, or it would lose it with the other run. And a program in any folder

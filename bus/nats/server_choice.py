@@ -50,7 +50,7 @@ class _Server(NamedTuple):
 
 
 class ServerChoice:
-    """Which server the connections of one process are at, and where they go next.
+    """The server of all connections of one process, and the order of those that are next.
 
     Args:
         servers: URLs as configured; `?zone=NAME` behind one says where it stands.

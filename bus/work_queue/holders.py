@@ -1,4 +1,4 @@
-"""Who holds which jobs, on the bus: those of a process that was killed begin elsewhere at once.
+"""Records of who holds which jobs: those of a process that was killed begin elsewhere at once.
 
 The server knows that a job is held, and not by whom. So each taker stores what it holds, and each
 looks at what others have stored: where the server says that nobody listens any more where a taker
@@ -77,7 +77,7 @@ class HeldJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """What a taker stores.
+    """The record of a taker.
 
     Attributes:
         listens: the subject at which its process listens as long as it lives.
@@ -126,7 +126,7 @@ def orphans(dead: Holder, others: Iterable[Holder]) -> list[HeldJob]:
 
 
 class Absences:
-    """Which of those that are looked for nobody found, and since when. No I/O, no clock.
+    """Those that nobody found when they were looked for, and since when. No I/O, no clock.
 
     One look says little: whoever connects again listens nowhere for a moment.
     """
@@ -157,7 +157,7 @@ class Absences:
 
 
 class Holders:
-    """What one taker stores of itself, and does for those of others that are dead.
+    """The record of one taker, kept by it, and those of others, whose jobs it gives back.
 
     Args:
         held: what it holds at this moment, oldest first.

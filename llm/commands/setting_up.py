@@ -1,4 +1,4 @@
-"""What `dynbus setup` does: make the streams and buckets that are missing, and tell of the rest."""
+"""The work of `dynbus setup`: what is missing of streams and buckets is made, the rest is told."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUEUE_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {
 
 
 class Status(StrEnum):
-    """What became of a stream."""
+    """The outcome for a stream."""
 
     MADE = "made"
     MISSING = "missing"
@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 
 class Outcome(NamedTuple):
-    """What became of one stream, and what is to be said of it."""
+    """The outcome for one stream, and what is to be said of it."""
 
     stream: str
     status: Status

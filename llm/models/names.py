@@ -54,7 +54,7 @@ _TRIES: Final = 4
 
 
 class NameRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is said of a name on the bus, as JSON, by a component or an operator.
+    """A record of a name on the bus, as JSON, by a component or an operator.
 
     Attributes:
         name: of the model.
@@ -70,7 +70,7 @@ _decoder: Final = msgspec.json.Decoder(NameRecord)
 
 
 class Reason(Enum):
-    """Why a name belongs to a component, for people."""
+    """The reasons for which a name belongs to a component, for people."""
 
     BOUND = "as `dynbus models bind` says"
     ADDED = "as `dynbus models add` says"

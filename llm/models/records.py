@@ -1,4 +1,4 @@
-"""Where the cards of models are kept: a bucket of records.
+"""The bucket of the cards of models.
 
 A card is stored once for each that registered it, which is its owner: an instance or a process. It
 holds the card by a lease, as an instance holds its record. What operators add is in `names.py`.

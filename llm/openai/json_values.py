@@ -21,7 +21,7 @@ _PIECE: Final = 1 << 20
 
 
 class JsonSize:
-    """How much there is in JSON, one text after the other."""
+    """The values in JSON, counted in one text after the other."""
 
     def __init__(self) -> None:
         # Objects, lists and strings; and commas between them.

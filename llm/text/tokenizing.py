@@ -79,7 +79,7 @@ class Ids(msgspec.Struct, frozen=True, tag="ids"):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a request.
+    """The answer to a request.
 
     Attributes:
         ids: of the tokens of each text.

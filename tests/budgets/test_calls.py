@@ -1,4 +1,4 @@
-"""What a call and an item of a stream cost over both ends, in calls of functions."""
+"""The cost of a call and of an item of a stream over both ends, in calls of functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 60
 
 
 class Request(BaseModel):
-    """What is asked for, as an engine is."""
+    """A request as an engine gets it."""
 
     token_ids: list[int]
     text: str

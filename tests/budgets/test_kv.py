@@ -1,4 +1,4 @@
-"""What a KV event and a decision of the router cost, in calls of functions."""
+"""The cost of a KV event and of a decision of the router, in calls of functions."""
 
 from __future__ import annotations
 

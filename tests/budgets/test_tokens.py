@@ -1,4 +1,4 @@
-"""What a token costs from an engine's step to the socket of its client, in calls of functions."""
+"""The cost of a token from an engine's step to the socket of its client, in calls of functions."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dynbus import Actor, handler
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Which numbers to count, with how many seconds before each.
+    """The numbers to count, with so many seconds before each.
 
     Attributes:
         tag: of the call, as the journals of effects have it.
