@@ -13,6 +13,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable, Mapping
+from math import isclose
 from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
 import msgspec
@@ -120,6 +121,23 @@ class StreamConfig(NamedTuple):
     in_memory: bool = False
     replicas: int | None = None
     description: str = ""
+
+    def differences(self, found: StreamConfig, *fields: str) -> list[str]:
+        """The limits of a stream that are others than these, as `name = value, not value`.
+
+        Args:
+            fields: that are compared as well.
+        """
+        pairs = [(name, getattr(found, name), getattr(self, name)) for name in fields]
+        pairs += zip(StreamLimits._fields, found.limits, self.limits, strict=True)
+        return [f"{name} = {has}, not {own}" for name, has, own in pairs if not _is_met(has, own)]
+
+
+def _is_met(found: object, wanted: object) -> bool:
+    if isinstance(found, float) and isinstance(wanted, float):
+        # The server keeps whole nanoseconds: a third of a second comes back as another float.
+        return isclose(found, wanted, rel_tol=1e-12, abs_tol=2e-9)
+    return found == wanted
 
 
 class StoredMessage(NamedTuple):

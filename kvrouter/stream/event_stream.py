@@ -7,10 +7,10 @@ numbering of the events.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isclose, isfinite
+from math import isfinite
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
@@ -88,13 +88,6 @@ class EventStream:
         )
 
 
-def _is_met(found: object, wanted: object) -> bool:
-    if isinstance(found, float) and isinstance(wanted, float):
-        # The server keeps whole nanoseconds: a third of a second comes back as another float.
-        return isclose(found, wanted, rel_tol=1e-12, abs_tol=2e-9)
-    return found == wanted
-
-
 async def ensure_stream(
     jetstream: JetStream, stream: EventStream, *, probe: str = "", timeout: float = 5.0
 ) -> None:
@@ -110,24 +103,13 @@ async def ensure_stream(
     wanted = stream.config
     await jetstream.ensure_stream(wanted, probe=probe, timeout=timeout)
     found = await jetstream.stream_config(wanted.name, timeout=timeout)
-    listed = ", ".join(
-        f"{name} = {has}, not {want}"
-        for name, has, want in _settings(found, wanted)
-        if not _is_met(has, want)
-    )
+    listed = wanted.differences(found, "in_memory")
     if listed:
         raise ConfigError(
-            f"stream {wanted.name} exists with {listed}: give EventStream its settings, "
+            f"stream {wanted.name} exists with {', '.join(listed)}: give EventStream its settings, "
             f"or change the stream with `nats stream edit {wanted.name}`; storage and retention "
             "can only be changed by deleting it, after which every instance sends its blocks again"
         )
-
-
-def _settings(found: StreamConfig, wanted: StreamConfig) -> Iterator[tuple[str, object, object]]:
-    for name in ("subjects", "in_memory", "work_queue"):
-        yield name, getattr(found, name), getattr(wanted, name)
-    for name in StreamLimits._fields:
-        yield name, getattr(found.limits, name), getattr(wanted.limits, name)
 
 
 def latest_epoch(stored: float) -> int:

@@ -133,18 +133,12 @@ async def _set_up(jetstream: JetStream, one: Needed, dry_run: bool) -> Outcome:
 async def _differences(jetstream: JetStream, one: Needed) -> list[str]:
     """What of a stream, or of its consumer, is otherwise than dynbus makes it."""
     found = await jetstream.stream_config(one.stream.name)
-    pairs: list[tuple[str, object, object]] = [
-        (field, getattr(found, field), getattr(one.stream, field))
-        for field in ("in_memory", "rollup", "marker_ttl")
-    ]
-    pairs += [
-        (field, getattr(found.limits, field), getattr(one.stream.limits, field))
-        for field in one.stream.limits._fields
-    ]
+    listed = one.stream.differences(found, "in_memory", "rollup", "marker_ttl")
     if one.consumer is not None:
         has = (await jetstream.consumer_info(one.stream.name, one.consumer.name)).ack_wait
-        pairs.append(("ack_wait", has, one.consumer.ack_wait))
-    return [f"{field} = {has}, not {wanted}" for field, has, wanted in pairs if has != wanted]
+        if has != one.consumer.ack_wait:
+            listed.append(f"ack_wait = {has}, not {one.consumer.ack_wait}")
+    return listed
 
 
 def run(
