@@ -114,288 +114,292 @@ def network_of(address: str) -> str:
     return str(ipaddress.IPv6Network((full, 64), strict=False))
 
 
-def limited_protocol(
-    settings: HttpSettings, strangers: Strangers[asyncio.Transport]
-) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, with limits on what a client may send, and the time that it may take."""
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits on what a client may send, and the time that it may take.
 
-    class LimitedProtocol(HttpToolsProtocol):
-        """One connection."""
+    Args:
+        strangers: the connections that nobody has vouched for, this one among them at first.
+        rest: what uvicorn makes its protocol with.
+    """
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._wire: asyncio.Transport
-            # Whether the client may be sending the rest of a request.
-            self._is_sending = False
-            self._head_bytes = 0
-            self._framing = 0
-            self._in_head = True
-            self._keeps = False
-            self._stops = False
-            self._is_half_closed = False
-            self._why = ""
-            self._held = b""
-            self._deadline: asyncio.TimerHandle | None = None
-            self._next_look: asyncio.TimerHandle | None = None
-            self._stuck: asyncio.TimerHandle | None = None
-            self._cycles: list[RequestResponseCycle] = []
+    def __init__(
+        self, settings: HttpSettings, strangers: Strangers[asyncio.Transport], **rest: Any
+    ) -> None:
+        super().__init__(**rest)
+        self._settings = settings
+        self._strangers = strangers
+        self._wire: asyncio.Transport
+        # Whether the client may be sending the rest of a request.
+        self._is_sending = False
+        self._head_bytes = 0
+        self._framing = 0
+        self._in_head = True
+        self._keeps = False
+        self._stops = False
+        self._is_half_closed = False
+        self._why = ""
+        self._held = b""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._next_look: asyncio.TimerHandle | None = None
+        self._stuck: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
 
-        # The transport's callbacks -------------------------------------------------------------
+    # The transport's callbacks -------------------------------------------------------------
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            self._wire = transport
-            closing = ClosingTransport(transport, self._close)
-            super().connection_made(cast("asyncio.Transport", closing))
-            self.flow = _Flow(self.transport, self._may_read)
-            self._deadline = self.loop.call_later(settings.header_timeout, self._too_late)
-            leaving = strangers.came(transport, network_of(self.client[0] if self.client else ""))
-            if leaving is not None:
-                leaving.abort()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._wire = transport
+        closing = ClosingTransport(transport, self._close)
+        super().connection_made(cast("asyncio.Transport", closing))
+        self.flow = _Flow(self.transport, self._may_read)
+        self._deadline = self.loop.call_later(self._settings.header_timeout, self._too_late)
+        leaving = self._strangers.came(transport, network_of(self.client[0] if self.client else ""))
+        if leaving is not None:
+            leaving.abort()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            strangers.forget(self._wire)
-            self._stop_clock()
-            for timer in (self._next_look, self._stuck):
-                if timer is not None:
-                    timer.cancel()
-            super().connection_lost(exc)
-            # uvicorn tells the last request alone, which may wait for another one's answer.
-            self._drop_requests()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.forget(self._wire)
+        self._stop_clock()
+        for timer in (self._next_look, self._stuck):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+        # uvicorn tells the last request alone, which may wait for another one's answer.
+        self._drop_requests()
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                # Of a request that is answered already.
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            # Of a request that is answered already.
+            return
+        if self._held:
+            self._held += data
+        elif len(data) <= PIECE:
+            self._parse(data)
+        else:
+            self._parse_pieces(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Returns whether it may still wait for an answer."""
+        return self._half_closed()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None and not self.transport.is_closing():
+            self._stuck.cancel()
+            self._stuck = None
+
+    # What comes ----------------------------------------------------------------------------
+
+    def _parse_pieces(self, data: bytes) -> None:
+        for begin in range(0, len(data), PIECE):
+            if len(self.pipeline) > PIPELINED:
+                self._held = data[begin:]
+                self.flow.pause_reading()
                 return
-            if self._held:
-                self._held += data
-            elif len(data) <= PIECE:
-                self._parse(data)
-            else:
-                self._parse_pieces(data)
+            self._parse(data[begin : begin + PIECE])
+            if self.transport.is_closing():
+                return
 
-        def eof_received(self) -> bool:  # type: ignore[override]
-            """The client sends no more. Returns whether it may still wait for an answer."""
-            return self._half_closed()
+    def _parse_held(self) -> None:
+        held, self._held = self._held, b""
+        if not self.transport.is_closing():
+            self._parse_pieces(held)
+            self.flow.resume_reading()
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
+    def _may_read(self) -> bool:
+        return not self._held and len(self.pipeline) <= PIPELINED
+
+    def _parse(self, data: bytes) -> None:
+        if self._in_head:
+            # Of the piece in which the headers end some bytes are the body's: those count
+            # for nothing, since `on_headers_complete` comes before the next piece.
+            self._head_bytes += min(len(data), self._settings.max_header_bytes + 1)
+            if self._head_bytes > self._settings.max_header_bytes and not _ends_head(
+                data, self._settings.max_header_bytes
+            ):
+                self._refuse(431, f"the headers have more than {self._settings.max_header_bytes} B")
+                return
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(self._settings.header_timeout, self._too_late)
+        else:
+            self._framing += len(data)
+        super().data_received(data)
+        if self._framing > MAX_FRAMING and not self.transport.is_closing():
+            self._refuse(400, "the body has too much between its chunks; send larger ones")
+        elif self.pipeline and self._next_look is None:
+            self._look()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._is_sending = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            # They would be taken for headers, such as a key.
+            self._why = "a body with trailers is not taken; send headers before it"
+            raise ValueError(self._why)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = self._framing = 0
+        self._stop_clock()
+        extensions: dict[str, Any] = {ABORT: self.transport.abort, KNOWN: self._known}
+        self.scope["extensions"] = extensions
+        super().on_headers_complete()
+        extensions[WRITE] = partial(_write_piece, self.cycle)
+        # An answer before the end of the request ends the connection.
+        upgrades = self.parser is not None and self.parser.should_upgrade()
+        self._keeps = self.cycle.keep_alive and not upgrades
+        self.cycle.keep_alive = False
+        self._cycles = [*self._pending(), self.cycle]
+        if 0 < len(self.pipeline) <= PIPELINED:
+            # uvicorn reads nothing now, and would not see that the client leaves.
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing = max(0, self._framing - len(body))
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._framing = max(0, self._framing - CHUNK_FRAMING)
+
+    def on_message_complete(self) -> None:
+        self._framing = 0
+        if not self.cycle.response_started and not self._stops:
+            self.cycle.keep_alive = self._keeps
+        super().on_message_complete()
+        self._in_head = True
+        self._is_sending = False
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._held and len(self.pipeline) <= PIPELINED:
+            self.loop.call_soon(self._parse_held)
+
+    def _known(self) -> None:
+        """Who sends on this connection has a key."""
+        self._strangers.forget(self._wire)
+
+    # Clients that leave --------------------------------------------------------------------
+
+    def _half_closed(self) -> bool:
+        """The client has closed its side: all that is left may be to read the answer.
+
+        Whether it has closed the other one too is seen when something is written.
+        """
+        pending = self._pending()
+        if (
+            sys.platform != "linux"
+            or not self._wire.can_write_eof()
+            or self.transport.is_closing()
+            or not pending
+            or self._is_sending
+            or self.scope["http_version"] != "1.1"
+        ):
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = self._stops = True
+            self.cycle.keep_alive = False
+            if not pending[0].response_started:
+                self.transport.write(_PROBE)
+            if self._next_look is None:
+                self._next_look = self.loop.call_later(LOOK_INTERVAL, self._look)
+        return True
+
+    def _look(self) -> None:
+        """See that the client leaves, although what it sent before is not read."""
+        self._next_look = None
+        is_unread = bool(self.pipeline) and self.flow.read_paused
+        if self.transport.is_closing() or not (is_unread or self._is_half_closed):
+            return
+        state = _state(self.transport.get_extra_info("socket"))
+        if state == _ESTABLISHED or (state == _CLOSE_WAIT and self._half_closed()):
+            self._next_look = self.loop.call_later(LOOK_INTERVAL, self._look)
+        else:
+            self.transport.abort()
+
+    def _drop_requests(self) -> None:
+        for cycle in self._pending():
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _pending(self) -> list[RequestResponseCycle]:
+        """The requests whose answers are not complete, in their order."""
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    # Ends ----------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """End the connection: what is written arrives, unless the client does not read it."""
+        self._stop_clock()
+        if not self._is_sending:
+            self._wire.close()
+            self._watch_reader()
+            return
+        if self._wire.can_write_eof():
+            self._wire.write_eof()
+        if self.flow.read_paused:
+            self._wire.resume_reading()
+        self._stuck = self.loop.call_later(LINGER, self._wire.abort)
+
+    def shutdown(self) -> None:
+        self._stops = True
+        if not self._pending():
+            # Nothing is to be said of what may have come of a request.
+            self._is_sending = False
+        super().shutdown()
+
+    def _watch_reader(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+        waiting = self._wire.get_write_buffer_size()
+        self._stuck = self.loop.call_later(
+            self._settings.write_timeout, self._check_reader, waiting
+        )
+
+    def _check_reader(self, before: int) -> None:
+        """Drop a client that has read nothing for so long."""
+        if self._wire.get_write_buffer_size() >= before:
+            self._wire.abort()
+        else:
             self._watch_reader()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._stuck is not None and not self.transport.is_closing():
-                self._stuck.cancel()
-                self._stuck = None
-
-        # What comes ----------------------------------------------------------------------------
-
-        def _parse_pieces(self, data: bytes) -> None:
-            for begin in range(0, len(data), PIECE):
-                if len(self.pipeline) > PIPELINED:
-                    self._held = data[begin:]
-                    self.flow.pause_reading()
-                    return
-                self._parse(data[begin : begin + PIECE])
-                if self.transport.is_closing():
-                    return
-
-        def _parse_held(self) -> None:
-            held, self._held = self._held, b""
-            if not self.transport.is_closing():
-                self._parse_pieces(held)
-                self.flow.resume_reading()
-
-        def _may_read(self) -> bool:
-            return not self._held and len(self.pipeline) <= PIPELINED
-
-        def _parse(self, data: bytes) -> None:
-            if self._in_head:
-                # Of the piece in which the headers end some bytes are the body's: those count
-                # for nothing, since `on_headers_complete` comes before the next piece.
-                self._head_bytes += min(len(data), settings.max_header_bytes + 1)
-                if self._head_bytes > settings.max_header_bytes and not _ends_head(
-                    data, settings.max_header_bytes
-                ):
-                    self._refuse(431, f"the headers have more than {settings.max_header_bytes} B")
-                    return
-                if self._deadline is None:
-                    self._deadline = self.loop.call_later(settings.header_timeout, self._too_late)
-            else:
-                self._framing += len(data)
-            super().data_received(data)
-            if self._framing > MAX_FRAMING and not self.transport.is_closing():
-                self._refuse(400, "the body has too much between its chunks; send larger ones")
-            elif self.pipeline and self._next_look is None:
-                self._look()
-
-        def on_message_begin(self) -> None:
-            self._in_head = True
-            self._is_sending = True
-            super().on_message_begin()
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if not self._in_head:
-                # They would be taken for headers, such as a key.
-                self._why = "a body with trailers is not taken; send headers before it"
-                raise ValueError(self._why)
-            super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._head_bytes = self._framing = 0
-            self._stop_clock()
-            extensions: dict[str, Any] = {ABORT: self.transport.abort, KNOWN: self._known}
-            self.scope["extensions"] = extensions
-            super().on_headers_complete()
-            extensions[WRITE] = partial(_write_piece, self.cycle)
-            # An answer before the end of the request ends the connection.
-            upgrades = self.parser is not None and self.parser.should_upgrade()
-            self._keeps = self.cycle.keep_alive and not upgrades
-            self.cycle.keep_alive = False
-            self._cycles = [*self._pending(), self.cycle]
-            if 0 < len(self.pipeline) <= PIPELINED:
-                # uvicorn reads nothing now, and would not see that the client leaves.
-                self.flow.resume_reading()
-
-        def on_body(self, body: bytes) -> None:
-            self._framing = max(0, self._framing - len(body))
-            super().on_body(body)
-
-        def on_chunk_header(self) -> None:
-            self._framing = max(0, self._framing - CHUNK_FRAMING)
-
-        def on_message_complete(self) -> None:
-            self._framing = 0
-            if not self.cycle.response_started and not self._stops:
-                self.cycle.keep_alive = self._keeps
-            super().on_message_complete()
-            self._in_head = True
-            self._is_sending = False
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self._held and len(self.pipeline) <= PIPELINED:
-                self.loop.call_soon(self._parse_held)
-
-        def _known(self) -> None:
-            """Who sends on this connection has a key."""
-            strangers.forget(self._wire)
-
-        # Clients that leave --------------------------------------------------------------------
-
-        def _half_closed(self) -> bool:
-            """The client has closed its side: all that is left may be to read the answer.
-
-            Whether it has closed the other one too is seen when something is written.
-            """
-            pending = self._pending()
-            if (
-                sys.platform != "linux"
-                or not self._wire.can_write_eof()
-                or self.transport.is_closing()
-                or not pending
-                or self._is_sending
-                or self.scope["http_version"] != "1.1"
-            ):
-                return False
-            if not self._is_half_closed:
-                self._is_half_closed = self._stops = True
-                self.cycle.keep_alive = False
-                if not pending[0].response_started:
-                    self.transport.write(_PROBE)
-                if self._next_look is None:
-                    self._next_look = self.loop.call_later(LOOK_INTERVAL, self._look)
-            return True
-
-        def _look(self) -> None:
-            """See that the client leaves, although what it sent before is not read."""
-            self._next_look = None
-            is_unread = bool(self.pipeline) and self.flow.read_paused
-            if self.transport.is_closing() or not (is_unread or self._is_half_closed):
-                return
-            state = _state(self.transport.get_extra_info("socket"))
-            if state == _ESTABLISHED or (state == _CLOSE_WAIT and self._half_closed()):
-                self._next_look = self.loop.call_later(LOOK_INTERVAL, self._look)
-            else:
-                self.transport.abort()
-
-        def _drop_requests(self) -> None:
-            for cycle in self._pending():
-                cycle.disconnected = True
-                cycle.message_event.set()
-
-        def _pending(self) -> list[RequestResponseCycle]:
-            """The requests whose answers are not complete, in their order."""
-            return [cycle for cycle in self._cycles if not cycle.response_complete]
-
-        # Ends ----------------------------------------------------------------------------------
-
-        def _close(self) -> None:
-            """End the connection: what is written arrives, unless the client does not read it."""
-            self._stop_clock()
-            if not self._is_sending:
-                self._wire.close()
-                self._watch_reader()
-                return
-            if self._wire.can_write_eof():
-                self._wire.write_eof()
-            if self.flow.read_paused:
-                self._wire.resume_reading()
-            self._stuck = self.loop.call_later(LINGER, self._wire.abort)
-
-        def shutdown(self) -> None:
-            self._stops = True
-            if not self._pending():
-                # Nothing is to be said of what may have come of a request.
-                self._is_sending = False
-            super().shutdown()
-
-        def _watch_reader(self) -> None:
-            if self._stuck is not None:
-                self._stuck.cancel()
-            waiting = self._wire.get_write_buffer_size()
-            self._stuck = self.loop.call_later(settings.write_timeout, self._check_reader, waiting)
-
-        def _check_reader(self, before: int) -> None:
-            """Drop a client that has read nothing for so long."""
-            if self._wire.get_write_buffer_size() >= before:
-                self._wire.abort()
-            else:
-                self._watch_reader()
-
-        def _stop_clock(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_late(self) -> None:
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
             self._deadline = None
-            if not self.transport.is_closing():
-                self.transport.abort()
 
-        def send_400_response(self, msg: str) -> None:
-            """What uvicorn does with what its parser refuses."""
-            self._refuse(400, self._why or _NO_HTTP)
+    def _too_late(self) -> None:
+        self._deadline = None
+        if not self.transport.is_closing():
+            self.transport.abort()
 
-        def _refuse(self, status: int, why: str) -> None:
-            """Refuse what is no request, and take nothing else from this connection."""
-            pending = self._pending()
-            is_own = not self._in_head and pending == [self.cycle]
-            self._drop_requests()
-            if pending and not (is_own and not self.cycle.response_started):
-                # What would be written would be part of another answer.
-                self.transport.abort()
-                return
-            error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
-            body = msgspec.json.encode({"error": error})
-            self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                b"connection: close\r\n\r\n%b" % (status, _REASONS[status], len(body), body)
-            )
-            self._is_sending = True
-            self.transport.close()
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn does with what its parser refuses."""
+        self._refuse(400, self._why or _NO_HTTP)
 
-    return LimitedProtocol
+    def _refuse(self, status: int, why: str) -> None:
+        """Refuse what is no request, and take nothing else from this connection."""
+        pending = self._pending()
+        is_own = not self._in_head and pending == [self.cycle]
+        self._drop_requests()
+        if pending and not (is_own and not self.cycle.response_started):
+            # What would be written would be part of another answer.
+            self.transport.abort()
+            return
+        error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
+        body = msgspec.json.encode({"error": error})
+        self.transport.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b" % (status, _REASONS[status], len(body), body)
+        )
+        self._is_sending = True
+        self.transport.close()
 
 
 class ClosingTransport:

@@ -10,7 +10,8 @@ import resource
 import socket
 import ssl
 from collections.abc import Generator
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import anyio
 import uvicorn
@@ -18,7 +19,7 @@ import uvicorn
 from dynbus.bus.errors import ConfigError
 
 from .application import Application
-from .connection import Strangers, limited_protocol
+from .connection import LimitedProtocol, Strangers
 from .settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,11 @@ class HttpServer:
     def __init__(self, application: Application, settings: HttpSettings) -> None:
         self._settings = settings
         self._socket = _listen(settings)
+        protocol = partial(LimitedProtocol, settings, _strangers(settings))
         config = uvicorn.Config(
             application,
-            http=limited_protocol(settings, _strangers(settings)),
+            # Called as a class is.
+            http=cast("type[LimitedProtocol]", protocol),
             ws="none",
             lifespan="off",
             log_config=None,
