@@ -166,6 +166,7 @@ class _User:
         self._is_open = is_open
         self._users = FileLock(folder.users_lock)
         self._logs = Logs()
+        self._is_noted = False
 
     async def enter(self, fresh: bool) -> EmbeddedServer:
         """Find, join or start the server."""
@@ -201,7 +202,10 @@ class _User:
             await self._guard_ended()
 
     async def keep_guarded(self) -> None:
-        """Start the server again whenever its guard was killed; runs until cancelled."""
+        """Start the server again whenever its guard was killed; runs until cancelled.
+
+        The note of the port is written again too: systems delete old temporary files.
+        """
         delay = _WATCH
         while True:
             await anyio.sleep(delay)
@@ -209,6 +213,8 @@ class _User:
                 break
             delay = _WATCH
             if is_locked(self._folder.guard_lock):
+                if self._is_noted and neighbours.data_folder(self._address.port) is None:
+                    self._note()
                 continue
             try:
                 await self._share_in_time(fresh=False)
@@ -259,6 +265,9 @@ class _User:
             await until(lambda: self._noted(info) is not None)
         return self._noted(info)
 
+    def _note(self) -> None:
+        self._is_noted = neighbours.announce(self._address.port, self._folder)
+
     def _noted(self, info: ServerInfo) -> DataFolder | None:
         folder = neighbours.data_folder(self._address.port)
         return folder if folder is not None and _runs(folder, info) else None
@@ -299,7 +308,7 @@ class _User:
                     self._start_guard()
                 if (info := await self._ready()) is not None:
                     # Not before: of two folders that start at one port, one gets it.
-                    neighbours.announce(self._address.port, self._folder)
+                    self._note()
                     return started, info
 
     @asynccontextmanager
@@ -356,7 +365,8 @@ class _User:
             if record is not None and record.port != self._address.port:
                 raise ConfigError(
                     f"the embedded server of {_shown(self._folder.path)} runs on port "
-                    f"{record.port}: use nats://127.0.0.1:{record.port}, or another data folder"
+                    f"{record.port}: use nats://127.0.0.1:{record.port}, or start this run in "
+                    "another folder"
                 )
             line = await first_line(Address("127.0.0.1", self._address.port), GREETING_TIMEOUT)
             info = parse_greeting(line or b"")

@@ -32,8 +32,8 @@ def notes_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"dynbus-{os.getuid()}"
 
 
-def announce(port: int, folder: DataFolder) -> None:
-    """Note whose server has a port."""
+def announce(port: int, folder: DataFolder) -> bool:
+    """Note whose server has a port; returns whether that was possible."""
     notes = notes_dir()
     try:
         notes.mkdir(mode=0o700, exist_ok=True)
@@ -43,6 +43,8 @@ def announce(port: int, folder: DataFolder) -> None:
     except OSError as error:
         # Runs in other folders will use the server without being counted among its users.
         logger.warning("the port of nats-server cannot be noted in %s: %s", notes, error)
+        return False
+    return True
 
 
 def data_folder(port: int) -> DataFolder | None:

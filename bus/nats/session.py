@@ -33,6 +33,7 @@ from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import PermissionDenied, Unavailable
 
 from .neighbours import with_credential
+from .server_process import DEFAULT_PORT
 
 logger = logging.getLogger(__name__)
 
@@ -581,7 +582,9 @@ def _hint(server: str, options: Mapping[str, Any]) -> str:
         return ""
     return (
         " (the server that `dynbus run` starts takes its own user's programs; its URL with the "
-        "credential is in .dynbus/nats.url of the folder where it was started)"
+        "credential is in .dynbus/nats.url of the folder where it was started. If that is another "
+        "user's, choose a port for a server of your own: "
+        f"export NATS_URL=nats://127.0.0.1:{(parts.port or DEFAULT_PORT) + 1})"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -444,6 +445,20 @@ async def test_what_lets_in_is_the_same_after_the_server_has_ended(
     assert known[0] == known[1]
 
 
+async def test_programs_in_other_folders_are_let_in_after_old_temporary_files_were_deleted(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "notes"
+    monkeypatch.setattr(neighbours, "notes_dir", lambda: notes)
+    async with embedded_server(url, data_dir=tmp_path / "data"):
+        known = neighbours.with_credential(url)
+        shutil.rmtree(notes)
+
+        await wait_until(lambda: neighbours.with_credential(url) == known)
+
+    assert known == (tmp_path / "data" / "nats.url").read_text().strip()
+
+
 async def test_nothing_is_shown_to_a_program_that_has_the_port_of_a_server_that_has_ended(
     url: str, tmp_path: Path
 ) -> None:
@@ -501,3 +516,5 @@ async def test_another_user_of_the_machine_is_refused_and_told_why(
 
     assert "refuses the credentials" in ended.stdout.decode()
     assert "credential is in .dynbus/nats.url of the folder" in ended.stdout.decode()
+    theirs = f"NATS_URL=nats://127.0.0.1:{Address.parse(url).port + 1}"
+    assert theirs in ended.stdout.decode()
