@@ -69,11 +69,6 @@ class Sandbox:
                         raise
             return self._ask(_Process(self._program, self._first), request)
 
-    def close(self) -> None:
-        """End the processes that have nothing to do."""
-        while (process := self._take()) is not None:
-            process.end()
-
     def _take(self) -> _Process | None:
         with self._lock:
             return self._idle.pop() if self._idle else None

@@ -33,6 +33,11 @@ from .transcript import TextRules, Transcript
 MAX_OUTPUTS: Final = 1024
 """Of one request: prompts times `n`."""
 
+_MANY: Final = 256
+"""Messages, or parts and calls of them, that are read in a thread."""
+
+_LISTS: Final = ("content", "tool_calls")
+
 
 class ModelLimits(NamedTuple):
     """What a model says of its requests.
@@ -215,15 +220,9 @@ async def _encode_chat(
         ) from None
 
 
-_MANY: Final = 256
-"""Messages, or parts and calls of them, that are read in a thread."""
-
-
 def _parts(messages: Sequence[dict[str, Any]]) -> int:
     return sum(len(items_of(message.get(name))) for message in messages for name in _LISTS)
 
-
-_LISTS: Final = ("content", "tool_calls")
 
 _GREETING: Final = ({"role": "user", "content": "Hello"},)
 
