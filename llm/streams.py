@@ -9,11 +9,11 @@ from dynbus.bus.work_queue import HOLDERS_STREAM, dead_letter_config
 from dynbus.kvrouter.stream import kv_streams
 from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
 
-from .disaggregated.settings import STREAM as SETTINGS_STREAM
+from .disaggregated.settings import SETTINGS_STREAM
 from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_STREAM
 from .models.records import CARDS_STREAM
-from .resumable.store import CONFIG as LOGS_STREAM
+from .resumable.store import LOGS_STREAM
 
 
 def all_streams(namespace: str) -> list[StreamConfig]:

@@ -42,7 +42,7 @@ CLOSE_SECONDS: Final = 2.0
 
 _NUMBERS: Final[dict[Any, str]] = {int: "a whole number", float: "a number"}
 
-STREAM: Final = StreamConfig(
+SETTINGS_STREAM: Final = StreamConfig(
     name=f"KV_{BUCKET}",
     subjects=(f"$KV.{BUCKET}.>",),
     limits=StreamLimits(
@@ -223,7 +223,7 @@ async def read_settings(jetstream: JetStream, component: ComponentName) -> Store
         Unavailable: the server does not answer.
     """
     try:
-        return _read(await jetstream.last(STREAM.name, _subject(component)))
+        return _read(await jetstream.last(SETTINGS_STREAM.name, _subject(component)))
     except NoStream:
         return NOTHING_STORED
 
@@ -231,7 +231,7 @@ async def read_settings(jetstream: JetStream, component: ComponentName) -> Store
 async def stored_components(jetstream: JetStream) -> list[ComponentName]:
     """The components that have a record, in order."""
     try:
-        found = await read_latest(jetstream, STREAM.name, timeout=READ_TIMEOUT)
+        found = await read_latest(jetstream, SETTINGS_STREAM.name, timeout=READ_TIMEOUT)
     except NoStream:
         return []
     names = (subject.removeprefix(f"$KV.{BUCKET}.") for subject in found)
@@ -277,7 +277,7 @@ async def change_settings(
                 headers={} if written else DELETED,
             )
         except NoStream:
-            await jetstream.ensure_stream(STREAM)
+            await jetstream.ensure_stream(SETTINGS_STREAM)
         except WrongLastSequence:
             continue
         else:
@@ -292,7 +292,7 @@ async def remove_settings(jetstream: JetStream, component: ComponentName) -> Sto
         Unavailable: the server does not answer.
     """
     try:
-        if await jetstream.last(STREAM.name, _subject(component)) is None:
+        if await jetstream.last(SETTINGS_STREAM.name, _subject(component)) is None:
             return NOTHING_STORED
         revision = await jetstream.publish(_subject(component), b"", headers=DELETED)
     except NoStream:
@@ -368,9 +368,9 @@ class LiveSettings:
         Raises:
             DynbusError: that is not possible now.
         """
-        await jetstream.ensure_stream(STREAM)
+        await jetstream.ensure_stream(SETTINGS_STREAM)
         return await jetstream.consume(
-            STREAM.name,
+            SETTINGS_STREAM.name,
             self._take,
             subject=_subject(self._component),
             last_per_subject=True,

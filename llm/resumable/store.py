@@ -55,7 +55,7 @@ SWEEP_INTERVAL: Final = 5.0
 YES: Final = b"1"
 NO: Final = b"0"
 
-CONFIG: Final = StreamConfig(
+LOGS_STREAM: Final = StreamConfig(
     STREAM_LOGS,
     (stream_log_subject("*"),),
     StreamLimits(max_bytes=MOST_STORED, max_age=MAX_AGE),
@@ -118,7 +118,7 @@ class StreamStore:
                 return
             data = self._bus.data
             await self._jetstream.ensure_stream(
-                CONFIG, probe=stream_log_subject(self.me), timeout=STORE_TIMEOUT
+                LOGS_STREAM, probe=stream_log_subject(self.me), timeout=STORE_TIMEOUT
             )
             await self._read_clock()
             if not self._subscriptions:

@@ -32,8 +32,7 @@ from dynbus.kvrouter.stream.snapshots import Coverage
 from dynbus.llm import ModelInput, ModelType, register_llm
 from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
-from dynbus.llm.resumable.store import CONFIG as LOGS_STREAM
-from dynbus.llm.resumable.store import StreamStore
+from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
 from dynbus.transfer.descriptors import AgentDescription
 from dynbus.transfer.exchange import MAX_RECORD_BYTES, announced
 from dynbus.transfer.layout import Region

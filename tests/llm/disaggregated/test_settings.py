@@ -25,7 +25,7 @@ from dynbus.bus.records.leases import ensure_bucket, record_subject
 from dynbus.llm.commands.disagg import disagg
 from dynbus.llm.disaggregated.settings import (
     NOTHING_STORED,
-    STREAM,
+    SETTINGS_STREAM,
     DisaggregationSettings,
     change_settings,
     follow_settings,
@@ -150,8 +150,8 @@ async def test_settings_are_followed_over_outages_and_a_bucket_that_is_made_agai
         await change_settings(js, DECODE, {"max_queue_length": 8})
         await eventually(lambda: live.current.max_queue_length == 8)
 
-        await js.delete_stream(STREAM.name)
-        await js.ensure_stream(STREAM)
+        await js.delete_stream(SETTINGS_STREAM.name)
+        await js.ensure_stream(SETTINGS_STREAM)
         await eventually(lambda: live.current == OWN)
 
 
