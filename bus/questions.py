@@ -19,7 +19,7 @@ from .background import Background, Work
 from .errors import PermissionDenied, Unavailable
 from .protocol.names import InstanceName, ReplySubjects
 from .protocol.tokens import random_id
-from .protocol.wire import Ping, encode_batch
+from .protocol.wire import Open, Ping, encode_batch
 from .transport import Connection, ConnectionState
 
 Answer = Callable[[bool | None], object]
@@ -80,6 +80,13 @@ class Questions:
             return encode_batch(self._replies.base, token, 0, [Ping(0)])
 
         self.ask(instance.control_subject, question, answer)
+
+    def have_say_something(self, instance: InstanceName) -> None:
+        """Have an instance that may have forgotten us speak to our control lane: asked about a call
+        of a client that there never was, it says that it has none."""
+        question = Open(0, [(0, 0)], [], 0, 0)
+        batch = encode_batch(self._replies.base, random_id(), 0, [question])
+        self._data.publish(instance.control_subject, batch)
 
     async def is_there(self, instance: InstanceName) -> bool | None:
         """Whether somebody listens where an instance would, as of `ask`."""

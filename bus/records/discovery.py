@@ -336,7 +336,8 @@ class Discovery:
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
             if self.view.is_suspect(record.name) and self._silent_since(record.name) is not None:
-                # One that goes on after it stood still is heard by then.
+                # One that goes on after it stood still is heard by then, if there is a way here.
+                self._bus.questions.have_say_something(record.name)
                 self._bus.loop.call_later(HEARD_AGAIN, self._trust_renewed, record.name)
             else:
                 news = self.view.trust(record.name) or news

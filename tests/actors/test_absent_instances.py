@@ -20,6 +20,7 @@ from dynbus import (
     handler,
 )
 from dynbus.bus.clock import monotonic
+from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.bus.protocol.liveness import SILENCE_LIMIT
 from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 from dynbus.testing import TestKit
@@ -189,6 +190,33 @@ def test_a_silent_instance_is_called_again_once_it_was_heard() -> None:
         return sorted([await worker.where() for _ in range(4)])
 
     assert on_a_kit(story) == ["a", "a", "b", "b"]
+
+
+def test_an_instance_that_comes_back_with_nothing_to_say_drives_nobody_from_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[str] = []
+
+    def leave(connection: MemoryConnection, why: str) -> None:
+        left.append(why)
+
+    monkeypatch.setattr(MemoryConnection, "leave_server", leave)
+
+    async def story(kit: TestKit) -> list[str]:
+        instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
+        bus = instances[0].actor.runtime.bus
+        links: Any = (bus.data, bus.lane.connection)
+        # It takes its caller for dead meanwhile, and what it said before is lost.
+        with kit.bus.partition(*links, notice_after=1.0):
+            with pytest.raises(UnknownOutcome):
+                await kit.client(Worker, routing=Always("a")).hold()
+            await asyncio.sleep(SILENCE_LIMIT)
+        await asyncio.sleep(bus.config.lease_ttl)
+        worker = kit.client(Worker)
+        return sorted([await worker.where() for _ in range(4)])
+
+    assert on_a_kit(story) == ["a", "a", "b", "b"]
+    assert left == []
 
 
 def test_without_another_instance_a_silent_one_is_waited_for() -> None:
