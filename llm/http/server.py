@@ -151,10 +151,13 @@ def _listen(settings: HttpSettings) -> socket.socket:
             raise
     except OSError as error:
         is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        remedy = ": give another port, or port 0 for any free one" if is_taken else ""
+        remedy = (
+            ": give another port (`dynbus http --port=8001`; `dynbus run` with --Front.port=8001, "
+            "where Front is the name of the actor), or port 0 for any free one"
+        )
         raise ConfigError(
             f"the front end cannot listen at {settings.host}:{settings.port}: "
-            f"{error.strerror or error}{remedy}"
+            f"{error.strerror or error}{remedy if is_taken else ''}"
         ) from None
     listener.setblocking(False)
     return listener

@@ -719,7 +719,7 @@ async def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
 
 
 async def test_a_port_that_is_taken_says_what_to_give() -> None:
-    said = pytest.raises(ConfigError, match=r"in use: give another port, or port 0")
+    said = pytest.raises(ConfigError, match=r"--Front\.port=8001.*, or port 0")
     with socket.create_server(("127.0.0.1", 0)) as taken, said:
         async with served(port=taken.getsockname()[1]):
             pass
