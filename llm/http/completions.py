@@ -113,6 +113,8 @@ class CompletionExchange(Exchange):
             sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
         self._work = completion
+        # What is left of it is as long as the context at most.
+        self._free_body()
         prepared = timing.prepared = time.perf_counter()
         usage = completion.usage
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)

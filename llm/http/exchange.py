@@ -20,6 +20,7 @@ from dynbus.bus.errors import (
     Cancelled,
     Draining,
     DynbusError,
+    Overloaded,
     PayloadTooLarge,
     describe_exception,
 )
@@ -91,6 +92,9 @@ class Exchange(ABC):
         self._metrics: ModelMetrics | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._content: Content | None = None
+        # Bytes of the room for bodies that it has, and whether it waits for them.
+        self._room = 0
+        self._waits_for_room = False
 
     @abstractmethod
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
@@ -107,9 +111,11 @@ class Exchange(ABC):
     async def run(self) -> None:
         """Answer it, whatever happens."""
         shared, timing = self._shared, self._timing
+        has_place = False
         shared.metrics.in_flight += 1
         try:
-            shared.check_room()
+            shared.take_place(self._caller)
+            has_place = True
             data = await self._body()
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._answer, data)
@@ -131,6 +137,9 @@ class Exchange(ABC):
             self._writer.end(error)
         finally:
             shared.metrics.in_flight -= 1
+            if has_place:
+                shared.places.give_back(self._caller.tenant)
+            self._free_body()
             shared.keep_alive.remove(self._writer)
             if not self._writer.has_ended and self._context is not None:
                 # Not a stop, which handlers may take their time for: nobody is left to read.
@@ -207,6 +216,7 @@ class Exchange(ABC):
 
         Raises:
             PayloadTooLarge, BodyTimeout, UnknownEncoding: it is not taken.
+            Overloaded: the long bodies of its tenant leave no room for it.
             HungUp: the client is gone.
         """
         for name, known in _ENCODINGS.items():
@@ -220,11 +230,13 @@ class Exchange(ABC):
         length = self._caller.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
             raise self._too_large(int(length))
+        expected = int(length) if length.isdigit() else limit
+        timeout = self._shared.settings.body_timeout
         pieces: list[bytes] = []
         size, more = 0, True
         try:
             # Nearly every body is there already: anyio's scope takes 10 us, and this one 4.
-            async with asyncio.timeout(self._shared.settings.body_timeout):
+            async with asyncio.timeout(timeout) as clock:
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -235,11 +247,31 @@ class Exchange(ABC):
                         raise self._too_large(size)
                     pieces.append(piece)
                     more = message.get("more_body", False)
+                    if size > LONG_BODY and not self._room:
+                        await self._take_room(max(expected, size))
+                        clock.reschedule(asyncio.get_running_loop().time() + timeout)
         except TimeoutError:
-            raise BodyTimeout(
-                f"the body did not arrive within {self._shared.settings.body_timeout:g} s"
-            ) from None
+            if self._waits_for_room:
+                raise Overloaded(
+                    f"other long bodies of yours were read for {timeout:g} s; ask again later",
+                    retry_after=1.0,
+                    started=False,
+                ) from None
+            raise BodyTimeout(f"the body did not arrive within {timeout:g} s") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _take_room(self, size: int) -> None:
+        """Wait until the bodies of its tenant leave room for this one: nothing is read of the
+        connection meanwhile."""
+        self._waits_for_room = True
+        await self._shared.bodies.take(self._caller.tenant, size)
+        self._waits_for_room, self._room = False, size
+
+    def _free_body(self) -> None:
+        """Have the room of its body for others: it is no longer kept."""
+        size, self._room = self._room, 0
+        if size:
+            self._shared.bodies.give_back(self._caller.tenant, size)
 
     def _too_large(self, size: int) -> PayloadTooLarge:
         limit = self._shared.settings.max_body_bytes
@@ -260,6 +292,8 @@ class Exchange(ABC):
         except Exception as error:
             logger.exception("a request to %s failed", self._path)
             self._end(DynbusError(f"the front end failed: {describe_exception(error)}"))
+        finally:
+            self._free_body()
 
     def _ask_for(self, model: str, priority: int) -> ModelMetrics:
         """Note which model is asked, which is served, and make the calls for it inherit deadline,

@@ -16,6 +16,7 @@ from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
+from dynbus.llm.shares import SharedRoom, Shares
 from dynbus.llm.turns import TenantThreads
 
 from .idempotency import KeptAnswers
@@ -32,6 +33,14 @@ RESUMABLE: Final = "dynbus-resumable"
 
 RESUMABLE_REASON: Final = "dynbus-resumable-reason"
 """Says of an answer why it is none."""
+
+
+BODIES_BYTES: Final = 256 * 1024 * 1024
+"""What the long bodies of all requests may have that are being read and prepared, or four times
+what one of them may have where that is more."""
+
+TIMES_FREE_PLACES: Final = 7
+"""A single tenant has seven eighths of the requests that may run, two seven fifteenths each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,8 @@ class Shared:
         keys: None where everybody is let in.
         is_draining: whether it stops, and takes no more requests.
         reading: reads bodies that take a while.
+        places: of the requests that run.
+        bodies: room for what is kept of bodies.
     """
 
     def __init__(
@@ -95,6 +106,8 @@ class Shared:
         self.metrics = FrontEndMetrics()
         self.kept_answers = KeptAnswers()
         self.reading = TenantThreads(ThreadPoolExecutor(1, thread_name_prefix="dynbus-bodies"), 1)
+        self.places = Shares(settings.max_requests, TIMES_FREE_PLACES)
+        self.bodies = SharedRoom(Shares(max(BODIES_BYTES, 4 * settings.max_body_bytes), 1))
         self.keep_alive = KeepAlive(settings.stream_keep_alive)
         self.is_draining = False
         self.keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
@@ -158,20 +171,22 @@ class Shared:
             caller.request_id, holder.tenant, caller.headers, is_operator=holder.is_operator
         )
 
-    def check_room(self) -> None:
-        """Refuse a request, which is counted already, when there is no room for it.
+    def take_place(self, caller: Caller) -> None:
+        """Let a request run, which gives its place back; refuse it when there is none for it.
 
         Raises:
             Draining: the front end stops.
-            Overloaded: too many requests run.
+            Overloaded: too many requests run, of all or of its tenant.
         """
         if self.is_draining:
             raise Draining("the front end stops; ask another one", started=False)
-        limit = self.settings.max_requests
-        if self.metrics.in_flight > limit:
-            raise Overloaded(
-                f"{limit} requests run already; ask again later", retry_after=1.0, started=False
-            )
+        if self.places.take(caller.tenant):
+            return
+        count = self.places.taken
+        kept = "" if count >= self.places.limit else ", and what is free is for other tenants"
+        raise Overloaded(
+            f"{count} requests run already{kept}; ask again later", retry_after=1.0, started=False
+        )
 
 
 def _key_of(headers: Mapping[str, str]) -> str:

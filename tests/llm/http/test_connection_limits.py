@@ -15,6 +15,7 @@ from tests.conditions import eventually
 
 from dynbus.llm.http import connection
 from dynbus.llm.http.connection import Strangers, network_of
+from dynbus.llm.shares import SharedRoom, Shares
 
 from .served import Served, served
 from .test_connections import chat, error_of, exchange, request
@@ -35,6 +36,14 @@ def connections_of(front: Served) -> set[Any]:
     server: Any = front.front_end._server  # pyright: ignore[reportPrivateUsage]
     found: set[Any] = server._server.server_state.connections
     return found
+
+
+def head_of(key: str, length: int) -> bytes:
+    """The beginning of a request of whoever has a key."""
+    return (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
 
 
 async def sent_until_refused(front: Served, begin: bytes, piece: bytes, most: int) -> int:
@@ -301,3 +310,59 @@ async def test_nonsense_behind_a_request_is_no_part_of_its_answer() -> None:
         )
 
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 400" not in answer)
+
+
+async def test_long_bodies_of_one_tenant_wait_while_others_are_answered(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada secret-of-ada\nbob secret-of-bob\n")
+    async with served(api_keys=keys, max_body_bytes=1 << 20, body_timeout=600) as front:
+        # A room for four of them.
+        shared = front.front_end.shared
+        shared.bodies = SharedRoom(Shares(4 << 20, 1))
+        senders = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(20)]
+        for _, writer in senders:
+            writer.write(head_of("secret-of-ada", 1_000_000) + b" " * 999_999)
+        await eventually(lambda: shared.metrics.in_flight == 20)
+        await eventually(lambda: "1 owners wait" in repr(shared.bodies))
+        held = repr(shared.bodies)
+        long = chat("say " + "hi " * 9000)
+        other = await exchange(front, request(long, Authorization="Bearer secret-of-bob"))
+        for _, writer in senders:
+            writer.transport.abort()
+        await eventually(lambda: "[0 of" in repr(shared.bodies))
+
+    assert "[2000000 of" in held
+    assert other[0] in (200, 400)
+
+
+async def test_a_long_body_that_finds_no_room_is_told_so() -> None:
+    async with served(max_body_bytes=1 << 20, body_timeout=0.2) as front:
+        shared = front.front_end.shared
+        shared.bodies = SharedRoom(Shares(100_000, 1))
+        await shared.bodies.take("", 100_000)
+        status, headers, body = await exchange(front, request(b" " * 20_000))
+
+    assert status == 429
+    assert "retry-after: 1" in headers
+    assert "long bodies" in error_of(body)["message"]
+
+
+async def test_requests_of_one_tenant_leave_places_for_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada secret-of-ada\nbob secret-of-bob\n")
+    head = head_of("secret-of-ada", 100)
+    async with served(api_keys=keys, max_requests=16, body_timeout=600) as front:
+        senders = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(15)]
+        for _, writer in senders:
+            writer.write(head)
+        async with asyncio.timeout(30):
+            # The fifteenth has no place.
+            reading = [asyncio.create_task(one.readline()) for one, _ in senders]
+            refused, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+        other = await exchange(front, request(chat("say hi"), Authorization="Bearer secret-of-bob"))
+        for _, writer in senders:
+            writer.transport.abort()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+    assert [one.result() for one in refused] == [b"HTTP/1.1 429 Too Many Requests\r\n"]
+    assert other[0] == 200
