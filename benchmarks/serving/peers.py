@@ -325,7 +325,7 @@ async def _has(port: int, what: bytes) -> bool:
     except OSError:
         return False
     try:
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return what in await reader.read()
     except OSError:
         return False

@@ -20,6 +20,7 @@ def test_no_reason_is_added_or_renamed_without_a_word_to_dashboards() -> None:
         "client_id_taken",
         "disconnected",
         "excess",
+        "from_stream",
         "malformed",
         "no_reply",
         "reader_gone",
