@@ -445,4 +445,4 @@ async def nothing_runs(url: str) -> bool:
     """Whether all instances are there, and none has a call."""
     rows = (await survey_of(url)).rows
     found = sorted(one.component for one in rows)
-    return found == ["Engine", "Engine", "Router"] and not any(one.running for one in rows)
+    return found == ["Engine", "Engine", "Router", "http"] and not any(one.running for one in rows)
