@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from tests.conditions import Stopwatch, eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
+from dynbus.bus.nats.api_requests import NoResponders
+from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.records.instance_view import SUSPECT_SECONDS
 
 from .observation import Prefer, begun_at, no_handler_runs
@@ -27,6 +30,19 @@ NOTICED_WITHIN = 2.3
 async def read_until_error(source: Source, received: list[Item]) -> None:
     async for item in source.count(Count(items=10**9, pause=0.01)):
         received.append(item)
+
+
+async def nobody_is_at(runtime: Runtime, subject: str) -> bool:
+    """Whether the server knows of nobody there."""
+    connection = runtime.bus.data
+    assert isinstance(connection, NatsConnection)
+    try:
+        await connection.request(subject, b"", timeout=1.0)
+    except NoResponders:
+        return True
+    except Unavailable:
+        return False
+    return False
 
 
 async def test_a_stream_of_a_killed_worker_ends_in_stream_lost(
@@ -107,6 +123,10 @@ async def test_a_request_that_did_not_start_goes_to_the_next_instance(
 
         workers[0].kill()
         workers[1].kill()
+        # What a server sends to a process whose end it has not read of may have been taken.
+        for name in ("w0", "w1"):
+            subject = EndpointName("scenario", "Source", "where").at(name)
+            await eventually(partial(nobody_is_at, runtime, subject))
         watch = Stopwatch()
         places = [(await source.where()).instance for _ in range(20)]
         took = watch.seconds()
