@@ -86,7 +86,7 @@ class StreamLimits(NamedTuple):
         max_message_size: bytes of headers and data of one message; a larger one is refused with
             `PayloadTooLarge`.
         keep_first: refuse with `StreamFull` what would exceed `max_messages_per_subject`, too: what
-            is stored stays until it is purged. It takes `discard_new`.
+            is stored stays until it is purged, or rolled up. It takes `discard_new` and that limit.
     """
 
     max_bytes: int | None = None

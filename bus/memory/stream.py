@@ -98,7 +98,7 @@ class MemoryStream:
         if ROLLUP in headers and not (self.config.rollup or self.config.marker_ttl):
             raise NoRollup(f"publish to {subject}: rollup not permitted")
         ttl = self._ttl_of(headers)
-        self._check_room(subject, self._size_of(subject, headers, data))
+        self._check_room(subject, self._size_of(subject, headers, data), rolls_up=ROLLUP in headers)
         sequence = self._append(now, unix, subject, headers, data, ttl)
         if headers.get(ROLLUP) == "sub":
             self._clear(subject, sequence)
@@ -195,7 +195,7 @@ class MemoryStream:
             return size + MEMORY_OVERHEAD
         return size + FILE_OVERHEAD + (FILE_HEADERS_OVERHEAD if headers else 0)
 
-    def _check_room(self, subject: str, size: int) -> None:
+    def _check_room(self, subject: str, size: int, *, rolls_up: bool) -> None:
         limits = self.config.limits
         if not limits.discard_new:
             return
@@ -205,7 +205,7 @@ class MemoryStream:
             limits.max_messages_per_subject is not None
             and len(of_subject) >= limits.max_messages_per_subject
         )
-        if replaces and limits.keep_first:
+        if replaces and limits.keep_first and not rolls_up:
             raise StreamFull(f"publish to {subject}: maximum messages per subject exceeded")
         if (
             limits.max_messages is not None

@@ -78,6 +78,10 @@ limits = st.builds(
     duplicate_window=st.just(120.0),
     max_age=st.none(),
     discard_new=st.booleans(),
+    keep_first=st.booleans(),
+).filter(
+    # No server takes it otherwise.
+    lambda drawn: not drawn.keep_first or (drawn.discard_new and drawn.max_messages_per_subject)
 )
 
 
