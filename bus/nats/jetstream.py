@@ -88,7 +88,7 @@ class NatsJetStream:
     ) -> None:
         found = await self._find(config.name, timeout)
         if probe:
-            await self._refuse_second(config.name, probe, exists=found is not None, timeout=timeout)
+            found = await self._refuse_second(config.name, probe, found, timeout)
         wanted = config.replicas or self.replicas
         if found is None:
             if await self._create(config, wanted, timeout) == wanted:
@@ -117,19 +117,27 @@ class NatsJetStream:
             return None
 
     async def _refuse_second(
-        self, stream: str, subject: str, *, exists: bool, timeout: float
-    ) -> None:
+        self, stream: str, subject: str, found: dict[str, Any] | None, timeout: float
+    ) -> dict[str, Any] | None:
         """Refuse to go on where another region stores what is published to `subject` as well.
+
+        Returns:
+            What the server says of the stream, which others may make meanwhile.
 
         Raises:
             ConfigError: it does.
         """
-        keepers = await count_keepers(self._connection, subject, int(exists), timeout)
-        if keepers > exists:
+        own = int(found is not None)
+        keepers = await count_keepers(self._connection, subject, own, timeout)
+        if keepers and found is None:
+            found = await self._find(stream, timeout)
+            own = int(found is not None)
+        if keepers > own:
             raise ConfigError(
                 f"stream {stream}: what is published to {subject} is stored in another region as "
                 f"well, and would be carried out there too: {KEEP_APART}"
             )
+        return found
 
     async def _create(self, config: StreamConfig, replicas: int, timeout: float) -> int:
         """Make the stream on as many servers as there are; 0 when it exists.

@@ -5,6 +5,7 @@ What JetStream does is in the contract suite, which the in-memory bus obeys as w
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator
@@ -270,3 +271,21 @@ def test_the_servers_times_are_read_to_the_microsecond(whole: int, nanoseconds: 
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="."):
         unix_seconds(text)
+
+
+@pytest.mark.anyio
+async def test_instances_that_make_a_stream_at_the_same_time_take_each_other_for_no_other_region(
+    nats_server: RunningServer,
+) -> None:
+    name = f"S{secrets.token_hex(6)}"
+    connections = [await connect([nats_server.url]) for _ in range(8)]
+    try:
+        for number in range(40):
+            config = StreamConfig(f"{name}{number}", (f"{name}.{number}",))
+            async with asyncio.TaskGroup() as making:
+                for connection in connections:
+                    ensuring = connection.jetstream.ensure_stream(config, probe=f"{name}.{number}")
+                    making.create_task(ensuring)
+    finally:
+        for connection in connections:
+            await connection.close()
