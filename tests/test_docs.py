@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -170,6 +170,21 @@ def test_every_python_block_runs_on_its_own(share: int, tmp_path: Path) -> None:
     assert failed == {}
 
 
+def assert_greets_ada(folder: Path, environment: Mapping[str, str]) -> None:
+    """Run `program.py` in a folder, which is to greet Ada and to complain of nothing."""
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Hello, Ada!" in done.stdout
+
+
 def test_the_plain_program_of_the_readme_reaches_the_embedded_server(tmp_path: Path) -> None:
     programs = [block.text for block in BLOCKS if block.mark == PROGRAM]
     (program,) = [text for text in programs if "nats.url" in text]
@@ -189,18 +204,7 @@ def test_the_plain_program_of_the_readme_reaches_the_embedded_server(tmp_path: P
         assert server.stdout is not None
         assert any(" is ready" in line for line in server.stdout), "dynbus run has ended"
 
-        done = subprocess.run(
-            [sys.executable, "program.py"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "Hello, Ada!" in done.stdout
+        assert_greets_ada(tmp_path, environment)
     finally:
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=60)
@@ -237,18 +241,7 @@ def test_a_program_of_the_documents_greets_ada(
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
 
-        done = subprocess.run(
-            [sys.executable, "program.py"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "Hello, Ada!" in done.stdout
+        assert_greets_ada(tmp_path, environment)
     finally:
         server.communicate("", timeout=60)
 

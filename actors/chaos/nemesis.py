@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import anyio
@@ -279,6 +279,17 @@ class Nemesis:
         pid = self._callers_pid if child is None else child.pid
         return [] if pid is None else links_of(pid, proxies)
 
+    @contextmanager
+    def _spared(self, child: Child | None) -> Generator[None]:
+        """Have no other fault hit an instance that is cut off meanwhile."""
+        if child is not None:
+            self._cut_off.add(child)
+        try:
+            yield
+        finally:
+            if child is not None:
+                self._cut_off.discard(child)
+
     async def _cut(self, step: Step) -> str:
         child, proxies, whose = self._connections(step)
         self._strikes(step.kind)
@@ -304,8 +315,6 @@ class Nemesis:
         links = self._links(child, proxies)
         ways = ("held, then let go", "held, then reset", "deaf", "mute")
         way = ways[min(int(step.manner * len(ways)), len(ways) - 1)]
-        if child is not None:
-            self._cut_off.add(child)
         self._strikes(step.kind)
         for link in links:
             if way == "deaf":
@@ -315,33 +324,29 @@ class Nemesis:
             else:
                 link.freeze()
         try:
-            await anyio.sleep(step.lasts)
+            with self._spared(child):
+                await anyio.sleep(step.lasts)
         finally:
             for link in links:
                 if way == "held, then let go":
                     link.thaw()
                 else:
                     link.cut()  # what was lost cannot be made good
-            if child is not None:
-                self._cut_off.discard(child)
         return f"{whose} {way}, for {step.lasts:g} s"
 
     async def _silence(self, step: Step) -> str:
         child, proxies, whose = self._connections(step)
         pid = self._callers_pid if child is None else child.pid
         assert pid is not None
-        if child is not None:
-            self._cut_off.add(child)
         self._strikes(step.kind)
         for proxy in proxies:
             proxy.silence(pid)
         try:
-            await anyio.sleep(step.lasts)
+            with self._spared(child):
+                await anyio.sleep(step.lasts)
         finally:
             for proxy in proxies:
                 proxy.hear(pid)
-            if child is not None:
-                self._cut_off.discard(child)
         return f"{whose} for {step.lasts:g} s"
 
 
