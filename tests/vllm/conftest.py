@@ -38,10 +38,15 @@ ENVIRONMENT: Final = {
 START_TIMEOUT: Final = 240.0
 
 ACTORS: Final = """
+    import os
+
+    from dynbus import handler
     from dynbus.llm.vllm import VllmWorker
 
     class Engine(VllmWorker, namespace="{namespace}"):
-        pass
+        @handler
+        async def process(self) -> int:
+            return os.getpid()
 """
 ENGINE: Final[Mapping[str, Any]] = {
     "dtype": "float32",
