@@ -35,6 +35,7 @@ class ClientSide:
         self.bus = bus
         self.caller = Caller(bus)
         self.discovery = Discovery(bus, self.caller.is_heard, self.caller.silent_since)
+        self.caller.on_heard_again(self.discovery.hear)
         self.migrations = Migrations()
         check = bus.config.schema_check
         self.schema_check = (

@@ -34,7 +34,6 @@ from dynbus.bus.protocol.cancellation import OPERATOR
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import jitter, random_id
-from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 
 from .attempt import Attempt
 from .client_side import ClientSide
@@ -643,6 +642,8 @@ class Invocation:
         """
         unreachable = attempt is not None and attempt.was_unreachable(error)
         is_refusal = isinstance(error, Unavailable) and not error.started
+        # In a cluster it may be on its way to another server; whoever looks for one waits for it.
+        may_return = unreachable and not error.started and self.side.bus.data.has_peers
         return FailedAttempt(
             error,
             self._attempts,
@@ -652,7 +653,7 @@ class Invocation:
             lost=answered and not unreachable and is_refusal,
             own=self._is_own(error),
             settling=self.side.discovery.view.is_settling(monotonic()),
-            others=self._selection.has_untried(self.instance_id),
+            others=may_return or self._selection.has_untried(self.instance_id),
             waits=self._wait_left() > 0,
             cut_off=self.side.bus.heartbeats.hears_nobody,
         )
@@ -661,14 +662,12 @@ class Invocation:
         """Have nobody choose the instance for a while: it is away, or has fallen silent."""
         discovery = self.side.discovery
         instance = self.endpoint.component_name.instance(self.instance_id)
-        if unreachable and not error.started:
+        if not unreachable:
+            discovery.suspect(instance)
+        elif error.started:
+            discovery.note_silent(instance)
+        else:
             discovery.note_absent(instance)
-            return
-        seconds = SUSPECT_SECONDS
-        if error.started:
-            # Only a renewal can show that it is back, and its record lives no longer than this.
-            seconds = self.side.bus.config.lease_ttl + EXPIRY_GRACE
-        discovery.suspect(instance, seconds)
 
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""

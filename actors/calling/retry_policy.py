@@ -47,7 +47,7 @@ class FailedAttempt(NamedTuple):
             made says it of another, and was tried elsewhere by that call.
         settling: whether we came or came back to the bus a moment ago, or it lost a server, so
             that instances may still be coming back too.
-        others: whether there is another instance that was not tried.
+        others: whether there is another instance that was not tried, or may be in a moment.
         waits: whether the caller would wait on for an instance if there were none.
         cut_off: whether this process hears nobody, so that the loss says nothing of the instance.
     """

@@ -7,10 +7,10 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.deadlines import Deadlines
@@ -70,6 +70,13 @@ DOUBT_SECONDS: Final = 1.0
 _RESULTS = (Item, Items, End, Failed, Part)
 
 
+class Silence(NamedTuple):
+    """An instance that was not heard any more, and when that was found."""
+
+    instance: InstanceName
+    found_at: float
+
+
 class Caller:
     """Sends requests for one process and hands the answers to the calls that wait.
 
@@ -90,7 +97,8 @@ class Caller:
         self._on_end = self._ended
         self._closed = False
         # Instances that were not heard any more, by id, and when that was found.
-        self._silent: dict[str, float] = {}
+        self._silent: dict[str, Silence] = {}
+        self._on_heard_again: list[Callable[[InstanceName], None]] = []
         self._looking: Work | None = None
 
     def __repr__(self) -> str:
@@ -139,8 +147,14 @@ class Caller:
     def silent_since(self, instance: InstanceName) -> float | None:
         """When an instance was found to be lost; None where that is long ago, and where anything
         came of it since."""
-        found_at = self._silent.get(instance.instance_id)
-        return found_at if found_at and found_at + SILENT_SECONDS > monotonic() else None
+        silence = self._silent.get(instance.instance_id)
+        if silence is None or silence.found_at + SILENT_SECONDS <= monotonic():
+            return None
+        return silence.found_at
+
+    def on_heard_again(self, listener: Callable[[InstanceName], None]) -> None:
+        """Call `listener(instance)` on the main loop when one that fell silent is heard again."""
+        self._on_heard_again.append(listener)
 
     def load(self, instance: InstanceName) -> int:
         """Calls that an instance last reported to run or wait there."""
@@ -377,8 +391,10 @@ class Caller:
 
     def heard_stranger(self, batch: Batch) -> None:
         """An instance that was taken for dead is heard again."""
-        if self._silent:
-            self._silent.pop(batch.sender, None)
+        silence = self._silent.pop(batch.sender, None) if self._silent else None
+        if silence is not None:
+            for listener in self._on_heard_again:
+                self.bus.to_main(listener, silence.instance)
 
     def heard_while_blocked(self, batch: Batch, remote: Remote | None) -> None:
         """It waits, like everything else that is read here."""
@@ -400,8 +416,8 @@ class Caller:
         self._open.forget(remote)
         now = monotonic()
         silent = self._silent.copy().items()  # the lane takes some away
-        self._silent = {name: at for name, at in silent if at + SILENT_SECONDS > now}
-        self._silent[remote.name.instance_id] = now
+        self._silent = {key: one for key, one in silent if one.found_at + SILENT_SECONDS > now}
+        self._silent[remote.name.instance_id] = Silence(remote.name, now)
         # A bus that has failed hears nothing more of any of them.
         failed = self.bus.failure is not None
         not_begun = [call for call in calls if not failed and not call.reader.has_begun]

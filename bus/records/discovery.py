@@ -24,7 +24,13 @@ from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
 from .expired_records import ExpiredRecords
-from .instance_view import EXPIRY_GRACE, ComponentKey, Instance, InstanceView
+from .instance_view import (
+    EXPIRY_GRACE,
+    SUSPECT_SECONDS,
+    ComponentKey,
+    Instance,
+    InstanceView,
+)
 from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of, ttl_of
 
 if TYPE_CHECKING:
@@ -74,6 +80,7 @@ class Discovery:
         self._problem = ""
         self._is_closed = False
         self._looked_around: dict[ComponentKey, float] = {}
+        self._missed: dict[ComponentKey, float] = {}
         self._asked: set[InstanceName] = set()
 
     def begin(self) -> None:
@@ -142,13 +149,10 @@ class Discovery:
                     found = self._serving(endpoint, suits)
                     if len(found) >= count:
                         break
+                    self._ask_missed(endpoint[:2])
                     at_most = 1.0
-                    if timeout == 0:
-                        at_most = self.view.returning(
-                            endpoint.namespace, endpoint.component, monotonic()
-                        )
-                        if not at_most:
-                            break
+                    if timeout == 0 and not (at_most := self._returning(endpoint)):
+                        break
                     await self._change(at_most)
                     self._check_open()
         except TimeoutError:
@@ -158,6 +162,14 @@ class Discovery:
             have = f", {len(found)} of {count} found" if found else ""
             raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
         return found
+
+    def _returning(self, endpoint: EndpointName) -> float:
+        """Seconds for which an instance may still only be on its way to another server, which it
+        leaves its own for where that cannot do what the others do; 0 for none."""
+        now = monotonic()
+        if not (self._bus.data.has_peers or self.view.is_settling(now)):
+            return 0.0
+        return self.view.returning(endpoint.namespace, endpoint.component, now)
 
     def _serving(self, endpoint: EndpointName, suits: Callable[[Instance], bool]) -> list[Instance]:
         known = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
@@ -183,7 +195,7 @@ class Discovery:
             await self._change(left)
         raise NoInstances(f"{name} is not known after {timeout} s", started=False)
 
-    def suspect(self, name: InstanceName, seconds: float) -> None:
+    def suspect(self, name: InstanceName, seconds: float = SUSPECT_SECONDS) -> None:
         """Have other instances chosen for so long at most: this one did not answer a call.
 
         Unless we have come back to the bus since it was found to be lost: then it was most likely
@@ -191,6 +203,19 @@ class Discovery:
         """
         if not self.view.was_judged_in_vain(self._silent_since(name)):
             self.view.suspect(name, monotonic(), seconds)
+
+    def note_silent(self, name: InstanceName) -> None:
+        """Have other instances chosen until this one is heard again, or renews its record, which
+        lives no longer than that: calls that had begun there were lost."""
+        is_new = not self.view.is_suspect(name, monotonic())
+        self.suspect(name, self._bus.config.lease_ttl + EXPIRY_GRACE)
+        if is_new:
+            self._bus.loop.call_later(HEARD_AGAIN, self._ask_silent, name)
+
+    def hear(self, name: InstanceName) -> None:
+        """An instance that had fallen silent is heard again."""
+        if self.view.trust(name):
+            self._notify()
 
     def note_absent(self, name: InstanceName) -> None:
         """Have other instances chosen until somebody listens there again: as the server says,
@@ -335,7 +360,10 @@ class Discovery:
         news = self.view.put(record, renewed, monotonic() + lifetime - age)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
-            if self.view.is_suspect(record.name) and self._silent_since(record.name) is not None:
+            if (
+                self.view.is_suspect(record.name, monotonic())
+                and self._silent_since(record.name) is not None
+            ):
                 # One that goes on after it stood still is heard by then, if there is a way here.
                 self._bus.questions.have_say_something(record.name)
                 self._bus.loop.call_later(HEARD_AGAIN, self._trust_renewed, record.name)
@@ -346,7 +374,7 @@ class Discovery:
 
     def _trust_renewed(self, name: InstanceName) -> None:
         """An instance that fell silent has renewed its record a moment ago."""
-        if self._is_closed or not self.view.is_suspect(name):
+        if self._is_closed or not self.view.is_suspect(name, monotonic()):
             return
         if self._silent_since(name) is not None:
             # It lives, and what it says does not come: another server may have a way to it.
@@ -354,6 +382,13 @@ class Discovery:
             self._bus.lane.call(leave, f"{name} renews its record and is not heard")
         self.view.trust(name)
         self._notify()
+
+    def _ask_silent(self, name: InstanceName) -> None:
+        """Ask one that fell silent for a word, again and again: its record may wait for servers
+        that elect a leader, and be renewed long after there is a way to it."""
+        if not self._is_closed and self.view.is_suspect(name, monotonic()):
+            self._bus.questions.have_say_something(name)
+            self._bus.loop.call_later(HEARD_AGAIN, self._ask_silent, name)
 
     def _expire(self, name: InstanceName) -> None:
         instance = self.view.find(name)
@@ -405,9 +440,7 @@ class Discovery:
         if self._is_closed or not self.view.is_absent(name):
             return
         if there:
-            self.view.trust(name)
-            self.view.vouch(name, monotonic() + LAST_QUESTION)
-            self._notify()
+            self._answer_of_missed(name, there)
             return
         now = monotonic()
         if there is False and self.view.is_outdated(name, now) and not self.view.is_settling(now):
@@ -415,6 +448,21 @@ class Discovery:
             return
         pause = min(2 * pause, LAST_QUESTION)
         self._bus.loop.call_later(pause, self._ask_absent, name, pause)
+
+    def _ask_missed(self, component: ComponentKey) -> None:
+        """Ask, at most once in a while, for the absent instances of a component of which a call
+        finds too few: the pauses between the questions about one grow."""
+        now = monotonic()
+        if now - self._missed.get(component, -HEARD_AGAIN) < HEARD_AGAIN:
+            return
+        self._missed[component] = now
+        for name in self.view.absent(*component)[:QUESTIONS_PER_TURN]:
+            self._bus.questions.ask_for(name, partial(self._answer_of_missed, name))
+
+    def _answer_of_missed(self, name: InstanceName, there: bool | None) -> None:
+        if there and not self._is_closed and self.view.trust(name):
+            self.view.vouch(name, monotonic() + LAST_QUESTION)
+            self._notify()
 
     def _look_around(self, component: ComponentKey) -> None:
         """Ask for all instances of a component of which one is not there: of thousands of

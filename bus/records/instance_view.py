@@ -173,9 +173,9 @@ class InstanceView:
         """Do not choose an instance until it renews, or for so long: it does not answer."""
         self._suspect[name] = now + seconds
 
-    def is_suspect(self, name: InstanceName) -> bool:
+    def is_suspect(self, name: InstanceName, now: float) -> bool:
         """Whether an instance did not answer, and nothing was heard of it since."""
-        return name in self._suspect
+        return self._suspect.get(name, now) > now
 
     def note_absent(self, name: InstanceName, now: float) -> bool:
         """Do not choose an instance until it is trusted: nobody listens where it would.
@@ -192,11 +192,13 @@ class InstanceView:
         """Whether nobody listens where an instance would, as far as is known."""
         return name in self._absent
 
+    def absent(self, namespace: str, component: str) -> list[InstanceName]:
+        """The instances of a component of which it is known that nobody listens there."""
+        return [name for name in self._absent if name[:2] == (namespace, component)]
+
     def returning(self, namespace: str, component: str, now: float) -> float:
-        """Seconds for which an instance of a component may still only be changing servers: a
-        server was lost, or we were, and that nobody listens was found a moment ago. 0 for none."""
-        if not self.is_settling(now):
-            return 0.0
+        """Seconds for which an instance of a component may still only be changing servers: that
+        nobody listens was found a moment ago. 0 for none."""
         key = (namespace, component)
         found = [since for absent, since in self._absent.items() if absent[:2] == key]
         return max(0.0, max(found, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)

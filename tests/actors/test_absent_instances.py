@@ -22,7 +22,8 @@ from dynbus import (
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.bus.protocol.liveness import SILENCE_LIMIT
-from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
+from dynbus.bus.records.discovery import HEARD_AGAIN
+from dynbus.bus.records.instance_view import EXPIRY_GRACE, RETURN_SECONDS, SUSPECT_SECONDS
 from dynbus.testing import TestKit
 
 
@@ -113,6 +114,33 @@ def test_a_call_that_does_not_wait_is_told_at_once_that_the_instance_is_gone() -
     assert seconds < 0.1
 
 
+def test_in_a_cluster_a_call_waits_for_an_instance_that_changes_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MemoryConnection, "has_peers", True)
+
+    async def story(kit: TestKit) -> tuple[tuple[str, float], tuple[str, float]]:
+        instance = await kit.start(Worker, instance_id="a")
+        # Who has just come waits longer for instances: a server may have been lost.
+        await kit.client(Worker).where()
+        await asyncio.sleep(EXPIRY_GRACE)
+        bus = instance.actor.runtime.bus
+        links: Any = (bus.data, bus.lane.connection)
+        with kit.bus.partition(*links, notice_after=0.0):
+            asking = asyncio.ensure_future(outcome(kit.client(Worker).where()))
+            await asyncio.sleep(RETURN_SECONDS / 2)
+        returned = await asking
+        await kit.kill(instance)
+        await outcome(kit.client(Worker).where())
+        return returned, await outcome(kit.client(Worker).where())
+
+    (name, _), (code, waited) = on_a_kit(story)
+
+    assert name == "a"
+    assert code == NoInstances.code
+    assert waited <= RETURN_SECONDS
+
+
 def test_a_call_that_waits_goes_to_the_instance_that_follows_one_that_drains() -> None:
     async def story(kit: TestKit) -> tuple[str, float]:
         first = await kit.start(Worker, instance_id="a")
@@ -179,17 +207,46 @@ def test_an_instance_that_fell_silent_gets_no_call_while_its_lease_lives(by_a_st
     assert max(seconds for _, seconds in found) < SILENCE_LIMIT / 2
 
 
-def test_a_silent_instance_is_called_again_once_it_was_heard() -> None:
+def test_a_silent_instance_is_called_again_once_it_is_heard() -> None:
     async def story(kit: TestKit) -> list[str]:
         instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
-        ttl = instances[0].actor.runtime.bus.config.lease_ttl
         with stopped(kit, instances[0]), pytest.raises(UnknownOutcome):
             await kit.client(Worker, routing=Always("a")).hold()
-        await asyncio.sleep(ttl / 3 + 0.5)
+        await asyncio.sleep(0.5)
         worker = kit.client(Worker)
         return sorted([await worker.where() for _ in range(4)])
 
     assert on_a_kit(story) == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("notice_after", [1.0, 3600.0])
+def test_instances_that_nobody_reached_are_found_again_although_no_record_is_renewed(
+    notice_after: float,
+) -> None:
+    """Where their connections broke, the server says that nobody listens; else all are silent."""
+
+    async def story(kit: TestKit) -> tuple[set[str], list[str]]:
+        instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
+        buses = [one.actor.runtime.bus for one in instances]
+        links: Any = [link for bus in buses for link in (bus.data, bus.lane.connection)]
+        worker = kit.client(Worker)
+        held = [asyncio.ensure_future(outcome(worker.hold())) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        kit.bus.jetstream.stall()
+        with kit.bus.partition(*links, notice_after=notice_after):
+            await asyncio.wait(held)
+            lost = {(await outcome(worker.where()))[0] for _ in range(4)}
+            # In which the pauses between questions grow.
+            await asyncio.sleep(buses[0].config.lease_ttl / 2)
+        await asyncio.sleep(HEARD_AGAIN)
+        await outcome(worker.where())
+        await asyncio.sleep(0.1)
+        return lost, sorted([(await outcome(worker.where()))[0] for _ in range(4)])
+
+    lost, found = on_a_kit(story)
+
+    assert not lost & {"a", "b"}
+    assert found == ["a", "a", "b", "b"]
 
 
 def test_an_instance_that_comes_back_with_nothing_to_say_drives_nobody_from_a_server(

@@ -349,13 +349,11 @@ def test_a_record_that_speaks_of_another_instance_than_its_subject_is_none() -> 
     assert record_of(message(b"{}")) is None
 
 
-def test_an_absent_instance_may_be_changing_servers_for_a_moment_after_one_was_lost() -> None:
+def test_an_absent_instance_may_be_changing_servers_for_a_moment() -> None:
     view = view_of("a", "b")
     assert view.returning(*KEY, 100.0) == 0.0
 
     view.note_absent(A, 100.0)
-    assert view.returning(*KEY, 100.25) == 0.0
-    view.outage_ended(100.0)
 
     assert view.returning(*KEY, 100.25) == RETURN_SECONDS - 0.25
     assert view.returning("demo", "Shouter", 100.0) == 0.0

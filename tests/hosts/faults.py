@@ -11,7 +11,7 @@ from .cluster import Cluster
 from .host import Host
 from .records import Outage
 
-FaultKind = Literal["power", "cut", "freeze", "routes", "pair", "flap", "delay"]
+FaultKind = Literal["power", "cut", "freeze", "routes", "mute", "pair", "flap", "delay"]
 LONGEST = 12.0
 FLAP = 0.4
 FAR = 0.08
@@ -48,7 +48,7 @@ def draw_faults(seed: int, hosts: str, servers: str) -> Iterator[Fault]:
     kinds: tuple[FaultKind, ...] = get_args(FaultKind)
     while True:
         kind = draw.choice(kinds)
-        host = draw.choice(servers if kind == "routes" else hosts)
+        host = draw.choice(servers if kind in ("routes", "mute") else hosts)
         other = draw.choice(hosts.replace(host, "")) if kind == "pair" else ""
         yield Fault(kind, host, other, draw.uniform(0.5, LONGEST), draw.uniform(1.0, 4.0))
 
@@ -68,6 +68,7 @@ class Nemesis:
         """Begin a fault, let it last, and end it."""
         lab = self._cluster.lab
         host = lab[fault.host]
+        others = [server for server in self._cluster.servers if server is not host]
         began = time.monotonic()
         match fault.kind:
             case "power":
@@ -83,10 +84,13 @@ class Nemesis:
                 time.sleep(fault.seconds)
                 lab.thaw(host)
             case "routes":
-                others = [server for server in self._cluster.servers if server is not host]
                 lab.cut_routes(host, others)
                 time.sleep(fault.seconds)
                 lab.heal_routes(host, others)
+            case "mute":
+                lab.mute_routes(host, others)
+                time.sleep(fault.seconds)
+                lab.unmute_routes(host, others)
             case "pair":
                 lab.isolate(host, lab[fault.other])
                 time.sleep(fault.seconds)

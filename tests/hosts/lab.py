@@ -168,6 +168,16 @@ class Lab:
             self._find(server, other.route_address)
             self._find(other, server.route_address)
 
+    def mute_routes(self, server: Host, others: Iterable[Host]) -> None:
+        """Lose all that a server sends to those on `others`; it hears them."""
+        for other in others:
+            self._lose(server, other.route_address)
+
+    def unmute_routes(self, server: Host, others: Iterable[Host]) -> None:
+        """The inverse of `mute_routes`."""
+        for other in others:
+            self._find(server, other.route_address)
+
     def _lose(self, host: Host, *addresses: str) -> None:
         for address in addresses:
             host.namespaces.ip(
