@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, cast
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -114,6 +115,34 @@ def network_of(address: str) -> str:
     return str(ipaddress.IPv6Network((full, 64), strict=False))
 
 
+class RequestParser(httptools.HttpRequestParser):
+    """A parser that stops after the headers of a request which asks for another protocol.
+
+    Attributes:
+        rest: what came after those headers; None as long as there were none.
+    """
+
+    rest: bytes | None = None
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        """Parse what came next.
+
+        Raises:
+            HttpParserError: it is no request.
+            HttpParserUpgrade: it is a tunnel that is asked for.
+        """
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self.offers_another():
+                raise
+            self.rest = data[upgrade.args[0] :]
+
+    def offers_another(self) -> bool:
+        """Whether the request may as well be answered by another protocol, such as HTTP/2."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits on what a client may send, and the time that it may take.
 
@@ -126,6 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self, settings: HttpSettings, strangers: Strangers[asyncio.Transport], **rest: Any
     ) -> None:
         super().__init__(**rest)
+        self.parser: RequestParser = RequestParser(self)
         self._settings = settings
         self._strangers = strangers
         self._wire: asyncio.Transport
@@ -227,10 +257,22 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._framing += len(data)
         super().data_received(data)
+        while (rest := self.parser.rest) is not None:
+            head = self._head_without_upgrade()
+            self.parser = RequestParser(self)
+            super().data_received(head + rest)
         if self._framing > MAX_FRAMING and not self.transport.is_closing():
             self._refuse(400, "the body has too much between its chunks; send larger ones")
         elif self.pipeline and self._next_look is None:
             self._look()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The request as it is that no other protocol is asked for: the parser takes no body of one
+        that does, and Java's client offers HTTP/2 with each."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -245,6 +287,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.offers_another():
+            return
         self._in_head = False
         self._head_bytes = self._framing = 0
         self._stop_clock()
@@ -253,7 +297,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         extensions[WRITE] = partial(_write_piece, self.cycle)
         # An answer before the end of the request ends the connection.
-        upgrades = self.parser is not None and self.parser.should_upgrade()
+        upgrades = self.parser.should_upgrade()
         self._keeps = self.cycle.keep_alive and not upgrades
         self.cycle.keep_alive = False
         self._cycles = [*self._pending(), self.cycle]
@@ -269,6 +313,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing = max(0, self._framing - CHUNK_FRAMING)
 
     def on_message_complete(self) -> None:
+        if self.parser.offers_another():
+            return
         self._framing = 0
         if not self.cycle.response_started and not self._stops:
             self.cycle.keep_alive = self._keeps

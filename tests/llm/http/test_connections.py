@@ -321,6 +321,31 @@ async def test_connections_are_kept_for_the_next_request() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("piece", [10, 10_000])
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(piece: int) -> None:
+    """As Java's client does with each request to a plain port."""
+    asked = request(
+        chat("one two three"),
+        Connection="Upgrade, HTTP2-Settings",
+        Upgrade="h2c",
+        HTTP2_Settings="AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+    )
+    async with served() as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        for _ in range(2):
+            for begin in range(0, len(asked), piece):
+                writer.write(asked[begin : begin + piece])
+                await writer.drain()
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+                body = json.loads(await reader.readexactly(int(length)))
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert body["choices"][0]["message"]["content"]
+        writer.close()
+
+
 async def test_the_trace_of_a_client_is_passed_on_and_returned() -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with served() as front:
