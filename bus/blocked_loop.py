@@ -1,4 +1,4 @@
-"""Who blocks the main loop: whether it is blocked by its own code, and by which lines.
+"""The watch over the main loop: how long its own code has blocked it, and in which lines.
 
 A loop that does not answer is not always blocked by a handler. On a busy machine the whole process
 waits for a processor, or only the main thread does; a suspended process runs nothing at all. Such

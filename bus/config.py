@@ -1,4 +1,4 @@
-"""How this process uses the bus: limits, addresses, intervals.
+"""The settings of a process on the bus: limits, addresses, intervals.
 
 Every field has a default, an environment variable `DYNBUS_<FIELD>` and a key in YAML; a value
 that does not fit is refused with its name and where it came from. `docs/configuration.md` lists

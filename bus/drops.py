@@ -1,4 +1,4 @@
-"""Why a message was dropped: the closed list behind every counter of drops."""
+"""The reasons for which a message is dropped: the closed list behind every counter of drops."""
 
 from __future__ import annotations
 

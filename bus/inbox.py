@@ -1,4 +1,4 @@
-"""What peers have said and the main loop has yet to hear: bounded, and heard by turns of peers.
+"""The messages of peers that the main loop has yet to hear: bounded, and heard by turns of peers.
 
 Control messages are read on the lane and carried out on the main loop. However much one peer
 says, it waits in a queue of its own: a turn of the loop carries out a bounded amount, one thing

@@ -1,4 +1,4 @@
-"""What dynbus needs of a message bus.
+"""The ports through which dynbus uses a message bus: connections, streams, consumers.
 
 `Connection` is one connection; `nats/connection.py` implements it over nats-server and
 `memory/bus.py` over nothing, both with the part of it that is here, `WatchedConnection`. Both pass

@@ -1,4 +1,4 @@
-"""Which threads work for an event loop just now, so that its virtual time has to stand still.
+"""The threads that work for an event loop just now, for which its virtual time stands still.
 
 A thread that waits for another does not work: whoever is going to wake it does, or nobody but
 the loop's next timer can. Where a thread stands is read off its stack.

@@ -1,4 +1,4 @@
-"""What an answer consists of, and how it is told: each interface has a format of its own."""
+"""Answers: their parts, and the face of the formats in which interfaces tell them."""
 
 from __future__ import annotations
 

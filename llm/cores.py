@@ -1,4 +1,4 @@
-"""How many cores this process has."""
+"""The number of cores of this process."""
 
 from __future__ import annotations
 

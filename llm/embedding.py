@@ -1,4 +1,4 @@
-"""What is asked of an engine that makes embeddings, and what it gives.
+"""Requests to engines that make embeddings, and their results.
 
 Whoever writes a worker by hand takes the same: a JSON object with `token_ids`, answered by one with
 `embedding`.

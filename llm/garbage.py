@@ -1,4 +1,4 @@
-"""How rarely Python looks for garbage among all objects of a process that serves a model.
+"""Garbage collection in processes that serve a model: rare, and never of long-lived objects.
 
 No thread runs meanwhile, the control lane's neither. With 4,096 open streams of a front end that is
 half a second of a processor, and a third of a second where vLLM is imported: on a busy machine so

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it gives: the request and the items of a token endpoint.
+"""The request and the items of a token endpoint of an engine.
 
 Whoever writes a worker by hand takes the same: a JSON object with `token_ids`, answered by objects
 with `token_ids`, the last of which has a `finish_reason`.

@@ -1,4 +1,4 @@
-"""What operators see of an instance beside its calls: lines in `dynbus ps`, figures and metrics."""
+"""Figures of an instance beside its calls: lines in `dynbus ps`, figures and metrics."""
 
 from __future__ import annotations
 

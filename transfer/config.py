@@ -1,4 +1,4 @@
-"""How an agent transfers."""
+"""The settings of a transfer agent."""
 
 from __future__ import annotations
 

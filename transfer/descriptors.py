@@ -1,4 +1,4 @@
-"""What an agent tells its peers of its memory, and the addresses that NIXL is given.
+"""Descriptors of an agent's memory for its peers, and the addresses that NIXL is given.
 
 Nothing of a peer is believed before it is checked: an envelope is whole, its layout lies in its
 regions, and no address leaves the region that the peer has registered. Nothing is ever pickled.

@@ -1,4 +1,4 @@
-"""Where the keys and values of blocks lie, and which bytes of one cache are which of another.
+"""The layout of keys and values of blocks, and the bytes of two caches that correspond.
 
 A block has, for each layer, the keys and the values of `block_size` tokens for some heads, each of
 `head_dim` numbers. Engines keep these in different orders, tensor parallelism gives each of them a

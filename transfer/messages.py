@@ -1,4 +1,4 @@
-"""What agents say to each other over the bus, where one is to push what the other wants to read.
+"""Messages between agents over the bus, for reads that the owner carries out as a push.
 
 reader                                   source
   | -- Push: ticket, blocks, landing -->   |

@@ -1,4 +1,4 @@
-"""Which local blocks abandoned transfers may still write, and which links are to be destroyed."""
+"""Local blocks that abandoned transfers may still write, and links that have to be destroyed."""
 
 from __future__ import annotations
 

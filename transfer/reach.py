@@ -1,4 +1,4 @@
-"""Whether UCX reaches a peer's memory by more than TCP."""
+"""The reach of UCX: does it get at a peer's memory by more than TCP?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One transfer as whoever waits for it sees it."""
+"""One transfer, as its waiting caller sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold while things go wrong, checked item by item as they arrive.
+"""The invariants of a run under faults, checked item by item as they arrive.
 
 Nothing here has a clock or I/O: times are seconds of one monotonic clock, given by whoever reads
 the streams.

@@ -1,4 +1,4 @@
-"""A process that is stopped, and goes on whatever becomes of whoever stopped it."""
+"""A process that is stopped, and goes on even if the process that stopped it dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run under faults found, for people and for programs."""
+"""The report of a run under faults, for people and for programs."""
 
 from __future__ import annotations
 

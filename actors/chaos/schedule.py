@@ -1,4 +1,4 @@
-"""What goes wrong and when: a pure function of a seed, so that every run can be repeated."""
+"""The schedule of faults: a pure function of a seed, so that every run can be repeated."""
 
 from __future__ import annotations
 

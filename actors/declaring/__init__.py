@@ -1,4 +1,4 @@
-"""How an actor is declared: its class, its handlers, and the types that they take and return."""
+"""The declaration of an actor: its class, its handlers, and the types that they take and return."""
 
 from . import actor, actor_config, brief_repr, handlers, json_object, reply, resume, service_args
 

@@ -1,4 +1,6 @@
-"""What a class says of itself that is served on the bus: its address, handlers and dependencies."""
+"""The base class of actors: address, handlers and dependencies of a class that is served on the
+bus.
+"""
 
 from __future__ import annotations
 

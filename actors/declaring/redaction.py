@@ -1,4 +1,4 @@
-"""What may be shown of a configured value: no password, token or key, however deep it lies.
+"""Redaction of configured values: no password, token or key is shown, however deep it lies.
 
 `shown` takes secrets out of a value of any kind, by the names of what it holds and, as `redact_url`
 does for every text that is logged or printed, out of the URLs in it.

@@ -1,4 +1,4 @@
-"""What an instance needs of its machine: cores, memory and GPUs, as its class or a run declares."""
+"""Resources of an instance: the cores, memory and GPUs that its class or a run declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an instance that ended is started again: after a pause that doubles, for ever."""
+"""The restart policy of instances that ended: after a pause that doubles, for ever."""
 
 from __future__ import annotations
 

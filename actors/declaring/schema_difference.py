@@ -1,4 +1,4 @@
-"""Whether what one side of an endpoint writes is read by the other, judged by JSON schemas alone.
+"""Compatibility of two JSON schemas: is all that one side of an endpoint writes read by the other?
 
 Two schemas are incompatible where nothing that one side may send is read by the other: a field has
 another type, or is required and never sent. Where it depends on the value (one alternative of

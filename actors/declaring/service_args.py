@@ -1,5 +1,6 @@
-"""How an actor class is served by a run: the class arguments, and the key `ServiceArgs` of its
-configuration, which overrides them one by one."""
+"""Class arguments of an actor, and the key `ServiceArgs` of its configuration, which overrides them
+one by one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request looks like, for people who sent none: its type, and an example in JSON."""
+"""The shape of a request, for people who sent none: its type, and an example in JSON."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each instance of a run has of the machine: GPUs, cores, memory."""
+"""The share of each instance of a run in its machine: GPUs, cores, memory."""

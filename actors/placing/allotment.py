@@ -1,4 +1,5 @@
-"""Which GPUs and cores each instance of a run has: decided, without looking at any machine.
+"""The allotment of GPUs and cores to the instances of a run, decided without looking at any
+machine.
 
 GPUs belong to one instance for as long as the run has it, however often its process is started
 again. Cores are an aid: where there are too few to give every instance its own, nobody is pinned.

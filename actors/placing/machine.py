@@ -1,4 +1,4 @@
-"""What this machine has to allot, found without importing any library for GPUs."""
+"""The GPUs, cores and memory of this machine, found without importing any library for GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dynbus run` and the child process of an instance say to each other: JSON lines.
+"""The messages between `dynbus run` and the child process of an instance: JSON lines.
 
 A `Command` goes from parent to child, a `Report` back. `child.py` is the parent's end of the
 socket pair, `worker.py` the child's.

@@ -1,4 +1,4 @@
-"""What a YAML file, or the JSON of the variable `DYNBUS_CONFIG`, says of a run, read as data alone.
+"""The configuration of a run in a YAML file or the JSON of `DYNBUS_CONFIG`, read as data alone.
 
 No tags, no key twice, and bounded however it is written: in bytes, in values and in depth.
 """

@@ -1,4 +1,4 @@
-"""What other programs of the same user ask of a running `dynbus run`, over a socket in `.dynbus`.
+"""The control socket of a running `dynbus run` in `.dynbus`, for other programs of the same user.
 
 A connection carries one question, and is then closed: JSON lines, one `Question`, and then what
 is done for it, each step an `Answer`, the last of them `Done` or `Refused`. Only its owner can open

@@ -1,4 +1,4 @@
-"""Which nodes of a run are not what their files and settings say: a run that reloads asks it.
+"""The nodes of a run that differ from their files and settings, for a run that reloads.
 
 This decides only; `commands/reload.py` watches the files, plans and carries out.
 """

@@ -1,4 +1,4 @@
-"""What a run starts, as data: nobody needs the user's classes to read it.
+"""The plan of a run, as data: it is read without the user's classes.
 
 `planning.py` makes it, in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""How an object of an actor becomes an instance on the bus."""
+"""The service of an actor's object as an instance on the bus."""
 
 from . import endpoints, instance
 

@@ -1,4 +1,4 @@
-"""What the bus needs of each handler: of an object's methods, or of plain functions."""
+"""Endpoints made of handlers: of an object's methods, or of plain functions."""
 
 from __future__ import annotations
 

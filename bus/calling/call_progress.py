@@ -1,4 +1,4 @@
-"""How far one call has come, and what its writer is to be told of that.
+"""The progress of one call at its caller, and the frames that its writer is due for it.
 
 A plain object without I/O or clock. `PendingCall` is one with a task that waits for it.
 """

@@ -1,4 +1,4 @@
-"""What can be made to go wrong on the in-memory bus."""
+"""Faults of the in-memory bus: messages lost, delayed and doubled, links cut."""
 
 from __future__ import annotations
 

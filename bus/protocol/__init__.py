@@ -1,4 +1,4 @@
-"""What crosses the bus: subjects, headers, frames, and the state of both ends of a stream."""
+"""The protocol of the bus: subjects, headers, frames, and the state of both ends of a stream."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What an instance serves: one handler, reduced to what the bus needs of it."""
+"""A served endpoint: one handler, reduced to the part that the bus needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the other side of a call is still there.
+"""The liveness of the other side of a call, judged by its heartbeats.
 
 Two signals speak against it: silence, where heartbeats are due (they come every
 `HEARTBEAT_INTERVAL` while a call is open), and the server's own 503 for a message that found

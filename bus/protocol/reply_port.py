@@ -1,4 +1,4 @@
-"""Where the results of one running call go, whoever makes them: a handler, an engine, a relay."""
+"""The port that takes the results of one running call, from a handler, an engine or a relay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JetStream keeps: the records of instances, leases, and objects."""
+"""Records in JetStream: instances, leases, and objects."""
 
 from typing import TYPE_CHECKING
 

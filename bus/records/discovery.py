@@ -1,4 +1,4 @@
-"""Which instances exist: what keeps the view current that clients choose from.
+"""Discovery: the task that keeps the view of instances current from which clients choose.
 
 `Discovery` feeds an `InstanceView` from one ordered consumer on the control lane, asks for those
 of which records say too little, and wakes whoever waits on the main loop.

@@ -1,4 +1,4 @@
-"""Records that their server keeps beyond their time, and what removes them.
+"""Records that their server keeps beyond their time, and their removal.
 
 A nats-server that is killed may bring back messages whose TTL was over, and keeps some of them for
 ever (2.15.1). Whoever reads records skips them. They are removed here: each kill would leave some.

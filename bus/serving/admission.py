@@ -1,4 +1,4 @@
-"""Which calls of one handler run, wait or are refused."""
+"""Admission of the calls of one handler: each runs, waits or is refused."""
 
 from __future__ import annotations
 

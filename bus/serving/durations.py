@@ -1,4 +1,4 @@
-"""How long the runs of one handler take, as far as its latest ones tell."""
+"""The expected duration of a handler's runs, estimated from its latest ones."""
 
 from __future__ import annotations
 

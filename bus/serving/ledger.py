@@ -1,5 +1,5 @@
-"""What an instance owes its clients: their calls, the results they have yet to acknowledge, and
-what was said of requests that have not arrived.
+"""The ledger of an instance: calls of its clients, results they have yet to acknowledge, and words
+about requests that have not arrived.
 
 The one owner of that knowledge, without I/O or clock. Whoever reads a message tells the ledger,
 and carries out what it returns. A control frame may overtake the request that it speaks of, or

@@ -1,4 +1,4 @@
-"""Where the results of one call go: frames for dynbus clients, JSON messages for all others."""
+"""The sink of one call's results: frames for dynbus clients, JSON messages for all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of exports that fail: once, with the reason and the setting that turns them off.
+"""The log of exports that fail: one line each, with the reason and the setting that turns them off.
 
 OpenTelemetry's exporters log each attempt. With a receiver that is down, or takes traces and no
 metrics, they fill the log of a process that is well. `ExportState` decides what is said and when

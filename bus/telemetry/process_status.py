@@ -1,5 +1,6 @@
-"""What a process says of how it is: texts for people, shown by `dynbus ps`, `$SRV.STATS` and
-`/ready`, and figures of single instances, shown by `dynbus top`."""
+"""The status of a process: texts for people, shown by `dynbus ps`, `$SRV.STATS` and `/ready`, and
+figures of single instances, shown by `dynbus top`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queues of jobs that outlive whoever puts and takes them, and their dead letters."""
+"""Queues of jobs that outlive the processes which put and take them, and their dead letters."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a job in a work queue is, and what is to become of it. No I/O, no clock."""
+"""A job of a work queue, and the decision about its next try. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What operators see of a work queue: how its jobs fare, how long they wait, how many there are,
-and of which traces they are."""
+"""Figures and spans of a work queue: outcomes of jobs, waits, depth, and the traces that jobs
+belong to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue of jobs that survives whoever puts and takes them: a JetStream work queue."""
+"""A queue of jobs that survives the processes which put and take them: a JetStream work queue."""
 
 from __future__ import annotations
 

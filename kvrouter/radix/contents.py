@@ -1,4 +1,4 @@
-"""Which blocks a holder has, as columns."""
+"""The blocks of one holder, as columns."""
 
 from __future__ import annotations
 

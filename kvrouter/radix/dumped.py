@@ -1,4 +1,4 @@
-"""What a snapshot of the index consists of, and whether it fits together."""
+"""The parts of a snapshot of the index, and the check that they fit together."""
 
 from __future__ import annotations
 

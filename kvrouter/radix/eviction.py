@@ -1,5 +1,5 @@
-"""Which runs of a `PrefixTree` are given up at the limit, how much of them each holder has to
-forget, and how it does.
+"""Eviction of runs of a `PrefixTree` at its limit: their choice, the share that each holder
+forgets, and its removal.
 
 A run can be given up by those that hold nothing below it. A holder knows its blocks by name, and
 a run does not know the names: forgetting a run costs a look at all names of the holder. So many

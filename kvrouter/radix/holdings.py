@@ -1,4 +1,4 @@
-"""What one cache holds of one run: a prefix without a gap, pieces behind a hole, copies.
+"""The holdings of one cache in one run: a prefix without a gap, pieces behind a hole, copies.
 
 The invariant: `ends[holder] = e` in a run says that the holder has the blocks [start, e) of
 it and all blocks before the run. Blocks that it has behind a hole are kept as `detached`

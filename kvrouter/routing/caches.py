@@ -1,4 +1,5 @@
-"""What each rank is taken to hold: what it says, what was sent to it, and whether that is true.
+"""The assumed contents of each rank's cache: its own events, the requests sent to it, and their
+agreement.
 
 An index follows what engines say. Own decisions are guesses: they count alone when engines tell no
 events, and beside the index for the time until the events of a request arrive. An index can agree

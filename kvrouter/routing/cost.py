@@ -1,4 +1,4 @@
-"""What it costs to send a request to each candidate, and the choice among the costs.
+"""The cost of sending a request to each candidate, and the choice among the costs.
 
 A cost function is any callable of a request and its candidates; `KvCost` is that of dynbus,
 `DynamoCost` is Dynamo's.

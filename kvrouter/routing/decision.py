@@ -1,4 +1,4 @@
-"""A decision: who could have got a request, what was known of each, and what came of it.
+"""A decision: the candidates for a request, the facts known of each, and the outcome.
 
 Routers tell theirs to whoever asks by core NATS, on the subject `_kv_why` of their component.
 """

@@ -1,4 +1,4 @@
-"""What operators see of a router: its awareness of the caches, its figures, its decisions.
+"""Figures of a router for operators: its awareness of the caches, its loads, its decisions.
 
 The labels of its metrics are bounded: the target, and closed lists.
 """

@@ -1,4 +1,4 @@
-"""What instances say of their KV caches in their metadata, and whether they fit together."""
+"""Profiles of KV caches in the metadata of instances, and the check that they fit together."""
 
 from __future__ import annotations
 

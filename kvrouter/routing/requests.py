@@ -1,4 +1,4 @@
-"""What routing reads of a call: its token ids, and what its metadata asks for."""
+"""The part of a call that routing reads: its token ids, and the wishes of its metadata."""
 
 from __future__ import annotations
 

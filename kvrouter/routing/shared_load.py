@@ -1,4 +1,4 @@
-"""Routers tell each other what they send where, over core NATS.
+"""Loads that routers tell each other over core NATS.
 
 Each router numbers what it says of its own requests. Whoever misses a number, or comes late,
 asks for the router's whole set. What a router said counts until it says that it is over, or

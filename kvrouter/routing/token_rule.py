@@ -1,4 +1,4 @@
-"""What is left of a request for tokens whose stream was broken off, so that another engine goes on.
+"""The rest of a request for tokens whose stream was broken off, for another engine to go on with.
 
 A request is a JSON object with `token_ids`; its items are objects with `token_ids`, and the last
 one of each continuation has a `finish_reason`. The rest of a continuation is asked for by its

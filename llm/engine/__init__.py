@@ -1,4 +1,4 @@
-"""What all engines have in common: the interface, batching, sampling, and what serves one.
+"""The common parts of engines: the interface, batching, sampling, and the actor that serves one.
 
 An engine of one's own is an `Engine`, or a `Model` in a `ModelEngine`; an `EngineWorker` puts it on
 the bus.

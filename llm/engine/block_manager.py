@@ -1,4 +1,4 @@
-"""The blocks of an engine's cache: who uses them, what is cached, what is evicted.
+"""The blocks of an engine's cache: their users, cached prefixes, eviction.
 
 A block is unused, private to a request, or cached under its sequence hash. A cached block that
 no request uses is idle: it can be found as part of a prefix, and it is evicted when room is

@@ -1,4 +1,4 @@
-"""What keeps the output of a continuation in the form that its request gives: see llguidance."""
+"""Constraints that keep an output in the form that its request gives, by llguidance."""
 
 from __future__ import annotations
 

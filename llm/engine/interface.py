@@ -1,4 +1,4 @@
-"""What an engine is: something that takes requests, and makes tokens for many of them by steps."""
+"""The interface of an engine: it takes requests, and makes tokens for many of them by steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step computes, and what computes it: the model behind a `ModelEngine`."""
+"""The batch of a step, and the interface of the model behind a `ModelEngine` that computes it."""
 
 from __future__ import annotations
 

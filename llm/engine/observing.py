@@ -1,4 +1,4 @@
-"""What operators see of an engine: a line in `dynbus ps`, and metrics."""
+"""Figures of an engine for operators: a line in `dynbus ps`, and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the states of a text's tokens become its embedding."""
+"""Pooling: the embedding of a text from the states of its tokens."""
 
 from __future__ import annotations
 

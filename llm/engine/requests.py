@@ -1,4 +1,4 @@
-"""What an engine takes: each value of a request is checked before anything is made of it."""
+"""The checks of an engine's requests, made before anything is computed."""
 
 from __future__ import annotations
 

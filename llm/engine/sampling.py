@@ -1,4 +1,4 @@
-"""How tokens are drawn from logits.
+"""Sampling: the draw of tokens from logits.
 
 In the order of `Sampling`: bias, penalties, temperature, top-k, top-p, min-p. Tokens that would
 break the form of the output are excluded before temperature. Of equal logits the lower id comes

@@ -1,4 +1,4 @@
-"""What an engine computes in each step: continuous batching as vLLM does it.
+"""The scheduler of an engine's steps: continuous batching as vLLM does it.
 
 Running requests come first, each with the tokens that it lacks, a prompt in chunks; then waiting
 ones in their order, as long as the token budget, the number of sequences and the blocks allow.

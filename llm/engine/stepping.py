@@ -1,4 +1,6 @@
-"""What steps an engine: a thread of its own where it computes, else a task of the event loop."""
+"""The driver of an engine's steps: a thread of its own where it computes, else a task of the event
+loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a request waits in an engine, and how its prompt and its output are computed.
+"""Spans of a request in an engine: its wait, its prompt and its output.
 
 Spans `queue`, `prefill` and `decode`, as children of the call that asked, and histograms of the
 first two. Requests are told of when they come and go, and steps as a whole: without telemetry a

@@ -1,4 +1,4 @@
-"""What is answered by an engine: from the request's bytes to the answer's, under each interface."""
+"""Requests that an engine answers, from the request's bytes to the answer's, by each interface."""
 
 from __future__ import annotations
 

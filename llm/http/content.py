@@ -1,4 +1,4 @@
-"""What a request and its answer say, for the log and the trace of whoever asks for it.
+"""The content of requests and answers in the log and in traces, for operators who ask for it.
 
 The messages have the form of OpenTelemetry's `gen_ai.input.messages` and `gen_ai.output.messages`.
 """

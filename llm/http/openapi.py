@@ -1,4 +1,4 @@
-"""What the interface is, for programs (`/openapi.json`) and for people (`/docs`)."""
+"""The description of the interface, for programs (`/openapi.json`) and for people (`/docs`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a program for another process and ends it with that one, however that one ends.
+"""A program that runs another one for a process, and ends it with that one, however that one ends.
 
 It runs as a file of its own (`python -I -S attendant.py COMMAND...`), leads a process group, and
 needs the standard library only. Its standard input is a pipe from whoever wants the program: when

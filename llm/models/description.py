@@ -1,4 +1,4 @@
-"""What the files of a model say of it, beside its weights."""
+"""The description of a model in its files, beside its weights."""
 
 from __future__ import annotations
 

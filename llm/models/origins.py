@@ -1,4 +1,4 @@
-"""What a model path names: a folder, a GGUF file, a repository of a hub, or a package."""
+"""The origin that a model path names: a folder, a GGUF file, a hub's repository, or a package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in JSON that was read without a type."""
+"""Fields of JSON that was read without a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of models, instances and decisions, as one JSON object."""
+"""The state that the page shows: models, instances and decisions, as one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the next piece of an output adds to its content, its reasoning and its tool calls."""
+"""The delta of an output's next piece: content, reasoning and tool calls."""
 
 from __future__ import annotations
 

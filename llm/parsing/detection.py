@@ -1,4 +1,4 @@
-"""Which parsers the outputs of a model need, as its chat template tells."""
+"""Detection of the parsers that a model's outputs need, from its chat template."""
 
 from __future__ import annotations
 

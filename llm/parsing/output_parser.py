@@ -1,4 +1,4 @@
-"""Which parser reads the outputs of a model, by the names that vLLM gives them."""
+"""Output parsers by the names that vLLM gives them."""
 
 from __future__ import annotations
 

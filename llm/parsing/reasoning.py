@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between markers of its own."""
+"""Reasoning before an answer, between the markers of a model."""
 
 from __future__ import annotations
 

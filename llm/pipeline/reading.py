@@ -1,4 +1,4 @@
-"""How the text of an output is read: what of it is reasoning, content and tool calls."""
+"""The split of an output's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 

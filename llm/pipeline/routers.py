@@ -1,4 +1,4 @@
-"""Which instances a model's requests may go to, and the routers that its adapters share with it."""
+"""Routers of the served models, which the adapters of a model share with it."""
 
 from __future__ import annotations
 

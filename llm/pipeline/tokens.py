@@ -1,4 +1,4 @@
-"""The tokens of a text or a conversation, and the text of tokens, for whoever asks for these."""
+"""Endpoints for tokens: those of a text or a conversation, and the text of tokens."""
 
 from __future__ import annotations
 

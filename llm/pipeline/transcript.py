@@ -1,4 +1,4 @@
-"""What a request's tokens come to: text, chunks, finish reasons and usage, without I/O."""
+"""The transcript of a request's tokens: text, chunks, finish reasons and usage, without I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers answer, read without I/O: their models, their caches, their errors."""
+"""Answers of proxied servers, read without I/O: their models, their caches, their errors."""
 
 from __future__ import annotations
 

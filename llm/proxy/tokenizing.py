@@ -1,4 +1,4 @@
-"""What a server is asked for the tokens of a request: its prompt, and what that is made with."""
+"""Requests to a proxied server for the tokens of a prompt."""
 
 from __future__ import annotations
 

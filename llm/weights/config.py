@@ -1,4 +1,5 @@
-"""What a decoder is like: its sizes and options, from `config.json` or the metadata of a GGUF file.
+"""The configuration of a decoder: its sizes and options, from `config.json` or the metadata of a
+GGUF file.
 
 Models of the Llama family alone: Llama (SmolLM2 is one), Qwen2, Qwen3.
 """

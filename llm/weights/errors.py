@@ -1,4 +1,4 @@
-"""What is wrong with a model that cannot be loaded."""
+"""The errors of a model that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Whether two engines compute the same model: only then the KV blocks of one are of use to the
-other."""
+"""The fingerprint of a model: KV blocks of one engine are of use to another with the same one
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers of model files share: a file in memory, and numbers that are not quantised."""
+"""The base of readers of model files: a file in memory, and numbers that are not quantised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the small files of a model's folder, whoever made it: configurations, tokenizers."""
+"""Reading of the small files of a model's folder: configurations, tokenizers."""
 
 from __future__ import annotations
 
