@@ -18,7 +18,7 @@ from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 
 from .frozen import frozen
-from .proxy import Link, Proxy, links_of
+from .proxy import ProxiedConnection, Proxy, links_of
 from .schedule import Kind, Step
 from .servers import OwnServers
 
@@ -275,7 +275,7 @@ class Nemesis:
             return None, servers.for_callers, "the callers"
         return spare[number], servers.for_workers, spare[number].label
 
-    def _links(self, child: Child | None, proxies: Sequence[Proxy]) -> list[Link]:
+    def _links(self, child: Child | None, proxies: Sequence[Proxy]) -> list[ProxiedConnection]:
         pid = self._callers_pid if child is None else child.pid
         return [] if pid is None else links_of(pid, proxies)
 

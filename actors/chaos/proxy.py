@@ -43,7 +43,7 @@ class Faults:
         return self.swallow_to_server if to_server else self.swallow_to_client
 
 
-class Link(Faults):
+class ProxiedConnection(Faults):
     """One proxied connection: two pumps and what is being done to them.
 
     Attributes:
@@ -112,7 +112,7 @@ class Proxy(Faults):
         super().__init__()
         self._target_port = target_port
         self._server: asyncio.Server | None = None
-        self.links: list[Link] = []
+        self.links: list[ProxiedConnection] = []
         self._refuse = False
         self._silenced: Counter[int] = Counter()
         self.accepted = 0
@@ -163,7 +163,7 @@ class Proxy(Faults):
         for link in links_of(pid, [self]):
             link.thaw()
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: ProxiedConnection) -> None:
         """A connection has ended."""
         with suppress(ValueError):
             self.links.remove(link)
@@ -183,14 +183,14 @@ class Proxy(Faults):
             writer.transport.abort()
             server[1].transport.abort()
             return
-        link = Link(self, (reader, writer), server)
+        link = ProxiedConnection(self, (reader, writer), server)
         self.links.append(link)
         for pid, times in self._silenced.items():
             if times and link in links_of(pid, [self]):
                 link.freeze()
 
 
-def links_of(pid: int, proxies: Iterable[Proxy]) -> list[Link]:
+def links_of(pid: int, proxies: Iterable[Proxy]) -> list[ProxiedConnection]:
     """The connections of one process through these proxies.
 
     All of them where the system does not tell whose they are, as others than Linux.

@@ -16,7 +16,7 @@ from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import ComponentName
 
-from .schemas import Components, Place, whole_schema
+from .schemas import Components, SchemaUse, whole_schema
 
 VERSION: Final = "3.0.0"
 JSON_TYPE: Final = "application/json"
@@ -40,27 +40,27 @@ class DocumentedActor(NamedTuple):
             yield f"{self.address}.{spec.name}", spec
 
 
-def message_schemas(actors: Sequence[DocumentedActor]) -> dict[Place, dict[str, Any]]:
+def message_schemas(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, dict[str, Any]]:
     """The schema of each message of the actors, as a document of its own.
 
     Raises:
         ConfigError: an annotation of a handler cannot be used, or a schema not be written.
     """
-    found: dict[Place, dict[str, Any]] = {}
+    found: dict[SchemaUse, dict[str, Any]] = {}
     for one in actors:
         for _, spec in one.handlers():
             request = spec.request_codec
             if request is not None:
-                place = Place(str(one.address), spec.name, "request")
+                place = SchemaUse(str(one.address), spec.name, "request")
                 found[place] = whole_schema(request, place)
-            place = Place(str(one.address), spec.name, _result(spec))
+            place = SchemaUse(str(one.address), spec.name, _result(spec))
             found[place] = whole_schema(spec.result_codec, place)
     return found
 
 
 def asyncapi(
     actors: Sequence[DocumentedActor],
-    schemas: Mapping[Place, Mapping[str, Any]],
+    schemas: Mapping[SchemaUse, Mapping[str, Any]],
     *,
     title: str,
     version: str,
@@ -111,9 +111,9 @@ def _result(spec: HandlerSpec) -> str:
     return "item" if spec.streaming else "reply"
 
 
-def _class_names(actors: Sequence[DocumentedActor]) -> dict[Place, str]:
+def _class_names(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, str]:
     """The classes that requests and results are of, by name."""
-    found: dict[Place, str] = {}
+    found: dict[SchemaUse, str] = {}
     for one in actors:
         for _, spec in one.handlers():
             for role, codec in (
@@ -122,7 +122,7 @@ def _class_names(actors: Sequence[DocumentedActor]) -> dict[Place, str]:
             ):
                 kind: Any = codec.annotation if codec is not None else None
                 if isinstance(kind, type) and kind.__module__ not in ("builtins", "typing"):
-                    found[Place(str(one.address), spec.name, role)] = kind.__name__
+                    found[SchemaUse(str(one.address), spec.name, role)] = kind.__name__
     return found
 
 
@@ -152,14 +152,14 @@ def _messages(
     }
     if spec.request_codec is not None:
         request |= _body(spec.request_codec.annotation)
-        request["payload"] = components.payload(Place(address, spec.name, "request"))
+        request["payload"] = components.payload(SchemaUse(address, spec.name, "request"))
         if spec.parameter is not None and spec.default is not inspect.Parameter.empty:
             request["description"] = "May be empty: the handler's default is taken then."
     answer: dict[str, Any] = {
         "name": f"{subject}.{result}",
         "title": f"{'Item of' if spec.streaming else 'Reply of'} {spec.name}",
         **_body(spec.result_codec.annotation),
-        "payload": components.payload(Place(address, spec.name, result)),
+        "payload": components.payload(SchemaUse(address, spec.name, result)),
     }
     return {f"{subject}.request": request, f"{subject}.{result}": answer}
 

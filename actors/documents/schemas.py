@@ -26,7 +26,7 @@ _LOCAL: Final = "#/$defs/"
 _SCHEMA_LISTS: Final = ALTERNATIVES | {"prefixItems"}
 
 
-class Place(NamedTuple):
+class SchemaUse(NamedTuple):
     """Where a schema is used.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return f"{self.address}.{self.endpoint}.{self.role}"
 
 
-def whole_schema(codec: AnyCodec, place: Place) -> dict[str, Any]:
+def whole_schema(codec: AnyCodec, place: SchemaUse) -> dict[str, Any]:
     """The schema of a message as a document of its own, without secrets.
 
     Raises:
@@ -68,11 +68,11 @@ def json_text(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _side(place: Place) -> str:
+def _side(place: SchemaUse) -> str:
     return "Input" if place.role == "request" else "Output"
 
 
-_NAMINGS: Final[Sequence[Callable[[str, Place], str]]] = (
+_NAMINGS: Final[Sequence[Callable[[str, SchemaUse], str]]] = (
     lambda name, _: name,
     # A field with a default may be left out of what is read, and is always written.
     lambda name, place: f"{name}-{_side(place)}",
@@ -92,15 +92,15 @@ class Components:
     """
 
     def __init__(
-        self, schemas: Mapping[Place, Mapping[str, Any]], names: Mapping[Place, str]
+        self, schemas: Mapping[SchemaUse, Mapping[str, Any]], names: Mapping[SchemaUse, str]
     ) -> None:
-        self._roots: dict[Place, Any] = {}
-        self._scopes: dict[Place, dict[str, Any]] = {}
+        self._roots: dict[SchemaUse, Any] = {}
+        self._scopes: dict[SchemaUse, dict[str, Any]] = {}
         for place, schema in schemas.items():
             self._add(place, schema, names.get(place, ""))
         self._names = dict(self._named())
 
-    def payload(self, place: Place) -> Any:
+    def payload(self, place: SchemaUse) -> Any:
         """The schema of a message, with references to its classes."""
         return self._translated(self._roots[place], place)
 
@@ -113,7 +113,7 @@ class Components:
         }
         return dict(sorted(found.items()))
 
-    def _add(self, place: Place, schema: Mapping[str, Any], name: str) -> None:
+    def _add(self, place: SchemaUse, schema: Mapping[str, Any], name: str) -> None:
         root = {key: value for key, value in schema.items() if key != "$defs"}
         scope = dict(schema.get("$defs", {}))
         if name and name not in scope and "$ref" not in root:
@@ -122,10 +122,10 @@ class Components:
         self._roots[place] = root
         self._scopes[place] = scope
 
-    def _named(self) -> Iterator[tuple[tuple[Place, str], str]]:
+    def _named(self) -> Iterator[tuple[tuple[SchemaUse, str], str]]:
         """What each class of each message is called in the whole document: its own name, and as
         much besides as tells it from others that are called so."""
-        uses: dict[str, list[tuple[Place, str, str]]] = {}
+        uses: dict[str, list[tuple[SchemaUse, str, str]]] = {}
         for place, scope in self._scopes.items():
             for name in scope:
                 uses.setdefault(_legal(name), []).append((place, name, _closure(name, scope)))
@@ -140,7 +140,7 @@ class Components:
                     )
                     break
 
-    def _translated(self, schema: Any, place: Place) -> Any:
+    def _translated(self, schema: Any, place: SchemaUse) -> Any:
         def translate(given: dict[str, Any]) -> dict[str, Any]:
             return _draft_7(given, lambda name: COMPONENTS + self._names[place, name])
 

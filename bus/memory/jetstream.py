@@ -17,7 +17,6 @@ from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
     AckKind,
-    ConnectionState,
     ConsumeOptions,
     ConsumerInfo,
     Delivery,
@@ -32,7 +31,7 @@ from dynbus.bus.transport import (
     publish_headers,
 )
 
-from .pull_consumer import MemoryPullConsumer, MemoryPullReader
+from .pull_consumer import MemoryPullConsumer, MemoryPullReader, ReaderLink
 from .stream import MemoryStream
 from .subjects import overlap
 
@@ -42,17 +41,11 @@ CONSUME_TIMEOUT: Final = 5.0
 CLOCK_STEP: Final = 1e-6
 
 
-class Link(Protocol):
-    """What JetStream needs of the connection over which it is used."""
+class Link(ReaderLink, Protocol):
+    """The connection over which JetStream is used."""
 
     @property
     def max_payload(self) -> int: ...
-    @property
-    def state(self) -> ConnectionState: ...
-    def send(self, command: Callable[[], None], size: int = 0) -> None: ...
-    def deliver(self, delivery: Callable[[], None]) -> None: ...
-    def call(self, callback: Callable[[], None], what: str) -> None: ...
-    async def barrier(self, *, timeout: float = 5.0) -> None: ...
     def check_size(self, message: Message) -> int: ...
     async def request(
         self,

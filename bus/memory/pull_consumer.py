@@ -23,8 +23,8 @@ from dynbus.bus.transport import (
 from .stream import MemoryStream
 
 
-class Link(Protocol):
-    """What a reader needs of its connection."""
+class ReaderLink(Protocol):
+    """The connection of a reader."""
 
     @property
     def state(self) -> ConnectionState: ...
@@ -46,7 +46,7 @@ class MemoryPullReader:
 
     def __init__(
         self,
-        connection: Link,
+        connection: ReaderLink,
         server: Demand,
         stream: str,
         consumer: str,

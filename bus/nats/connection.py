@@ -37,7 +37,7 @@ from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
 from .own_host import find_own_hosts, is_own_address
 from .protocol import ProtocolViolation, ServerReader, heard_by
-from .server_choice import Place, ServerChoice
+from .server_choice import ServerAddress, ServerChoice
 from .session import NatsOutput, NatsSession, Pings, open_session
 
 logger = logging.getLogger(__name__)
@@ -364,7 +364,7 @@ class NatsConnection(WatchedConnection):
             session = await open_session(
                 plan.urls, name=self.name, timeout=timeout, options=self._options
             )
-            place = Place(session.url, session.server_id)
+            place = ServerAddress(session.url, session.server_id)
             is_last = avoided.issuperset(plan.urls)
             if choice.arrive(self, place, plan, monotonic(), is_last=is_last):
                 if is_last:

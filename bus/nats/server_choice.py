@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     turn: int
 
 
-class Place(NamedTuple):
+class ServerAddress(NamedTuple):
     """A server that a connection has a session with.
 
     Attributes:
@@ -69,10 +69,10 @@ class ServerChoice:
         self._is_own = is_own
         self._configured = [self._placed(server, zone) for server in servers]
         self._advertised: list[_Server] = []
-        self._places: dict[object, Place] = {}
+        self._places: dict[object, ServerAddress] = {}
         self._followers: dict[object, Callable[[], None]] = {}
         self._shunned: dict[str, float] = {}
-        self._chosen: Place | None = None
+        self._chosen: ServerAddress | None = None
         self._turn = 0
         self._follow_at = 0.0
 
@@ -133,7 +133,13 @@ class ServerChoice:
                 self._shunned[at.url] = now + SHUN_SECONDS
 
     def arrive(
-        self, connection: object, place: Place, plan: Plan, now: float, *, is_last: bool = False
+        self,
+        connection: object,
+        place: ServerAddress,
+        plan: Plan,
+        now: float,
+        *,
+        is_last: bool = False,
     ) -> bool:
         """A connection has a session with a server; False when it is to go to that of the others.
 
@@ -207,7 +213,7 @@ class ServerChoice:
                 return self._is_shunned(at.url, now)
             return at.server_id != self._chosen.server_id
 
-    def _has_other(self, at: Place | None, now: float) -> bool:
+    def _has_other(self, at: ServerAddress | None, now: float) -> bool:
         return any(
             (at is None or server.url != at.url) and not self._is_shunned(server.url, now)
             for server in (*self._configured, *self._advertised)

@@ -141,7 +141,7 @@ class Facts(NamedTuple):
     deadline: float | None
 
 
-class Verdict(NamedTuple):
+class Disposition(NamedTuple):
     """What is to be done with a delivery: begin it where both are None.
 
     Attributes:
@@ -196,7 +196,7 @@ def judge(
     now: float,
     config: WorkQueueConfig,
     cancelled: Tombstones | None = None,
-) -> Verdict:
+) -> Disposition:
     """What is to be done with a delivery. Times are of the own monotonic clock.
 
     Args:
@@ -214,25 +214,25 @@ def judge(
     facts = Facts(job_id or f"#{message.sequence}", own, deadline)
     if not readable:
         error = f"{header_names.DEADLINE} is {text!r}, which is no number of milliseconds"
-        return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
+        return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
     if not _JOB_ID.fullmatch(facts.job_id):
         error = f"the job id {facts.job_id!r} is no printable ASCII without spaces, of 128 at most"
-        return Verdict(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
+        return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
     if cancelled:
         names = (facts.job_id, fields.get(header_names.REQUEST_ID, ""))
         if cancelled.has_job(names, queued):
-            return Verdict(facts, JobEnd.CANCELLED)
+            return Disposition(facts, JobEnd.CANCELLED)
     if deadline is not None and now >= deadline:
-        return Verdict(facts, JobEnd.EXPIRED)
+        return Disposition(facts, JobEnd.EXPIRED)
     if config.max_age is not None and now - queued > config.max_age:
         error = f"it was not begun within the {config.max_age:g} s of max_age"
         if delivery.tries > 1:
             error = f"it was not done within the {config.max_age:g} s of max_age"
-        return Verdict(facts, JobEnd.DEAD, DeathReason.AGE, error)
+        return Disposition(facts, JobEnd.DEAD, DeathReason.AGE, error)
     if delivery.tries > config.tries:
         error = f"its taker gave no sign on try {delivery.tries - 1} of {config.tries}"
-        return Verdict(facts, JobEnd.DEAD, DeathReason.TRIES, error)
-    return Verdict(facts)
+        return Disposition(facts, JobEnd.DEAD, DeathReason.TRIES, error)
+    return Disposition(facts)
 
 
 def counted(delivery: Delivery) -> tuple[Delivery, float]:

@@ -21,7 +21,7 @@ from dynbus.bus.telemetry.trace_context import trace_fields
 from dynbus.bus.transport import ConnectionState, Delivery
 
 from .dead_letters import DeadLetters
-from .job import DeathReason, Facts, JobEnd, Verdict, counted, error_text, judge, put_at
+from .job import DeathReason, Disposition, Facts, JobEnd, counted, error_text, judge, put_at
 from .job_stream import CONSUMER, JobStream
 from .observing import QueueFigures
 
@@ -348,16 +348,16 @@ class Taker:
             await self._read_clock()
         while self._ready and not self._drained and len(self._held) < self._limit:
             delivery = self._ready.popleft()
-            verdict = self._judge(delivery)
-            if verdict.end is None:
-                facts = verdict.facts
+            disposition = self._judge(delivery)
+            if disposition.end is None:
+                facts = disposition.facts
                 attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
                 job = Job(self, delivery, facts, self._jobs.created, attempt)
                 self._held[_key(delivery)] = job
                 waited = monotonic() - self._jobs.queued(delivery)
                 self._figures.taken(waited if delivery.tries == 1 else None)
                 return job
-            await self._refuse(delivery, verdict)
+            await self._refuse(delivery, disposition)
         return None
 
     async def _read_clock(self) -> None:
@@ -367,23 +367,23 @@ class Taker:
             # What it said before is carried on by our own clock.
             logger.debug("%r: the server's time was not read again: %s", self, error)
 
-    def _judge(self, delivery: Delivery) -> Verdict:
+    def _judge(self, delivery: Delivery) -> Disposition:
         queued = self._jobs.queued(delivery)
         return judge(delivery, queued, monotonic(), self._jobs.config, self._cancelled)
 
-    async def _refuse(self, delivery: Delivery, verdict: Verdict) -> None:
+    async def _refuse(self, delivery: Delivery, disposition: Disposition) -> None:
         """Have a job leave the queue that is not to be begun."""
-        job_id = verdict.facts.job_id
-        if verdict.end is JobEnd.EXPIRED:
+        job_id = disposition.facts.job_id
+        if disposition.end is JobEnd.EXPIRED:
             logger.info("job %s of %s is dropped: its deadline passed", job_id, self._jobs.name)
-        elif verdict.end is JobEnd.CANCELLED:
+        elif disposition.end is JobEnd.CANCELLED:
             logger.info("job %s of %s is dropped: it was cancelled", job_id, self._jobs.name)
         elif not await self._write_letter(
-            delivery, job_id, verdict.reason or DeathReason.TRIES, verdict.error
+            delivery, job_id, disposition.reason or DeathReason.TRIES, disposition.error
         ):
             return
         if await self._drop(delivery, self._jobs.created):
-            self._figures.left(verdict.end or JobEnd.DEAD)
+            self._figures.left(disposition.end or JobEnd.DEAD)
 
     async def _write_letter(
         self, delivery: Delivery, job_id: str, reason: DeathReason, error: BaseException | str

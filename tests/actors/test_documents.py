@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from dynbus import Actor, ConfigError, handler
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
-from dynbus.actors.documents.schemas import Place, schema_file
+from dynbus.actors.documents.schemas import SchemaUse, schema_file
 
 SCHEMA = Path(__file__).parents[1] / "data" / "asyncapi" / "3.0.0.json"
 OFFICIAL: Any = jsonschema.Draft7Validator(json.loads(SCHEMA.read_text()))
@@ -270,7 +270,7 @@ def test_each_message_has_a_json_schema_of_its_own() -> None:
 
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(json.loads(schema_file(schema)))
-    asked = schemas[Place("told.Speaker", "say", "request")]
+    asked = schemas[SchemaUse("told.Speaker", "say", "request")]
     validator: Any = jsonschema.Draft202012Validator(asked)
     assert validator.is_valid({"text": "a", "pair": [1, "b"]})
     assert not validator.is_valid({"text": "a", "pair": ["b", 1]})

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dynbus.bus.nats.server_choice import (
     FOLLOW_PAUSE,
     SHUN_SECONDS,
-    Place,
     Plan,
+    ServerAddress,
     ServerChoice,
     split_zone,
 )
@@ -42,7 +42,7 @@ class Member:
         self.calls += 1
 
     def go(self, url: str, *, server: str = "", plan: Plan | None = None, now: float = 0.0) -> bool:
-        place = Place(url, server or url)
+        place = ServerAddress(url, server or url)
         return self.choice.arrive(self, place, plan or self.choice.plan(now), now)
 
     def is_astray(self, now: float = 0.0) -> bool:
@@ -306,6 +306,6 @@ def test_where_every_address_was_tried_two_servers_are_better_than_none() -> Non
     data.go(A, server="one")
     plan = choice.plan(0.0, {A})
 
-    assert choice.arrive(control, Place(A, "two"), plan, 0.0, is_last=True)
+    assert choice.arrive(control, ServerAddress(A, "two"), plan, 0.0, is_last=True)
 
     assert data.calls == 0
