@@ -46,13 +46,14 @@ def _flag(each: DeclaredOption) -> Callable[[C], C]:
     else:
         settings["type"] = _type(each, kind)
         settings["show_default"] = True
-    default = None if each.default is MISSING else each.default
-    return click.option(
-        name, each.name, default=default, required=each.default is MISSING, **settings
-    )
+    if each.default is MISSING:
+        settings["required"] = True
+    else:
+        settings["default"] = each.default
+    return click.option(name, each.name, **settings)
 
 
-def _type(each: DeclaredOption, kind: Any) -> click.ParamType:
+def _type(each: DeclaredOption, kind: Any) -> click.ParamType[Any]:
     option = each.option
     if each.choices:
         return click.Choice(each.choices)

@@ -44,6 +44,7 @@ P = ParamSpec("P")
 T = TypeVar("T", bound="Options")
 S = TypeVar("S")
 
+_CALLABLE: Final[Any] = Callable
 _NOUNS: Final[Mapping[Any, str]] = {
     bool: "True or False",
     int: "a whole number",
@@ -64,6 +65,7 @@ class Option:
         wanted: what to give, for messages, where the type does not say it.
         as_text: its type in files, variables and command lines, where that is another one.
         flag: its name at a command, without dashes; that of the field unless given.
+        guide: where the guides tell more, such as `tiers.md`; empty for nowhere.
     """
 
     meaning: str
@@ -75,6 +77,7 @@ class Option:
     wanted: str = ""
     as_text: Any = None
     flag: str = ""
+    guide: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ class DeclaredOption:
         unit = f" of {option.unit}" if option.unit else ""
         if option.least is not None and option.most is not None:
             return f"{unit} from {option.least} to {option.most}"
-        bounds = []
+        bounds: list[str] = []
         if option.above is not None:
             bounds.append(f"above {option.above}")
         if option.least is not None:
@@ -178,13 +181,23 @@ class Options:
         """
 
 
-@functools.cache
+def shared(options: Options, spec: type[Options]) -> dict[str, Any]:
+    """The values of those fields that another specification has too, by their names."""
+    return {each.name: getattr(options, each.name) for each in declared(spec)}
+
+
 def declared(spec: type[Options]) -> tuple[DeclaredOption, ...]:
     """The fields of a specification, in the order in which a constructor takes them.
 
     Raises:
         TypeError: one has no `Option`.
     """
+    hashable: Any = spec  # a class is, whatever mypy makes of its instances' __hash__
+    return _declared_by(hashable)
+
+
+@functools.cache
+def _declared_by(spec: Any) -> tuple[DeclaredOption, ...]:
     kinds = get_type_hints(spec, include_extras=True)
     of_fields = {each.name: each for each in fields(spec)}
     return tuple(
@@ -225,7 +238,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     outer = origin or kind
-    if not isinstance(outer, type) or outer is Callable:
+    if not isinstance(outer, type) or outer is _CALLABLE:
         return True
     # A text is a sequence too, of what nobody means.
     return isinstance(value, outer) and not (outer is Sequence and isinstance(value, str))

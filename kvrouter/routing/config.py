@@ -140,6 +140,7 @@ class RouterConfig(Options):
     ] = False
 
     def check(self) -> None:
+        super().check()
         path = self.reused_field
         if path and not all(path.split(".")):
             raise ConfigError(

@@ -134,6 +134,7 @@ class HttpSettings(Options):
     ] = 5.0
 
     def check(self) -> None:
+        super().check()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("TLS needs both a certificate and a key: give tls_cert and tls_key")
         if self.api_keys is None and not self.insecure_public and not is_loopback(self.host):
@@ -167,7 +168,8 @@ class FrontendOptions(HttpSettings):
     policy: Annotated[
         str,
         Option(
-            "the cost function of kv routing: `kv`, `dynamo`, or `module:function`, of a command `costs.py:cost` too"
+            "the cost function of kv routing: `kv`, `dynamo`, or `module:function`; at a command "
+            "`costs.py:cost` too"
         ),
     ] = str(RouterConfig.policy)
 

@@ -35,9 +35,9 @@ class SorterOptions(Shared):
     is_open: Annotated[bool, Option("whether all may come in")] = False
     file: Annotated[Path | None, Option("where its keys are")] = None
     names: Annotated[Sequence[str], Option("what it is called")] = ()
-    settings: Annotated[
-        Mapping[str, float], Option("its own", wanted="numbers by their names")
-    ] = field(default_factory=dict[str, float])
+    settings: Annotated[Mapping[str, float], Option("its own", wanted="numbers by their names")] = (
+        field(default_factory=dict[str, float])
+    )
     weigh: Annotated[str | Weigh, Option("what decides", as_text=str)] = "own"
 
     def check(self) -> None:
@@ -167,8 +167,10 @@ def test_without_that_an_unknown_option_is_refused() -> None:
 def test_a_value_that_makes_no_sense_is_refused_by_name_with_what_to_give(
     given: dict[str, Any], told: str
 ) -> None:
+    options: dict[str, Any] = {"model": "a", **given}
+
     with pytest.raises(ConfigError) as raised:
-        SorterOptions(**{"model": "a", **given})
+        SorterOptions(**options)
 
     assert str(raised.value).startswith(told)
 

@@ -252,7 +252,10 @@ def test_the_way_to_a_policys_mistake_is_logged_once_until_another_policy_decide
         ({"decisions": 0}, "decisions=0: give a whole number of at least 1"),
         ({"prediction_ttl": -1}, "prediction_ttl=-1: give a number of seconds, at least 0"),
         ({"prediction_ttl": None}, "prediction_ttl=None: give a number of seconds"),
-        ({"approximate_ttl": math.inf}, "approximate_ttl=inf: give a number of seconds, at least 0, or None"),
+        (
+            {"approximate_ttl": math.inf},
+            "approximate_ttl=inf: give a number of seconds, at least 0, or None",
+        ),
         ({"session_ttl": -1}, "session_ttl=-1: give a number of seconds"),
         ({"session_overload": 0.5}, "session_overload=0.5: give a number of at least 1"),
         ({"track_output": "yes"}, "track_output='yes': give True or False"),
