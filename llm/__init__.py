@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelInput", "ModelType", "register_llm"]
 
 if not TYPE_CHECKING:
-    # Whoever runs an engine, or a command, needs no tokenizers.
+    # An engine's process, or a command, needs no tokenizers.
     from dynbus.bus.lazy_exports import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(__name__, "models.card", "models.register")

@@ -5,7 +5,7 @@ ends the run, with its reason. An instance that ends later restarts, however oft
 that doubles, while the others keep serving; one whose `on_crash` is `"escalate"` ends the run.
 
 Instances can be added, drained and replaced while the run goes on. What is added and does not
-start is told to whoever asked; the run and the instances that it has go on.
+start is told to the asker; the run and the instances that it has go on.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class Supervisor:
             surplus.clear()
             for child in going:
                 logger.info("%s is drained first: its GPUs are needed", child.label)
-            # Whoever gives up here would leave the node with one instance less.
+            # A reload that gives up here would leave the node with one instance less.
             with anyio.CancelScope(shield=True):
                 tell(f"{former.label} drains first: its GPUs are needed ({progress})")
                 await self._retire(going)

@@ -32,7 +32,7 @@ class ProcessStatus:
         """Replace what a source says.
 
         Args:
-            source: names whoever says it, nobody else in this process.
+            source: names the part that says it, no other in this process.
             about: the component that it is about, `namespace.component`. It tells the sources
                 apart where several say something different.
         """

@@ -103,7 +103,7 @@ class EngineWorker(Actor, abstract=True):
 
     def _make_engine(self) -> Engine | RunningEngine:
         engine = self.make_engine()
-        # Whoever freezes what the process has then keeps nothing that loading has left.
+        # A freeze of what the process has then keeps nothing that loading has left.
         gc.collect()
         return engine
 

@@ -1,6 +1,6 @@
 """A mock engine: it schedules, caches and takes time as a real one does, and computes nothing.
 
-It is pure and synchronous: whoever drives it brings the time, virtual or real.
+It is pure and synchronous: its driver brings the time, virtual or real.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class StepResult(NamedTuple):
 class MockEngine:
     """An engine that batches, caches and takes time, and computes nothing: see `Engine`.
 
-    `step` takes one step. Whoever keeps the time, such as a simulation, takes several at once by
-    `advance`.
+    `step` takes one step. A driver that keeps the time, such as a simulation, takes several at once
+    by `advance`.
     """
 
     computes = False

@@ -260,7 +260,7 @@ class Models:
                 self._background.start(self._serve, serving, name=f"serving the model {card.name}")
         now = monotonic()
         self._gone = {key: at for key, at in self._gone.items() if now - at < AWAY_TIMEOUT}
-        # Whoever waits looks once.
+        # A waiting request looks once.
         self._reconciled.set()
         self._reconciled = asyncio.Event()
 

@@ -29,7 +29,7 @@ from .open_model import Inquiry
 from .serving import Completion, RequestTiming
 
 MOST_WAITING: Final = 64
-"""Chunks that wait for whoever reads them before the engine is held up."""
+"""Chunks that wait for their reader before the engine is held up."""
 
 
 class Processor(Actor, abstract=True):

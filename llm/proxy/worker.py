@@ -213,7 +213,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         path = _path_of(body)
         passed = _Passed(reply)
         with anyio.CancelScope() as left:
-            # Whoever leaves has the server stop at once: its connection is closed.
+            # A client that leaves has the server stop at once: its connection is closed.
             unlink = context().link(lambda _: left.cancel())
             try:
                 await self._pass(path, body, passed)
