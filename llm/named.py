@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from dynbus.actors.declaring.specification import Option, Options
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.telemetry.process_status import StartStep
 
 from .embedding import Pooling
 from .engine.interface import EngineLimits
@@ -23,6 +24,8 @@ from .models.card import (
 from .models.origins import Progress
 from .models.register import register_embeddings, register_llm
 from .models.source import LocalModel, resolve
+
+LOADING: Final = "loading the model"
 
 ModelPath: TypeAlias = Annotated[
     str,
@@ -87,7 +90,7 @@ class NamedWorker(EngineWorker, abstract=True):
         Raises:
             ConfigError, ModelUnavailable: it cannot be had.
         """
-        return await resolve(self.model, progress=self.downloading)
+        return await resolve(self.model, progress=self._downloading)
 
     async def stand_in(self) -> LocalModel:
         """What is served where `find_model` gives nothing.
@@ -109,13 +112,30 @@ class NamedWorker(EngineWorker, abstract=True):
         assert self._card is not None, "it is registered when the engine is ready"
         return self._card
 
-    def downloading(self, progress: Progress) -> None:
-        """So much of the model is here; called from any thread, for subclasses."""
+    def _downloading(self, progress: Progress) -> None:
+        self.show_step(*progress)
+
+    def show_step(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Show people who wait how far the start is; callable from any thread.
+
+        Args:
+            done, total: in any unit; 0 in both where it is not known.
+        """
+        self.runtime.bus.status.put_step(self._steps, StartStep(what, done, total))
+
+    @property
+    def _steps(self) -> str:
+        """What `show_step` says is said by this."""
+        return f"start of {self.instance_id}"
 
     async def on_start(self) -> None:
-        found = await self.find_model()
-        self._found = await self.stand_in() if found is None else found
-        await super().on_start()
+        try:
+            found = await self.find_model()
+            self._found = await self.stand_in() if found is None else found
+            self.show_step(LOADING)
+            await super().on_start()
+        finally:
+            self.runtime.bus.status.remove(self._steps)
 
     @property
     def pooling(self) -> Pooling | None:

@@ -7,6 +7,7 @@ import logging
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -22,8 +23,9 @@ from .generation import GenerateRequest
 from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
+from .models.origins import ModelUnavailable
 from .models.source import LocalModel
-from .named import ModelPath, NamedWorker, ServedModelOptions
+from .named import LOADING, ModelPath, NamedWorker, ServedModelOptions
 from .small.engine import BLOCKS, SmallConfig, SmallEngine, SmallSize
 from .tiers.lending import MAX_SHARE
 from .tiers.worker import TieredWorker
@@ -72,6 +74,13 @@ class ModelEngineOptions(SmallSize, ServedModelOptions):
             guide="tiers.md",
         ),
     ] = 0
+    fallback: Annotated[
+        Literal["none", "mock"],
+        Option(
+            "what is served where the model cannot be had: nothing, so that the instance does not "
+            "start, or a mock, which a warning tells"
+        ),
+    ] = "none"
     checksums: Annotated[
         bool,
         Option(
@@ -167,6 +176,7 @@ class ModelWorker(TieredWorker, abstract=True):
         """Hold a model and its engine; for constructors of subclasses that take other options."""
         NamedWorker.__init__(self, options)
         self.engine = options.engine
+        self.fallback = options.fallback
         self.host_memory = options.host_memory_mib << 20
         self.checksums = options.checksums
         self._small = options.small
@@ -183,7 +193,15 @@ class ModelWorker(TieredWorker, abstract=True):
         Raises:
             ConfigError, ModelUnavailable: it cannot be had.
         """
-        return None if self.engine == "mock" else await super().find_model()
+        if self.engine == "mock":
+            return None
+        try:
+            return await super().find_model()
+        except ModelUnavailable as error:
+            if self.fallback == "none":
+                raise
+            logger.warning("a mock takes the model's place, since %s", error)
+            return None
 
     async def stand_in(self) -> LocalModel:
         self.engine = "mock"
@@ -191,9 +209,6 @@ class ModelWorker(TieredWorker, abstract=True):
         folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-")))
         await asyncio.to_thread(write_mock_model, folder)
         return LocalModel(folder, "folder", MOCK_NAME, MOCK_NAME)
-
-    def loading(self, done: int, total: int) -> None:
-        """So many of the model's layers are loaded; called from any thread, for subclasses."""
 
     async def on_start(self) -> None:
         # Once the model is registered, what is read of it is in JetStream.
@@ -205,7 +220,7 @@ class ModelWorker(TieredWorker, abstract=True):
             return _TalkingMock(self._mock)
         path = self.found.path
         try:
-            engine = SmallEngine(path, self._small, progress=self.loading)
+            engine = SmallEngine(path, self._small, progress=partial(self.show_step, LOADING))
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
         self.keep_evicted(engine)

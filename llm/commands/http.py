@@ -90,6 +90,7 @@ async def _serve(config: BusConfig, options: FrontendOptions) -> None:
 
     from dynbus.actors import Runtime
     from dynbus.actors.commands.interrupts import Interrupts
+    from dynbus.actors.commands.starting import announce
     from dynbus.bus.bus import Bus
     from dynbus.bus.commands.server import embedded_if_local
     from dynbus.llm.http.frontend import FrontEndRecord, HttpFrontEnd
@@ -107,6 +108,7 @@ async def _serve(config: BusConfig, options: FrontendOptions) -> None:
                     runtime, catalog, options, routing=options.routing, router=options.router
                 ) as front_end,
             ):
+                runtime.bus.status.announcer = announce
                 # What is imported stays, and no collection need look at it.
                 gc.freeze()
                 click.echo(f"the front end answers at {front_end.url}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -144,7 +144,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     _events: RoleEvents
     _ids: set[str]
     _ended_ids: deque[str]
-    _numbers: count[int]
+    _numbers: Iterator[int]
     _has_own_id: bool
 
     @takes(DisaggregatedOptions)

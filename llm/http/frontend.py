@@ -18,8 +18,10 @@ from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
+from dynbus.llm.page.to_try import ways_to_chat
 from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
+from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
 
 from .application import Application, Page, Response
@@ -60,7 +62,11 @@ class HttpFrontEnd(Openable):
         if router is not None:
             # Otherwise each request would be told, and nobody before.
             router.load_policies()
-        self._models = Models(runtime, catalog, routing=routing, router=router)
+        self._models = Models(
+            runtime, catalog, routing=routing, router=router, opened=self._announce
+        )
+        self._status = runtime.bus.status
+        self._announced: set[str] = set()
         self.shared = Shared(
             settings,
             self._models,
@@ -75,6 +81,15 @@ class HttpFrontEnd(Openable):
 
     def __repr__(self) -> str:
         return f"<HttpFrontEnd {self.url}>"
+
+    def _announce(self, model: OpenModel) -> None:
+        """Have people read where a model answers, and how to chat with the first one."""
+        name, is_first = model.card.name, not self._announced
+        if name in self._announced:
+            return
+        self._announced.add(name)
+        details = ways_to_chat(self.url, name) if is_first and model.takes_chat else ""
+        self._status.announce(f"{name} answers at {self.url}", details)
 
     def drain(self) -> None:
         """Take no more requests."""

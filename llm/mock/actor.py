@@ -1,4 +1,4 @@
-"""The mock engine as an actor: `dynbus run dynbus.llm.mock.actor:MockWorker`."""
+"""The mock engine as an actor: `dynbus run dynbus.llm:MockWorker`."""
 
 from __future__ import annotations
 
