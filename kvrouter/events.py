@@ -28,6 +28,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,8 +65,7 @@ class Operation(IntEnum):
     DIGEST = 3
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(msgspec.Struct, frozen=True):
     """Blocks that follow each other were stored.
 
     Attributes:
@@ -80,16 +80,14 @@ class BlockStored:
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True):
     """Blocks were removed, in any order."""
 
     engine_hashes: Hashes
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
+class AllBlocksCleared(msgspec.Struct, frozen=True):
     """All blocks of this rank were removed, from all tiers."""
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -65,20 +64,34 @@ def block_hashes(
     """
     if block_size < 1:
         raise ValueError(f"block_size = {block_size}: a block has one token at least")
-    data = token_bytes(tokens)
-    seed = hash_seed(lora_name, salt)
+    data, seed = token_bytes(tokens), hash_seed(lora_name, salt)
+    return np.array(hash_blocks(data, block_size, seed, multimodal), dtype=np.uint64)
+
+
+def hash_blocks(
+    data: bytes, block_size: int, seed: int, multimodal: Sequence[Sequence[int] | None] = ()
+) -> list[int]:
+    """The same of token ids as bytes, as a list.
+
+    Args:
+        block_size: 1 or more.
+        seed: see `hash_seed`.
+
+    Raises:
+        ValueError: a multimodal hash does not fit.
+    """
     size = 4 * block_size
     count = len(data) // size
     if any(multimodal):
         return _with_multimodal(data, size, count, seed, multimodal)
     # Nothing cuts bytes into pieces faster.
     pieces = struct.iter_unpack(f"{size}s", data[: count * size])
-    return np.array([xxh3_64_intdigest(piece, seed) for (piece,) in pieces], dtype=np.uint64)
+    return [xxh3_64_intdigest(piece, seed) for (piece,) in pieces]
 
 
 def _with_multimodal(
     data: bytes, size: int, count: int, seed: int, multimodal: Sequence[Sequence[int] | None]
-) -> NDArray[np.uint64]:
+) -> list[int]:
     found: list[int] = []
     for block in range(count):
         content = data[block * size : (block + 1) * size]
@@ -89,7 +102,7 @@ def _with_multimodal(
             except struct.error as error:
                 raise ValueError(f"a multimodal hash of block {block}: {error}") from None
         found.append(xxh3_64_intdigest(content, seed))
-    return np.array(found, dtype=np.uint64)
+    return found
 
 
 def token_bytes(tokens: Tokens) -> bytes:
@@ -125,9 +138,9 @@ def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray
     """
     if not len(block_hashes):
         return np.empty(0, dtype=np.uint64)
-    blocks: list[int] = np.asarray(block_hashes, dtype=np.uint64).tolist()
-    return np.array(list(accumulate(blocks, _chained)), dtype=np.uint64)
-
-
-def _chained(before: int, block: int) -> int:
-    return xxh3_64_intdigest(_pack_pair(before, block), SEED)
+    before, *others = np.asarray(block_hashes, dtype=np.uint64).tolist()
+    pack, digest, seed = _pack_pair, xxh3_64_intdigest, SEED
+    # A function for each step would take longer than what it does.
+    chained = [before]
+    chained += [before := digest(pack(before, block), seed) for block in others]
+    return np.array(chained, dtype=np.uint64)

@@ -1,16 +1,6 @@
 """The declaration of an actor: its class, its handlers, and the types that they take and return."""
 
-from . import (
-    actor,
-    actor_config,
-    brief_repr,
-    handlers,
-    json_object,
-    reply,
-    resume,
-    service_args,
-    specification,
-)
+from . import actor, actor_config, brief_repr, handlers, json_object, reply, resume, service_args
 
 __all__ = [
     "actor",
@@ -21,5 +11,4 @@ __all__ = [
     "reply",
     "resume",
     "service_args",
-    "specification",
 ]

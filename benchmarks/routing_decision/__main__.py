@@ -22,6 +22,7 @@ from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
 from dynbus.kvrouter.routing.queue import SchedulingRequest
+from dynbus.kvrouter.routing.router import AttemptObserver
 from dynbus.kvrouter.routing.scheduler import KvScheduler
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.follower import Position
@@ -30,6 +31,8 @@ from .workload import Prompt, make_workload
 
 RUNNING = 8
 """Requests that run on each instance meanwhile."""
+ITEM = b'{"token_ids":[17042],"text":" word","index":0,"finish_reason":null}'
+"""An engine's, of one token."""
 
 
 class FilledIndex:
@@ -120,6 +123,7 @@ def _measure(
         "hash": [],
         "decide": [],
         "whole": [],
+        "an item, counted": [],
         "first item, end": [],
     }
     running: list[int] = []
@@ -136,6 +140,10 @@ def _measure(
         spent["decide"].append(_between(hashed, decided))
         spent["whole"].append(_between(begun, decided))
         assert isinstance(decision, Decision)
+        observer = AttemptObserver(scheduler, _nothing, decision.number, "", block_size)
+        begun = _now()
+        observer.arrived((ITEM,))
+        spent["an item, counted"].append(_between(begun, _now()))
         running.append(decision.number)
         if len(running) > RUNNING * len(profiles):
             oldest = running.pop(0)
@@ -144,6 +152,10 @@ def _measure(
             scheduler.ended(oldest, begun[0])
             spent["first item, end"].append(_between(begun, _now()))
     return spent
+
+
+def _nothing() -> None:
+    """Nobody waits for room here."""
 
 
 def _now() -> tuple[float, float]:

@@ -15,11 +15,13 @@ from typing import Final, Literal, Protocol
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.events import MAX_RANK, AllBlocksCleared, KvEvent
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
+from dynbus.kvrouter.stream.cache_mirror import CacheMirror
 
 from .messages import (
     EngineBatch,
     EngineCleared,
     EngineEvent,
+    EngineRemoved,
     EngineStored,
     Quarantined,
     QuarantineReason,
@@ -36,6 +38,11 @@ LOG_INTERVAL: Final = 60.0
 EXPIRE_AFTER: Final = 30.0
 """Seconds without a connection after which what an engine held is taken for gone."""
 
+_KINDS: Final[Mapping[type[EngineEvent], str]] = {
+    EngineStored: "stored",
+    EngineRemoved: "removed",
+    EngineCleared: "cleared",
+}
 _REPLAYING: Final = "the engine's earlier messages are being read"
 
 
@@ -65,6 +72,8 @@ class EngineBridge:
         block_size: tokens of a block, as routers hash them.
         lora_names: names of the adapters that the engine gives by number only.
         expire_after: seconds for which blocks of an engine that cannot be reached are kept.
+        cache: what a rank holds, where the sink has that and leaves it to the bridge to take
+            events in; one of the bridge's own for each rank unless given.
     """
 
     def __init__(
@@ -75,8 +84,10 @@ class EngineBridge:
         lora_names: Mapping[int, str] | None = None,
         expire_after: float = EXPIRE_AFTER,
         clock: Callable[[], float] = monotonic,
+        cache: Callable[[int], CacheMirror] | None = None,
     ) -> None:
         self.sink = sink
+        self.cache = cache or _own_cache
         self._block_size = block_size
         self._lora_names = lora_names
         self.expire_after = expire_after
@@ -95,7 +106,9 @@ class EngineBridge:
         if dp_rank is not None and not 0 <= dp_rank <= MAX_RANK:
             raise ValueError(f"data-parallel rank {dp_rank}: give one from 0 to {MAX_RANK}")
         if dp_rank not in self._streams:
-            translation = Translation(self._block_size, lora_names=self._lora_names)
+            translation = Translation(
+                self._block_size, lora_names=self._lora_names, cache=self.cache(dp_rank or 0)
+            )
             self._streams[dp_rank] = RankStream(self, dp_rank, translation)
         return self._streams[dp_rank]
 
@@ -141,14 +154,10 @@ class EngineBridge:
 
     # For its streams ------------------------------------------------------------------------
 
-    def count_event(self, event: EngineEvent) -> None:
-        kind = "removed"
-        if isinstance(event, EngineStored):
-            kind = "stored"
-        elif isinstance(event, EngineCleared):
-            kind = "cleared"
-        self.counters.events[kind] += 1
-        self._last_event = self.clock()
+    def count_events(self, events: Sequence[EngineEvent]) -> None:
+        if events:
+            self.counters.events.update(_KINDS[type(event)] for event in events)
+            self._last_event = self.clock()
 
     def quarantine(self, rank: int, quarantined: Quarantined) -> None:
         reason = quarantined.reason
@@ -166,6 +175,10 @@ class EngineBridge:
         if last is None or now - last >= LOG_INTERVAL:
             self._last_logged[about] = now
             logger.warning("%s", text)
+
+
+def _own_cache(dp_rank: int) -> CacheMirror:
+    return CacheMirror()
 
 
 class RankStream:
@@ -359,9 +372,9 @@ class RankStream:
             self._quarantine(quarantined)
         if not self._is_own(batch):
             return
+        self._bridge.count_events(batch.events)
         events: list[KvEvent] = []
         for event in batch.events:
-            self._bridge.count_event(event)
             orphans = self.translation.unknown_parents
             try:
                 events += self.translation.translate(event)
@@ -386,6 +399,7 @@ class RankStream:
         """
         if self.dp_rank is None and batch.events:
             self.dp_rank = batch.dp_rank or 0
+            self.translation.cache = self._bridge.cache(self.dp_rank)
         if batch.dp_rank is None or batch.dp_rank == self.dp_rank:
             return True
         if self._given_rank is not None:

@@ -54,7 +54,10 @@ class EngineEvents(Openable):
         super().__init__(background)
         check_source(source)
         self.publisher = publisher
-        self.bridge = EngineBridge(publisher, block_size=block_size, lora_names=lora_names)
+        sink = publisher.loop_sink()
+        self.bridge = EngineBridge(
+            sink, block_size=block_size, lora_names=lora_names, cache=sink.cache
+        )
         self._source = source
 
     def __repr__(self) -> str:

@@ -33,6 +33,9 @@ class ExtraKeys:
     multimodal: Sequence[Sequence[int] | None] = ()
 
 
+NO_EXTRA_KEYS: Final = ExtraKeys()
+
+
 def multimodal_hash(identifier: str) -> int:
     """The 64-bit hash of an image or the like, from the engine's identifier of it.
 
@@ -59,7 +62,7 @@ def read_extra_keys(
         Quarantined: a key nests too deeply.
     """
     if not any(blocks):
-        return ExtraKeys()
+        return NO_EXTRA_KEYS
     salt: str | None = None
     multimodal: list[list[int] | None] = []
     for at, keys in enumerate(blocks):

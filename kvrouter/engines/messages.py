@@ -10,10 +10,10 @@ An event that cannot be used is quarantined by itself; the others of its batch a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final, Generic, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ MAX_PAYLOAD: Final = 16 << 20
 """Bytes of a payload that are looked at; a batch of a million tokens has about 5 MB."""
 
 _MASK: Final = (1 << 64) - 1
+
+E = TypeVar("E")
 
 # In arrays, behind the type. vLLM only ever added to the end; where it has the name of the
 # adapter, SGLang has a map of its own: {"cache_salt": ..., "session_id": ...}.
@@ -44,11 +46,10 @@ _STORED: Final = (
     "session_id",
 )
 _REMOVED: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
-_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "BlockStored": _STORED,
-    "BlockRemoved": _REMOVED,
-    "AllBlocksCleared": (),
-}
+_TYPES: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+# Of maps alone: SGLang's names.
+_STORED_IN_MAP: Final = (*_STORED, "cache_salt", "component_type")
+_REMOVED_IN_MAP: Final = (*_REMOVED, "kv_cache_spec_kind", "component_type")
 
 
 class QuarantineReason(StrEnum):
@@ -88,8 +89,7 @@ class Quarantined(Exception):
         self.detail = detail
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStored:
+class EngineStored(msgspec.Struct, frozen=True):
     """Blocks that follow each other were stored, as the engine says it.
 
     Attributes:
@@ -117,8 +117,7 @@ class EngineStored:
     remote: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRemoved:
+class EngineRemoved(msgspec.Struct, frozen=True):
     """Blocks were removed, as the engine says it."""
 
     hashes: list[int]
@@ -128,8 +127,7 @@ class EngineRemoved:
     remote: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCleared:
+class EngineCleared(msgspec.Struct, frozen=True):
     """All blocks were removed, as the engine says it."""
 
 
@@ -150,20 +148,22 @@ class EngineBatch:
     quarantined: list[Quarantined] = field(default_factory=list[Quarantined])
 
 
-class _ArrayBatch(msgspec.Struct, array_like=True):
+class _ArrayBatch(msgspec.Struct, Generic[E], array_like=True):
     ts: Any
-    events: list[msgspec.Raw]
+    events: list[E]
     rank: Any = None
 
 
-class _MapBatch(msgspec.Struct):
-    events: list[msgspec.Raw]
+class _MapBatch(msgspec.Struct, Generic[E]):
+    events: list[E]
     data_parallel_rank: Any = None
     attn_dp_rank: Any = None
 
 
-_read_array: Final = msgspec.msgpack.Decoder(_ArrayBatch).decode
-_read_map: Final = msgspec.msgpack.Decoder(_MapBatch).decode
+_read_array: Final = msgspec.msgpack.Decoder(_ArrayBatch[Any]).decode
+_read_map: Final = msgspec.msgpack.Decoder(_MapBatch[Any]).decode
+_split_array: Final = msgspec.msgpack.Decoder(_ArrayBatch[msgspec.Raw]).decode
+_split_map: Final = msgspec.msgpack.Decoder(_MapBatch[msgspec.Raw]).decode
 _read_any: Final = msgspec.msgpack.Decoder().decode
 
 # Of hostile bytes msgspec raises ValueErrors (its own, and UnicodeDecodeError), and
@@ -177,15 +177,16 @@ def decode_payload(payload: bytes) -> EngineBatch:
         detail = f"{len(payload)} bytes, more than {MAX_PAYLOAD}"
         return EngineBatch(quarantined=[Quarantined(QuarantineReason.TOO_LARGE, detail)])
     try:
-        raw_events, rank = _read_batch(payload)
+        events, rank = _read_batch(payload)
     except _UNREADABLE as error:
         return EngineBatch(quarantined=[Quarantined(QuarantineReason.MALFORMED, str(error))])
     except Quarantined as quarantined:
         return EngineBatch(quarantined=[quarantined])
     batch = EngineBatch(rank)
-    for raw in raw_events:
+    for event in events:
         try:
-            batch.events.append(_event(_read_any(raw)))
+            value = _read_any(event) if isinstance(event, msgspec.Raw) else event
+            batch.events.append(_event(value))
         except Quarantined as quarantined:
             batch.quarantined.append(quarantined)
         except _UNREADABLE as error:
@@ -203,17 +204,30 @@ def is_map(value: Any) -> TypeGuard[dict[Any, Any]]:
     return isinstance(value, dict)
 
 
-def _read_batch(payload: bytes) -> tuple[list[msgspec.Raw], int | None]:
+def _read_batch(payload: bytes) -> tuple[Sequence[Any], int | None]:
+    """The events of a batch, unread where one of them cannot be read, and its rank.
+
+    Raises:
+        Quarantined: the rank is none.
+        ValueError, RecursionError: it is no batch.
+    """
     rank: Any
+    events: Sequence[Any]
     # 0x80-0x8f, 0xde and 0xdf begin a map.
     if payload[:1] in (b"\xde", b"\xdf") or 0x80 <= (payload or b"\0")[0] <= 0x8F:
-        by_name = _read_map(payload)
+        try:
+            by_name: _MapBatch[Any] = _read_map(payload)
+        except _UNREADABLE:
+            by_name = _split_map(payload)
         events = by_name.events
         rank = by_name.data_parallel_rank
         if rank is None:
             rank = by_name.attn_dp_rank
     else:
-        by_position = _read_array(payload)
+        try:
+            by_position: _ArrayBatch[Any] = _read_array(payload)
+        except _UNREADABLE:
+            by_position = _split_array(payload)
         events, rank = by_position.events, by_position.rank
     if rank is not None and not (type(rank) is int and 0 <= rank <= MAX_RANK):
         raise Quarantined(
@@ -223,61 +237,79 @@ def _read_batch(payload: bytes) -> tuple[list[msgspec.Raw], int | None]:
 
 
 def _event(value: Any) -> EngineEvent:
-    kind, fields = _type_and_fields(value)
-    if kind == "BlockStored":
-        return _stored(fields)
-    if kind == "BlockRemoved":
-        return EngineRemoved(
-            _hashes(fields),
-            medium=_text(fields, "medium"),
-            group=_number(fields, "group_idx"),
-            kind=_group_kind(fields),
-            remote=_remote(fields),
-        )
-    return EngineCleared()
+    """The event of a decoded value.
 
-
-def _type_and_fields(value: Any) -> tuple[str, dict[Any, Any]]:
-    kind: Any
+    Raises:
+        Quarantined: it is none that can be used.
+    """
+    kind: Any = None
     if is_map(value):
-        fields = value
-        kind = fields.get("type")
+        kind = value.get("type")
     elif is_list(value) and value:
-        kind, *values = value
-        names = _FIELDS.get(kind, ()) if isinstance(kind, str) else ()
-        fields = dict(zip(names, values, strict=False))
+        kind = value[0]
     else:
         raise Quarantined(QuarantineReason.MALFORMED, f"{_shown(value)} is no event")
     if not isinstance(kind, str):
         raise Quarantined(QuarantineReason.MALFORMED, f"{_shown(kind)} is not a type of event")
-    if kind not in _FIELDS:
+    if kind == "BlockStored":
+        return _stored(_values(value, _STORED, _STORED_IN_MAP))
+    if kind == "BlockRemoved":
+        return _removed(_values(value, _REMOVED, _REMOVED_IN_MAP))
+    if kind not in _TYPES:
         raise Quarantined(QuarantineReason.UNKNOWN_TYPE, _shown(kind))
-    return kind, fields
+    return EngineCleared()
 
 
-def _stored(fields: dict[Any, Any]) -> EngineStored:
-    for name in ("lora_name", "metadata"):
-        metadata = fields.get(name)
-        if is_map(metadata):
-            fields = {**fields, name: None, **metadata}
-    parent = fields.get("parent_block_hash")
-    lora_id = fields.get("lora_id")
+def _values(event: Any, names: Sequence[str], names_in_map: Sequence[str]) -> Sequence[Any]:
+    """The fields of an event in the order of `names_in_map`; None for one that it lacks.
+
+    Args:
+        event: a map, or an array with its fields in the order of `names` behind the type.
+    """
+    if is_list(event):
+        values = event[1 : len(names) + 1]
+        return values + [None] * (len(names_in_map) - len(values))
+    if is_map(metadata := event.get("metadata")):
+        event = {**event, **metadata}
+    return [event.get(name) for name in names_in_map]
+
+
+def _stored(values: Sequence[Any]) -> EngineStored:
+    """An event of the fields `_STORED_IN_MAP`."""
+    hashes, parent, tokens, block_size, lora_id, medium, lora_name, extra_keys, *others = values
+    group, kind, window, locality, _, _, salt, component = others
+    if is_map(lora_name):
+        named = dict(zip(_STORED_IN_MAP, values, strict=True))
+        named |= {"lora_name": None, **lora_name}
+        return _stored([named[name] for name in _STORED_IN_MAP])
     if lora_id is not None and not isinstance(lora_id, int | str):
         raise _bad("lora_id", lora_id)
     return EngineStored(
-        _hashes(fields),
+        _hashes(hashes),
         None if parent is None else read_hash(parent),
-        _tokens(fields.get("token_ids")),
-        _number(fields, "block_size") or 0,
-        lora_id=lora_id,
-        lora_name=_text(fields, "lora_name"),
-        salt=_text(fields, "cache_salt"),
-        extra_keys=_extra_keys(fields.get("extra_keys")),
-        medium=_text(fields, "medium"),
-        group=_number(fields, "group_idx"),
-        kind=_group_kind(fields),
-        sliding_window=_number(fields, "kv_cache_spec_sliding_window"),
-        remote=_remote(fields),
+        _tokens(tokens),
+        _number("block_size", block_size) or 0,
+        lora_id,
+        _text("lora_name", lora_name),
+        _text("cache_salt", salt),
+        _extra_keys(extra_keys),
+        _text("medium", medium),
+        _number("group_idx", group),
+        _group_kind(kind, component),
+        _number("kv_cache_spec_sliding_window", window),
+        _is_remote(locality),
+    )
+
+
+def _removed(values: Sequence[Any]) -> EngineRemoved:
+    """An event of the fields `_REMOVED_IN_MAP`."""
+    hashes, medium, group, locality, _, kind, component = values
+    return EngineRemoved(
+        _hashes(hashes),
+        _text("medium", medium),
+        _number("group_idx", group),
+        _group_kind(kind, component),
+        _is_remote(locality),
     )
 
 
@@ -297,11 +329,10 @@ def read_hash(value: Any) -> int:
     raise Quarantined(QuarantineReason.BAD_HASH, f"{_shown(value)} is not a block hash")
 
 
-def _hashes(fields: dict[Any, Any]) -> list[int]:
-    value = fields.get("block_hashes")
+def _hashes(value: Any) -> list[int]:
     if not is_list(value):
         raise Quarantined(QuarantineReason.BAD_HASH, f"block_hashes is {_shown(value)}")
-    return [read_hash(one) for one in value]
+    return [one & _MASK if type(one) is int else read_hash(one) for one in value]
 
 
 def _tokens(value: Any) -> bytes:
@@ -340,26 +371,24 @@ def _extra_keys(value: Any) -> list[list[Any] | None] | None:
     return value
 
 
-def _text(fields: dict[Any, Any], name: str) -> str | None:
-    value = fields.get(name)
+def _text(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise _bad(name, value)
     return value
 
 
-def _number(fields: dict[Any, Any], name: str) -> int | None:
-    value = fields.get(name)
+def _number(name: str, value: Any) -> int | None:
     if value is not None and not (type(value) is int and value >= 0):
         raise _bad(name, value)
     return value
 
 
-def _group_kind(fields: dict[Any, Any]) -> str | None:
-    return _text(fields, "kv_cache_spec_kind") or _text(fields, "component_type")
+def _group_kind(kind: Any, component: Any) -> str | None:
+    return _text("kv_cache_spec_kind", kind) or _text("component_type", component)
 
 
-def _remote(fields: dict[Any, Any]) -> bool:
-    return (_text(fields, "locality") or "").upper() == "REMOTE"
+def _is_remote(locality: Any) -> bool:
+    return (_text("locality", locality) or "").upper() == "REMOTE"
 
 
 def _bad(name: str, value: Any) -> Quarantined:

@@ -1,9 +1,10 @@
 """From what one rank of an engine says to our events, one event at a time.
 
-Token ids become block hashes and are dropped. What is remembered of each block that the rank
-holds is what later events leave out: the salt of its sequence, its hash when it is stored once
-more in a lower tier without its tokens, and how often each tier has it. Engines do not share
-equal blocks: one that was computed twice is stored twice under one hash, and removed twice.
+Token ids become block hashes and are dropped. What later events leave out is read from the cache
+that takes our events in: the salt of a sequence, and a block's hash when it is stored once more in
+a lower tier without its tokens. Beside it is noted how often a tier has a block, where that is more
+than once. Engines do not share equal blocks: one that was computed twice is stored twice under one
+hash, and removed twice.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
-from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
-from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Hashes,
+    KvEvent,
+    Tier,
+)
+from dynbus.kvrouter.hashing import hash_blocks, hash_seed
+from dynbus.kvrouter.stream.cache_mirror import CacheMirror, Stretch
 
-from .extra_keys import ExtraKeys, read_extra_keys
+from .extra_keys import NO_EXTRA_KEYS, read_extra_keys
 from .messages import (
     EngineCleared,
     EngineEvent,
@@ -27,11 +35,8 @@ from .messages import (
     QuarantineReason,
 )
 
-MAX_BLOCKS: Final = 4_000_000
-"""Blocks of a rank that are remembered, about 250 bytes each; of more, the oldest are forgotten."""
-
 YOUNG_PART: Final = 4
-"""Of the blocks that are known one in so many must be evicted, all of them young and one after
+"""Of the blocks that are held one in so many must be evicted, all of them young and one after
 the other, until nothing older is taken to be left."""
 
 _MEDIA: Final[Mapping[str, Tier]] = {
@@ -44,9 +49,6 @@ _MEDIA: Final[Mapping[str, Tier]] = {
 # Of these every token's KV is kept, so that a block tells that the prefix is there.
 _PREFIX_KINDS: Final = frozenset({"full", "full_attention", "mla_attention", "sink_full_attention"})
 _NO_KINDS: Final = frozenset({"", "unknown"})
-
-_COPY_BITS: Final = 32
-_COPIES: Final = (1 << _COPY_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +66,16 @@ class BlockSizeMismatch:
         )
 
 
-@dataclass(slots=True)
-class _Block:
-    """What is remembered of a block.
-
-    Attributes:
-        copies: how often each tier has it, in `_COPY_BITS` for each, the nearest tier lowest.
-        generation: of `report_hits`, when it came.
-    """
-
-    block_hash: int
-    parent: int | None
-    salt: str | None
-    copies: int
-    generation: int
-
-
 class Translation:
     """Translates the events of one rank.
 
     Args:
         block_size: tokens of a block, as routers hash them.
         lora_names: names of the adapters that the engine gives by number only.
+        cache: what the rank holds; the events are taken in there.
 
     Attributes:
+        cache: another one when it is known later which rank this is.
         mismatch: set by the first blocks of another size; nothing is translated from then on.
         filtered: events of KV-cache groups that tell nothing of a prefix, by their kind.
         unknown_parents: stored events that were left out, since nobody can say which prefix they
@@ -103,19 +91,20 @@ class Translation:
         block_size: int,
         *,
         lora_names: Mapping[int, str] | None = None,
-        max_blocks: int = MAX_BLOCKS,
+        cache: CacheMirror | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size = {block_size}: a block has one token at least")
         self._block_size = block_size
         self._lora_names = lora_names or {}
-        self._max_blocks = max_blocks
-        self._blocks: dict[int, _Block] = {}
+        self.cache = CacheMirror() if cache is None else cache
+        # How many copies a tier has of a block beyond the first.
+        self._copies: dict[tuple[Tier, int], int] = {}
         self._prefix_group: int | None = None
         self._other_groups: dict[int, str] = {}
         self._nameless_groups: set[int] = set()
         self._size_seen = False
-        self._generation = 0
+        self._are_hits_told = False
         self._has_reports = False
         self._young_evictions = 0
         self.turned_over = False
@@ -124,11 +113,6 @@ class Translation:
         self.unknown_parents = 0
         self.incomplete_blocks = 0
         self.unknown_media = 0
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks the rank holds, as far as is known."""
-        return len(self._blocks)
 
     @property
     def without_prefix_group(self) -> bool:
@@ -146,23 +130,29 @@ class Translation:
 
     def forget(self) -> None:
         """Begin anew: the engine did, or it is not known any longer what it holds."""
-        self._blocks.clear()
+        self._clear()
         self._size_seen = False
-        self._watch_evictions(0)
         self.mismatch = None
+
+    def _clear(self) -> None:
+        self.cache.clear()
+        self._copies.clear()
+        self._watch_evictions(are_hits_told=False)
 
     def report_hits(self) -> None:
         """From now on the engine also reports blocks that it reuses, from the first of a sequence
         on. What it holds already counts no further copy in such an event."""
-        self._watch_evictions(self._generation + 1)
+        self._watch_evictions(are_hits_told=True)
 
-    def _watch_evictions(self, generation: int) -> None:
-        self._generation = generation
+    def _watch_evictions(self, *, are_hits_told: bool) -> None:
+        self.cache.generation += 1
+        self._are_hits_told = are_hits_told
         self._young_evictions = 0
         self._has_reports = self.turned_over = False
 
     def translate(self, event: EngineEvent) -> list[KvEvent]:
-        """Our events that say what the engine's does; none for one that is filtered.
+        """Our events that say what the engine's does, as far as an index can follow them; none
+        for one that is filtered.
 
         Raises:
             Quarantined: the event cannot be used.
@@ -170,8 +160,7 @@ class Translation:
         if self.mismatch is not None:
             return []
         if isinstance(event, EngineCleared):
-            self._blocks.clear()
-            self._watch_evictions(0)
+            self._clear()
             return [AllBlocksCleared()]
         if self._is_other_group(event):
             return []
@@ -237,13 +226,13 @@ class Translation:
         complete = self._complete_blocks(event, tier)
         if not complete:
             return []
-        parent = None
+        above = None
         if event.parent is not None:
-            parent = self._blocks.get(event.parent)
-            if parent is None:
+            above = self.cache.stretch_of(event.parent)
+            if above is None:
                 self.unknown_parents += 1
                 return []
-        keys = ExtraKeys()
+        keys = NO_EXTRA_KEYS
         if event.extra_keys is not None:
             keys = read_extra_keys(
                 event.extra_keys,
@@ -252,22 +241,17 @@ class Translation:
                 begins=event.parent is None,
             )
         salt = event.salt or keys.salt
-        if salt is None and parent is not None:
-            salt = parent.salt
+        if salt is None and above is not None:
+            salt = above.salt
         hashes = event.hashes[:complete]
-        found = block_hashes(
+        found = hash_blocks(
             event.tokens[: 4 * self._block_size * complete],
             self._block_size,
-            lora_name=self._lora_name(event),
-            salt=salt,
-            multimodal=keys.multimodal,
+            hash_seed(self._lora_name(event), salt),
+            keys.multimodal,
         )
-        before = event.parent
-        is_report = self._generation > 0 and event.parent is None
-        for engine_hash, block_hash in zip(hashes, found.tolist(), strict=True):
-            self._remember(engine_hash, block_hash, before, salt, tier, is_report=is_report)
-            before = engine_hash
-        return [BlockStored(event.parent, hashes, found, tier)]
+        is_report = self._are_hits_told and event.parent is None
+        return self._take_in(event.parent, hashes, found, tier, salt, is_report=is_report)
 
     def _complete_blocks(self, event: EngineStored, tier: Tier) -> int:
         """How many of the event's blocks are complete; 0 with `mismatch` set if none can be.
@@ -292,7 +276,7 @@ class Translation:
             )
         if said != size and (blocks > 1 or said > size or not self._size_seen):
             self.mismatch = BlockSizeMismatch(size, said)
-            self._blocks.clear()
+            self.cache.clear()
             return 0
         complete = tokens // size
         if not blocks - 1 <= complete <= blocks or tokens > blocks * size:
@@ -307,7 +291,7 @@ class Translation:
         runs: list[tuple[int | None, list[int], list[int]]] = []
         before: int | None = None
         for engine_hash in event.hashes:
-            block = self._blocks.get(engine_hash)
+            block = self.cache.find(engine_hash)
             if block is None:
                 raise Quarantined(
                     QuarantineReason.UNKNOWN_BLOCK,
@@ -318,9 +302,12 @@ class Translation:
             runs[-1][1].append(engine_hash)
             runs[-1][2].append(block.block_hash)
             before = engine_hash
-        for engine_hash in event.hashes:
-            self._blocks[engine_hash].copies += 1 << _COPY_BITS * tier
-        return [BlockStored(parent, hashes, found, tier) for parent, hashes, found in runs]
+        copied: list[KvEvent] = []
+        for parent, hashes, found in runs:
+            among = self.cache.stretch_of(hashes[0])
+            salt = None if among is None else among.salt
+            copied += self._take_in(parent, hashes, found, tier, salt)
+        return copied
 
     def _lora_name(self, event: EngineStored) -> str | None:
         if event.lora_name or not event.lora_id:
@@ -330,64 +317,67 @@ class Translation:
         # A name of its own keeps its blocks from those of the base model.
         return self._lora_names.get(event.lora_id, f"lora_id={event.lora_id}")
 
-    def _remember(
+    def _take_in(
         self,
-        engine_hash: int,
-        block_hash: int,
         parent: int | None,
-        salt: str | None,
+        hashes: list[int],
+        found: Hashes,
         tier: Tier,
+        salt: str | None,
         *,
-        is_report: bool,
-    ) -> None:
-        """Note a copy of a block.
+        is_report: bool = False,
+    ) -> list[KvEvent]:
+        """Take a chain into the cache; returns its event, where that has taken it.
 
         Args:
-            is_report: it may be one that is known already.
+            is_report: blocks that are held already may be no further copies.
         """
-        shift = _COPY_BITS * tier
-        known = self._blocks.get(engine_hash)
-        if known is None:
-            block = _Block(block_hash, parent, salt, 1 << shift, self._generation)
-            self._blocks[engine_hash] = block
-            if len(self._blocks) > self._max_blocks:
-                # Many at a time: the first one is found behind the places of all that were dropped.
-                for oldest in list(islice(self._blocks, max(1, self._max_blocks >> 6))):
-                    del self._blocks[oldest]
-            return
-        known.block_hash, known.parent, known.salt = block_hash, parent, salt
-        if is_report and known.copies >> shift & _COPIES:
+        event = BlockStored(parent, hashes, found, tier)
+        again = self.cache.store(event, salt=salt)
+        if again is None:
+            return []
+        if again and is_report:
             # An engine that is too old to report hits does not come here, but for a copy.
             self._has_reports = True
         else:
-            known.copies += 1 << shift
+            for engine_hash in again:
+                key = tier, engine_hash
+                self._copies[key] = self._copies.get(key, 0) + 1
+        return [event]
 
     # Removed --------------------------------------------------------------------------------
 
     def _removed(self, event: EngineRemoved) -> list[KvEvent]:
         tier = self._tier(event.medium, event.remote)
-        shift = _COPY_BITS * tier
+        held = self.cache.held(tier)
         gone: list[int] = []
         for engine_hash in event.hashes:
-            block = self._blocks.get(engine_hash)
-            copies = 0 if block is None else block.copies >> shift & _COPIES
-            if block is not None and copies:
-                block.copies -= 1 << shift
-                if not block.copies:
-                    del self._blocks[engine_hash]
-            if tier == Tier.DEVICE and copies <= 1:
-                self._note_eviction(block)
+            copies = self._copies.pop((tier, engine_hash), 0) if self._copies else 0
+            if copies > 1:
+                self._copies[tier, engine_hash] = copies - 1
+            if copies:
+                continue
+            if tier == Tier.DEVICE:
+                self._note_eviction(held.get(engine_hash), len(held))
             # One that is not known here may be known behind the sink.
-            if copies <= 1:
-                gone.append(engine_hash)
-        return [BlockRemoved(gone, tier)] if gone else []
+            gone.append(engine_hash)
+        if not gone:
+            return []
+        removed = BlockRemoved(gone, tier)
+        self.cache.remove(removed)
+        return [removed]
 
-    def _note_eviction(self, block: _Block | None) -> None:
-        """Note that a block is gone, which is None when it was not known."""
-        if block is None or block.generation < self._generation:
+    def _note_eviction(self, among: Stretch | None, held: int) -> None:
+        """Note that a block is gone.
+
+        Args:
+            among: which it was one of; None when it was not known.
+            held: how many blocks the device has.
+        """
+        if among is None or among.generation < self.cache.generation:
             self._young_evictions = 0
             return
         # The old copy of a block that came again looks young too: so one alone says nothing.
         self._young_evictions += 1
-        if self._has_reports and self._young_evictions > len(self._blocks) // YOUNG_PART:
+        if self._has_reports and self._young_evictions > held // YOUNG_PART:
             self.turned_over = True

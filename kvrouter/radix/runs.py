@@ -63,6 +63,15 @@ class Run:
         return f"<Run {self.id} [{self.start}:{self.end} | holders: {len(self.ends)}]>"
 
 
+def find_name(names: bytearray, packed: bytes, start: int = 0) -> int:
+    """The place of a name among names that have it, from place `start` on."""
+    at = names.find(packed, start * NAME_BYTES)
+    while at % NAME_BYTES:
+        # It is the end of one name and the beginning of the next.
+        at = names.find(packed, at + 1)
+    return at // NAME_BYTES
+
+
 class NamedBlocks(msgspec.Struct, eq=False, gc=False):
     """Neighbouring blocks of a holder and the engine's hashes that name them.
 
@@ -87,12 +96,7 @@ class NamedBlocks(msgspec.Struct, eq=False, gc=False):
 
     def depth_of(self, name: int) -> int:
         """The depth of the block that has a name."""
-        names, packed = self.names, pack_name(name)
-        at = names.find(packed)
-        while at % NAME_BYTES:
-            # It is the end of one name and the beginning of the next.
-            at = names.find(packed, at + 1)
-        return self.start + at // NAME_BYTES
+        return self.start + find_name(self.names, pack_name(name))
 
     def list_names(self) -> list[int]:
         """The names, in the order of the blocks."""

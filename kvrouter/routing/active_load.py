@@ -62,8 +62,7 @@ class _RankState:
     output_blocks: float = 0.0
     requests: set[str] = field(default_factory=set[str])
     # How many requests use a block, by its sequence hash. A request uses all blocks from the
-    # first on, so a request that has a block here has all before it: `leading_blocks` relies on
-    # that.
+    # first on, so whoever has a block here has all before it: `leading_blocks` relies on that.
     uses: Counter[int] = field(default_factory=Counter[int])
 
 
@@ -158,7 +157,8 @@ class ActiveLoad:
             if left:
                 uses[block] = left
             else:
-                del uses[block]
+                # `del` would call the Counter's own method, for each block.
+                uses.pop(block)
         return True
 
     def remove_instance(self, instance: str) -> None:
@@ -194,7 +194,7 @@ def leading_blocks(
 ) -> int:
     """How many blocks of a prompt are held, from the first on, given that the first `start` are.
 
-    A request that holds a block holds all before it, so that the cost grows with the logarithm.
+    Whoever holds a block holds all before it, so that the cost grows with the logarithm.
     """
     if start >= len(sequence_hashes) or sequence_hashes[start] not in held:
         return start

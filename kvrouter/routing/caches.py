@@ -9,6 +9,7 @@ does not, or the other way round. Its own count of reused tokens tells.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,11 +195,11 @@ class ExpectedCaches:
 
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
         """Another router has sent a prompt to a rank, which will hold it."""
-        if self._follower is not None:
+        is_untold = rank.instance in self._capacities
+        if self._follower is not None and not is_untold:
             self._predictions.store(rank, sequence_hashes, now)
-            return
         # Without a time to forget in, only what is known to be an instance is remembered.
-        if rank.instance in self._capacities or self._forgets:
+        elif is_untold or self._forgets:
             capacity = self._capacities.get(rank.instance)
             self._approximations.store(rank, sequence_hashes, now, capacity=capacity)
 
@@ -266,6 +267,22 @@ class ExpectedCaches:
         return self._follower is not None and profile.has_events
 
 
+@dataclass(slots=True, eq=False)
+class _Guess:
+    """A prompt that a rank is taken to hold, but for what later ones begin with.
+
+    Attributes:
+        sequence_hashes: of all of its blocks.
+        gone_at: when it is gone.
+        start, end: which of its blocks are in no later prompt and were not forgotten.
+    """
+
+    sequence_hashes: array[int]
+    gone_at: float
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class _Held:
     """What a rank is taken to hold.
@@ -273,18 +290,44 @@ class _Held:
     Attributes:
         gone_at: when all of it is gone, unless it is used again.
         reversals: how often a block was guessed again that the exact index had had.
+        prompts: those that have blocks which no later one has, in the order of their use.
+        blocks: the latest prompt that has a block, by its sequence hash. The oldest prompt's are
+            forgotten first, from its last one on. So no block stays without the one before it:
+            `leading_blocks` relies on that. Blocks that the exact index has stay here for the same
+            reason, and are told apart by `told`.
+        told: blocks that the exact index had, each with the value of `reversals` when it was found
+            there. While that value is the same, those before a block are here as well.
     """
 
     gone_at: float = inf
     reversals: int = 0
-    # The time at which each block is gone, by its sequence hash. The order is that of the last
-    # use, within a request from its last block to its first. So whatever is forgotten from the
-    # front on, no block stays without the one before it: `leading_blocks` relies on that. Blocks
-    # that the exact index has stay here for the same reason, and are told apart by `told`.
-    blocks: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
-    # Blocks that the exact index had, each with the value of `reversals` when it was found there.
-    # While that value is the same, those before a block are here as well.
+    prompts: OrderedDict[_Guess, None] = field(default_factory=OrderedDict[_Guess, None])
+    blocks: dict[int, _Guess] = field(default_factory=dict[int, _Guess])
     told: dict[int, int] = field(default_factory=dict[int, int])
+
+    def use(self, sequence_hashes: Sequence[int], gone_at: float) -> None:
+        """A prompt is here, and its blocks were used the last."""
+        at, count = 0, len(sequence_hashes)
+        while at < count and (before := self.blocks.get(sequence_hashes[at])) is not None:
+            at = before.start = self._shared(before, sequence_hashes, at)
+            if before.start >= before.end:
+                self.prompts.pop(before, None)
+        guess = _Guess(array("Q", sequence_hashes), gone_at, 0, count)
+        self.blocks.update(dict.fromkeys(sequence_hashes, guess))
+        if count:
+            self.prompts[guess] = None
+
+    def _shared(self, guess: _Guess, sequence_hashes: Sequence[int], start: int) -> int:
+        """Behind which block of a prompt another one is the latest, given that at `start` it is
+        not. A prompt's blocks follow each other, so that the cost grows with the logarithm."""
+        low, high = start + 1, len(sequence_hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks.get(sequence_hashes[middle - 1]) is guess:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def tell(self, sequence_hashes: Sequence[int], end: int) -> None:
         """The exact index has the first `end` blocks of a prompt, which are all here."""
@@ -295,9 +338,33 @@ class _Held:
                 break
             told[block] = reversals
 
-    def forget_oldest(self) -> None:
-        block, _ = self.blocks.popitem(last=False)
-        self.told.pop(block, None)
+    def shrink(self, limit: int) -> None:
+        """Forget the blocks that were used the longest ago, beyond `limit`."""
+        while len(self.blocks) > limit and self.prompts:
+            oldest = next(iter(self.prompts))
+            least = max(oldest.start, oldest.end - (len(self.blocks) - limit))
+            self._forget(oldest, least)
+
+    def expire(self, now: float) -> None:
+        """Forget what is gone by now."""
+        while self.prompts and (oldest := next(iter(self.prompts))).gone_at <= now:
+            self._forget(oldest, oldest.start)
+
+    def _forget(self, guess: _Guess, start: int) -> None:
+        """Forget a prompt's blocks from `start` on."""
+        blocks, told = self.blocks, self.told
+        gone, guess.end = guess.sequence_hashes[start : guess.end], start
+        if guess.start >= start:
+            del self.prompts[guess]
+            if not self.prompts:
+                # With what another router may have said that is no prompt's.
+                blocks.clear()
+                told.clear()
+                return
+        for block in gone:
+            if blocks.get(block) is guess:
+                del blocks[block]
+                told.pop(block, None)
 
 
 class ApproximateIndex:
@@ -340,21 +407,17 @@ class ApproximateIndex:
         if held is None:
             held = self._ranks[rank] = _Held()
         self._ranks.move_to_end(rank)
-        self._expire(held, now)
+        held.expire(now)
         held.gone_at = gone_at = inf if self._ttl is None else now + self._ttl
-        blocks, told = held.blocks, held.told
-        for block in reversed(sequence_hashes):
-            blocks[block] = gone_at
-            blocks.move_to_end(block)
+        told = held.told
+        held.use(sequence_hashes, gone_at)
         if told:
             again = [
                 block for block in sequence_hashes[start:] if told.pop(block, None) is not None
             ]
             held.reversals += bool(again)
         held.tell(sequence_hashes, start)
-        limit = DEFAULT_CAPACITY if capacity is None else capacity
-        while len(blocks) > limit:
-            held.forget_oldest()
+        held.shrink(DEFAULT_CAPACITY if capacity is None else capacity)
         while self._ranks and next(iter(self._ranks.values())).gone_at <= now:
             self._ranks.popitem(last=False)
 
@@ -369,7 +432,7 @@ class ApproximateIndex:
         held = self._ranks.get(rank)
         if held is None:
             return start
-        self._expire(held, now)
+        held.expire(now)
         if not held.blocks:
             del self._ranks[rank]
             return start
@@ -392,13 +455,6 @@ class ApproximateIndex:
         """Forget an instance."""
         for rank in [rank for rank in self._ranks if rank.instance == instance]:
             del self._ranks[rank]
-
-    def _expire(self, held: _Held, now: float) -> None:
-        if self._ttl is None:
-            return
-        blocks = held.blocks
-        while blocks and blocks[next(iter(blocks))] <= now:
-            held.forget_oldest()
 
 
 @dataclass(slots=True)

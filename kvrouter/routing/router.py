@@ -129,7 +129,7 @@ class KvRouter:
 
     Args:
         config: how it decides.
-        follower: the index that follows the engines' events, entered by its giver. None
+        follower: the index that follows the engines' events, entered by whoever gives it. None
             guesses from own decisions what engines hold.
         connection: of the running loop, over which routers of the component share their load;
             None for a router that is alone.
@@ -589,19 +589,26 @@ class AttemptObserver:
             error.message = f"{error.message or error.code}; before, it {_queued(self._waited)}"
 
 
-_TOKENS: Final = b'{"token_ids":['
-_LONG: Final = 96
-"""Bytes of an item, more than which may be several tokens: engines join those nobody waits for."""
+class _Output(msgspec.Struct):
+    """What is read of an item to count its tokens."""
+
+    token_ids: list[int] | None = None
+
+
+_read_output: Final = msgspec.json.Decoder(_Output).decode
 
 
 def _tokens_in(items: Sequence[bytes]) -> int:
-    """How many tokens items have: one each, but for long ones that tell."""
-    return sum(
-        item.count(b",", 0, item.find(b"]")) + 1
-        if len(item) > _LONG and item.startswith(_TOKENS)
-        else 1
-        for item in items
-    )
+    """How many tokens items have; one that does not list them counts as one."""
+    tokens = 0
+    for item in items:
+        try:
+            listed = _read_output(item).token_ids
+        except (ValueError, RecursionError):
+            # The reader finds out what is wrong with it.
+            listed = None
+        tokens += 1 if listed is None else len(listed)
+    return tokens
 
 
 def _reused_in(item: bytes, path: str) -> int | None:

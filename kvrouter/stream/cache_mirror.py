@@ -1,24 +1,26 @@
-"""What one rank's engine holds, as its events tell, so that it can be told again.
+"""What one rank's engine holds, kept once: to read its later events by, and to tell it again.
 
 `CacheMirror` takes in the events in the very way in which `RadixIndex` does, so that an index
 that follows the published events and one that follows `state()` hold the same.
 
-Blocks are numbered slots, a child's number above its parent's. A block that was removed
-before its children stays as their nameless link to the root, and goes with the last of them.
+Blocks that follow each other share a `Stretch`: what a block costs is its name, its hash, and its
+entry in a dictionary. A stretch hangs from a place in another one, which was made before it. A
+block that was removed before those below it stays there as their link to the root.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import (
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     CacheDigest,
@@ -26,30 +28,106 @@ from dynbus.kvrouter.events import (
     KvEvent,
     Tier,
 )
+from dynbus.kvrouter.radix.runs import MOST_NAMED, NAME_BYTES, find_name, pack_name
 
 from .digest import MASK, block_digest
 
 STATE_BLOCKS: Final = 1024
 """Blocks of one event of `state()` at most."""
 
-COMPACT_FROM: Final = 1024
+FOLD_BYTES: Final = 1 << 16
+"""Bytes of names that came or went, from which on the digest is brought up to date."""
 
 _NO_PARENT: Final = -1
+_unpack_name: Final = struct.Struct("=Q").unpack_from
+
+
+class Stretch(msgspec.Struct, eq=False, gc=False):
+    """Up to `MOST_NAMED` blocks that follow each other.
+
+    Attributes:
+        number: of a later one it is higher.
+        above: the number of the one that it hangs from; 0 for none.
+        above_at: the place there of the block before the first one here.
+        names: the engine's hash of each block, 8 bytes in the machine's order.
+        blocks: the block hash of each, 8 little-endian bytes.
+        salt: of the sequence.
+        generation: of the mirror when they came.
+        held: how many of the blocks are held.
+        gone: a bit for each place whose block is not held.
+        below: how many stretches hang from it.
+        pinned: behind the last place from which one of them hangs.
+    """
+
+    number: int
+    above: int
+    above_at: int
+    names: bytearray
+    blocks: bytearray
+    salt: str | None
+    generation: int
+    held: int
+    gone: int = 0
+    below: int = 0
+    pinned: int = 0
+
+    def place_of(self, name: int) -> int:
+        """The place of a held block."""
+        names, packed = self.names, pack_name(name)
+        if not self.gone and names.endswith(packed):
+            # What comes next mostly follows the last one.
+            return len(names) // NAME_BYTES - 1
+        place = find_name(names, packed)
+        while self.gone >> place & 1:
+            # The same name was here before, at another place.
+            place = find_name(self.names, packed, place + 1)
+        return place
+
+    def name_at(self, place: int) -> int:
+        """The engine's hash of a block, held or not."""
+        name: int = _unpack_name(self.names, place * NAME_BYTES)[0]
+        return name
+
+    def block_at(self, place: int) -> bytearray:
+        """The block hash at a place."""
+        return self.blocks[place * NAME_BYTES : (place + 1) * NAME_BYTES]
+
+    def trim(self) -> None:
+        """Give up the places at the end that nobody needs."""
+        end = len(self.names) // NAME_BYTES
+        while end > self.pinned and self.gone >> (end - 1) & 1:
+            end -= 1
+        self.gone &= (1 << end) - 1
+        del self.names[end * NAME_BYTES :]
+        del self.blocks[end * NAME_BYTES :]
+
+
+class HeldBlock(NamedTuple):
+    """What is known of a held block.
+
+    Attributes:
+        parent: the engine's hash of the block before it; None for the first of a sequence.
+    """
+
+    block_hash: int
+    parent: int | None
 
 
 class CacheMirror:
-    """The blocks that one rank holds, in all tiers. About 150 bytes for each.
+    """The blocks that one rank holds, in all tiers. About 110 bytes for each.
 
     Attributes:
         unknown_parents: stored events that were left out for their parent.
+        generation: what is noted of the blocks that come from now on.
     """
 
     def __init__(self) -> None:
         self._tiers: dict[Tier, _TierMirror] = {}
         self.unknown_parents = 0
+        self.generation = 0
 
     def __repr__(self) -> str:
-        return f"<CacheMirror [{self.digest().blocks} blocks]>"
+        return f"<CacheMirror [{self.blocks} blocks]>"
 
     def apply(self, events: Sequence[KvEvent]) -> list[KvEvent]:
         """Take in events; returns those that an index can follow, in their order.
@@ -57,53 +135,78 @@ class CacheMirror:
         Left out are chains whose parent is not held or is the child itself, and events
         without blocks.
         """
-        accepted: list[KvEvent] = []
-        at = 0
-        while at < len(events):
-            event = events[at]
-            if isinstance(event, AllBlocksCleared):
-                self._tiers.clear()
-                accepted.append(event)
-                at += 1
-                continue
-            last = at + 1
-            kind = type(event)
-            while last < len(events) and type(following := events[last]) is kind:
-                if isinstance(following, AllBlocksCleared) or following.tier != event.tier:
-                    break
-                last += 1
-            accepted += self._apply_alike(events[at:last], event.tier)
-            at = last
-        return accepted
+        return [event for event in events if self._apply(event)]
 
-    def _apply_alike(self, events: Sequence[KvEvent], tier: Tier) -> list[KvEvent]:
-        """Take in events of one kind and tier."""
-        mirror = self._tiers.get(tier)
-        if mirror is None:
-            mirror = self._tiers[tier] = _TierMirror(tier)
-        stored = [one for one in events if isinstance(one, BlockStored) and len(one.engine_hashes)]
-        if stored:
-            accepted = mirror.store(stored)
-            self.unknown_parents += len(stored) - len(accepted)
-            return [*accepted]
-        removed: list[KvEvent] = []
-        engine_hashes: list[int] = []
-        for event in events:
-            if isinstance(event, BlockRemoved) and len(event.engine_hashes):
-                removed.append(event)
-                engine_hashes += _numbers(event.engine_hashes)
-        mirror.remove(engine_hashes)
-        return removed
+    def _apply(self, event: KvEvent) -> bool:
+        if isinstance(event, BlockStored):
+            return bool(len(event.engine_hashes)) and self.store(event) is not None
+        if isinstance(event, BlockRemoved):
+            self.remove(event)
+            return bool(len(event.engine_hashes))
+        self.clear()
+        return True
+
+    def store(self, event: BlockStored, *, salt: str | None = None) -> Sequence[int] | None:
+        """Take in a chain of at least one block.
+
+        Args:
+            salt: what is noted of the blocks that are new.
+
+        Returns:
+            Those of its blocks that its tier had already, or that it names for the second time;
+            None where it is left out, and counted.
+        """
+        again = self._tier(event.tier).store(event, salt, self.generation)
+        self.unknown_parents += again is None
+        return again
+
+    def remove(self, event: BlockRemoved) -> None:
+        """Take in a removal."""
+        self._tier(event.tier).remove(_numbers(event.engine_hashes))
 
     def clear(self) -> None:
         """Forget everything."""
         self._tiers.clear()
 
+    def _tier(self, tier: Tier) -> _TierMirror:
+        mirror = self._tiers.get(tier)
+        if mirror is None:
+            mirror = self._tiers[tier] = _TierMirror(tier)
+        return mirror
+
+    # Questions ------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are held, counted once for each tier."""
+        return sum(len(tier.held) for tier in self._tiers.values())
+
+    def held(self, tier: Tier) -> Mapping[int, Stretch]:
+        """The blocks of a tier by the engine's hashes, each with those that it lies among."""
+        return self._tier(tier).held
+
+    def stretch_of(self, engine_hash: int) -> Stretch | None:
+        """The same, whatever tier has the block; None where none has it."""
+        for tier in self._tiers.values():
+            stretch = tier.held.get(engine_hash)
+            if stretch is not None:
+                return stretch
+        return None
+
+    def find(self, engine_hash: int) -> HeldBlock | None:
+        """What is known of a block, whatever tier holds it."""
+        for tier in self._tiers.values():
+            stretch = tier.held.get(engine_hash)
+            if stretch is not None:
+                place = stretch.place_of(engine_hash)
+                block_hash = int.from_bytes(stretch.block_at(place), "little")
+                return HeldBlock(block_hash, tier.parent_of(stretch, place))
+        return None
+
     def digest(self) -> CacheDigest:
         """How many blocks are held, and which."""
-        tiers = self._tiers.values()
         return CacheDigest(
-            sum(len(tier.slots) for tier in tiers), sum(tier.digest for tier in tiers) & MASK
+            self.blocks, sum(tier.make_digest() for tier in self._tiers.values()) & MASK
         )
 
     def state(self) -> Iterator[KvEvent]:
@@ -125,158 +228,190 @@ class _TierMirror:
     """The blocks of one tier.
 
     Attributes:
-        slots: by the engine's hash.
-        digest: of these blocks, not cut to 64 bits.
+        held: by the engine's hash, the stretch that has the block.
     """
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self.slots: dict[int, int] = {}
-        self.digest = 0
-        self._blocks = array("Q")
-        self._parents = array("i")
-        # What keeps a slot: its name and each child. A slot with 0 is free.
-        self._keepers = array("I")
-        self._live = 0
+        self.held: dict[int, Stretch] = {}
+        # By their numbers, the lowest first.
+        self._stretches: dict[int, Stretch] = {}
+        self._last_number = 0
+        self._digest = 0
+        # Of blocks that are not in the digest yet, and of those that still are.
+        self._new_names, self._new_blocks = bytearray(), bytearray()
+        self._old_names, self._old_blocks = bytearray(), bytearray()
 
-    def store(self, events: Sequence[BlockStored]) -> list[BlockStored]:
-        """Store chains; returns those that could be."""
-        engine_hashes: list[int] = []
-        for event in events:
-            engine_hashes += _numbers(event.engine_hashes)
-        unique = len(set(engine_hashes)) == len(engine_hashes)
-        if not unique or not self.slots.keys().isdisjoint(engine_hashes):
-            return [event for event in events if self._store_singly(event)]
-        if not self._store_new(events, engine_hashes):
-            return [event for event in events if self._store_singly(event)]
-        return list(events)
+    # Storing and removing -------------------------------------------------------------
 
-    def _store_new(self, events: Sequence[BlockStored], engine_hashes: list[int]) -> bool:
-        """Store chains of blocks that are all new; False, and nothing done, if one lacks its
-        parent."""
-        slots = self.slots
-        base = at = len(self._blocks)
-        slots.update(zip(engine_hashes, range(base, base + len(engine_hashes)), strict=True))
-        starts: list[tuple[int, int]] = []
-        parents = array("i")
-        for event in events:
-            parent = event.parent_hash
-            slot = _NO_PARENT if parent is None else slots.get(parent, at)
-            if slot >= at:
-                for engine_hash in engine_hashes:
-                    del slots[engine_hash]
-                return False
-            starts.append((at, slot))
-            end = at + len(event.engine_hashes)
-            parents.append(slot)
-            parents.extend(range(at, end - 1))
-            at = end
-        blocks = b"".join(_block_bytes(event.block_hashes) for event in events)
-        self._parents += parents
-        self._blocks.frombytes(blocks)
-        keepers = self._keepers
-        keepers.frombytes(np.full(at - base, 2, dtype=np.uint32).tobytes())
-        # The last of each chain has no child, unless a later chain hangs there.
-        for (start, slot), event in zip(starts, events, strict=True):
-            keepers[start + len(event.engine_hashes) - 1] -= 1
-            if slot != _NO_PARENT:
-                keepers[slot] += 1
-        self._live += at - base
-        self._count(engine_hashes, np.frombuffer(blocks, dtype="<u8"), 1)
-        return True
+    def store(self, event: BlockStored, salt: str | None, generation: int) -> Sequence[int] | None:
+        """Store a chain; returns those of its blocks that were here already.
 
-    def _store_singly(self, event: BlockStored) -> bool:
-        """Store block by block: some of the hashes are held already, or come twice."""
-        before = event.parent_hash
-        engine_hashes = _numbers(event.engine_hashes)
-        if before is not None and before not in self.slots:
+        Nothing is done, and None returned, where its parent is not held or is its child.
+        """
+        held = self.held
+        parent = event.parent_hash
+        if parent is not None and parent not in held:
+            return None
+        names = _numbers(event.engine_hashes)
+        blocks = _block_bytes(event.block_hashes)
+        if held.keys().isdisjoint(names) and len(set(names)) == len(names):
+            self._put(parent, names, blocks, salt, generation)
+            return ()
+        if any(one == other for one, other in pairwise((parent, *names))):
+            return None
+        again: list[int] = []
+        before = parent
+        for at, name in enumerate(names):
+            block = blocks[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+            if name in held:
+                again.append(name)
+            if not self._holds_after(before, name, block):
+                self.remove([name])
+                self._put(before, [name], block, salt, generation)
+            before = name
+        return again
+
+    def _holds_after(self, before: int | None, name: int, block: bytes) -> bool:
+        """Whether this name is held already as this very block after `before`."""
+        stretch = self.held.get(name)
+        if stretch is None:
             return False
-        if any(one == other for one, other in pairwise((before, *engine_hashes))):
+        place = stretch.place_of(name)
+        if not stretch.blocks.startswith(block, place * NAME_BYTES):
             return False
-        blocks = array("Q", _block_bytes(event.block_hashes))
-        for engine_hash, block in zip(engine_hashes, blocks, strict=True):
-            if not self._holds_after(before, engine_hash, block):
-                if engine_hash in self.slots:
-                    self.remove([engine_hash])
-                self._store_one(before, engine_hash, block)
-            before = engine_hash
-        return True
+        if before is None:
+            return not place and not stretch.above
+        above = self.held.get(before)
+        if above is None:
+            return False
+        if place:
+            return above is stretch and above.place_of(before) == place - 1
+        return above.number == stretch.above and above.place_of(before) == stretch.above_at
 
-    def _holds_after(self, before: int | None, engine_hash: int, block: int) -> bool:
-        slot = self.slots.get(engine_hash)
-        parent = _NO_PARENT if before is None else self.slots.get(before)
-        return slot is not None and self._parents[slot] == parent and self._blocks[slot] == block
+    def _put(
+        self,
+        parent: int | None,
+        names: Sequence[int],
+        blocks: bytes,
+        salt: str | None,
+        generation: int,
+    ) -> None:
+        """Store a chain of blocks that are all new."""
+        packed = array("Q", names).tobytes()
+        self._new_names += packed
+        self._new_blocks += blocks
+        if len(self._new_names) >= FOLD_BYTES:
+            self.make_digest()
+        held = self.held
+        above: Stretch | None = None
+        place = at = 0
+        if parent is not None:
+            above = held[parent]
+            place = above.place_of(parent)
+            length = len(above.names) // NAME_BYTES
+            if place + 1 == length and above.generation == generation and above.salt == salt:
+                at = min(len(names), MOST_NAMED - length)
+                above.names += packed[: at * NAME_BYTES]
+                above.blocks += blocks[: at * NAME_BYTES]
+                above.held += at
+                held.update(dict.fromkeys(names[:at], above))
+                place += at
+        while at < len(names):
+            end = min(at + MOST_NAMED, len(names))
+            self._last_number = number = self._last_number + 1
+            stretch = self._stretches[number] = Stretch(
+                number,
+                0 if above is None else above.number,
+                place,
+                bytearray(packed[at * NAME_BYTES : end * NAME_BYTES]),
+                bytearray(blocks[at * NAME_BYTES : end * NAME_BYTES]),
+                salt,
+                generation,
+                end - at,
+            )
+            held.update(dict.fromkeys(names[at:end], stretch))
+            if above is not None:
+                above.below += 1
+                above.pinned = max(above.pinned, place + 1)
+            above, place, at = stretch, end - at - 1, end
 
-    def _store_one(self, before: int | None, engine_hash: int, block: int) -> None:
-        parent = _NO_PARENT if before is None else self.slots[before]
-        if parent != _NO_PARENT:
-            self._keepers[parent] += 1
-        self.slots[engine_hash] = len(self._blocks)
-        self._blocks.append(block)
-        self._parents.append(parent)
-        self._keepers.append(1)
-        self._live += 1
-        self._count([engine_hash], np.array([block], dtype=np.uint64), 1)
-
-    def remove(self, engine_hashes: Sequence[int]) -> None:
+    def remove(self, names: Sequence[int]) -> None:
         """Remove blocks in any order; those that are not held change nothing."""
-        slots, parents, keepers = self.slots, self._parents, self._keepers
-        names: list[int] = []
-        blocks: list[int] = []
-        for engine_hash in engine_hashes:
-            slot = slots.pop(engine_hash, None)
-            if slot is None:
+        held = self.held
+        for name in names:
+            stretch = held.pop(name, None)
+            if stretch is None:
                 continue
-            names.append(engine_hash)
-            blocks.append(self._blocks[slot])
-            while slot != _NO_PARENT:
-                keepers[slot] -= 1
-                if keepers[slot]:
-                    break
-                self._live -= 1
-                slot = parents[slot]
-        if names:
-            self._count(names, np.array(blocks, dtype=np.uint64), -1)
-            if len(keepers) > max(COMPACT_FROM, 2 * self._live):
-                self._compact()
+            place = stretch.place_of(name)
+            self._old_names += pack_name(name)
+            self._old_blocks += stretch.block_at(place)
+            stretch.held -= 1
+            stretch.gone |= 1 << place
+            if not stretch.held and not stretch.below:
+                self._give_up(stretch)
+            elif (place + 1) * NAME_BYTES == len(stretch.names):
+                stretch.trim()
+        if len(self._old_names) >= FOLD_BYTES:
+            self.make_digest()
 
-    def _count(self, names: list[int], blocks: NDArray[np.uint64], sign: int) -> None:
-        self.digest += sign * block_digest(np.array(names, dtype=np.uint64), blocks, self.tier)
+    def _give_up(self, stretch: Stretch) -> None:
+        """Forget a stretch of which nothing is held and from which nothing hangs, and so on up."""
+        while not stretch.held and not stretch.below:
+            del self._stretches[stretch.number]
+            if not stretch.above:
+                return
+            stretch = self._stretches[stretch.above]
+            stretch.below -= 1
+        if not stretch.below:
+            stretch.pinned = 0
+            stretch.trim()
 
-    def _compact(self) -> None:
-        """Give up the free slots. The others keep their order."""
-        keepers = np.array(self._keepers)
-        kept = np.flatnonzero(keepers)
-        places = np.full(len(keepers) + 1, _NO_PARENT, dtype=np.int32)
-        places[kept] = np.arange(len(kept), dtype=np.int32)
-        # A slot without a parent asks for the place at -1, which is the last and holds -1.
-        self._parents = array("i", places[np.array(self._parents)[kept]].tobytes())
-        self._blocks = array("Q", np.array(self._blocks)[kept].tobytes())
-        self._keepers = array("I", keepers[kept].tobytes())
-        at = places.tolist()
-        self.slots = {engine_hash: at[slot] for engine_hash, slot in self.slots.items()}
+    # Questions ------------------------------------------------------------------------
+
+    def parent_of(self, stretch: Stretch, place: int) -> int | None:
+        """The engine's hash of the block before a place; None for none."""
+        if place:
+            return stretch.name_at(place - 1)
+        return self._stretches[stretch.above].name_at(stretch.above_at) if stretch.above else None
+
+    def make_digest(self) -> int:
+        """The digest of these blocks, not cut to 64 bits."""
+        if self._new_names:
+            new = _names(self._new_names), _blocks(self._new_blocks)
+            self._digest += block_digest(*new, self.tier)
+            self._new_names, self._new_blocks = bytearray(), bytearray()
+        if self._old_names:
+            old = _names(self._old_names), _blocks(self._old_blocks)
+            self._digest -= block_digest(*old, self.tier)
+            self._old_names, self._old_blocks = bytearray(), bytearray()
+        return self._digest
 
     def note(self) -> Iterator[KvEvent]:
         """What is held at this moment, as events."""
-        keepers = np.array(self._keepers)
-        blocks, parents = np.array(self._blocks), np.array(self._parents)
-        count = len(self.slots)
-        names = np.zeros(len(keepers), dtype=np.uint64)
-        named = np.fromiter(self.slots.values(), dtype=np.int64, count=count)
-        names[named] = np.fromiter(self.slots, dtype=np.uint64, count=count)
-        kept = np.flatnonzero(keepers)
-        is_link = keepers > 0
-        is_link[named] = False
-        links = np.flatnonzero(is_link)
+        stretches = list(self._stretches.values())
+        names = _names(b"".join([one.names for one in stretches])).copy()
+        blocks = _blocks(b"".join([one.blocks for one in stretches]))
+        firsts: dict[int, int] = {}
+        links: list[int] = []
+        chains: list[tuple[int, int]] = []
+        at = 0
+        for one in stretches:
+            firsts[one.number] = at
+            before = firsts[one.above] + one.above_at if one.above else _NO_PARENT
+            if not chains or before == _NO_PARENT or before != at - 1:
+                chains.append((at, before))
+            links += [at + place for place in range(one.gone.bit_length()) if one.gone >> place & 1]
+            at += len(one.names) // NAME_BYTES
         names[links] = self._free_names(len(links))
-        return _tell(self.tier, kept, names, blocks, parents, names[links])
+        return _tell(self.tier, chains, names, blocks, names[links])
 
     def _free_names(self, count: int) -> NDArray[np.uint64]:
         """Numbers that are no engine's hash of a held block."""
         found: list[int] = []
         candidate = 1
         while len(found) < count:
-            if candidate not in self.slots:
+            if candidate not in self.held:
                 found.append(candidate)
             candidate += 1
         return np.array(found, dtype=np.uint64)
@@ -284,23 +419,29 @@ class _TierMirror:
 
 def _tell(
     tier: Tier,
-    kept: NDArray[np.int64],
+    chains: Sequence[tuple[int, int]],
     names: NDArray[np.uint64],
     blocks: NDArray[np.uint64],
-    parents: NDArray[np.int32],
     links: NDArray[np.uint64],
 ) -> Iterator[KvEvent]:
-    """The slots `kept` as chains, then the removal of `links`, which are not held."""
-    follows = np.flatnonzero(parents[kept][1:] != kept[:-1]) + 1
-    bounds = [0, *follows.tolist(), len(kept)] if len(kept) else []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    """Chains of blocks, each with the place of its first one and of that one's parent, then the
+    removal of `links`, which are not held."""
+    bounds = [*(start for start, _ in chains), len(names)]
+    for (start, before), end in zip(chains, bounds[1:], strict=True):
         for at in range(start, end, STATE_BLOCKS):
-            chain = kept[at : min(at + STATE_BLOCKS, end)]
-            parent = int(parents[chain[0]])
-            before = None if parent == _NO_PARENT else int(names[parent])
-            yield BlockStored(before, names[chain], blocks[chain], tier)
+            parent = None if before == _NO_PARENT else int(names[before])
+            before = min(at + STATE_BLOCKS, end) - 1
+            yield BlockStored(parent, names[at : before + 1], blocks[at : before + 1], tier)
     for at in range(0, len(links), STATE_BLOCKS):
         yield BlockRemoved(links[at : at + STATE_BLOCKS], tier)
+
+
+def _names(packed: bytes | bytearray) -> NDArray[np.uint64]:
+    return np.frombuffer(packed, dtype=np.uint64)
+
+
+def _blocks(packed: bytes | bytearray) -> NDArray[np.uint64]:
+    return np.frombuffer(packed, dtype="<u8")
 
 
 def _numbers(hashes: Hashes) -> Sequence[int]:

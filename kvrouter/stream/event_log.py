@@ -144,7 +144,7 @@ class EventLog:
         max_in_flight: batches that may be unacknowledged.
 
     Attributes:
-        mirror: what the rank holds.
+        mirror: what the rank holds. Who takes events in there by himself says them by `tell`.
         waiting_bytes: of the events that wait, resent state not counted.
         resync_at: when a resend that was asked for is due; None for none.
     """
@@ -216,14 +216,17 @@ class EventLog:
         Args:
             since: Unix seconds at which they were handed over.
         """
+        self.tell(self.mirror.apply(events), since)
+
+    def tell(self, events: Sequence[KvEvent], since: float) -> None:
+        """The same for events that `mirror` has taken in."""
         if self._loss and any(isinstance(event, AllBlocksCleared) for event in events):
             self._loss = ""
-        accepted = self.mirror.apply(events)
-        self._changed = self._changed or bool(accepted)
+        self._changed = self._changed or bool(events)
         if self._begins_anew:
             return  # The new epoch will say it all.
         room = self._max_batch_bytes - FRAME_BYTES
-        for event in accepted:
+        for event in events:
             size = event_bytes(event)
             if size <= room:
                 self._waiting.append(_Waiting(event, size, since))

@@ -1,7 +1,8 @@
 """The way of an engine's KV-cache events to the stream.
 
 `publish` hands over and returns. A task of the event loop takes in what was handed over, lets
-each rank's `EventLog` decide what goes out, and has a `BatchSender` publish it.
+each rank's `EventLog` decide what goes out, and has a `BatchSender` publish it. Events that are
+read on the loop itself go into the logs by a `LoopSink`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .awareness import AwarenessLevel, CacheAwareness
 from .event_log import EventLog, LogStatistics, OutgoingBatch
 from .event_stream import EpochClock, EventStream, StoredEvents, ensure_stream, read_events
 from .handover import DEFAULT_HANDED_BYTES, Handover, own_events
+from .loop_sink import LoopSink
 from .resync import decode_resync
 
 logger = logging.getLogger(__name__)
@@ -310,6 +312,9 @@ class KvEventPublisher(Openable):
         self._above = await self._last_epoch()
         for rank in self._ranks:
             self._log(rank)
+        for log in self._logs.values():
+            # Some were there before it was known.
+            log.begin_anew(above=self._above)
         subscription = connection.subscribe(kv_resync_subject(*self._address, "*"), self._on_resync)
         stop_listening = connection.on_state(self._on_state)
         try:
@@ -383,6 +388,10 @@ class KvEventPublisher(Openable):
         if not self._closed:
             self._handover.set_awareness(rank, awareness)
             self._wake_loop()
+
+    def loop_sink(self) -> LoopSink:
+        """A sink for an engine's reader on the publisher's own event loop; see `LoopSink`."""
+        return LoopSink(self._log, self._takes, self._wake.set)
 
     def _takes(self) -> bool:
         """Whether what is handed over now will be published."""

@@ -110,7 +110,7 @@ def test_a_child_of_a_child_that_was_left_out_is_left_out_too() -> None:
 
     assert translate(translation, event(**NEXT), grandchild) == []
     assert translation.unknown_parents == 2
-    assert translation.blocks == 0
+    assert translation.cache.blocks == 0
 
 
 def test_a_parent_that_was_removed_is_unknown() -> None:
@@ -133,19 +133,41 @@ def test_a_clear_forgets_all_blocks() -> None:
     translation = Translation(4)
 
     assert translate(translation, event(), EngineCleared())[1:] == [AllBlocksCleared()]
-    assert translation.blocks == 0
+    assert translation.cache.blocks == 0
 
 
 def test_blocks_copied_without_their_tokens_keep_their_parents() -> None:
     translation = Translation(4)
     translate(translation, event(), event(**NEXT))
+    first = EngineStored([A, B], None, b"", 0, medium="CPU")
+    second = EngineStored([C, A], None, b"", 0, medium="CPU")
 
-    copied = EngineStored([C, A], None, b"", 0, medium="CPU")
-
-    assert translate(translation, copied) == [
+    assert translate(translation, first, second) == [
+        stored(tier=Tier.HOST),
         stored(B, [C], MORE, Tier.HOST),
         stored(None, [A], TOKENS, Tier.HOST),
     ]
+
+
+def test_a_copy_in_a_tier_without_the_block_before_it_is_left_out() -> None:
+    translation = Translation(4)
+    translate(translation, event(), event(**NEXT))
+
+    copied = EngineStored([C, A], None, b"", 0, medium="CPU")
+
+    assert translate(translation, copied) == [stored(None, [A], TOKENS, Tier.HOST)]
+    assert translation.cache.unknown_parents == 1
+
+
+def test_the_salt_of_a_sequence_holds_for_copies_without_their_tokens() -> None:
+    translation = Translation(4)
+    translate(translation, event(extra_keys=[["tenant"], None]))
+    copied = EngineStored([A, B], None, b"", 0, medium="CPU")
+    translate(translation, copied, EngineRemoved([B]))
+
+    below = event(**NEXT, medium="CPU")
+
+    assert translate(translation, below) == [stored(B, [C], MORE, Tier.HOST, salt="tenant")]
 
 
 def test_blocks_without_tokens_that_were_never_seen_are_quarantined() -> None:
@@ -153,14 +175,6 @@ def test_blocks_without_tokens_that_were_never_seen_are_quarantined() -> None:
         Translation(4).translate(EngineStored([A], None, b"", 0, medium="CPU"))
 
     assert caught.value.reason is QuarantineReason.UNKNOWN_BLOCK
-
-
-def test_the_oldest_blocks_are_forgotten_beyond_the_limit() -> None:
-    translation = Translation(4, max_blocks=2)
-
-    translate(translation, event(), event(**NEXT))
-
-    assert translation.blocks == 2
 
 
 # Copies -------------------------------------------------------------------------------------
@@ -171,11 +185,11 @@ def test_a_block_that_was_stored_twice_is_there_until_both_copies_are_removed() 
     translate(translation, event(), event(**NEXT), event(**NEXT))
 
     first = translate(translation, EngineRemoved([C]))
-    known_meanwhile = translation.blocks
+    known_meanwhile = translation.cache.blocks
     second = translate(translation, EngineRemoved([C]))
 
     assert (first, second) == ([], [BlockRemoved([C])])
-    assert (known_meanwhile, translation.blocks) == (3, 2)
+    assert (known_meanwhile, translation.cache.blocks) == (3, 2)
 
 
 def test_a_child_of_a_block_whose_other_copy_lives_is_told() -> None:

@@ -15,7 +15,7 @@ A, B = Rank("a", 0), Rank("b", 0)
 
 def chain(*blocks: int) -> list[int]:
     """Names of prefixes: each stands for its block and all before it."""
-    return [hash(blocks[: at + 1]) for at in range(len(blocks))]
+    return [hash(blocks[: at + 1]) % (1 << 64) for at in range(len(blocks))]
 
 
 def test_a_prompt_is_held_where_it_was_sent() -> None:

@@ -221,6 +221,32 @@ def test_an_item_of_many_tokens_counts_as_so_many() -> None:
     assert told.told == [("grown", 102)]
 
 
+@pytest.mark.parametrize(
+    ("item", "tokens"),
+    [
+        (b'{"token_ids":[1,2]}', 2),
+        (b'{"text":"a, b","logprobs":[[1,-0.5],[2,-0.5]],"token_ids":[1,2,3],"index":0}', 3),
+        (b'{"token_ids" : [ 1 , 2 ]}', 2),
+        (b'{"token_ids":[],"finish_reason":"stop"}', 0),
+        (b'{"token_ids":null}', 1),
+        (b'{"token_ids":"1,2,3"}', 1),
+        (b'{"text":"[1,2,3]"}', 1),
+        (b"[1,2,3]", 1),
+        (b'{"token_ids":[1,', 1),
+        (b'{"text":"\xff"}', 1),
+        (b'{"text":' + b"[" * 5000 + b"]" * 5000 + b"}", 1),
+    ],
+)
+def test_an_item_has_the_tokens_that_it_lists_wherever_commas_stand(
+    item: bytes, tokens: int
+) -> None:
+    looks = observer(told := Told(), "", 1)
+
+    looks.arrived([b"1", item])
+
+    assert told.told == [("grown", 1 + tokens)]
+
+
 @pytest.mark.parametrize("asks", ["config", "call", "nobody"])
 def test_output_counts_as_load_while_it_grows_when_somebody_asks_for_it(asks: str) -> None:
     async def story() -> tuple[float, float]:

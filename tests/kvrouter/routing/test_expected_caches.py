@@ -97,6 +97,18 @@ def test_what_another_router_has_sent_somewhere_is_expected_there(
     assert expected(caches, wanted, A, B) == [4, 0]
 
 
+def test_beside_exact_events_what_others_sent_to_an_engine_that_tells_none_is_expected_there() -> (
+    None
+):
+    caches, wanted = ExpectedCaches(HandIndex(), RouterConfig()), shape(4)
+    silent = profile("a", events="false")
+    caches.note_sent(1, silent, Candidate(Rank("a", 0)), 0, shape(0), 0.0)
+
+    caches.note_elsewhere(Rank("a", 0), wanted.sequence_hashes, 0.5)
+
+    assert expected(caches, wanted, silent, B) == [4, 0]
+
+
 def test_without_a_time_to_forget_in_what_others_sent_counts_for_instances_known_here_alone() -> (
     None
 ):
