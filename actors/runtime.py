@@ -159,7 +159,7 @@ class Actor(DeclaredActor, abstract=True):
         """Runs before the instance is announced; an exception here stops it."""
 
     def instance_metadata(self) -> Mapping[str, str]:
-        """What the instance says of itself to whoever finds it, routers above all.
+        """What the instance says of itself to clients that find it, routers above all.
 
         Asked after `on_start` and before the instance is announced, and again by the instance's
         `renew_metadata`. At most 32 keys and 4096 bytes; an exception at the start stops the
@@ -649,7 +649,7 @@ class Runtime(ClientSide):
         for instance in list(self.instances.values()):
             instance.stop_now()
         closing = self._begin_closing()
-        # Told already: whoever does not wait for the end has nothing to retrieve.
+        # Told already: a caller that does not wait for the end has nothing to retrieve.
         closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 

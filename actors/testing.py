@@ -71,7 +71,7 @@ class TestKit:
         if not self.bus.running:
             self.bus.start()
         # The caller goes first: nobody waits then, and the drains are short.
-        # A task of its own: whoever cancels the block again does not undo it.
+        # A task of its own: to cancel the block again does not undo it.
         self._closing = asyncio.get_running_loop().create_task(self._close())
         with anyio.CancelScope(shield=True):
             await asyncio.shield(self._closing)

@@ -62,7 +62,7 @@ class Work:
     async def end(self) -> None:
         """Cancel the work and wait until it has ended.
 
-        Whoever is cancelled while they wait leaves nothing behind: the work ends all the same.
+        A caller that is cancelled while it waits leaves nothing behind: the work ends all the same.
         """
         self.cancel()
         await self._ended.wait()
@@ -212,8 +212,8 @@ class Openable:
     """What is open from `__aenter__` to `close`, which different tasks may call.
 
     A subclass writes all of its life in `_open`. A task of its own enters that context manager,
-    holds it and leaves it, so it may use task groups and cancel scopes of anyio, and whoever is
-    cancelled while they open or close it leaves nothing behind.
+    holds it and leaves it, so it may use task groups and cancel scopes of anyio, and a caller that
+    is cancelled while it opens or closes it leaves nothing behind.
 
     Args:
         background: fails with what fails while it is open. Without it nobody knows of that before
@@ -288,8 +288,8 @@ class Openable:
 async def run_apart(function: Callable[..., Awaitable[T]], *args: Any, name: str) -> T:
     """The result of `function(*args)`, which runs in a task of its own.
 
-    Whoever is cancelled while they wait cancels it, and waits until it has cleaned up under its
-    shields. A second `cancel()` of asyncio's, which no shield stops, ends the wait at most.
+    A caller that is cancelled while it waits cancels it, and waits until it has cleaned up under
+    its shields. A second `cancel()` of asyncio's, which no shield stops, ends the wait at most.
 
     Raises:
         Exception: what it raised.
@@ -300,7 +300,7 @@ async def run_apart(function: Callable[..., Awaitable[T]], *args: Any, name: str
     async def run() -> None:
         try:
             results.append(await function(*args))
-        except Exception as error:  # noqa: BLE001 - raised to whoever waits
+        except Exception as error:  # noqa: BLE001 - raised to the waiting caller
             errors.append(error)
 
     async with Background(name, errors.append) as background:

@@ -42,7 +42,7 @@ PER_ANSWER: Final = 64
 """Requests that one answer tells of."""
 
 Holder = Callable[[str, AbstractSet[str]], Sequence[Found]]
-"""Whoever has calls: ends those of a namespace that are of these requests, and says which."""
+"""A holder of calls: ends those of a namespace that are of these requests, and says which."""
 
 
 class _Asked(NamedTuple):
@@ -67,7 +67,7 @@ class Cancels:
         drop: counts a message that is dropped; to be called on the main loop.
 
     Attributes:
-        has_any: whether any came, for whoever would ask with every call.
+        has_any: whether any came, for code that would ask with every call.
     """
 
     def __init__(

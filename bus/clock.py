@@ -172,7 +172,7 @@ class _VirtualSelector(selectors.DefaultSelector):
                     f"worked for the loop: {', '.join(working)}; run(..., patience=...) waits "
                     f"longer{self._waiting()}"
                 )
-        # Whoever stopped working may have woken the loop as its last act.
+        # A thread that stopped working may have woken the loop as its last act.
         return super().select(0)
 
     def _real_wait(self, timeout: float | None) -> float:

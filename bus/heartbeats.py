@@ -395,7 +395,7 @@ class Heartbeats:
             self._extend(monotonic() + HEARTBEAT_INTERVAL)
             return
         except PermissionDenied:
-            # A refused subject shows at the next barrier, whoever asks; it is an answer too.
+            # A refused subject shows at the next barrier, whichever part asks; it is an answer too.
             pass
         now = monotonic()
         silent: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 Control messages are read on the lane and carried out on the main loop. However much one peer
 says, it waits in a queue of its own: a turn of the loop carries out a bounded amount, one thing
-of each peer after the other, and what exceeds the bounds is dropped by whoever read it.
+of each peer after the other, and what exceeds the bounds is dropped by its reader.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class ThreadLane:
         outcome.add_done_callback(lambda _: self.call(task.cancel) if outcome.cancelled() else None)
 
     def _pass_on(self, outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
-        """Tell whoever waits how work ended.
+        """Tell the waiting caller how work ended.
 
         Not left to `asyncio.run_coroutine_threadsafe`: where nobody waits any longer it does not
         look at a failure, and the loop reports that as an exception that was never retrieved.

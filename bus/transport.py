@@ -106,7 +106,7 @@ class StreamConfig(NamedTuple):
         marker_ttl: seconds for which an expired or deleted subject leaves a marker, at least 1; 0
             for message TTLs without markers, None for no message TTLs.
         rollup: whether a message may take the place of all earlier ones, those of other subjects
-            too: whoever may publish one subject may clear the stream. Markers take it.
+            too: a publisher of one subject may clear the stream. Markers take it.
         work_queue: each message goes to one consumer and is gone when acknowledged.
         replicas: how many servers of a cluster keep it at most; a smaller cluster keeps it on
             as many as it has. None for the number that the connection has for all streams.
@@ -245,7 +245,7 @@ class ConsumerInfo(NamedTuple):
         pending: messages that were not delivered yet.
         ack_pending: messages that were delivered and are not acknowledged, those that are to be
             delivered again counted in.
-        ack_wait: seconds; that of the consumer, whoever made it.
+        ack_wait: seconds; that of the consumer as it is.
     """
 
     pending: int
@@ -499,7 +499,7 @@ class JetStream(Protocol):
         ...
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
-        """How a stream is set up, whoever made it.
+        """The configuration of a stream as it is.
 
         Raises:
             NoStream: the stream does not exist.
@@ -572,8 +572,8 @@ class JetStream(Protocol):
     ) -> None:
         """Say what became of a delivery; on return the server has heard it.
 
-        It counts for the message, whoever got it last. Of a message that is settled already nothing
-        changes, and that is no error.
+        It counts for the message, whichever reader got it last. Of a message that is settled
+        already nothing changes, and that is no error.
 
         Args:
             delay: seconds before a message with `NAK` is delivered again.
@@ -621,7 +621,7 @@ class Connection(Protocol):
 
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         """Send a message in this turn of the loop. While disconnected it is dropped and counted:
-        whoever needs an answer resends, so a stale copy would only be a duplicate.
+        a sender that needs an answer resends, so a stale copy would only be a duplicate.
 
         Raises:
             PayloadTooLarge: headers and data exceed `max_payload`; nothing was sent.
@@ -630,14 +630,14 @@ class Connection(Protocol):
 
     def before_sending(self, publish: Callable[[], object]) -> None:
         """Have `publish` called once, when what this turn of the loop has published is about to be
-        sent: what it publishes goes along. For whoever collects what a turn brings."""
+        sent: what it publishes goes along. For senders that collect what a turn brings."""
         ...
 
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Deliver messages of a subject (wildcards allowed) to `callback`.
 
-        Those that were published there: what a stream delivers to the subject is dropped, whoever
-        had it do so.
+        Those that were published there: what a stream delivers to the subject is dropped, whichever
+        client had it do so.
         An exception out of `callback` is logged; it never stops the reader.
         """
         ...

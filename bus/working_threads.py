@@ -1,6 +1,6 @@
 """The threads that work for an event loop just now, for which its virtual time stands still.
 
-A thread that waits for another does not work: whoever is going to wake it does, or nobody but
+A thread that waits for another does not work: the thread that is going to wake it does, or none but
 the loop's next timer can. Where a thread stands is read off its stack.
 """
 

@@ -1,21 +1,108 @@
 """Language models on the bus: their engines, and the front end that people and programs ask.
 
-A worker is written with what is here. The rest is in the packages: `dynbus.llm.models` (where
-models come from, and which are served), `.weights` and `.text` (their files, tokenizers and chat
-templates), `.engine` (what engines have in common), `.small` and `.mock` (two of them), `.openai`,
-`.pipeline`, `.http` and `.page` (the front end), and `.replay`.
+Programs serve models with `Frontend`, `Processor` and the workers (`ModelWorker`, `VllmWorker`,
+`OpenAiWorker`, `MockWorker`); engines of one's own are written with `EngineWorker` and what stands
+beside it. Each name is imported when it is first asked for, and only then needs its extra.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .disaggregated.worker import DisaggregatedWorker
+    from .embedding import Embedded, EmbedRequest
+    from .engine.interface import (
+        Engine,
+        EngineLimits,
+        EngineLoad,
+        RequestTooLong,
+        RunningEngine,
+        Step,
+        StepFailed,
+    )
+    from .engine.model import Chunk, Model
+    from .engine.model_engine import ModelEngine
+    from .engine.worker import EngineWorker
+    from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
+    from .http.frontend import Frontend
+    from .mock.actor import MockWorker
     from .models.card import ModelInput, ModelType
+    from .models.catalog import Catalog
+    from .models.origins import ModelUnavailable
     from .models.register import register_llm
+    from .named import NamedWorker
+    from .pipeline.processor import Processor
+    from .proxy.worker import OpenAiWorker
+    from .small.engine import SmallConfig, SmallEngine
+    from .text.text_model import TextModel
+    from .vllm.actor import AdapterAt, VllmWorker
+    from .worker import ModelWorker
 
-__all__ = ["ModelInput", "ModelType", "register_llm"]
+__all__ = [
+    "AdapterAt",
+    "Catalog",
+    "Chunk",
+    "DisaggregatedWorker",
+    "EmbedRequest",
+    "Embedded",
+    "Engine",
+    "EngineLimits",
+    "EngineLoad",
+    "EngineWorker",
+    "Frontend",
+    "GenerateRequest",
+    "Generated",
+    "MockWorker",
+    "Model",
+    "ModelEngine",
+    "ModelInput",
+    "ModelType",
+    "ModelUnavailable",
+    "ModelWorker",
+    "NamedWorker",
+    "OpenAiWorker",
+    "Processor",
+    "RequestTooLong",
+    "RunningEngine",
+    "Sampling",
+    "SmallConfig",
+    "SmallEngine",
+    "Step",
+    "StepFailed",
+    "StructuredOutput",
+    "TextModel",
+    "VllmWorker",
+    "register_llm",
+]
 
 if not TYPE_CHECKING:
-    # Whoever runs an engine, or a command, needs no tokenizers.
+    # An engine needs no tokenizers, a front end no engine, and each of them its own extra.
     from dynbus.bus.lazy_exports import lazy_exports
 
-    __getattr__, __dir__ = lazy_exports(__name__, "models.card", "models.register")
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        homes={
+            "disaggregated.worker": ("DisaggregatedWorker",),
+            "embedding": ("EmbedRequest", "Embedded"),
+            "engine.interface": (
+                *("Engine", "EngineLimits", "EngineLoad", "RequestTooLong", "RunningEngine"),
+                *("Step", "StepFailed"),
+            ),
+            "engine.model": ("Chunk", "Model"),
+            "engine.model_engine": ("ModelEngine",),
+            "engine.worker": ("EngineWorker",),
+            "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),
+            "http.frontend": ("Frontend",),
+            "mock.actor": ("MockWorker",),
+            "models.card": ("ModelInput", "ModelType"),
+            "models.catalog": ("Catalog",),
+            "models.origins": ("ModelUnavailable",),
+            "models.register": ("register_llm",),
+            "named": ("NamedWorker",),
+            "pipeline.processor": ("Processor",),
+            "proxy.worker": ("OpenAiWorker",),
+            "small.engine": ("SmallConfig", "SmallEngine"),
+            "text.text_model": ("TextModel",),
+            "vllm.actor": ("AdapterAt", "VllmWorker"),
+            "worker": ("ModelWorker",),
+        },
+    )

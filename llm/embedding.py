@@ -1,7 +1,7 @@
 """Requests to engines that make embeddings, and their results.
 
-Whoever writes a worker by hand takes the same: a JSON object with `token_ids`, answered by one with
-`embedding`.
+A worker that is written by hand takes the same: a JSON object with `token_ids`, answered by one
+with `embedding`.
 """
 
 from __future__ import annotations

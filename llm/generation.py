@@ -1,6 +1,6 @@
 """The request and the items of a token endpoint of an engine.
 
-Whoever writes a worker by hand takes the same: a JSON object with `token_ids`, answered by objects
+A worker that is written by hand takes the same: a JSON object with `token_ids`, answered by objects
 with `token_ids`, the last of which has a `finish_reason`.
 """
 
@@ -111,13 +111,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         min_tokens: how many come before a stop token is drawn.
         n: how many continuations; each item says by `index` whose it is.
         stop_token_ids: end the output beside the model's own; they are in it.
-        stop: strings that end the output. Whoever turns tokens into text applies them; an engine
+        stop: strings that end the output. The part that turns tokens into text applies them; an
+        engine
             that makes text itself may.
         ignore_eos: whether the model's own end-of-text tokens do not end the output.
         lora_name: the adapter to use.
         cache_salt: requests share cached blocks only where it is the same.
         priority: a higher one is computed before a lower one.
-        stream: whether whoever asks wants tokens as they come. Otherwise an engine gives the first
+        stream: whether the caller wants tokens as they come. Otherwise an engine gives the first
             one at once, which tells routers that the prompt is computed, and the others in few
             items.
         generated: how many of the last `token_ids` are output of the request that this one

@@ -117,7 +117,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Serve standard input and output."""
-    # Whoever it is checked for decides when it ends: Ctrl-C goes to the whole group.
+    # The process that it is checked for decides when it ends: Ctrl-C goes to the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):

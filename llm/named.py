@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from dynbus.actors.declaring.specification import Option, Options
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.telemetry.process_status import StartStep
 
 from .embedding import Pooling
 from .engine.interface import EngineLimits
@@ -22,39 +25,62 @@ from .models.origins import Progress
 from .models.register import register_embeddings, register_llm
 from .models.source import LocalModel, resolve
 
+LOADING: Final = "loading the model"
+
+ModelPath: TypeAlias = Annotated[
+    str,
+    Option(
+        "where it is: a folder, a `.gguf` file, a repository, or what else `register_llm` takes",
+        guide="models.md#what-a-model-path-is",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModelOptions(Options):
+    """Which model a worker serves, by which name, and what is said of it."""
+
+    model: ModelPath
+    model_name: Annotated[
+        str, Option("by which requests ask for it; empty for what its files are called")
+    ] = ""
+    default_sampling: Annotated[
+        dict[str, float] | Literal["model", "openai"],
+        Option(
+            "for what requests do not say: `model` takes what the model's files recommend",
+            wanted="model, openai, or numbers by their names",
+            guide="models.md#default-sampling",
+        ),
+    ] = "model"
+    tool_call_parser: Annotated[
+        str,
+        Option(
+            "how its outputs have tool calls, such as `hermes`; `auto` goes by the chat template",
+            guide="models.md#tool-calls-and-reasoning",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Option(
+            "how its outputs have reasoning, such as `qwen3`; `auto` goes by the chat template",
+            guide="models.md#tool-calls-and-reasoning",
+        ),
+    ] = "auto"
+
+    def check(self) -> None:
+        super().check()
+        # Before an engine is made, which may take minutes.
+        check_tool_call_parser(self.tool_call_parser)
+        check_reasoning_parser(self.reasoning_parser)
+
 
 class NamedWorker(EngineWorker, abstract=True):
-    """Has a model's files here before its engine is made, and registers the model when it is.
+    """Has a model's files here before its engine is made, and registers the model when it is."""
 
-    Args:
-        model: where it is: a folder, a `.gguf` file, a repository, or what else `register_llm`
-            takes.
-        model_name: by which requests ask for it; unless given, what its files are called.
-        default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
-            model's files recommend.
-        tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
-            `register_llm`.
-
-    Raises:
-        ConfigError: there is no parser of such a name.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        model_name: str = "",
-        default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-    ) -> None:
-        self.model = model
-        self.model_name = model_name
-        self._default_sampling = default_sampling
-        # Before an engine is made, which may take minutes.
-        check_tool_call_parser(tool_call_parser)
-        check_reasoning_parser(reasoning_parser)
-        self._tool_call_parser = tool_call_parser
-        self._reasoning_parser = reasoning_parser
+    def __init__(self, options: ServedModelOptions) -> None:
+        self.model = options.model
+        self.model_name = options.model_name
+        self._named = options
         self._found: LocalModel | None = None
         self._card: ModelCard | None = None
 
@@ -64,7 +90,7 @@ class NamedWorker(EngineWorker, abstract=True):
         Raises:
             ConfigError, ModelUnavailable: it cannot be had.
         """
-        return await resolve(self.model, progress=self.downloading)
+        return await resolve(self.model, progress=self._downloading)
 
     async def stand_in(self) -> LocalModel:
         """What is served where `find_model` gives nothing.
@@ -86,13 +112,30 @@ class NamedWorker(EngineWorker, abstract=True):
         assert self._card is not None, "it is registered when the engine is ready"
         return self._card
 
-    def downloading(self, progress: Progress) -> None:
-        """So much of the model is here; called from any thread, for subclasses."""
+    def _downloading(self, progress: Progress) -> None:
+        self.show_step(*progress)
+
+    def show_step(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Show people who wait how far the start is; callable from any thread.
+
+        Args:
+            done, total: in any unit; 0 in both where it is not known.
+        """
+        self.runtime.bus.status.put_step(self._steps, StartStep(what, done, total))
+
+    @property
+    def _steps(self) -> str:
+        """What `show_step` says is said by this."""
+        return f"start of {self.instance_id}"
 
     async def on_start(self) -> None:
-        found = await self.find_model()
-        self._found = await self.stand_in() if found is None else found
-        await super().on_start()
+        try:
+            found = await self.find_model()
+            self._found = await self.stand_in() if found is None else found
+            self.show_step(LOADING)
+            await super().on_start()
+        finally:
+            self.runtime.bus.status.remove(self._steps)
 
     @property
     def pooling(self) -> Pooling | None:
@@ -117,7 +160,7 @@ class NamedWorker(EngineWorker, abstract=True):
             ConfigError: another card of the model says otherwise, and in what.
             Unavailable: JetStream does not answer.
         """
-        sampling: Any = self._default_sampling
+        sampling: Any = self._named.default_sampling
         if sampling != "openai":
             # What its path alone says of it, the registration cannot know.
             own = msgspec.to_builtins(self.found.sampling)
@@ -131,8 +174,8 @@ class NamedWorker(EngineWorker, abstract=True):
             context_length=limits.context_length,
             kv_cache_block_size=limits.block_size,
             default_sampling=sampling,
-            tool_call_parser=self._tool_call_parser,
-            reasoning_parser=self._reasoning_parser,
+            tool_call_parser=self._named.tool_call_parser,
+            reasoning_parser=self._named.reasoning_parser,
         )
         if self.pooling is not None:
             await register_embeddings(self._card, embed, self.pooling)

@@ -73,7 +73,7 @@ class SharedRoom:
     async def take(self, owner: str, size: int) -> None:
         """Take room for an owner as soon as that is within its share.
 
-        Whoever is cancelled has taken nothing.
+        A caller that is cancelled has taken nothing.
 
         Args:
             size: the limit is taken for more than that.
@@ -95,7 +95,7 @@ class SharedRoom:
             raise
 
     def give_back(self, owner: str, size: int) -> None:
-        """Have room free again that an owner has taken, for whoever waits."""
+        """Have room free again that an owner has taken, for waiting callers."""
         self._shares.give_back(owner, min(size, self._shares.limit))
         self._admit()
 

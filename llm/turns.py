@@ -122,7 +122,7 @@ class TenantThreads:
     def _carry_out(self, job: _Job) -> None:
         try:
             result = job.function()
-        except BaseException as error:  # noqa: BLE001 - whoever asked raises it
+        except BaseException as error:  # noqa: BLE001 - raised to the asker
             job.future.set_exception(error)
         else:
             job.future.set_result(result)

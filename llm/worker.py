@@ -6,32 +6,155 @@ import asyncio
 import logging
 import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
+from dynbus.actors.declaring.specification import Option, shared, takes
 from dynbus.bus.errors import ConfigError
 
 from .embedding import Pooling
 from .engine.interface import Engine
+from .engine.options import SpeedupRatio
 from .generation import GenerateRequest
 from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
+from .models.origins import ModelUnavailable
 from .models.source import LocalModel
-from .small.engine import BackendName, SmallConfig, SmallEngine
-from .small.torch_backend import DType
+from .named import LOADING, ModelPath, NamedWorker, ServedModelOptions
+from .small.engine import BLOCKS, SmallConfig, SmallEngine, SmallSize
 from .tiers.lending import MAX_SHARE
 from .tiers.worker import TieredWorker
 
 logger = logging.getLogger(__name__)
 
-BLOCKS: Final = 1024
-"""Of the cache, unless they or its memory are given."""
-
 MOCK_NAME: Final = "mock"
 """What a mock is called unless its user says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEngineOptions(SmallSize, ServedModelOptions):
+    """A model, and the engine that serves it: the small one, or a mock."""
+
+    engine: Annotated[
+        Literal["small", "mock"],
+        Option(
+            "`small` computes a model of the Llama family, or Qwen; `mock` draws words at random, "
+            "in the time and with the cache of a real engine, and needs no model"
+        ),
+    ] = "small"
+    model: ModelPath = "smollm2"
+    memory_mib: Annotated[
+        int,
+        Option("memory of the cache of `small`: give this or `blocks`", least=0, unit="MiB"),
+    ] = 0
+    kv_events: Annotated[
+        bool,
+        Option("whether blocks are found again by later requests, and routers are told of them"),
+    ] = True
+    speedup_ratio: SpeedupRatio = Timing().speedup_ratio
+    pooling: Annotated[
+        Literal["mean", "last", "none"],
+        Option(
+            "how `small` makes embeddings: of the states of a text's tokens it takes the mean, or "
+            "the last one; `none` for no embeddings",
+            guide="small-engine.md#embeddings",
+        ),
+    ] = "mean"
+    host_memory_mib: Annotated[
+        int,
+        Option(
+            "memory of the host for blocks that the cache of `small` has no room for",
+            least=0,
+            unit="MiB",
+            guide="tiers.md",
+        ),
+    ] = 0
+    fallback: Annotated[
+        Literal["none", "mock"],
+        Option(
+            "what is served where the model cannot be had: nothing, so that the instance does not "
+            "start, or a mock, which a warning tells"
+        ),
+    ] = "none"
+    checksums: Annotated[
+        bool,
+        Option(
+            "whether blocks that were read from other instances are used only if their checksums "
+            "are those of what these have",
+            guide="transfer.md#an-agent",
+        ),
+    ] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.blocks and self.memory_mib:
+            raise ConfigError("give blocks or memory_mib, not both")
+        self.check_tiers("host_memory_mib", is_asked=bool(self.host_memory_mib))
+
+    def check_tiers(self, names: str, *, is_asked: bool) -> None:
+        """Check that what keeps and reads blocks elsewhere is of use with this engine."""
+        if is_asked and self.engine == "mock":
+            raise ConfigError(
+                f"{names}: for engine=small alone: a mock has no blocks to keep or to read"
+            )
+        if is_asked and not self.kv_events:
+            raise ConfigError(f"{names}: needs kv_events: without them no block is found again")
+
+    @property
+    def small(self) -> SmallConfig:
+        """The small engine with these options."""
+        return SmallConfig(
+            **shared(self, SmallSize),
+            memory=self.memory_mib << 20,
+            prefix_caching=self.kv_events,
+            pooling=None if self.pooling == "none" else self.pooling,
+        )
+
+    @property
+    def mock(self) -> MockConfig:
+        """The mock with these options; it may have to take the place of a model."""
+        blocks = self.blocks or BLOCKS
+        return MockConfig(
+            block_size=self.block_size,
+            blocks=blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefix_caching=self.kv_events,
+            vocabulary=MOCK_TOKENS,
+            context_length=min(self.context_length or CONTEXT_LENGTH, self.block_size * blocks),
+            timing=Timing(speedup_ratio=self.speedup_ratio),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ModelEngineOptions):
+    """A model, its engine, and what other instances have of its blocks."""
+
+    fetch_prefixes: Annotated[
+        bool,
+        Option(
+            "whether blocks of prefixes are read from other instances that hold them, and lent to "
+            "them; needs `dynbus[transfer]`",
+            guide="tiers.md#fetched-from-another-instance",
+        ),
+    ] = False
+    lend_share: Annotated[
+        float,
+        Option(
+            "of the cache, that others may keep in place at a time while they read it",
+            above=0,
+            most=1,
+        ),
+    ] = MAX_SHARE
+
+    def check(self) -> None:
+        super().check()
+        self.check_tiers("fetch_prefixes", is_asked=self.fetch_prefixes)
 
 
 class ModelWorker(TieredWorker, abstract=True):
@@ -39,122 +162,25 @@ class ModelWorker(TieredWorker, abstract=True):
 
     A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
 
-    Args:
-        engine: `small` computes a model of the Llama family, or Qwen; `mock` draws words at random,
-            in the time and with the cache of a real engine, and needs no model.
-        model: where it is: a folder, a `.gguf` file, `smollm2`, or what else `register_llm` takes.
-        model_name: by which requests ask for it; unless given, what its files are called.
-        backend: what `small` computes with; `auto` is PyTorch where it is installed.
-        device: of PyTorch, such as `cpu` or `cuda:1`; empty for a GPU where there is one.
-        dtype: of PyTorch's numbers.
-        threads: cores that it uses at most; 0 for all.
-        deterministic: has every row the same bits whatever is computed beside it; slower.
-        block_size: tokens of a block of the cache.
-        blocks: how many the cache has; 0 for what `memory_mib` holds, or 1024.
-        memory_mib: of the cache of `small`; give this or `blocks`.
-        max_num_seqs: requests that run at a time; others wait.
-        max_num_batched_tokens: tokens that one step computes.
-        context_length: the most tokens that a prompt and its output may have; 0 for the model's, as
-            far as the cache holds it.
-        default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
-            model's files recommend.
-        kv_events: whether blocks are found again by later requests, and routers are told of them.
-        host_memory_mib: memory of the host for blocks that the cache of `small` has no room for: a
-            prefix that is asked for again is copied back from there. 0 for none.
-        fetch_prefixes: whether `small` reads the blocks of a prefix that another instance holds,
-            where that is faster than computing them, and has others read its own.
-        lend_share: of its cache, from 0 to 1, that others may keep in place at a time while they
-            read it.
-        checksums: whether blocks that were read from another instance are used only if their
-            checksums are those of what that one has. That costs 0.2 to 0.3 s of a core for each
-            GB, on each side.
-        pooling: how `small` makes the embedding of a text: of the `mean` of its tokens' states, or
-            of the `last`; `none` for no embeddings.
-        speedup_ratio: how many times faster than the modelled engine a mock is.
-        tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning, such as
-            `hermes` and `qwen3`; `auto` goes by the chat template: see `register_llm`.
-
     Raises:
         ConfigError: a value is not usable.
     """
 
-    def __init__(
-        self,
-        engine: Literal["small", "mock"] = "small",
-        model: str = "smollm2",
-        model_name: str = "",
-        backend: BackendName = "auto",
-        device: str = "",
-        dtype: DType = "float32",
-        threads: int = 0,
-        deterministic: bool = False,
-        block_size: int = 16,
-        blocks: int = 0,
-        memory_mib: int = 0,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
-        context_length: int = 0,
-        default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
-        kv_events: bool = True,
-        speedup_ratio: float = 1.0,
-        pooling: Literal["mean", "last", "none"] = "mean",
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        host_memory_mib: int = 0,
-        fetch_prefixes: bool = False,
-        lend_share: float = MAX_SHARE,
-        checksums: bool = False,
-    ) -> None:
-        super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
-        self.engine = engine
-        if host_memory_mib < 0:
-            raise ConfigError(f"host_memory_mib = {host_memory_mib}: set 0 for none, or more")
-        if engine == "mock" and (host_memory_mib or fetch_prefixes):
-            raise ConfigError(
-                "host_memory_mib and fetch_prefixes are for engine=small: a mock has no blocks to "
-                "keep or to read"
-            )
-        if not kv_events and (host_memory_mib or fetch_prefixes):
-            raise ConfigError(
-                "host_memory_mib and fetch_prefixes need kv_events: without them no block is found "
-                "again"
-            )
-        if not 0 < lend_share <= 1:
-            raise ConfigError(f"lend_share = {lend_share:g}: set more than 0, and at most 1")
-        self.host_memory = host_memory_mib << 20
-        self.fetches_prefixes = fetch_prefixes
-        self.lends_share = lend_share
-        self.checksums = checksums
-        of_mock = blocks or BLOCKS
-        try:
-            self._small = SmallConfig(
-                backend=backend,
-                device=device,
-                dtype=dtype,
-                threads=threads,
-                deterministic=deterministic,
-                block_size=block_size,
-                blocks=blocks if memory_mib else of_mock,
-                memory=memory_mib << 20,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                context_length=context_length,
-                prefix_caching=kv_events,
-                pooling=None if pooling == "none" else pooling,
-            )
-            # A mock may have to take the place of a model.
-            self._mock = MockConfig(
-                block_size=block_size,
-                blocks=of_mock,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                prefix_caching=kv_events,
-                vocabulary=MOCK_TOKENS,
-                context_length=min(context_length or CONTEXT_LENGTH, block_size * of_mock),
-                timing=Timing(speedup_ratio=speedup_ratio),
-            )
-        except ValueError as error:
-            raise ConfigError(f"{type(self).__name__}: {error}") from None
+    @takes(ModelOptions)
+    def __init__(self, options: ModelOptions) -> None:
+        self.hold(options)
+        self.fetches_prefixes = options.fetch_prefixes
+        self.lends_share = options.lend_share
+
+    def hold(self, options: ModelEngineOptions) -> None:
+        """Hold a model and its engine; for constructors of subclasses that take other options."""
+        NamedWorker.__init__(self, options)
+        self.engine = options.engine
+        self.fallback = options.fallback
+        self.host_memory = options.host_memory_mib << 20
+        self.checksums = options.checksums
+        self._small = options.small
+        self._mock = options.mock
         self._exits = ExitStack()
 
     @property
@@ -167,7 +193,15 @@ class ModelWorker(TieredWorker, abstract=True):
         Raises:
             ConfigError, ModelUnavailable: it cannot be had.
         """
-        return None if self.engine == "mock" else await super().find_model()
+        if self.engine == "mock":
+            return None
+        try:
+            return await super().find_model()
+        except ModelUnavailable as error:
+            if self.fallback == "none":
+                raise
+            logger.warning("a mock takes the model's place, since %s", error)
+            return None
 
     async def stand_in(self) -> LocalModel:
         self.engine = "mock"
@@ -175,9 +209,6 @@ class ModelWorker(TieredWorker, abstract=True):
         folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-")))
         await asyncio.to_thread(write_mock_model, folder)
         return LocalModel(folder, "folder", MOCK_NAME, MOCK_NAME)
-
-    def loading(self, done: int, total: int) -> None:
-        """So many of the model's layers are loaded; called from any thread, for subclasses."""
 
     async def on_start(self) -> None:
         # Once the model is registered, what is read of it is in JetStream.
@@ -189,7 +220,7 @@ class ModelWorker(TieredWorker, abstract=True):
             return _TalkingMock(self._mock)
         path = self.found.path
         try:
-            engine = SmallEngine(path, self._small, progress=self.loading)
+            engine = SmallEngine(path, self._small, progress=partial(self.show_step, LOADING))
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
         self.keep_evicted(engine)

@@ -266,6 +266,8 @@ def test_every_bash_block_says_how_it_is_checked() -> None:
         "asks the model",
         "runs an example",
         "serves a model",
+        # Carried out by test_tutorial.py.
+        *("serve", "run", "fails"),
         "dynbus commands",
         "a script of this repository",
         "the benchmark",
@@ -490,10 +492,12 @@ def test_every_routing_policy_is_documented() -> None:
 
 
 def test_every_option_of_every_command_is_documented() -> None:
+    text = page("docs/configuration.md")
     documented = {
         row[0]: set(re.findall(r"--[a-z-]+", row[1].replace("--Actor.argument=value", "")))
-        for row in rows(page("docs/configuration.md"), "## Commands")
+        for row in rows(text, "## Commands")
     }
+    documented["http"] |= {row[1] for row in rows(text, "## Front ends")}
 
     assert sorted(documented) == _commands()
     assert documented == {
@@ -501,6 +505,19 @@ def test_every_option_of_every_command_is_documented() -> None:
         - {"--help"}
         for command in _commands()
     }
+
+
+def test_every_table_of_options_is_that_of_its_specification() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "option-tables", "--check"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, f"run scripts/option-tables: {done.stdout}{done.stderr}"
 
 
 def test_every_exit_code_is_documented() -> None:

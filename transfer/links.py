@@ -443,7 +443,7 @@ class Link:
             flow.cut(self._pair, self._config.slice_bytes)
         except DynbusError as error:
             flow.end(Event.DESTROYED, error)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for the transfer
+        except Exception as error:  # noqa: BLE001 - told to the waiter for the transfer
             flow.end(Event.DESTROYED, TransferFailed(describe_exception(error)))
         else:
             self._flows.append(flow)
@@ -464,7 +464,7 @@ class Link:
             )
             return True
         self.open_handles = sum(flow.posted for flow in self._flows)
-        # Asked once: whoever cancels one meanwhile changes the answer.
+        # Asked once: a caller that cancels one meanwhile changes the answer.
         over = [flow for flow in self._flows if not flow.has_more()]
         if not over:
             return happened

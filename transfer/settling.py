@@ -39,7 +39,7 @@ class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Settling:
-    """Settles the leases that an agent has granted, and tells whoever keeps the blocks for them.
+    """Settles the leases that an agent has granted, and tells the keeper of the blocks.
 
     Args:
         memory: which has the blocks.
@@ -74,7 +74,7 @@ class Settling:
         """
         lease_id, epoch, wanted = settlement.lease_id, settlement.epoch, settlement.wanted
         if lease_id not in self._open or epoch != self._leases.epoch:
-            # Whoever asks holds a ticket that is over, or of another life.
+            # The peer that asks holds a ticket that is over, or of another life.
             return Settled(held=False)
         vouched = None
         if wanted is not None:

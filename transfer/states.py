@@ -52,7 +52,7 @@ class Event(Enum):
 
 
 class ImpossibleEventError(AssertionError):
-    """Raised for an event that cannot happen in a state: a bug in whoever reports it."""
+    """Raised for an event that cannot happen in a state: a bug in its reporter."""
 
 
 _FINAL: Final = (State.DONE, State.FAILED, State.QUIET)
@@ -79,7 +79,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
     (State.ABANDONED, Event.LOST): State.ABANDONED,
     (State.ABANDONED, Event.CANCEL): State.ABANDONED,
     (State.ABANDONED, Event.DESTROYED): State.QUIET,
-    # Whoever cancels, and whoever destroys a link, need not know what has ended.
+    # Cancellers, and destroyers of a link, need not know what has ended.
     **{(state, event): state for state in _FINAL for event in (Event.CANCEL, Event.DESTROYED)},
 }
 """The next state by state and event; pairs that are not in it cannot happen."""

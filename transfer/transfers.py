@@ -102,7 +102,7 @@ class Transfer:
         return monotonic() - self._begun if self._seconds is None else self._seconds
 
     async def result(self) -> None:
-        """Wait until all bytes are there. Whoever is cancelled here abandons the transfer.
+        """Wait until all bytes are there. A caller that is cancelled here abandons the transfer.
 
         After a READ the bytes may be used only once the source has settled the lease.
 

@@ -1,6 +1,6 @@
 """The invariants of a run under faults, checked item by item as they arrive.
 
-Nothing here has a clock or I/O: times are seconds of one monotonic clock, given by whoever reads
+Nothing here has a clock or I/O: times are seconds of one monotonic clock, given by the reader of
 the streams.
 """
 

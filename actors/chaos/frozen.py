@@ -29,7 +29,7 @@ try:
 finally:
     send(signal.SIGCONT)
 """
-"""Stops a process until its own input ends, which it does when whoever started it is gone. It holds
+"""Stops a process until its own input ends, which it does when its starter is gone. It holds
 on to that very process: its number may be another's by then."""
 
 
@@ -44,7 +44,7 @@ async def frozen(pid: int) -> AsyncGenerator[float]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        # Ctrl-C in a terminal is for whoever started it.
+        # Ctrl-C in a terminal is for its starter.
         start_new_session=True,
     )
     assert program.stdin is not None

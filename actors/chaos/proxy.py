@@ -47,7 +47,7 @@ class ProxiedConnection(Faults):
     """One proxied connection: two pumps and what is being done to them.
 
     Attributes:
-        port: of whoever connected.
+        port: of the client.
     """
 
     def __init__(

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import interrupts
+    from . import flags, interrupts, starting
 
-__all__ = ["interrupts"]
+__all__ = ["flags", "interrupts", "starting"]

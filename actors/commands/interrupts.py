@@ -69,6 +69,6 @@ class Interrupts:
         self._drain()
         # How many calls run, and how long they have, is for the instances to say.
         if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
-            # Whoever wants no more than warnings waits in front of the terminal all the same.
+            # A user who wants no more than warnings waits in front of the terminal all the same.
             notice(f"dynbus: {_DRAINING}")
         logger.info(_DRAINING)

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -63,6 +64,7 @@ from .options import (
 )
 from .plan import print_plan
 from .reload import Reloader, Watch, watching
+from .starting import announce, show_start
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -175,10 +177,15 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
         _warn([*run.warnings, *run.not_in_process()])
         return _in_process(run, options)
     configure_logging(options.log_format, options.log_level)
-    if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
-        # Imports take seconds, of which a log that tells of more than warnings shows something.
+    if _tells_little():
+        # Imports take seconds.
         notice(f"dynbus: starting the actors of {', '.join(options.targets)}")
     return asyncio.run(_run_in_children(options))
+
+
+def _tells_little() -> bool:
+    """Whether somebody at a terminal has a log that does not tell how the start goes."""
+    return sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO)
 
 
 def _show_plan(options: RunOptions) -> None:
@@ -254,6 +261,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
         tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.
         tasks.start_soon(supervisor.run)
+        tasks.start_soon(partial(show_start, supervisor, bars=_tells_little()))
         if options.health is not None:
             from .aggregated_metrics import registry_of
 
@@ -328,6 +336,7 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
         try:
             await serve(
                 *(run.assignments, run.bus.values, ending),
+                connected=_prints,
                 started=started,
                 addresses=run.addresses,
                 stopping=stopping,
@@ -337,6 +346,10 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
             failure = failure_of(error)
             return failure, failure.code
     return None, ending.exit_code
+
+
+def _prints(runtime: Runtime) -> None:
+    runtime.bus.status.announcer = announce
 
 
 def _health(

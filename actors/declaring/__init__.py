@@ -1,6 +1,16 @@
 """The declaration of an actor: its class, its handlers, and the types that they take and return."""
 
-from . import actor, actor_config, brief_repr, handlers, json_object, reply, resume, service_args
+from . import (
+    actor,
+    actor_config,
+    brief_repr,
+    handlers,
+    json_object,
+    reply,
+    resume,
+    service_args,
+    specification,
+)
 
 __all__ = [
     "actor",
@@ -11,4 +21,5 @@ __all__ = [
     "reply",
     "resume",
     "service_args",
+    "specification",
 ]

@@ -17,7 +17,7 @@ import msgspec.inspect
 Total = Callable[[Any], float]
 """The sum of all floats in a value, finite only if each of them is. It may be infinite or NaN
 for numbers that are all finite, and may raise one of `UNSURE` for a value that breaks its
-annotation: whoever calls it looks closely then."""
+annotation: its caller looks closely then."""
 
 UNSURE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 

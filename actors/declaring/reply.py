@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Reply(Generic[T_contra]):
-    """The stream of one call, for whoever makes its items. To be used on the event loop.
+    """The stream of one call, for the maker of its items. To be used on the event loop.
 
     A handler that takes one beside its request sends its items by it in place of yielding them, or
     hands it to somebody who does. The call ends when the handler returns or raises, with the first
@@ -42,7 +42,7 @@ class Reply(Generic[T_contra]):
         return f"<Reply [{state}]>"
 
     def converting(self, convert: Callable[[U], T_contra]) -> Reply[U]:
-        """This stream, for whoever makes items of another kind, which `convert` makes its own."""
+        """This stream, for a maker of items of another kind, which `convert` makes its own."""
         return Reply(self._port, lambda item: self._encode(convert(item)))
 
     @property

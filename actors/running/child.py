@@ -11,7 +11,7 @@ import enum
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +24,11 @@ from dynbus.actors.placing.allotment import Placement
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
+from dynbus.bus.telemetry.process_status import StartStep
 
 from .child_messages import (
     ActorLoaded,
+    Announced,
     CollectFiles,
     CollectMetrics,
     Command,
@@ -37,6 +39,7 @@ from .child_messages import (
     InstanceReady,
     LoadActor,
     Report,
+    StepsChanged,
     StopInstance,
     WorkerSettings,
 )
@@ -83,6 +86,9 @@ class Child:
         crash: how the process before ended, when that was not asked for; empty once it is ready.
         files: those of the user's that its process had loaded when it was asked last; None when
             it has never said so.
+        steps: what its process does before it is ready.
+        news: set when `steps` or `announced` have changed.
+        announced: what people are to read, and have not yet: lines, and what to add to each.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Child:
         *,
         placed: Placement = Placement(),  # noqa: B008 - nothing can change it
         required: bool = False,
+        news: asyncio.Event | None = None,
     ) -> None:
         self.node = node
         self.number = number
@@ -109,6 +116,9 @@ class Child:
         self.files: Collection[str] | None = None
         self.problems: Mapping[str, str] = {}
         self.details: Mapping[str, str] = {}
+        self.steps: Sequence[StartStep] = ()
+        self.news = news or asyncio.Event()
+        self.announced: list[tuple[str, str]] = []
         self.has_been_ready = asyncio.Event()
         self.settled = asyncio.Event()
         self.leaving = asyncio.Event()
@@ -151,7 +161,7 @@ class Child:
             OSError: there is no process, since none could be made.
         """
         self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
-        self.details = {}
+        self.details, self.steps = {}, ()
         process, reader, writer = await forks.open(ForkProcess("worker", self.label))
         self._process, self._writer, heard = process, writer, asyncio.Event()
         self.send(self._load)
@@ -165,6 +175,8 @@ class Child:
             with anyio.move_on_after(LAST_WORDS_SECONDS):
                 await heard.wait()
             self.state = ChildState.ENDED  # whatever that was
+            self.steps = ()
+            self.news.set()
             await self._group_ended(process.pid)
             return code
 
@@ -279,9 +291,16 @@ class Child:
         elif isinstance(report, InstanceReady):
             self.state, self.instance_id = ChildState.READY, report.instance_id
             self.ready_at, self.crash = monotonic(), ""
-            self.problems, self.details = {}, {}
+            self.problems, self.details, self.steps = {}, {}, ()
+            self.news.set()
             self.has_been_ready.set()
             self.settled.set()
+        elif isinstance(report, StepsChanged):
+            self.steps = report.steps
+            self.news.set()
+        elif isinstance(report, Announced):
+            self.announced.append((report.line, report.details))
+            self.news.set()
         elif isinstance(report, InstanceFailed):
             self.failure = Failure(report.code, report.message, report.traceback)
         elif isinstance(report, HealthChanged):

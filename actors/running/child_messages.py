@@ -12,6 +12,7 @@ import msgspec
 
 from dynbus.actors.placing.allotment import Placement
 from dynbus.bus.telemetry.logs import LogFormat
+from dynbus.bus.telemetry.process_status import StartStep
 
 from .plan import PlannedNode
 
@@ -69,6 +70,19 @@ class ActorLoaded(msgspec.Struct, frozen=True, tag="actor_loaded"):
     """Imported, and waiting for `StartInstance`."""
 
 
+class StepsChanged(msgspec.Struct, frozen=True, tag="steps_changed"):
+    """At each change before `InstanceReady`: what the process does until then."""
+
+    steps: list[StartStep]
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced"):
+    """Something that people are to read: a line, and what to add at a terminal."""
+
+    line: str
+    details: str
+
+
 class InstanceReady(msgspec.Struct, frozen=True, tag="instance_ready"):
     """The instance is announced."""
 
@@ -105,5 +119,12 @@ class MetricsCollected(msgspec.Struct, frozen=True, tag="metrics_collected"):
 
 Command = LoadActor | StartInstance | DrainInstance | StopInstance | CollectMetrics | CollectFiles
 Report = (
-    ActorLoaded | InstanceReady | InstanceFailed | HealthChanged | FilesCollected | MetricsCollected
+    ActorLoaded
+    | StepsChanged
+    | Announced
+    | InstanceReady
+    | InstanceFailed
+    | HealthChanged
+    | FilesCollected
+    | MetricsCollected
 )

@@ -145,7 +145,7 @@ class _Control:
         self._stop = stop
 
     async def answer(self, stream: SocketStream) -> None:
-        """Answer one connection; whoever leaves early changes nothing of what is done."""
+        """Answer one connection; a client that leaves early changes nothing of what is done."""
         async with stream:
             try:
                 with anyio.fail_after(QUESTION_SECONDS):

@@ -55,7 +55,7 @@ def _serve(connection: socket.socket) -> tuple[ForkProcess, int] | None:
     """Make processes until the socket ends; returns in each of them too, with what it is to be."""
     decoder = msgspec.json.Decoder(ForkProcess)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Sent to the whole group by whoever means the run, which ends us by the socket.
+        # Sent to the whole group by a sender who means the run, which ends us by the socket.
         signal.signal(number, signal.SIG_IGN)
     wakes, wake = os.pipe()
     os.set_blocking(wakes, False)

@@ -33,7 +33,7 @@ def wait_for_end(worker: int, connection: int) -> None:
     poller = select.poll()
     poller.register(connection, 0)  # nothing but the end
     last = float("inf")
-    # Whoever loses its parent gets another at once: no id can be mistaken for a later one's.
+    # A process that loses its parent gets another at once: no id can be mistaken for a later one's.
     while os.getppid() == worker and time.monotonic() < last:
         if poller.poll(POLL * 1000):
             last = time.monotonic() + GUARD_PATIENCE
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     """Guard the group of the worker; does not return where it leads one."""
     worker, connection = int(arguments[0]), int(arguments[1])
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        # Sent to the whole group by whoever means the worker.
+        # Sent to the whole group by a sender who means the worker.
         signal.signal(number, signal.SIG_IGN)
     if os.getpgrp() != worker:
         return 1  # it leads none: this group is somebody else's

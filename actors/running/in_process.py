@@ -158,6 +158,7 @@ async def serve(
     bus: Mapping[str, Any],
     ending: Ending,
     *,
+    connected: Callable[[Runtime], object] = lambda _: None,
     started: Callable[[Runtime], Awaitable[None]],
     addresses: Mapping[str, Sequence[str]] = MappingProxyType({}),
     stopping: Callable[[Runtime], Awaitable[None]] | None = None,
@@ -168,6 +169,7 @@ async def serve(
     Args:
         assignments: dependencies before what depends on them.
         bus: fields of `BusConfig`.
+        connected: called before the instances are started.
         started: awaited when all instances are ready.
         addresses: of the nodes of the run, by the `module:Name` of their class.
         stopping: awaited after the drain, before the bus is left.
@@ -194,6 +196,7 @@ async def serve(
         runtime.run_addresses = {
             actor: tuple(map(ComponentName.parse, texts)) for actor, texts in addresses.items()
         }
+        connected(runtime)
         try:
             with ending.cuts_short():
                 instances = await _start_all(runtime, assignments, started)

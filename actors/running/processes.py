@@ -133,7 +133,7 @@ class Process:
 class ForkServer:
     """Makes processes while its block runs; it starts with the first, and again should it die.
 
-    What it made goes on without it: whoever owns a process ends it.
+    What it made goes on without it: the owner of a process ends it.
 
     Args:
         preload: names of further modules that every process will import.
@@ -197,7 +197,7 @@ class ForkServer:
         return process, reader, writer
 
     async def fork(self, asked: ForkProcess, fd: int) -> Process:
-        """Make a process; `fd` is its end of a socket to whoever asks.
+        """Make a process; `fd` is its end of a socket to the asker.
 
         It leads a session of its own. Once begun, this is not to be cancelled: there may be a
         process already.

@@ -5,7 +5,7 @@ ends the run, with its reason. An instance that ends later restarts, however oft
 that doubles, while the others keep serving; one whose `on_crash` is `"escalate"` ends the run.
 
 Instances can be added, drained and replaced while the run goes on. What is added and does not
-start is told to whoever asked; the run and the instances that it has go on.
+start is told to the asker; the run and the instances that it has go on.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Supervisor:
         ending: whether the run is to end; the supervisor asks for it when it cannot go on.
         failure: why the run cannot go on; None while it can.
         ended: set when no child is left.
+        news: set when a child has begun or ended a step of its start, or announced something, and
+            when no child is left.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Supervisor:
         self.nodes = {node.address: node for node in nodes}
         self._machine = machine
         self._allotment = Allotment(machine)
+        self.news = asyncio.Event()
         wanted = {
             n.address: all_of(n.address, n.service.resources, n.service.workers) for n in nodes
         }
@@ -115,6 +118,7 @@ class Supervisor:
                 *(node, index + 1, settings),
                 placed=placement(machine, places[each.label], index, node.service.environment),
                 required=True,
+                news=self.news,
             )
             for node in nodes
             for index, each in enumerate(wanted[node.address])
@@ -158,6 +162,7 @@ class Supervisor:
         finally:
             self.ending.drain()
             self.ended.set()
+            self.news.set()
         return self.exit_code
 
     @property
@@ -174,7 +179,8 @@ class Supervisor:
             if child.is_leaving and not self.ending.asked.is_set():
                 continue  # it was asked to
             if child.state is not ChildState.READY:
-                why = f": {child.crash}" if child.crash else ""
+                doing = ", ".join(map(str, child.steps))
+                why = f": {child.crash or doing}" if child.crash or doing else ""
                 is_back = child.crash and child.state is not ChildState.ENDED
                 state = ChildState.RESTARTING if is_back else child.state
                 found[child.label] = state.value + why
@@ -361,7 +367,7 @@ class Supervisor:
             surplus.clear()
             for child in going:
                 logger.info("%s is drained first: its GPUs are needed", child.label)
-            # Whoever gives up here would leave the node with one instance less.
+            # A reload that gives up here would leave the node with one instance less.
             with anyio.CancelScope(shield=True):
                 tell(f"{former.label} drains first: its GPUs are needed ({progress})")
                 await self._retire(going)
@@ -428,7 +434,7 @@ class Supervisor:
                     raise
                 await holding[0].ended.wait()
         placed = placement(self._machine, place, index, node.service.environment)
-        return Child(node, number, self._settings, placed=placed)
+        return Child(node, number, self._settings, placed=placed, news=self.news)
 
     def _give_up(self, children: Sequence[Child]) -> None:
         """Forget instances that were made and are not started."""

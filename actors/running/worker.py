@@ -44,10 +44,12 @@ from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.telemetry.logs import configure_logging
+from dynbus.bus.telemetry.process_status import StartStep
 
 from . import group_guard
 from .child_messages import (
     ActorLoaded,
+    Announced,
     CollectFiles,
     CollectMetrics,
     Command,
@@ -60,6 +62,7 @@ from .child_messages import (
     MetricsCollected,
     Report,
     StartInstance,
+    StepsChanged,
     StopInstance,
 )
 from .in_process import (
@@ -81,6 +84,7 @@ ORPHAN_SECONDS: Final = 2.0
 GUARD_PAUSE: Final = 0.5
 """Seconds before a guard that ended is started again."""
 HEALTH_INTERVAL: Final = 0.5
+STEPS_INTERVAL: Final = 0.2
 
 _FAILURES: Final = (ConfigError, InstanceBroken, PermissionDenied, StartFailed, Unavailable)
 
@@ -267,12 +271,30 @@ class Worker:
         try:
             await serve(
                 *([assignment], load.settings.bus, self._ending),
+                connected=self._connected,
                 started=self._started,
                 addresses=load.settings.addresses,
             )
         except (*_FAILURES, MemoryError) as error:
             return self._fail(error)
         return exit_codes.OK
+
+    def _connected(self, runtime: Runtime) -> None:
+        runtime.bus.status.announcer = lambda *text: self._channel.send(Announced(*text))
+        lane = runtime.bus.lane
+        # On the lane, as what loads a model may hold this loop.
+        lane.call(
+            partial(lane.background.start, self._watch_steps, runtime, name="start of the worker")
+        )
+
+    async def _watch_steps(self, runtime: Runtime) -> None:
+        told: list[StartStep] = []
+        while not self._announced:
+            steps = runtime.bus.status.steps()
+            if steps != told:
+                told = steps
+                self._channel.send(StepsChanged(steps))
+            await anyio.sleep(STEPS_INTERVAL)
 
     async def _started(self, runtime: Runtime) -> None:
         # What the actor itself serves beside comes after it.

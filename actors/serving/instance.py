@@ -586,7 +586,7 @@ class _ObjectLife:
                 )
             raise
         if isinstance(self._failure, asyncio.CancelledError):
-            # Nobody cancelled it. As it is, it would cancel the task of whoever starts it.
+            # Nobody cancelled it. As it is, it would cancel the task of its starter.
             text = f"what on_start of {self._name} waited for was cancelled"
             raise RuntimeError(text) from self._failure
         if self._failure is not None:
@@ -640,7 +640,7 @@ class _ObjectLife:
         with inside_instance(self._name):
             try:
                 await _async(self._served.on_start(), self._served, "on_start")
-            except BaseException as error:  # noqa: BLE001 - whoever starts it raises it
+            except BaseException as error:  # noqa: BLE001 - raised to its starter
                 self._failure = error
                 return
             finally:
@@ -651,7 +651,7 @@ class _ObjectLife:
             inside_on_stop.set(True)
             try:
                 await _async(self._served.on_stop(), self._served, "on_stop")
-            except BaseException as error:  # noqa: BLE001 - whoever stops it raises it
+            except BaseException as error:  # noqa: BLE001 - raised to its stopper
                 self._failure = error
 
     async def _wait_for_stop(self) -> None:

@@ -45,7 +45,9 @@ async def lateness(seconds: float, engine: SmallEngine | None) -> list[float]:
 @click.option("--seconds", default=5.0, show_default=True)
 def main(model: Path, backend: BackendName, streams: int, seconds: float) -> None:
     """Measure a GGUF file or folder."""
-    engine = SmallEngine(model, SmallConfig(backend=backend, max_num_seqs=streams))
+    engine = SmallEngine(
+        model, SmallConfig(backend=backend, max_num_seqs=streams, blocks=128 * streams)
+    )
     random = np.random.default_rng(0)
     for at in range(streams):
         prompt = [int(token) for token in random.integers(20, 40_000, 64)]

@@ -96,9 +96,9 @@ class PendingCall(CallProgress):
         doubt: the bounce token of the question whether it arrived at all; empty if unasked.
         unreachable: whether nobody took it, or its instance died.
         moves: whether it is a stream that goes on at another instance when this one is lost.
-        deadline_number: of its deadline, for whoever has armed it.
+        deadline_number: of its deadline, for the wheel that has armed it.
         gathering: where it is noted in place of waking a task, whenever items have come or it has
-            ended; for whoever reads many calls at once.
+            ended; for readers of many calls at once.
         member: what that reader knows it by.
     """
 

@@ -28,7 +28,7 @@ QUIET_SECONDS: Final = 0.5
 
 _HELP: Final = """End requests by their ids, wherever they run or wait.
 
-    The calls with such an id end with Cancelled, at their instances and at whoever made them;
+    The calls with such an id end with Cancelled, at their instances and at their callers;
     sub-calls follow, and no retry and no other instance brings them back. For a minute a request
     with the id that arrives does not begin either, nor a job of a work queue that waits under it,
     as long as the process lives that would take it.

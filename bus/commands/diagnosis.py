@@ -232,7 +232,7 @@ def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool)
         name,
         "warn",
         text,
-        f"with {wanted} servers whoever uses it raises that, if it may: "
+        f"with {wanted} servers the process that uses it raises that, if it may: "
         f"nats stream edit {stream} --replicas {wanted}",
     )
 
@@ -365,7 +365,7 @@ async def _check_streams(connection: NatsConnection, replicas: int) -> list[Chec
         listed = await jetstream.api("STREAM.NAMES", {}, timeout=API_SECONDS)
         names = [name for name in listed.get("streams") or () if name.startswith(STREAMS)]
     except DynbusError:
-        # Whoever only serves or calls may not list streams.
+        # A user that only serves or calls may not list streams.
         names = [INSTANCES_STREAM.name]
     checks: list[Check] = [await _check_regions(connection, names)]
     for name in names:

@@ -554,7 +554,7 @@ class MemoryConnection(WatchedConnection):
         for future in self._answers:
             if not future.done():
                 future.set_exception(ConnectionResetError())
-                # Whoever waits may be cancelled in this very turn and never look.
+                # The waiting caller may be cancelled in this very turn and never look.
                 future.exception()
         self._answers.clear()
         self._set_state(state)

@@ -168,7 +168,7 @@ class ServerRequests:
 def _fail(reply: asyncio.Future[Message], error: DynbusError) -> None:
     if not reply.done():
         reply.set_exception(error)
-        # Whoever waits may have been cancelled in this very turn.
+        # The waiting caller may have been cancelled in this very turn.
         reply.exception()
 
 

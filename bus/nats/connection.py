@@ -415,7 +415,7 @@ class NatsConnection(WatchedConnection):
             self._end()
             self._choice.leave(self, monotonic(), shun=self._lame_duck or why == SILENT)
             session = await self._reopen(outage, level)
-            # Whoever saw the loss is to see that it is over.
+            # A listener that saw the loss is to see that it is over.
             logger.log(
                 level,
                 "%s: connected again, to %s, after %.2f s",
@@ -426,7 +426,7 @@ class NatsConnection(WatchedConnection):
 
     async def _reopen(self, outage: Outage, level: int) -> NatsSession:
         """Open and begin a session, for as long as it takes."""
-        # Whoever follows comes alone; all clients of a server that ended come together.
+        # A connection that follows comes alone; all clients of a server that ended come together.
         delay = 0.0 if self._left_for_others else FIRST_RECONNECT_DELAY
         is_refusal_told = False
         while True:

@@ -1,7 +1,7 @@
 """`OrderedConsumer` over nats-server.
 
 It notices gaps, silence and reconnects by itself and starts over, and it notices that its
-stream is another one than before. The server delivers to whoever listens, so a consumer that
+stream is another one than before. The server delivers to any listener, so a consumer that
 was made listens only after it is known to be of the right stream.
 """
 
@@ -271,7 +271,7 @@ def ack_position(reply: str) -> AckPosition | None:
 def stored_message(message: Message, position: AckPosition) -> StoredMessage:
     """A message of a stream as a consumer delivers it.
 
-    One that the server stored as its answer to whoever read a stream, and named this one to be
+    One that the server stored as its answer to a reader of a stream, and named this one to be
     answered at, is empty: it was not written by who may write here.
     """
     return StoredMessage(

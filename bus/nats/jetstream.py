@@ -186,7 +186,7 @@ class NatsJetStream:
             if isinstance(error, PermissionDenied):
                 self._left_as_is.add(name)
             logger.warning(
-                "whoever may publish to stream %s may clear it by a roll-up, and that could not be "
+                "a publisher of stream %s may clear it by a roll-up, and that could not be "
                 "changed: %s; with the right to do so: %s",
                 *(name, error, SETUP),
             )

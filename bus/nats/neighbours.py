@@ -69,7 +69,7 @@ def with_credential(url: str) -> str:
         parts = urlsplit(url)
         port = parts.port or DEFAULT_PORT
     except ValueError:
-        return url  # whoever connects says so
+        return url  # the connection says so
     if "@" in parts.netloc or parts.scheme != "nats" or not is_loopback(parts.hostname or ""):
         return url
     for folder in (data_folder(port), DataFolder(Path(PROJECT_FOLDER))):

@@ -88,7 +88,7 @@ class Address(NamedTuple):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, rename={"id": "server_id", "name": "server_name"}):
-    """What a NATS server says of itself to whoever connects."""
+    """The words of a NATS server about itself to a client that connects."""
 
     id: str
     name: str = ""
@@ -352,7 +352,8 @@ class RunningServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C in a terminal is for whoever started the server, not for the server.
+                # Ctrl-C in a terminal is for the program that started the server, not for the
+                # server.
                 start_new_session=True,
             )
 

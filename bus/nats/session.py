@@ -234,7 +234,7 @@ class _Arriving(asyncio.Protocol):
             return
         try:
             self._take(data)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the end is to raise it
+        except Exception as error:  # noqa: BLE001 - raised to the waiter for the end
             self._end(error)
 
     def eof_received(self) -> bool:
@@ -501,7 +501,7 @@ async def open_session(
                 with anyio.move_on_after(HEAD_START):
                     await over.wait()
     except BaseException:
-        # Whoever opened it is cancelled in the moment in which it is won.
+        # Its opener is cancelled in the moment in which it is won.
         if race.won is not None:
             race.won.abort()
         raise
@@ -562,7 +562,7 @@ class _Race:
                 race.cancel()
             self.failures.append(f"{_address(server)}: {text}")
             over.set()
-        except Exception as error:  # noqa: BLE001 - raised to whoever opens the session
+        except Exception as error:  # noqa: BLE001 - raised to the opener of the session
             session.abort()
             self.error = error
             race.cancel()

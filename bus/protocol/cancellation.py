@@ -130,7 +130,7 @@ class Tombstones:
     One thread adds, any other may ask. The oldest goes where there are too many.
 
     Attributes:
-        has_any: whether any ever was, for whoever would ask with every call.
+        has_any: whether any ever was, for code that would ask with every call.
     """
 
     __slots__ = ("_cancelled", "has_any")

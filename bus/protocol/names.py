@@ -340,7 +340,7 @@ def turn_taker(reply: str) -> str:
 def is_safe_reply(reply: str, prefixes: tuple[str, ...]) -> bool:
     """Whether a message may be answered at `reply`.
 
-    A reply subject is chosen by whoever sends the request and used with our permissions, so
+    A reply subject is chosen by the sender of the request and used with our permissions, so
     anything but an inbox (`$JS.API...`, another service's subject) is an attack.
     """
     return (

@@ -84,7 +84,7 @@ class StreamWriter:
         on_blocked: called when `push` returns False although the stream goes on.
 
     Attributes:
-        dirty: whether there is something to send; to be cleared by whoever sends it.
+        dirty: whether there is something to send; to be cleared by its sender.
         given_up: whether it ended by `give_up`.
         held_bytes: what is kept for the reader, as `unread` counts it; see `count_pushed`.
     """
@@ -418,7 +418,7 @@ class StreamWriter:
         return True
 
     def repeat_last(self) -> None:
-        """Hand out the last unit again: whoever misses it, or one before it, sees so.
+        """Hand out the last unit again: a reader that misses it, or one before it, sees so.
 
         There is no need where fresh units follow by themselves.
         """

@@ -1,7 +1,7 @@
 """Discovery: the task that keeps the view of instances current from which clients choose.
 
 `Discovery` feeds an `InstanceView` from one ordered consumer on the control lane, asks for those
-of which records say too little, and wakes whoever waits on the main loop.
+of which records say too little, and wakes the calls that wait on the main loop.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Discovery:
             self._bus.lane.call(self._launch)
 
     async def close(self) -> None:
-        """Stop watching; whoever waits is told."""
+        """Stop watching; waiting calls are told."""
         self._is_closed = True
         self.synchronized.set()
         self._notify()
@@ -199,7 +199,7 @@ class Discovery:
         """Have other instances chosen for so long at most: this one did not answer a call.
 
         Unless we have come back to the bus since it was found to be lost: then it was most likely
-        our own link, or our server, and whoever waits for that one finds it again.
+        our own link, or our server, and calls that wait for that one find it again.
         """
         if not self.view.was_judged_in_vain(self._silent_since(name)):
             self.view.suspect(name, monotonic(), seconds)

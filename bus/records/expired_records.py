@@ -1,7 +1,7 @@
 """Records that their server keeps beyond their time, and their removal.
 
 A nats-server that is killed may bring back messages whose TTL was over, and keeps some of them for
-ever (2.15.1). Whoever reads records skips them. They are removed here: each kill would leave some.
+ever (2.15.1). Readers of records skip them. They are removed here: each kill would leave some.
 """
 
 from __future__ import annotations

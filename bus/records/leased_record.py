@@ -97,8 +97,8 @@ class StreamRepair:
     """Looks at one stream, and makes it again where that mends it.
 
     After a full disk nats-server answers no write to a stream, also when there is space again,
-    until the stream is made again or the server is restarted. Whoever can say again what the stream
-    held need not wait for that.
+    until the stream is made again or the server is restarted. A process that can say again what the
+    stream held need not wait for that.
 
     Args:
         make: makes the stream when it does not exist, where it can be written.

@@ -68,7 +68,7 @@ async def ensure_bucket(
 ) -> None:
     """Make the instances bucket, or give one that exists the replicas that it lacks.
 
-    It is kept in files, and in the server's memory where its disk is full: whoever has a record
+    It is kept in files, and in the server's memory where its disk is full: a process with a record
     in it writes it again when it is lost.
 
     Args:
@@ -277,7 +277,7 @@ class LeaseKeeper:
         """Renew at once after a reconnect: the record may be about to expire, or be gone."""
         self._is_connected = state is ConnectionState.CONNECTED
         if state is ConnectionState.CONNECTED:
-            # Another server gets its time, whoever left the one before.
+            # Another server gets its time, whichever process left the one before.
             self._lapses_at = max(self._lapses_at, monotonic() + self._leased.lease.ttl)
             self._now.set()
 

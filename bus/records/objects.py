@@ -265,7 +265,7 @@ class ObjectStore:
         """
         if not name:
             raise ConfigError("an object needs a name")
-        # What it leaves when it is cancelled must go, however impatient whoever cancels it is.
+        # What it leaves when it is cancelled must go, however impatient its canceller is.
         return await run_apart(
             self._put, name, data, headers or {}, timeout, name=f"put {name} into {self._bucket}"
         )
@@ -429,7 +429,7 @@ class ObjectStore:
         return stored
 
     async def _settle_shielded(self, record: ObjectRecord, replaced: set[str]) -> None:
-        """Bring a record that was sent to its end, although whoever wrote it has left."""
+        """Bring a record that was sent to its end, although its writer has left."""
         try:
             with anyio.CancelScope(shield=True):
                 await self._replace(monotonic() + CLEANUP_TIMEOUT, record, replaced)

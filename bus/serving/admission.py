@@ -83,7 +83,7 @@ class Admission(Generic[T]):
 
     Args:
         concurrency: calls that may run at a time; None for no limit. 1 makes a mailbox: its
-            calls run in the order of their arrival, whoever they come from.
+            calls run in the order of their arrival, of whichever client.
         queue: calls that may wait; None for no limit. When it is full, the newest call of the
             client with the most makes place for a client with fewer.
 

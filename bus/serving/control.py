@@ -177,7 +177,7 @@ class ServerControl:
             try:
                 await self._bus.data.barrier(timeout=BARRIER_TIMEOUT)
             except DynbusError as error:
-                # Whoever misses an answer asks again at its next heartbeats.
+                # A client that misses an answer asks again at its next heartbeats.
                 logger.debug("%s cannot tell what has arrived: %s", self._subject, error)
                 continue
             for count, inquiry in enumerate(unsure, 1):

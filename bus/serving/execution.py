@@ -65,7 +65,7 @@ class Execution:
     Attributes:
         draining: whether new calls are refused.
         load: calls that run or wait.
-        memory_refused: whether a handler was refused memory since whoever watches looked last.
+        memory_refused: whether a handler was refused memory since the watcher looked last.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Execution:
         self.load = 0
         self.memory_refused = False
         self._instance_id = instance_id
-        # Handlers start from the variables of whoever started the instance: those of the
+        # Handlers start from the variables of the instance's starter: those of the
         # message that happens to be read would leak one caller's into another's call.
         self._variables = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Whoever waits until no call runs or waits.
+        # Waiters for the moment when no call runs or waits.
         self._until_idle: list[asyncio.Future[None]] = []
         self._deadlines = Deadlines(bus.loop, self._expire)
 
@@ -456,7 +456,7 @@ class Execution:
             call.kill_timer = self.bus.loop.call_later(kill_after, self.cancel, call, 0.0)
 
     def reader_gone(self, call: Call) -> None:
-        """Whoever reads this call's results does not exist any longer."""
+        """The reader of this call's results does not exist any longer."""
         self.bus.drop(DropReason.READER_GONE)
         self.cancel(call, 0.0)
 

@@ -1,7 +1,7 @@
 """The ledger of an instance: calls of its clients, results they have yet to acknowledge, and words
 about requests that have not arrived.
 
-The one owner of that knowledge, without I/O or clock. Whoever reads a message tells the ledger,
+The one owner of that knowledge, without I/O or clock. The reader of a message tells the ledger,
 and carries out what it returns. A control frame may overtake the request that it speaks of, or
 come when all of it is over: what was said is remembered for as long as that can matter.
 """
@@ -180,7 +180,7 @@ class Inquiry(NamedTuple):
 def client_key(base: str, incarnation: str) -> str:
     """What a client is known by at an instance.
 
-    Both know the incarnation, and nobody else does: whoever borrows the base of a client is
+    Both know the incarnation, and nobody else does: one that borrows the base of a client is
     another one.
     """
     return f"{base.rpartition('.')[2]}-{incarnation}"
@@ -706,7 +706,7 @@ class Ledger:
     def _say_unknown(self, inquiry: Inquiry, now: float) -> Action:
         """Tell a client that its request is not here, and never accept it any more.
 
-        It is said only where it is proven: whoever hears it may send the request again.
+        It is said only where it is proven: a client that hears it may send the request again.
         """
         sender, frame, _ = inquiry
         request = sender.key, frame.number, frame.secret
@@ -748,7 +748,7 @@ class Ledger:
         """Have everything sent that was not, now that the data connection is back.
 
         Bytes of the last moments may be lost. The last unit of each call is sent again, so that
-        whoever misses some asks for them at once.
+        a client that misses some asks for them at once.
         """
         actions: list[Action] = []
         for client in self.clients.values():

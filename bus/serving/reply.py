@@ -205,7 +205,7 @@ class FramedReply(CallReply):
 class PlainReply(CallReply):
     """The results of a call of a plain NATS client: JSON on its reply subject, a message per item.
 
-    A plain client grants no credit. nats-server slows down whoever sends to a client that does
+    A plain client grants no credit. nats-server slows down the sender to a client that does
     not read, and with it all that leaves over the same connection.
 
     Args:

@@ -110,7 +110,7 @@ class HealthServer:
             `telemetry.configure(prometheus=True)` fills.
 
     `live` and `ready` are called in the server's loop. One that raises counts as not well. It has
-    no credentials: whoever opens it decides who may reach its host.
+    no credentials: the operator who opens it decides who may reach its host.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class HealthServer:
         await server.wait_closed()
 
     def _failed(self, error: BaseException) -> None:
-        """Answer nobody any more: whoever asks takes the process for what it is."""
+        """Answer nobody any more: a prober takes the process for what it is."""
         if self._server is not None:
             self._server.close()
 

@@ -1,15 +1,38 @@
-"""The status of a process: texts for people, shown by `dynbus ps`, `$SRV.STATS` and `/ready`, and
-figures of single instances, shown by `dynbus top`.
+"""The status of a process: texts for people, shown by `dynbus ps`, `$SRV.STATS` and `/ready`,
+figures of single instances, shown by `dynbus top`, and its start, shown by `dynbus run`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 MAX_TEXT: Final = 300
 """Characters of a text: all of them are in each answer of each instance."""
+
+
+class StartStep(NamedTuple):
+    """How far a process is with one thing that it does before it serves.
+
+    Attributes:
+        what: it does, for people, such as `downloading smollm2`.
+        done, total: in any unit, such as bytes; 0 in both where it is not known.
+    """
+
+    what: str
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.done / self.total:.0%})" if self.total else self.what
+
+
+def _log(line: str, details: str) -> None:
+    logger.info("%s", line)
 
 
 class ProcessStatus:
@@ -17,9 +40,14 @@ class ProcessStatus:
 
     The texts are put there, not asked for, so that they can be read while the main loop is
     blocked.
+
+    Attributes:
+        announcer: carries out `announce`; it logs the line unless a command prints it.
     """
 
     def __init__(self) -> None:
+        self.announcer: Callable[[str, str], object] = _log
+        self._steps: dict[str, StartStep] = {}
         # By source, each with what it is about.
         self._fields: dict[str, tuple[str, Mapping[str, str]]] = {}
         self._figures: dict[str, tuple[str, Mapping[str, float]]] = {}
@@ -32,7 +60,7 @@ class ProcessStatus:
         """Replace what a source says.
 
         Args:
-            source: names whoever says it, nobody else in this process.
+            source: names the part that says it, no other in this process.
             about: the component that it is about, `namespace.component`. It tells the sources
                 apart where several say something different.
         """
@@ -60,11 +88,30 @@ class ProcessStatus:
                         found[key] = found.get(key, 0) + value
         return found
 
+    def put_step(self, source: str, step: StartStep) -> None:
+        """Say how far a source is in its start; it is over when `remove` is called."""
+        with self._lock:
+            self._steps[source] = step._replace(what=step.what[:MAX_TEXT])
+
+    def steps(self) -> list[StartStep]:
+        """How far each source is in its start."""
+        with self._lock:
+            return list(self._steps.values())
+
+    def announce(self, line: str, details: str = "") -> None:
+        """Have people read something, once.
+
+        Args:
+            details: several lines, for people at a terminal.
+        """
+        self.announcer(line, details)
+
     def remove(self, source: str) -> None:
         """A source says nothing any longer."""
         with self._lock:
             self._fields.pop(source, None)
             self._figures.pop(source, None)
+            self._steps.pop(source, None)
 
     def read(self, speaker: str = "") -> dict[str, str]:
         """All keys with their texts, of several that differ each with what it is about.

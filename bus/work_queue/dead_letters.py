@@ -193,8 +193,8 @@ class DeadLetters:
             await self._jetstream.publish(
                 work_subject(letter.queue),
                 letter.data,
-                # Of the letter: whoever tries twice puts it once, and its first put is not in the
-                # way.
+                # Of the letter: a process that tries twice puts it once, and its first put is not
+                # in the way.
                 message_id=f"{letter.letter_id} {letter.sequence}",
                 headers=fields,
             )

@@ -128,7 +128,7 @@ def orphans(dead: Holder, others: Iterable[Holder]) -> list[HeldJob]:
 class Absences:
     """Those that nobody found when they were looked for, and since when. No I/O, no clock.
 
-    One look says little: whoever connects again listens nowhere for a moment.
+    One look says little: a process that connects again listens nowhere for a moment.
     """
 
     def __init__(self) -> None:

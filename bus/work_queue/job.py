@@ -71,8 +71,8 @@ class QueueDepth(NamedTuple):
 
 
 class WorkQueueConfig(NamedTuple):
-    """How a work queue is kept. Whoever makes the queue decides; `tries`, `retry_delay` and
-    `max_age` are each taker's own.
+    """How a work queue is kept. The process that makes the queue decides; `tries`, `retry_delay`
+    and `max_age` are each taker's own.
 
     Attributes:
         ack_wait: seconds after which a job goes to another taker when its own gives no sign.

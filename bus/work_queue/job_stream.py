@@ -106,7 +106,7 @@ class JobStream:
 
     @property
     def ack_wait(self) -> float:
-        """That of the queue as it is, whoever made it; known after `ensure`."""
+        """That of the queue as it is, also where another process made it; known after `ensure`."""
         return self._ack_wait
 
     @property
@@ -251,7 +251,7 @@ class JobStream:
         if monotonic() - self._measured < max_age:
             return self._depth
         async with self._measuring:
-            # Whoever waited has been answered by the one before.
+            # The caller that waited has been answered by the one before.
             if monotonic() - self._measured >= max_age:
                 await self._measure(timeout)
         return self._depth

@@ -63,7 +63,7 @@ class WorkQueue:
         last two minutes is not put again.
 
         Args:
-            headers: for whoever takes it. The trace of the caller goes with them.
+            headers: for its taker. The trace of the caller goes with them.
             job_id: 1 to 128 printable ASCII characters without spaces.
             deadline: on the library's monotonic clock in seconds; a job that is not begun by then
                 is dropped. What is left of it counts from when the server has stored the job, by

@@ -9,8 +9,7 @@ The blocks of a prompt go from one to the other by NIXL: dynbus[transfer]. `dynb
 at http://127.0.0.1:8000/ show how many prompts were handed over.
 """
 
-from dynbus.llm.disaggregated.worker import DisaggregatedWorker
-from dynbus.llm.http.frontend import Frontend
+from dynbus.llm import DisaggregatedWorker, Frontend
 
 
 class Front(Frontend, namespace="demo"):

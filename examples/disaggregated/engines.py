@@ -6,8 +6,7 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
   -d '{"model": "qwen3", "messages": [{"role": "user", "content": "Hello"}]}'
 """
 
-from dynbus.llm.http.frontend import Frontend
-from dynbus.llm.vllm import VllmWorker
+from dynbus.llm import Frontend, VllmWorker
 
 
 class Front(Frontend, namespace="demo"):

@@ -11,7 +11,7 @@ dynbus call chat.Front.generate '{"token_ids": [1, 2, 3], "max_tokens": 5}'
 """
 
 from dynbus.kvrouter import RouterActor
-from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm import MockWorker
 
 
 class Engine(MockWorker, namespace="chat"):

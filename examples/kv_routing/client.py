@@ -13,7 +13,7 @@ from actors import Engine
 
 from dynbus import DynbusError, Runtime, call_options
 from dynbus.kvrouter import KvRouter, open_router
-from dynbus.llm.generation import GenerateRequest
+from dynbus.llm import GenerateRequest
 
 
 def some_tokens(text: str, count: int) -> list[int]:

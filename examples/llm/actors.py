@@ -10,9 +10,7 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from dynbus.llm.http.frontend import Frontend
-from dynbus.llm.pipeline.processor import Processor
-from dynbus.llm.worker import ModelWorker
+from dynbus.llm import Frontend, ModelWorker, Processor
 
 
 class Front(Frontend, namespace="demo"):

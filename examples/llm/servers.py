@@ -7,8 +7,7 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
   -d '{"model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}]}'
 """
 
-from dynbus.llm.http.frontend import Frontend
-from dynbus.llm.proxy import OpenAiWorker
+from dynbus.llm import Frontend, OpenAiWorker
 
 
 class Front(Frontend, namespace="demo"):

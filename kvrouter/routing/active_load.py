@@ -62,7 +62,8 @@ class _RankState:
     output_blocks: float = 0.0
     requests: set[str] = field(default_factory=set[str])
     # How many requests use a block, by its sequence hash. A request uses all blocks from the
-    # first on, so whoever has a block here has all before it: `leading_blocks` relies on that.
+    # first on, so a request that has a block here has all before it: `leading_blocks` relies on
+    # that.
     uses: Counter[int] = field(default_factory=Counter[int])
 
 
@@ -194,7 +195,7 @@ def leading_blocks(
 ) -> int:
     """How many blocks of a prompt are held, from the first on, given that the first `start` are.
 
-    Whoever holds a block holds all before it, so that the cost grows with the logarithm.
+    A request that holds a block holds all before it, so that the cost grows with the logarithm.
     """
     if start >= len(sequence_hashes) or sequence_hashes[start] not in held:
         return start

@@ -1,6 +1,6 @@
 """A decision: the candidates for a request, the facts known of each, and the outcome.
 
-Routers tell theirs to whoever asks by core NATS, on the subject `_kv_why` of their component.
+Routers tell theirs to clients that ask by core NATS, on the subject `_kv_why` of their component.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Decision:
     def as_dict(self, most: int | None = None) -> dict[str, Any]:
         """The decision as plain values, candidates from the lowest cost to the highest.
 
-        `decided_at` is in Unix seconds here: whoever reads it has another monotonic clock.
+        `decided_at` is in Unix seconds here: its reader has another monotonic clock.
 
         Args:
             most: of how many candidates to tell, the chosen one among them, and of how many

@@ -67,7 +67,7 @@ class RouterWatch(Openable):
     """Shows a router to operators, while in the `async with`.
 
     Its awareness of the caches goes to the process's status, to the metrics, and to the log when
-    it changes. What it decided is told to whoever asks on `_kv_why`. Entering it raises
+    it changes. What it decided is told to clients that ask on `_kv_why`. Entering it raises
     `PermissionDenied` when the server refuses that subject.
     """
 

@@ -151,7 +151,7 @@ class RequestQueue:
     def take_free(self) -> Iterator[Ticket]:
         """Those that need not wait any longer, in the order of service.
 
-        Whoever takes one charges the load with it before it takes the next.
+        The taker of one charges the load with it before it takes the next.
         """
         is_held = False
         for ticket in self._tickets.copy():
@@ -165,7 +165,7 @@ class RequestQueue:
             yield ticket
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
-        """Other instances are there now: whoever waits may go there as well."""
+        """Other instances are there now: waiting requests may go there as well."""
         for ticket in self._tickets:
             request = ticket.request
             fit = [one for one in profiles if request.constraints.refusal(one) is None]

@@ -129,7 +129,7 @@ class KvRouter:
 
     Args:
         config: how it decides.
-        follower: the index that follows the engines' events, entered by whoever gives it. None
+        follower: the index that follows the engines' events, entered by its giver. None
             guesses from own decisions what engines hold.
         connection: of the running loop, over which routers of the component share their load;
             None for a router that is alone.

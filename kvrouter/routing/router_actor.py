@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import fields, replace
-from typing import Any, TypeVar, Unpack, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import BaseModel
@@ -17,6 +16,7 @@ from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
 from dynbus.actors.calling.stream import Stream
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.declaring.resume import MIGRATION_LIMIT
+from dynbus.actors.declaring.specification import Option, takes
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, DynbusError
@@ -25,35 +25,31 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.reply_port import ReplyPort
 
 from . import token_rule
-from .config import RouterConfig, RouterSettings
+from .config import RouterConfig
 from .decision import newest, tell
 from .router import KvRouter, open_router
 
-C = TypeVar("C", bound=Callable[..., None])
 
+@dataclass(frozen=True)
+class RouterActorOptions(RouterConfig):
+    """The settings of a router, with what it forwards to."""
 
-def _spelled_out(constructor: C) -> C:
-    """Have whoever reads a constructor's parameters, as `dynbus run` does, find all settings."""
-    types = get_type_hints(RouterConfig)
-    # What comes from a file or a command line is text: policies are named there.
-    types |= {"policy": str, "shadows": Sequence[str]}
-    settings = [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=() if each.name == "shadows" else each.default,
-            annotation=types[each.name],
-        )
-        for each in fields(RouterConfig)
-    ]
-    own = inspect.signature(constructor, eval_str=True)
-    *parameters, _ = own.parameters.values()
-    spelled: Any = constructor
-    spelled.__signature__ = own.replace(parameters=[*parameters, *settings])
-    spelled.__annotations__ = {one.name: one.annotation for one in (*parameters[1:], *settings)} | {
-        "return": None
-    }
-    return constructor
+    target: Annotated[str, Option("the endpoint to forward to, as `namespace.component.endpoint`")]
+    policies: Annotated[
+        Sequence[str],
+        Option(
+            "those that `use_policy` may change to, beside the one at the start. Callers name one "
+            "of them: nothing else is ever imported for them"
+        ),
+    ] = ()
+    migration_limit: Annotated[
+        int,
+        Option(
+            "how often a stream of tokens goes on with another instance when its own is lost, "
+            "drains or raises `Migrate`, where its caller could go on with it as well; 0 for never",
+            least=0,
+        ),
+    ] = MIGRATION_LIMIT
 
 
 class RouterActor(Actor, abstract=True):
@@ -61,34 +57,15 @@ class RouterActor(Actor, abstract=True):
 
     A subclass gives it an address: `class Front(RouterActor, namespace="llm")`.
 
-    Args:
-        target: the endpoint to forward to, as namespace.component.endpoint.
-        policies: those that `use_policy` may change to, beside the one at the start. Callers name
-            one of them: nothing else is ever imported for them.
-        migration_limit: how often a stream of tokens goes on with another instance when its own is
-            lost, drains or raises `Migrate`, where its caller could go on with it as well; 0 for
-            never.
-        settings: each field of `RouterConfig` by its name; `policy` and `shadows` are names, and
-            `fields` as text is a JSON object, `{"token_ids": "prompt.ids"}`.
-
     Raises:
         ConfigError: a value is not usable.
     """
 
-    @_spelled_out
-    def __init__(
-        self,
-        target: str,
-        policies: Sequence[str] = (),
-        migration_limit: int = MIGRATION_LIMIT,
-        **settings: Unpack[RouterSettings],
-    ) -> None:
-        self._target = EndpointName.parse(target)
-        if type(migration_limit) is not int or migration_limit < 0:
-            raise ConfigError(f"migration_limit={migration_limit!r}: give a whole number from 0 on")
-        self._migration_limit = migration_limit
-        self._config = config = RouterConfig(**settings)
-        self._policies = {str(config.policy), *policies}
+    @takes(RouterActorOptions)
+    def __init__(self, options: RouterActorOptions) -> None:
+        self._options = options
+        self._target = EndpointName.parse(options.target)
+        self._policies = {str(options.policy), *options.policies}
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
@@ -101,16 +78,16 @@ class RouterActor(Actor, abstract=True):
         runtime = self.runtime
         async with AsyncExitStack() as exits:
             self._router = router = await exits.enter_async_context(
-                open_router(runtime, f"{namespace}.{component}", self._config)
+                open_router(runtime, f"{namespace}.{component}", self._options)
             )
             # Its caller's deadline holds; there is none beside it.
             target = runtime.endpoint(self._target)
             self._client = self._continuing = await target.client(routing=router, timeout=None)
-            if self._migration_limit:
+            if self._options.migration_limit:
                 self._continuing = await target.client(
                     routing=router,
                     timeout=None,
-                    migration_limit=self._migration_limit,
+                    migration_limit=self._options.migration_limit,
                     resume=token_rule.resume,
                 )
             known = runtime.discovery.view.everything()

@@ -1,6 +1,6 @@
 """`KvScheduler`: decides which rank gets a request, or that it waits. No I/O, no clock.
 
-Whoever uses it, a router or a simulation in virtual time, tells it what happens to requests, and
+Its user, a router or a simulation in virtual time, tells it what happens to requests, and
 asks `release` after each such change:
 
     scheduler = KvScheduler(RouterConfig(policy="kv", queue_threshold=1.0), follower=index)
@@ -128,7 +128,7 @@ class Lenders(NamedTuple):
 
     Attributes:
         models: of the instances that fetch, by their ids.
-        best: by model the best two instances, so that one of them is another than whoever fetches.
+        best: by model the best two instances, so that one of them is another than the fetching one.
     """
 
     models: Mapping[str, str]
@@ -187,7 +187,7 @@ class KvScheduler:
     Args:
         config: its policy, the policies on trial, its queue and its sessions; what is about
             requests and instances (`fields`, `block_size`, `tokenizer_id`, `lora`,
-            `reused_field`) is for whoever makes the `SchedulingRequest`s.
+            `reused_field`) is for the maker of `SchedulingRequest`s.
         load: what runs where; shared with other routers, or an own one unless given.
         follower: the exact index; None when engines send no events.
         random: breaks ties, and draws at a temperature.
@@ -333,7 +333,7 @@ class KvScheduler:
         self._caches.note_elsewhere(rank, sequence_hashes, now)
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
-        """Other instances are there now: whoever waits may go there as well."""
+        """Other instances are there now: waiting requests may go there as well."""
         self._queue.refresh(profiles)
 
     def remove_instance(self, instance: str) -> None:
@@ -498,7 +498,7 @@ class KvScheduler:
         self._caches.note_sent(decision.number, profile, chosen, guessed, shape, now)
         if request.session:
             self._affinity.bind(request.session, rank, now)
-        # Charged when all else is done: whoever gets no decision cannot say that it ended.
+        # Charged when all else is done: a caller that gets no decision cannot say that it ended.
         self.load.add(
             str(decision.number),
             rank,

@@ -1,6 +1,6 @@
 """Loads that routers tell each other over core NATS.
 
-Each router numbers what it says of its own requests. Whoever misses a number, or comes late,
+Each router numbers what it says of its own requests. A router that misses a number, or comes late,
 asks for the router's whole set. What a router said counts until it says that it is over, or
 until the router is gone.
 """
@@ -494,7 +494,7 @@ class LoadSharing:
         """
         subscription = self._connection.subscribe(self._subjects, self._receive)
         try:
-            # Whoever is asked answers at once, and must be heard.
+            # A router that is asked answers at once, and must be heard.
             await self._connection.barrier()
             self._publish()
             self._work = self._background.start(

@@ -140,7 +140,7 @@ def rm(name: str, nats: str | None) -> None:
 @click.argument("components", metavar="NAMESPACE.COMPONENT...", nargs=-1, required=True)
 @nats_option
 def bind(name: str, components: tuple[str, ...], nats: str | None) -> None:
-    """Give a model's name to components, whoever registered it.
+    """Give a model's name to components, also where another has registered it.
 
     Cards of others are passed over from now on. It stays until `dynbus models unbind`.
     """

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
+from dynbus.actors.commands.flags import flags
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.numbers import NumberRange
 from dynbus.bus.commands.terminal import json_option, print_json
+from dynbus.llm.mock.engine import MockSize
 
 _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy after the other.
 
@@ -61,14 +63,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
     help="How many times faster requests arrive than in the trace.",
 )
 @click.option("--limit", type=click.IntRange(1), help="Only so many of the first requests.")
-@click.option(
-    "--block-size", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a block."
-)
-@click.option(
-    "--blocks", type=click.IntRange(1), default=16384, show_default=True, help="Of each engine."
-)
-@click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8192, show_default=True)
+@flags(MockSize, only=("block_size", "blocks", "max_num_seqs", "max_num_batched_tokens"))
 @click.option(
     "--event-delay",
     type=NumberRange(0),
@@ -98,16 +93,13 @@ def replay(
     policies: str,
     speed: float,
     limit: int | None,
-    block_size: int,
-    blocks: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
     event_delay: float,
     seed: int,
     slo_ttft: float,
     slo_itl: float,
     plot_path: Path | None,
     as_json: bool,
+    **engine: Any,
 ) -> None:
     from dynbus.bus.errors import DynbusError
     from dynbus.llm.mock.engine import MockConfig
@@ -118,14 +110,9 @@ def replay(
 
     try:
         objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
-        engine = MockConfig(
-            block_size=block_size,
-            blocks=blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        config = MockConfig(**engine)
         simulation = Simulation(
-            instances, engine, speed=speed, event_delay=event_delay / 1000.0, seed=seed
+            instances, config, speed=speed, event_delay=event_delay / 1000.0, seed=seed
         )
         replays = replay_trace(trace, simulation, policy_names(policies), objective, limit=limit)
     except DynbusError:

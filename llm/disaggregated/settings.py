@@ -7,11 +7,22 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, Literal, NamedTuple, Self, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    get_args,
+    get_type_hints,
+)
 
 import anyio
 import msgspec
 
+from dynbus.actors.declaring.specification import Option
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
@@ -132,6 +143,15 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
         return {OWN_KEY: msgspec.json.encode(changes).decode()}
 
 
+DisaggregationOption: TypeAlias = Annotated[
+    dict[str, Any] | None,
+    Option(
+        "when prompts are computed elsewhere, unless the record of the component says otherwise: "
+        "fields of `DisaggregationSettings` by their names",
+        wanted="settings by their names",
+        guide="disaggregated.md#change-it-while-it-runs",
+    ),
+]
 _KNOWN: Final = DisaggregationSettings.__struct_fields__
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -13,9 +13,10 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Final, Protocol, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
@@ -28,9 +29,9 @@ from dynbus import (
     handler,
 )
 from dynbus.actors.calling.clients import with_options
+from dynbus.actors.declaring.specification import Option, takes
 from dynbus.actors.serving.endpoints import make_endpoint
 from dynbus.actors.serving.instance import ServedInstance
-from dynbus.bus.config import suggestion
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, DynbusError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
@@ -43,7 +44,7 @@ from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.publishing import Target
-from dynbus.llm.worker import ModelWorker
+from dynbus.llm.worker import ModelEngineOptions, ModelWorker
 from dynbus.transfer.agent import open_agent
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.settling import Settled, Settlement, Settling
@@ -65,6 +66,7 @@ from .receiving import Limits, Mover, Receiver, Receiving
 from .roles import Duty, RoleEvents, RoleInstance, Roles
 from .sending import Granter, Sender
 from .settings import (
+    DisaggregationOption,
     DisaggregationSettings,
     LiveSettings,
     announced_settings,
@@ -74,7 +76,6 @@ from .settings import (
 ENDED_IDS: Final = 16
 """Of instances of former roles that are taken for this worker still."""
 
-_OPTIONS: Final = ("role", "disaggregation")
 _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
     "prefill": ("prefill", "load_metrics"),
     "decode": ("generate", "embed", "load_metrics"),
@@ -86,7 +87,22 @@ class BlockAgent(Mover, Granter, Protocol):
     """What moves blocks, and leases them to others; `TransferAgent` is one."""
 
 
-class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_config=_OPTIONS):
+@dataclass(frozen=True, kw_only=True)
+class DisaggregatedOptions(ModelEngineOptions):
+    """A model, its engine, and what an instance of it does for others."""
+
+    role: Annotated[
+        Literal["auto", "prefill", "decode", "both"],
+        Option(
+            "what it serves at first: prompts for others, outputs, or both; `auto` goes by the "
+            "name of its node. `change_role` changes it while it runs",
+            guide="disaggregated.md#change-it-while-it-runs",
+        ),
+    ] = "auto"
+    disaggregation: DisaggregationOption = None
+
+
+class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     """Serves a model together with others: some compute prompts, the others what follows.
 
     The same class runs under two names, which say what each instance serves:
@@ -98,13 +114,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     the prompt itself, and has a prefill instance do so otherwise: it shows the first token as soon
     as that is drawn, reads the blocks of the prompt while they are computed, and goes on. Whatever
     fails on the way, it computes what has not come itself.
-
-    Extra keys of its configuration:
-
-    - `role`: `prefill`, `decode` or `both`, where the name of its node does not say it;
-      `change_role` changes it while it runs;
-    - `disaggregation`: settings of `DisaggregationSettings` that hold unless the component's record
-      says otherwise.
 
     Attributes:
         prefill_node, decode_node: the names under which instances are found by what they serve.
@@ -131,13 +140,18 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     _control: InstanceName
     _limits_of_engine: EngineLimits
     _first_role: Role
-    _own_settings: DisaggregationSettings
     figures: HandOverFigures
     _events: RoleEvents
     _ids: set[str]
     _ended_ids: deque[str]
-    _numbers: count[int]
+    _numbers: Iterator[int]
     _has_own_id: bool
+
+    @takes(DisaggregatedOptions)
+    def __init__(self, options: DisaggregatedOptions) -> None:
+        self.hold(options)
+        self._asked_role: Role | Literal["auto"] = options.role
+        self._own_settings = DisaggregationSettings().changed(options.disaggregation or {})
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
@@ -151,14 +165,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
     # Its life -------------------------------------------------------------------------------
 
     async def on_start(self) -> None:
-        if self.fetches_prefixes:
-            raise ConfigError(
-                f"fetch_prefixes: {type(self).__name__} has its prompts from prefill instances: "
-                "leave it out, or take a ModelWorker"
-            )
-        self._check_options()
         self._first_role = self._configured_role()
-        self._own_settings = self._configured_settings()
         self.figures = HandOverFigures()
         self._events = RoleEvents()
         self._ids: set[str] = set()
@@ -167,47 +174,22 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False, extra_confi
         self._has_own_id = False
         await super().on_start()
 
-    def _check_options(self) -> None:
-        """See that no extra key is nearly one of those that are read here.
-
-        Raises:
-            ConfigError: one is.
-        """
-        for key in self.config:
-            if key not in _OPTIONS and (near := suggestion(key, _OPTIONS)):
-                raise ConfigError(f"{type(self).__name__} has no option {key!r}{near}")
-
     def _configured_role(self) -> Role:
         """What it serves at first.
 
         Raises:
             ConfigError: nothing says it.
         """
-        given: Any = self.config.get("role", "")
-        if not given:
-            component = self.__dynbus_name__.component
-            by_node: dict[str, Role] = {self.prefill_node: "prefill", self.decode_node: "decode"}
-            given = by_node.get(component, "")
-        if given not in get_args(Role):
+        if self._asked_role != "auto":
+            return self._asked_role
+        by_node: dict[str, Role] = {self.prefill_node: "prefill", self.decode_node: "decode"}
+        role = by_node.get(self.__dynbus_name__.component)
+        if role is None:
             raise ConfigError(
                 f"{type(self).__name__} has no role: name its node {self.prefill_node} or "
                 f"{self.decode_node}, or set role to prefill, decode or both"
-                + (f", not {given!r}" if given else "")
             )
-        role: Role = given
         return role
-
-    def _configured_settings(self) -> DisaggregationSettings:
-        given: Any = self.config.get("disaggregation", {})
-        if isinstance(given, str):
-            try:
-                given = msgspec.json.decode(given)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"disaggregation = {given!r} is no JSON: {error}") from None
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"disaggregation = {given!r}: give settings by their names")
-        changes: dict[str, Any] = {**given}
-        return DisaggregationSettings().changed(changes)
 
     def event_sink(self) -> AbstractAsyncContextManager[EventSink | None]:
         @asynccontextmanager

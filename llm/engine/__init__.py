@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    # Whoever writes a model needs nothing of the bus.
+    # The author of a model needs nothing of the bus.
     from dynbus.bus.lazy_exports import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(

@@ -9,7 +9,7 @@ A block is known by its id, from 0 on. It keeps it as long as it is cached or us
 may keep the block's keys and values at a place of this number. A request's block table is the list
 of its blocks' ids, in the order of its tokens.
 
-Blocks may be held beside: whoever reads or writes them from elsewhere is one more that uses them,
+Blocks may be held beside: a reader or writer from elsewhere is one more user,
 until the hold ends, whatever becomes of the request.
 """
 

@@ -174,7 +174,7 @@ class _Text:
     def fail(self, error: DynbusError) -> None:
         if not self.embedded.done():
             self.embedded.set_exception(error)
-            # Whoever asked may be cancelled just now.
+            # The asker may be cancelled just now.
             self.embedded.exception()
 
 
@@ -208,7 +208,7 @@ class _Hold:
             self._changed.set()
         if self.first is not None and not self.first.done():
             self.first.set_exception(error)
-            # Whoever asked may be cancelled just now.
+            # The asker may be cancelled just now.
             self.first.exception()
 
     async def next(self) -> Held:
@@ -358,7 +358,7 @@ class EngineRunner(Openable):
             return await text.embedded
         finally:
             if self._forget_text(request_id) is not None:
-                # Whoever asked is gone.
+                # The asker is gone.
                 self._stepper.cancel(request_id)
 
     def _check_new(self, request_id: str) -> None:

@@ -87,7 +87,7 @@ class EngineStepper(ABC):
 
 def _transferring(command: Command[TransferringEngine]) -> Command[Engine]:
     def run(engine: Engine) -> None:
-        assert isinstance(engine, TransferringEngine), "whoever tells it so has looked"
+        assert isinstance(engine, TransferringEngine), "its caller has looked"
         command(engine)
 
     return run

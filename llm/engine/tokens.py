@@ -88,8 +88,9 @@ class TokenSequence:
 class SecretSequence(TokenSequence):
     """A sequence that shares a block with another one only where their tokens are the same.
 
-    Whoever knows how the hashes for routers are made can make two that collide. So the sequence
-    hashes, by which an engine finds its blocks, are made with a key; to others they are numbers.
+    An attacker who knows how the hashes for routers are made can make two that collide. So the
+    sequence hashes, by which an engine finds its blocks, are made with a key; to others they are
+    numbers.
 
     Args:
         key: of the engine, at most 64 bytes that nobody else knows.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import count
 from typing import Final
@@ -45,7 +45,7 @@ class EngineWorker(Actor, abstract=True):
 
     _engine_runner: EngineRunner | None = None
     _engine_exits: AsyncExitStack | None = None
-    _engine_numbers: count[int]
+    _engine_numbers: Iterator[int]
 
     def make_engine(self) -> Engine | RunningEngine:
         """The engine, ready for its first request. Called once, in a thread: it may take its time.
@@ -103,7 +103,7 @@ class EngineWorker(Actor, abstract=True):
 
     def _make_engine(self) -> Engine | RunningEngine:
         engine = self.make_engine()
-        # Whoever freezes what the process has then keeps nothing that loading has left.
+        # A freeze of what the process has then keeps nothing that loading has left.
         gc.collect()
         return engine
 

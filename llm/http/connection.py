@@ -56,8 +56,8 @@ Connection = TypeVar("Connection", bound=Hashable)
 class Strangers(Generic[Connection]):
     """The connections that nobody has vouched for: they may not take the room of all others.
 
-    The oldest one makes room for the next: who has a key shows it at once, so that whoever waits
-    longest is the least likely to have one.
+    The oldest one makes room for the next: who has a key shows it at once, so that the one that
+    waits longest is the least likely to have one.
 
     Args:
         per_address: how many may come from one address.

@@ -202,7 +202,7 @@ class Exchange(ABC):
         self._shared.kept_answers.end(tenant, key, monotonic(), well=well)
 
     def _stop(self) -> None:
-        """Answer that the server stops, which cancels whoever has had its grace.
+        """Answer that the server stops, which cancels requests that have had their grace.
 
         For who raises that instead of taking it, it writes an answer of its own.
         """

@@ -6,33 +6,32 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Final
 
 import anyio
 
 from dynbus.actors import Actor, Runtime
 from dynbus.actors.declaring.handlers import handler
+from dynbus.actors.declaring.specification import takes
 from dynbus.bus.background import Openable
 from dynbus.kvrouter.routing import RouterConfig
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
+from dynbus.llm.page.to_try import ways_to_chat
 from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
+from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
 
 from .application import Application, Page, Response
 from .server import HttpServer
-from .settings import HttpSettings
+from .settings import FrontendOptions, HttpSettings
 from .shared import Caller, Shared
 from .tracing import Tracing
 from .writer import JSON, raw_headers
 
 logger = logging.getLogger(__name__)
-
-_DEFAULTS: Final = HttpSettings()
 
 
 class HttpFrontEnd(Openable):
@@ -63,7 +62,11 @@ class HttpFrontEnd(Openable):
         if router is not None:
             # Otherwise each request would be told, and nobody before.
             router.load_policies()
-        self._models = Models(runtime, catalog, routing=routing, router=router)
+        self._models = Models(
+            runtime, catalog, routing=routing, router=router, opened=self._announce
+        )
+        self._status = runtime.bus.status
+        self._announced: set[str] = set()
         self.shared = Shared(
             settings,
             self._models,
@@ -78,6 +81,15 @@ class HttpFrontEnd(Openable):
 
     def __repr__(self) -> str:
         return f"<HttpFrontEnd {self.url}>"
+
+    def _announce(self, model: OpenModel) -> None:
+        """Have people read where a model answers, and how to chat with the first one."""
+        name, is_first = model.card.name, not self._announced
+        if name in self._announced:
+            return
+        self._announced.add(name)
+        details = ways_to_chat(self.url, name) if is_first and model.takes_chat else ""
+        self._status.announce(f"{name} answers at {self.url}", details)
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -135,52 +147,13 @@ class Frontend(Actor, abstract=True):
     A subclass gives it a namespace: `class Http(Frontend, namespace="llm")`. On the bus it
     tells no more than where it answers.
 
-    Args:
-        routing: how requests find an instance, see `Models`.
-        policy: the cost function of kv routing, see `RouterConfig`.
-        others: see `HttpSettings`.
-
     Raises:
         ConfigError: a value is not usable.
     """
 
-    def __init__(
-        self,
-        host: str = _DEFAULTS.host,
-        port: int = _DEFAULTS.port,
-        api_keys: Path | None = None,
-        insecure_public: bool = False,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
-        cors_origins: Sequence[str] = (),
-        allowed_hosts: Sequence[str] = (),
-        routing: RoutingChoice = "auto",
-        policy: str = "kv",
-        max_body_bytes: int = _DEFAULTS.max_body_bytes,
-        max_requests: int = _DEFAULTS.max_requests,
-        request_timeout: float = _DEFAULTS.request_timeout,
-        grace: float = _DEFAULTS.grace,
-        log_content: bool = False,
-        stream_keep_alive: float = _DEFAULTS.stream_keep_alive,
-    ) -> None:
-        self._settings = HttpSettings(
-            host=host,
-            port=port,
-            api_keys=Path(api_keys) if api_keys else None,
-            insecure_public=insecure_public,
-            tls_cert=Path(tls_cert) if tls_cert else None,
-            tls_key=Path(tls_key) if tls_key else None,
-            cors_origins=cors_origins,
-            allowed_hosts=allowed_hosts,
-            max_body_bytes=max_body_bytes,
-            max_requests=max_requests,
-            request_timeout=request_timeout,
-            grace=grace,
-            log_content=log_content,
-            stream_keep_alive=stream_keep_alive,
-        )
-        self._routing: RoutingChoice = routing
-        self._router = RouterConfig(policy=policy)
+    @takes(FrontendOptions)
+    def __init__(self, options: FrontendOptions) -> None:
+        self._options = options
         self._front_end: HttpFrontEnd | None = None
         self._exits = AsyncExitStack()
 
@@ -205,7 +178,11 @@ class Frontend(Actor, abstract=True):
             catalog = await exits.enter_async_context(Catalog(runtime))
             self._front_end = await exits.enter_async_context(
                 HttpFrontEnd(
-                    runtime, catalog, self._settings, routing=self._routing, router=self._router
+                    runtime,
+                    catalog,
+                    self._options,
+                    routing=self._options.routing,
+                    router=self._options.router,
                 )
             )
             self._exits = exits.pop_all()

@@ -102,7 +102,7 @@ class Recording:
 class KeptAnswers:
     """The answers of one front end, by tenant and key; bounded in number, bytes and time.
 
-    Where there are too many, the tenant loses its oldest who has the most: whoever has no more than
+    Where there are too many, the tenant loses its oldest who has the most: one with no more than
     its share loses nothing to others.
     """
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from dynbus.actors.declaring.specification import Option, Options
 from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import ConfigError
+from dynbus.kvrouter.routing import RouterConfig
+from dynbus.llm.pipeline import RoutingChoice
 
 
 def _name_of(host: str) -> str:
@@ -20,77 +22,119 @@ def _name_of(host: str) -> str:
     return host.partition(":")[0].rstrip(".")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpSettings:
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings(Options):
     """The settings of a front end.
-
-    Attributes:
-        host: the address to listen at.
-        port: 0 takes a free one.
-        api_keys: a file of keys, see `ApiKeys`; None lets everybody in.
-        insecure_public: allow a host that other machines can reach without keys.
-        tls_cert, tls_key: PEM files; both or none.
-        cors_origins: from which pages of other hosts may ask; `*` is all.
-        allowed_hosts: names that a front end without keys at a loopback address is asked by, beside
-            loopback's own.
-        max_body_bytes: of a request; one with images may need more.
-        max_header_bytes: of a request, with its first line.
-        max_requests: that run at a time; further ones are answered 429.
-        max_strangers: connections of one address (of IPv6: of a /64) that have shown no key, or,
-            without keys, asked for nothing yet; the oldest one makes room for the next. Never more
-            than a quarter of the descriptors.
-        request_timeout: seconds for a request, from its engine's first token to its last too.
-        body_timeout: seconds until a request's body must have arrived.
-        header_timeout: seconds until a request's headers must have arrived.
-        write_timeout: seconds that an answer waits for a client that does not read.
-        stream_keep_alive: seconds for which a stream is silent at most, before its first token too:
-            then a comment is told, or in Anthropic's interface a ping.
-        log_content: tell in the log and in traces what requests and answers say, up to
-            `MAX_CONTENT` characters of each.
-        grace: seconds that requests have to finish when the front end stops.
 
     Raises:
         ConfigError: a value is not usable, or the host is public without keys.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: Path | None = None
-    insecure_public: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    cors_origins: Sequence[str] = ()
-    allowed_hosts: Sequence[str] = ()
-    max_body_bytes: int = 4 * 1024 * 1024
-    max_header_bytes: int = 32 * 1024
-    max_requests: int = 8192
-    max_strangers: int = 4096
-    request_timeout: float = 3600.0
-    body_timeout: float = 30.0
-    header_timeout: float = 10.0
-    write_timeout: float = 30.0
-    grace: float = 30.0
-    log_content: bool = False
-    stream_keep_alive: float = 5.0
+    host: Annotated[str, Option("the address to listen at")] = "127.0.0.1"
+    port: Annotated[
+        int, Option("where it listens there; 0 takes a free one", least=0, most=65535)
+    ] = 8000
+    api_keys: Annotated[
+        Path | None,
+        Option("a file with a tenant and a key, or its `sha256:`, in each line; none lets all in"),
+    ] = None
+    insecure_public: Annotated[
+        bool, Option("allow a host that other machines can reach although nobody needs a key")
+    ] = False
+    tls_cert: Annotated[Path | None, Option("a certificate with its chain, PEM")] = None
+    tls_key: Annotated[Path | None, Option("its key, PEM")] = None
+    cors_origins: Annotated[
+        Sequence[str],
+        Option(
+            "whose pages may ask, such as `https://example.com`; `*` for all", flag="cors-origin"
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        Sequence[str],
+        Option(
+            "names that it is asked by at loopback without keys, such as a proxy's",
+            flag="allow-host",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int,
+        Option(
+            "bytes of a request; one with images may need more",
+            least=1,
+            unit="bytes",
+            flag="max-body",
+        ),
+    ] = 4 * 1024 * 1024
+    max_header_bytes: Annotated[
+        int,
+        Option(
+            "bytes of a request's headers, with its first line",
+            least=1,
+            unit="bytes",
+            flag="max-header",
+        ),
+    ] = 32 * 1024
+    max_requests: Annotated[
+        int, Option("requests that run at a time; further ones are answered 429", least=1)
+    ] = 8192
+    max_strangers: Annotated[
+        int,
+        Option(
+            "connections of one address (of IPv6: of a /64) that have shown no key, or, without "
+            "keys, asked for nothing yet; the oldest one makes room for the next. Never more than "
+            "a quarter of the descriptors",
+            least=1,
+        ),
+    ] = 4096
+    request_timeout: Annotated[
+        float,
+        Option(
+            "seconds for a request, and from its engine's first token to its last too",
+            above=0,
+            unit="seconds",
+        ),
+    ] = 3600.0
+    body_timeout: Annotated[
+        float,
+        Option("seconds until a request's body must have arrived", above=0, unit="seconds"),
+    ] = 30.0
+    header_timeout: Annotated[
+        float,
+        Option("seconds until a request's headers must have arrived", above=0, unit="seconds"),
+    ] = 10.0
+    write_timeout: Annotated[
+        float,
+        Option(
+            "seconds that an answer waits for a client that does not read", above=0, unit="seconds"
+        ),
+    ] = 30.0
+    grace: Annotated[
+        float,
+        Option(
+            "seconds that requests have to finish when the front end stops",
+            above=0,
+            unit="seconds",
+        ),
+    ] = 30.0
+    log_content: Annotated[
+        bool,
+        Option(
+            "tell in the log and in traces what requests and answers say, up to 4096 characters "
+            "of each"
+        ),
+    ] = False
+    stream_keep_alive: Annotated[
+        float,
+        Option(
+            "seconds for which a stream is silent at most, before its first token too: then its "
+            "client is told that it lives, by a comment, or in Anthropic's interface by a ping",
+            above=0,
+            unit="seconds",
+        ),
+    ] = 5.0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port {self.port} is not usable: choose one from 1 to 65535")
-        for name in ("max_body_bytes", "max_header_bytes", "max_requests", "max_strangers"):
-            value: Any = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
-        for name in (
-            "request_timeout",
-            "body_timeout",
-            "header_timeout",
-            "write_timeout",
-            "grace",
-            "stream_keep_alive",
-        ):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise ConfigError(f"{name}={value!r}: give a number of seconds above 0")
+    def check(self) -> None:
+        super().check()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("TLS needs both a certificate and a key: give tls_cert and tls_key")
         if self.api_keys is None and not self.insecure_public and not is_loopback(self.host):
@@ -111,3 +155,25 @@ class HttpSettings:
         name = _name_of(host)
         known = (one.lower() for one in self.allowed_hosts)
         return is_loopback(name) or name.endswith(".localhost") or name in known
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendOptions(HttpSettings):
+    """The settings of a front end, with how its requests find their engines."""
+
+    routing: Annotated[
+        RoutingChoice,
+        Option("how a request finds a worker; `auto` is `kv` where workers tell their block size"),
+    ] = "auto"
+    policy: Annotated[
+        str,
+        Option(
+            "the cost function of kv routing: `kv`, `dynamo`, or `module:function`; at a command "
+            "`costs.py:cost` too"
+        ),
+    ] = str(RouterConfig.policy)
+
+    @property
+    def router(self) -> RouterConfig:
+        """How routers decide among the engines of a model."""
+        return RouterConfig(policy=self.policy)

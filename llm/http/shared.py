@@ -156,7 +156,7 @@ class Shared:
             Unauthorized: it has none that is known.
         """
         if self.keys is None:
-            # There are no tenants: whoever reaches it is one with its operator.
+            # There are no tenants: every client is one with its operator.
             return Caller(caller.request_id, "", caller.headers, is_operator=True)
         key = _key_of(caller.headers)
         holder = self.keys.holder_of(key) if key else None

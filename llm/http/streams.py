@@ -160,7 +160,7 @@ class StreamExchange(Exchange):
         self._after = 0
 
     def _log_names(self) -> dict[str, str]:
-        # As it is in the path: whoever asks chooses it.
+        # As it is in the path: the client chooses it.
         return {"stream": quote(self._stream[:128])}
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
@@ -328,7 +328,7 @@ class StreamExchange(Exchange):
             self._shared.resumable.store.ask(self._key, log.owner, self._watch)
 
     def _watch_anew(self) -> None:
-        """Know nothing yet of whoever owns it now."""
+        """Know nothing yet of its present owner."""
         self._shared.resumable.store.forget(self._watch)
         self._watch = OwnerWatch()
 

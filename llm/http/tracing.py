@@ -3,7 +3,7 @@
 A request has one trace: `POST /v1/chat/completions` (SERVER), within it `chat MODEL` (CLIENT) from
 the tokenizing to the last token, and within that `tokenize`, `route` and the bus's own spans of the
 call, in which engines have theirs.
-Without telemetry nothing of it is made, and the trace of whoever asks is passed on as it came.
+Without telemetry nothing of it is made, and the trace of the client is passed on as it came.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _Rest:
         try:
             yield self._waits_for
         except BaseException as error:
-            # Whoever awaits is cancelled, and so is the coroutine where it waits.
+            # The awaiting task is cancelled, and so is the coroutine where it waits.
             self._coroutine.throw(error)
             raise
         return (yield from self._coroutine.__await__())

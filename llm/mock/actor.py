@@ -1,54 +1,31 @@
-"""The mock engine as an actor: `dynbus run dynbus.llm.mock.actor:MockWorker`."""
+"""The mock engine as an actor: `dynbus run dynbus.llm:MockWorker`."""
 
 from __future__ import annotations
 
-from dynbus.bus.errors import ConfigError
+from dataclasses import dataclass
+
+from dynbus.actors.declaring.specification import shared, takes
+from dynbus.llm.engine.options import SpeedupRatio
 from dynbus.llm.engine.worker import EngineWorker
 
-from .engine import MockConfig, MockEngine
-from .sequence import VOCABULARY
+from .engine import MockConfig, MockEngine, MockSize
 from .timing import Timing
 
 
+@dataclass(frozen=True, kw_only=True)
+class MockOptions(MockSize):
+    """The size of a mock engine, and its speed."""
+
+    speedup_ratio: SpeedupRatio = Timing().speedup_ratio
+
+
 class MockWorker(EngineWorker, namespace="llm"):
-    """Serves tokens that no model made, in the time and with the cache of a real engine.
+    """Serves tokens that no model made, in the time and with the cache of a real engine."""
 
-    Args:
-        block_size: tokens of a block.
-        blocks: how many the cache has.
-        max_num_seqs: requests that run at a time; others wait.
-        max_num_batched_tokens: tokens that one step computes.
-        speedup_ratio: how many times faster than the modelled engine it is.
-        kv_events: whether it publishes what its cache holds.
-        vocabulary: its tokens are below it; that of a tokenizer makes them text.
-        context_length: the most tokens that a prompt and its output may have; 0 for what the cache
-            holds.
-    """
-
-    def __init__(
-        self,
-        block_size: int = 64,
-        blocks: int = 16_384,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        speedup_ratio: float = 1.0,
-        kv_events: bool = True,
-        vocabulary: int = VOCABULARY,
-        context_length: int = 0,
-    ) -> None:
-        try:
-            self._config = MockConfig(
-                block_size=block_size,
-                blocks=blocks,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                vocabulary=vocabulary,
-                context_length=context_length or None,
-                kv_events=kv_events,
-                timing=Timing(speedup_ratio=speedup_ratio),
-            )
-        except ValueError as error:
-            raise ConfigError(f"MockWorker: {error}") from None
+    @takes(MockOptions)
+    def __init__(self, options: MockOptions) -> None:
+        timing = Timing(speedup_ratio=options.speedup_ratio)
+        self._config = MockConfig(**shared(options, MockSize), timing=timing)
 
     def make_engine(self) -> MockEngine:
         return MockEngine(self._config)

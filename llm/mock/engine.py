@@ -1,6 +1,6 @@
 """A mock engine: it schedules, caches and takes time as a real one does, and computes nothing.
 
-It is pure and synchronous: whoever drives it brings the time, virtual or real.
+It is pure and synchronous: its driver brings the time, virtual or real.
 """
 
 from __future__ import annotations
@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.actors.declaring.specification import Option, Options
+from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.engine.block_manager import BlockManager
 from dynbus.llm.engine.interface import Prefill
+from dynbus.llm.engine.options import Blocks, BlockSize, KvEvents, MaxNumBatchedTokens, MaxNumSeqs
 from dynbus.llm.engine.request_pool import RequestPool
 from dynbus.llm.engine.scheduler import ScheduledRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
@@ -28,58 +31,72 @@ QUIET_STEPS: Final = 64
 """How many decode steps are taken at once at most: events of them are told at their end."""
 
 
-@dataclass(frozen=True, slots=True)
-class MockConfig:
-    """The size and the limits of an engine; the defaults are those of Dynamo's mock engine.
+@dataclass(frozen=True, kw_only=True)
+class MockSize(Options):
+    """The size of a mock engine; the defaults are those of Dynamo's."""
 
-    Attributes:
-        block_size: tokens of a block.
-        blocks: how many the cache has.
-        max_num_seqs: requests that run at a time.
-        max_num_batched_tokens: tokens that one step computes.
-        chunked_prefill: whether a prompt may be computed in several steps.
-        prefix_caching: whether blocks are found again by later requests.
-        watermark: the part of the blocks that admission leaves free.
-        vocabulary: output tokens are below it; those of prompts need not be.
-        context_length: the most tokens that a prompt and its output may have; None for what the
-            cache holds.
-        kv_events: whether it is said to tell what the cache stored and removed.
+    block_size: BlockSize = 64
+    blocks: Blocks = 16_384
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192
+    context_length: Annotated[
+        int,
+        Option(
+            "the most tokens that a prompt and its output may have; 0 for what the cache holds",
+            least=0,
+            unit="tokens",
+        ),
+    ] = 0
+    vocabulary: Annotated[
+        int,
+        Option(
+            "output tokens are below it, those of prompts need not be; that of a tokenizer makes "
+            "them text",
+            least=1,
+        ),
+    ] = VOCABULARY
+    kv_events: KvEvents = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockConfig(MockSize):
+    """The size of an engine, and how it goes about its work.
 
     Raises:
-        ValueError: a limit is below 1, more requests may run than a step has tokens, or the
+        ConfigError: a limit is below 1, more requests may run than a step has tokens, or the
             watermark leaves no block.
     """
 
-    block_size: int = 64
-    blocks: int = 16_384
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    chunked_prefill: bool = True
-    prefix_caching: bool = True
-    watermark: float = 0.0
-    vocabulary: int = VOCABULARY
-    context_length: int | None = None
-    kv_events: bool = True
-    timing: Timing = field(default_factory=Timing)
+    chunked_prefill: Annotated[
+        bool, Option("whether a prompt may be computed in several steps")
+    ] = True
+    prefix_caching: Annotated[bool, Option("whether blocks are found again by later requests")] = (
+        True
+    )
+    watermark: Annotated[
+        float, Option("the part of the blocks that admission leaves free", least=0)
+    ] = 0.0
+    timing: Annotated[Timing, Option("how long a step takes")] = field(default_factory=Timing)
     limits: EngineLimits = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.vocabulary < 1:
-            raise ValueError(f"vocabulary = {self.vocabulary}: it must be 1 at least")
-        context = self.context_length
-        limits = EngineLimits(
-            self.block_size,
-            self.blocks,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            # The last token is never computed.
-            self.capacity_tokens + 1 if context is None else context,
-            self.kv_events and self.prefix_caching,
-        )
+    def check(self) -> None:
+        super().check()
+        try:
+            limits = EngineLimits(
+                self.block_size,
+                self.blocks,
+                self.max_num_seqs,
+                self.max_num_batched_tokens,
+                # The last token is never computed.
+                self.context_length or self.capacity_tokens + 1,
+                self.kv_events and self.prefix_caching,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         object.__setattr__(self, "limits", limits)
-        if not 0.0 <= self.watermark < 1.0 or self.headroom >= self.blocks:
-            raise ValueError(
-                f"watermark = {self.watermark} leaves none of {self.blocks} blocks: choose a "
+        if self.headroom >= self.blocks:
+            raise ConfigError(
+                f"watermark={self.watermark} leaves none of {self.blocks} blocks: choose a "
                 "smaller part, from 0 on"
             )
 
@@ -146,8 +163,8 @@ class StepResult(NamedTuple):
 class MockEngine:
     """An engine that batches, caches and takes time, and computes nothing: see `Engine`.
 
-    `step` takes one step. Whoever keeps the time, such as a simulation, takes several at once by
-    `advance`.
+    `step` takes one step. A driver that keeps the time, such as a simulation, takes several at once
+    by `advance`.
     """
 
     computes = False

@@ -2,8 +2,8 @@
 configurations.
 
 A file is kept under its SHA-256 in pieces, each under a subject of the component whose model it is
-of: no worker of another one can change or drop it. Whoever serves the model stores it again now and
-then, and what nobody does is gone after a day.
+of: no worker of another one can change or drop it. The component that serves the model stores it
+again now and then, and what nobody does is gone after a day.
 """
 
 from __future__ import annotations

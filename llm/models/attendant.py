@@ -1,8 +1,9 @@
 """A program that runs another one for a process, and ends it with that one, however that one ends.
 
 It runs as a file of its own (`python -I -S attendant.py COMMAND...`), leads a process group, and
-needs the standard library only. Its standard input is a pipe from whoever wants the program: when
-the pipe ends, it ends the group, in which are the program and all that the program has started.
+needs the standard library only. Its standard input is a pipe from the process that wants the
+program: when the pipe ends, it ends the group, in which are the program and all that the program
+has started.
 """
 
 from __future__ import annotations

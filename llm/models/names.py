@@ -254,7 +254,7 @@ class Names:
             return
 
     async def bind(self, name: str, components: tuple[ComponentName, ...]) -> None:
-        """Give a name to components, whoever registered it.
+        """Give a name to components, also where another has registered it.
 
         Raises:
             DynbusError: it cannot be written.

@@ -49,7 +49,7 @@ def _read_named(text: IncomingText, out: DeltaBuilder) -> Reading[bool]:
     if not name or any(map(str.isspace, name)):
         return False
     if (yield from text.begins_with(CALL_ID)):
-        # Those of an output are made by whoever reads it.
+        # Those of an output are made by its reader.
         yield from text.take_until(_ID_END, MAX_NAME)
     if (yield from text.begins_with(ARGS)):
         text.take(len(ARGS))

@@ -95,6 +95,7 @@ class Models:
         only: the name of the only model to serve; empty for all.
         router: the settings of routers that go by what is cached; `exact` is decided by what the
             instances say.
+        opened: called when a model can be asked, and again when it has been away.
 
     Raises:
         ConfigError: there is no such routing.
@@ -108,6 +109,7 @@ class Models:
         routing: RoutingChoice = "auto",
         router: RouterConfig | None = None,
         only: str = "",
+        opened: Callable[[OpenModel], object] = lambda _: None,
     ) -> None:
         choices = get_args(RoutingChoice)
         if routing not in choices:
@@ -116,6 +118,7 @@ class Models:
         self._catalog = catalog
         self._routing: RoutingChoice = routing
         self._only = only
+        self._opened = opened
         self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
         self._gone: dict[tuple[str, ModelType], float] = {}
@@ -260,7 +263,7 @@ class Models:
                 self._background.start(self._serve, serving, name=f"serving the model {card.name}")
         now = monotonic()
         self._gone = {key: at for key, at in self._gone.items() if now - at < AWAY_TIMEOUT}
-        # Whoever waits looks once.
+        # A waiting request looks once.
         self._reconciled.set()
         self._reconciled = asyncio.Event()
 
@@ -294,6 +297,7 @@ class Models:
                 logger.exception("the model %s failed to open", card.name)
         else:
             logger.info("the model %s is served from %s", card.name, card.endpoint)
+            self._opened(serving.model)
 
     async def _open(self, card: ModelCard, exits: AsyncExitStack) -> OpenModel:
         text = None

@@ -22,14 +22,18 @@ from dynbus.llm.models.register import register_llm
 from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import chat_of, completion_of
+from dynbus.llm.text.text_model import TextModel
 
 from . import RoutingChoice
 from .models import Models
 from .open_model import Inquiry
 from .serving import Completion, RequestTiming
 
+MODEL_TIMEOUT: Final = 10.0
+"""Seconds that a model behind has to be there."""
+
 MOST_WAITING: Final = 64
-"""Chunks that wait for whoever reads them before the engine is held up."""
+"""Chunks that wait for their reader before the engine is held up."""
 
 
 class Processor(Actor, abstract=True):
@@ -62,14 +66,15 @@ class Processor(Actor, abstract=True):
         self._model = model
         self._serve_as = serve_as
         self._routing: RoutingChoice = routing
+        self._catalog: Catalog | None = None
         self._models: Models | None = None
         self._exits = AsyncExitStack()
 
     async def on_start(self) -> None:
         async with AsyncExitStack() as exits:
-            catalog = await exits.enter_async_context(Catalog(self.runtime))
+            self._catalog = await exits.enter_async_context(Catalog(self.runtime))
             self._models = await exits.enter_async_context(
-                Models(self.runtime, catalog, routing=self._routing, only=self._model)
+                Models(self.runtime, self._catalog, routing=self._routing, only=self._model)
             )
             self._exits = exits.pop_all()
         await register_llm(
@@ -95,6 +100,20 @@ class Processor(Actor, abstract=True):
     def process(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The answer to a request; for subclasses, which call `ask` for that of the model."""
         return self.ask(request)
+
+    async def text_model(self) -> TextModel:
+        """The tokenizer and the chat template of the model behind, such as to count tokens by.
+
+        Raises:
+            NoInstances: there is no model of that name within 10 seconds.
+            ValueError: that model takes text, and its tokenizer is not known here.
+            Unavailable: the processor is not started, or the tokenizer cannot be read now.
+        """
+        if self._catalog is None:
+            raise Unavailable("the processor is not started")
+        kind = ModelType.Chat | ModelType.Completions
+        card = await self._catalog.wait_for(self._model, kind, timeout=MODEL_TIMEOUT)
+        return await self._catalog.text_model(card)
 
     async def ask(self, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks with which the model behind answers, or its whole answer.

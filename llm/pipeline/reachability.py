@@ -30,7 +30,7 @@ MOST_ASKED: Final = 8
 """Instances that are asked at a time, drawn anew each time."""
 
 MOST_VAIN: Final = 5
-"""Questions to instances that nobody has ever answered: whoever asks may not."""
+"""Questions to instances that nobody has ever answered: this process may not ask."""
 
 
 class Reachability:
@@ -94,7 +94,7 @@ class Reachability:
     def _ask_some(self, inbox: str) -> None:
         there = list(self._instances())
         if not there:
-            # That is said elsewhere. Whoever comes next is not taken for silent.
+            # That is said elsewhere. The next instance is not taken for silent.
             self._answered_at = monotonic()
             return
         self._asked += 1

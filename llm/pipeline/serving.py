@@ -197,7 +197,7 @@ class Completion(ABC):
         try:
             await self._send(relay, client, background)
         except BaseException as error:
-            # Whoever hears of it may still have to tell the sink.
+            # The hearer of it may still have to tell the sink.
             self._leave_streams()
             if isinstance(error, InvalidRequest):
                 raise self.told(error) from error

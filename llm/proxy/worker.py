@@ -6,13 +6,15 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
 
 import anyio
 import msgspec
 
 from dynbus import Actor, Reply, handler
 from dynbus.actors.declaring.resume import MIGRATION_LIMIT
+from dynbus.actors.declaring.specification import Option, Options, takes
 from dynbus.bus.background import Work
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
@@ -70,66 +72,94 @@ class _Asked(msgspec.Struct):
 _read_request: Final = msgspec.json.Decoder(_Asked).decode
 
 
+@dataclass(frozen=True)
+class OpenAiOptions(Options):
+    """A server of OpenAI's API, and what its KV cache is known by."""
+
+    url: Annotated[
+        str,
+        Option(
+            "`http://HOST:PORT` of the server; a path only where its routes are not below `/v1`. "
+            "Several with commas between give one to each of the `workers`"
+        ),
+    ]
+    key_file: Annotated[
+        str,
+        Option(
+            "a file with the key that the server wants, which is read again once a second; empty "
+            "for none"
+        ),
+    ] = ""
+    key_variable: Annotated[str, Option("the environment variable that has it instead")] = ""
+    kv_events: Annotated[
+        str,
+        Option(
+            "where the server publishes its KV-cache events over ZeroMQ, such as "
+            "`tcp://127.0.0.1:5557`; with several servers one for each. Empty for no events",
+            guide="engine-events.md#connect-an-engine",
+        ),
+    ] = ""
+    kv_replay: Annotated[str, Option("its replay endpoint likewise")] = ""
+    ranks: Annotated[
+        int,
+        Option(
+            "how many data-parallel ranks it has: each publishes at a port of its own, that of "
+            "`kv_events` plus the rank",
+            least=1,
+            most=profiles.MAX_DP_SIZE,
+        ),
+    ] = 1
+    block_size: Annotated[
+        int,
+        Option(
+            "tokens of a block of its KV cache, where neither vLLM's `/metrics` nor SGLang's "
+            "`/server_info` says it; 0 asks the server",
+            least=0,
+            unit="tokens",
+        ),
+    ] = 0
+    model: Annotated[
+        str,
+        Option(
+            "where the tokenizer and the chat template are, by which front ends route requests to "
+            "the server that has cached most of them: a folder, a repository, or what else "
+            "`register_llm` takes. Empty has the server itself read the prompts, where it can",
+            guide="proxy.md#routing",
+        ),
+    ] = ""
+    migration_limit: Annotated[
+        int,
+        Option("how often a request that has no output yet may go to another server", least=0),
+    ] = MIGRATION_LIMIT
+
+    def check(self) -> None:
+        super().check()
+        if self.kv_replay and not self.kv_events:
+            raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
+        for name, text in (("kv_events", self.kv_events), ("kv_replay", self.kv_replay)):
+            if text and text.count(",") != self.url.count(","):
+                raise ConfigError(f"{name}={text!r}: give one for each url, with commas between")
+
+
 class OpenAiWorker(Actor, namespace="llm"):
     """Serves the models of a server of OpenAI's API that runs already, such as `vllm serve`.
 
     It is there while the server is: it starts once the server answers, and is withdrawn when the
     server is gone, upon which `dynbus run` starts it again. Requests and chunks pass as they are.
 
-    Args:
-        url: of the server; several with commas between give one to each of the `workers`.
-        key_file: a file with the key that the server wants; empty for none.
-        key_variable: the environment variable that has it instead.
-        kv_events: where the server publishes its KV-cache events over ZeroMQ, such as
-            `tcp://127.0.0.1:5557`; with several servers one for each. Empty for no events.
-        kv_replay: its replay endpoint likewise.
-        ranks: how many data-parallel ranks it has: each publishes at a port of its own, that of
-            `kv_events` plus the rank.
-        block_size: tokens of a block of its KV cache; 0 asks the server.
-        model: where the tokenizer and the chat template are, by which front ends route requests to
-            the server that has cached most of them: a folder, a repository, or what else
-            `register_llm` takes. Empty has the server itself read the prompts, where it can.
-        migration_limit: how often a request that has no output yet may go to another server.
-
     Raises:
         ConfigError: a value is not usable.
     """
 
-    def __init__(
-        self,
-        url: str,
-        key_file: str = "",
-        key_variable: str = "",
-        kv_events: str = "",
-        kv_replay: str = "",
-        ranks: int = 1,
-        block_size: int = 0,
-        model: str = "",
-        migration_limit: int = MIGRATION_LIMIT,
-    ) -> None:
+    @takes(OpenAiOptions)
+    def __init__(self, options: OpenAiOptions) -> None:
         index = self.worker_index
-        self._address = ServerAddress.parse(_own("url", url, index))
-        self._kv_events = _own("kv_events", kv_events, index)
-        self._kv_replay = _own("kv_replay", kv_replay, index)
-        if kv_replay and not kv_events:
-            raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
-        for name, text in (("kv_events", kv_events), ("kv_replay", kv_replay)):
-            if text and text.count(",") != url.count(","):
-                raise ConfigError(f"{name} = {text!r}: give one for each url, with commas between")
-        for name, value, least in (
-            ("ranks", ranks, 1),
-            ("block_size", block_size, 0),
-            ("migration_limit", migration_limit, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} = {value}: give a whole number from {least} on")
-        if ranks > profiles.MAX_DP_SIZE:
-            raise ConfigError(f"ranks = {ranks}: give {profiles.MAX_DP_SIZE} at most")
-        self._ranks = ranks
-        self._block_size = block_size
-        self._model = model
-        self._migration_limit = migration_limit
-        self._server = OpenAiServer(self._address, ServerKey(key_file, key_variable))
+        self._options = options
+        self._address = ServerAddress.parse(_own("url", options.url, index))
+        self._kv_events = _own("kv_events", options.kv_events, index)
+        self._kv_replay = _own("kv_replay", options.kv_replay, index)
+        key = ServerKey(options.key_file, options.key_variable)
+        self._server = OpenAiServer(self._address, key)
         self._cache: CacheShape | None = None
         self._tokenizes = False
         self._events: EngineEvents | None = None
@@ -167,8 +197,8 @@ class OpenAiWorker(Actor, namespace="llm"):
             told[profiles.EVENTS_KEY] = "true" if self._events is not None else "false"
             if cache.blocks is not None:
                 told[profiles.TOTAL_BLOCKS_KEY] = str(cache.blocks)
-        if self._ranks > 1:
-            told[profiles.DP_SIZE_KEY] = str(self._ranks)
+        if self._options.ranks > 1:
+            told[profiles.DP_SIZE_KEY] = str(self._options.ranks)
         if self._adapters:
             told[profiles.LORAS_KEY] = ",".join(sorted(self._adapters))
         if self._tokenizes:
@@ -183,7 +213,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         path = _path_of(body)
         passed = _Passed(reply)
         with anyio.CancelScope() as left:
-            # Whoever leaves has the server stop at once: its connection is closed.
+            # A client that leaves has the server stop at once: its connection is closed.
             unlink = context().link(lambda _: left.cancel())
             try:
                 await self._pass(path, body, passed)
@@ -221,7 +251,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         running = context()
         headers = {**running.trace_headers(), "X-Request-Id": running.id}
         rank = running.metadata.get(DP_RANK_KEY)
-        if self._ranks > 1 and rank is not None:
+        if self._options.ranks > 1 and rank is not None:
             headers["X-data-parallel-rank"] = rank
         return headers
 
@@ -314,8 +344,8 @@ class OpenAiWorker(Actor, namespace="llm"):
             model.name,
             context_length=model.context_length,
             kv_cache_block_size=self._cache.block_size if self._cache is not None else None,
-            migration_limit=self._migration_limit,
-            tokenizer=self._model or None,
+            migration_limit=self._options.migration_limit,
+            tokenizer=self._options.model or None,
         )
         logger.info("%s serves %s", self._address, model.name)
 
@@ -341,8 +371,8 @@ class OpenAiWorker(Actor, namespace="llm"):
             told = await self._server.cache_shape()
         except Away:
             told = None
-        if self._block_size:
-            return CacheShape(self._block_size, told.blocks if told is not None else None)
+        if self._options.block_size:
+            return CacheShape(self._options.block_size, told.blocks if told is not None else None)
         if told is None and self._kv_events:
             raise ConfigError(
                 f"{self._address} does not say how large the blocks of its KV cache are: give "
@@ -360,7 +390,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         source = ZmqSource(
             self._kv_events,
             self._kv_replay or None,
-            ranks=range(self._ranks) if self._ranks > 1 else None,
+            ranks=range(self._options.ranks) if self._options.ranks > 1 else None,
         )
         try:
             return EngineEvents.of(self, source, block_size=cache.block_size)

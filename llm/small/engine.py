@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
+from dynbus.actors.declaring.specification import Option, Options
+from dynbus.bus.errors import ConfigError
 from dynbus.llm.embedding import EmbedRequest, Pooling
 from dynbus.llm.engine import EngineLimits, ModelEngine
+from dynbus.llm.engine.options import BlockSize, ContextLength, MaxNumBatchedTokens, MaxNumSeqs
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.config import ModelConfig
 from dynbus.llm.weights.gguf import GgufFile
@@ -24,72 +27,77 @@ from .torch_backend import DType, TorchBackend
 
 BackendName = Literal["auto", "numpy", "torch"]
 
-_TOKENS_OF_EACH: Final = 2048
-"""Tokens of the cache for each sequence that runs, unless the blocks are given."""
+BLOCKS: Final = 1024
+"""Of the cache, unless they or its memory are given."""
 
 
-@dataclass(frozen=True, slots=True)
-class SmallConfig:
-    """How a small engine computes, and how much at a time.
+@dataclass(frozen=True, kw_only=True)
+class SmallSize(Options):
+    """How a small engine computes, and how much at a time."""
 
-    Attributes:
-        backend: "auto" is PyTorch where it is installed, else numpy.
-        device: of PyTorch, such as "cpu" or "cuda"; empty for a GPU where there is one.
-        dtype: of PyTorch's weights and cache; numpy computes in float32.
-        threads: cores that a step uses at most; 0 for all.
-        deterministic: whether a token's logits have the same bits whatever is computed beside it.
-            Several times slower.
-        block_size: tokens of a block of the cache.
-        blocks: how many there are; 0 for what `memory` holds.
-        memory: bytes for the cache; 0 for 2048 tokens for each of `max_num_seqs`.
-        max_num_seqs: sequences that run at a time; others wait.
-        max_num_batched_tokens: tokens that one step computes: longer prompts take several steps.
-        context_length: the most tokens that a prompt and its output may have; 0 for what the model
-            was made for and the cache holds.
-        prefix_caching: whether blocks are found again by later requests.
-        pooling: how the states of a text become its embedding; None to make no embeddings.
+    backend: Annotated[
+        BackendName, Option("what it computes with; `auto` is PyTorch where it is installed")
+    ] = "auto"
+    device: Annotated[
+        str,
+        Option("of PyTorch, such as `cpu` or `cuda:1`; empty for a GPU where there is one"),
+    ] = ""
+    dtype: Annotated[DType, Option("of PyTorch's weights and cache; numpy computes in float32")] = (
+        "float32"
+    )
+    threads: Annotated[int, Option("cores that a step uses at most; 0 for all", least=0)] = 0
+    deterministic: Annotated[
+        bool,
+        Option(
+            "whether a token's logits have the same bits whatever is computed beside it; several "
+            "times slower"
+        ),
+    ] = False
+    block_size: BlockSize = 16
+    blocks: Annotated[
+        int,
+        Option(f"how many blocks the cache has; 0 for what its memory holds, or {BLOCKS}", least=0),
+    ] = 0
+    max_num_seqs: MaxNumSeqs = 16
+    max_num_batched_tokens: MaxNumBatchedTokens = 512
+    context_length: ContextLength = 0
+
+    def check(self) -> None:
+        super().check()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}: every running request needs a token of a step"
+            )
+        if self.backend == "numpy" and (self.dtype != "float32" or self.device):
+            raise ConfigError(
+                "numpy computes in float32 on the CPU: dtype and device are PyTorch's"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallConfig(SmallSize):
+    """How a small engine computes, and what its cache is for.
 
     Raises:
-        ValueError: a value is not usable.
+        ConfigError: a value is not usable.
     """
 
-    backend: BackendName = "auto"
-    device: str = ""
-    dtype: DType = "float32"
-    threads: int = 0
-    deterministic: bool = False
-    block_size: int = 16
-    blocks: int = 0
-    memory: int = 0
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 256
-    context_length: int = 0
-    prefix_caching: bool = True
-    pooling: Pooling | None = "mean"
+    memory: Annotated[
+        int, Option("of the cache, in place of `blocks`; 0 for these", least=0, unit="bytes")
+    ] = 0
+    prefix_caching: Annotated[bool, Option("whether blocks are found again by later requests")] = (
+        True
+    )
+    pooling: Annotated[
+        Pooling | None,
+        Option("how the states of a text become its embedding; none to make no embeddings"),
+    ] = "mean"
 
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("threads", 0),
-            ("block_size", 1),
-            ("blocks", 0),
-            ("memory", 0),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", self.max_num_seqs),
-            ("context_length", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} {getattr(self, name)} is not usable: at least {least}")
-        if self.pooling not in (None, *get_args(Pooling)):
-            raise ValueError(f"pooling {self.pooling!r} is not usable: mean, last or None")
-        for name, known in (("backend", BackendName), ("dtype", DType)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} is not usable: {', '.join(get_args(known))}"
-                )
+    def check(self) -> None:
+        super().check()
         if self.blocks and self.memory:
-            raise ValueError("give blocks or memory, not both")
-        if self.backend == "numpy" and (self.dtype != "float32" or self.device):
-            raise ValueError("numpy computes in float32 on the CPU: dtype and device are PyTorch's")
+            raise ConfigError("give blocks or memory, not both")
 
     def limits_for(self, model: ModelConfig) -> EngineLimits:
         """The limits of an engine for this model.
@@ -99,13 +107,11 @@ class SmallConfig:
         """
         numbers = 2 * model.layers * model.kv_heads * model.head_dim * self.block_size
         block = numbers * (2 if self.dtype == "bfloat16" else 4)
-        blocks = self.blocks
+        blocks = self.blocks or BLOCKS
         if self.memory:
             blocks = self.memory // block
             if not blocks:
                 raise ValueError(f"memory {self.memory} is not usable: a block takes {block} bytes")
-        elif not blocks:
-            blocks = -(-self.max_num_seqs * _TOKENS_OF_EACH // self.block_size)
         if self.context_length > model.context_length:
             raise ValueError(
                 f"context_length {self.context_length} is not usable: the model was made for "

@@ -135,7 +135,7 @@ class ChatEncoder:
                 return None
             ids = iter(self._ids([prompt for prompt in prompts if isinstance(prompt, str)]))
             return [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
-        except Exception as error:  # noqa: BLE001 - whoever asked raises it
+        except Exception as error:  # noqa: BLE001 - raised to the asker
             return [error] * len(conversations)
 
     def _ids(self, texts: Sequence[str]) -> Sequence[Encoded]:

@@ -170,7 +170,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Serve standard input and output."""
-    # Whoever is rendered for decides when it ends: Ctrl-C goes to the whole group.
+    # The process that is rendered for decides when it ends: Ctrl-C goes to the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""vLLM on the bus: `dynbus run dynbus.llm.vllm:VllmWorker --VllmWorker.model=Qwen/Qwen3-0.6B`.
+"""vLLM on the bus: `dynbus run dynbus.llm:VllmWorker --VllmWorker.model=Qwen/Qwen3-0.6B`.
 
 The package `vllm` is imported where an engine is made, and so by no supervisor. The engine computes
 in processes of its own, which end with this one; its KV-cache events come over sockets that nobody

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import anyio
 import anyio.to_thread
@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynbus import Reply, handler
+from dynbus.actors.declaring.specification import Option, takes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import context
@@ -24,15 +25,16 @@ from dynbus.bus.protocol.names import ComponentName
 from dynbus.kvrouter.routing import profiles
 from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
 from dynbus.llm.disaggregated.observing import HandOverFigures, HandOverWatch
-from dynbus.llm.disaggregated.settings import DisaggregationSettings
+from dynbus.llm.disaggregated.settings import DisaggregationOption, DisaggregationSettings
 from dynbus.llm.engine.interface import EngineLimits
+from dynbus.llm.engine.options import KvEvents
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
-from dynbus.llm.named import NamedWorker
+from dynbus.llm.named import NamedWorker, ServedModelOptions
 
 from .engine import Held, VllmEngine
 from .handing_over import HandedOver, HandOver, KvIdentity
@@ -118,69 +120,77 @@ class _Computed:
     held: Held | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions(ServedModelOptions):
+    """A model, and what its engine of vLLM does beside serving it."""
+
+    kv_events: KvEvents = True
+    lora_modules: Annotated[
+        dict[str, str] | None,
+        Option(
+            "folders of LoRA adapters by name, which are loaded as the engine starts, and served "
+            "as models of these names",
+            wanted="folders by names",
+            guide="vllm.md#adapters",
+        ),
+    ] = None
+    role: Annotated[
+        Literal["auto", "none", "prefill", "decode"],
+        Option(
+            "`prefill` computes prompts for decode engines and is no model of its own; `decode` "
+            "has long prompts computed by prefill engines; `none` does all by itself. `auto` goes "
+            "by the name of the node: one that runs as `prefill` or `decode` is that",
+            guide="vllm.md#prefill-and-decode",
+        ),
+    ] = "auto"
+    prefill_node: Annotated[
+        str,
+        Option(
+            "of a decode engine: the node of its prefill engines, or `namespace.component`",
+            guide="vllm.md#prefill-and-decode",
+        ),
+    ] = "prefill"
+    disaggregation: DisaggregationOption = None
+    kv_lease: Annotated[
+        int,
+        Option(
+            "whole seconds for which a prefill engine holds what nobody reads",
+            least=MIN_LEASE,
+            unit="seconds",
+            guide="vllm.md#prefill-and-decode",
+        ),
+    ] = 30
+
+
 class VllmWorker(NamedWorker, namespace="llm"):
     """Serves a model with vLLM, by tokens, and registers it under its name.
 
     All further arguments are vLLM's own, checked by its own parser: `max_model_len=4096`, or
-    `--VllmWorker.max_model_len=4096` on the command line. A subclass gives it a namespace:
-    `class Engine(VllmWorker, namespace="qwen")`.
-
-    Args:
-        model: where it is: a folder, a repository, or what else `register_llm` takes.
-        model_name: by which requests ask for it; unless given, what its files are called.
-        default_sampling: for what requests do not say: see `register_llm`.
-        kv_events: whether routers are told what the cache holds.
-        lora_modules: folders of LoRA adapters by name, which are loaded as the engine starts, and
-            served as models of these names.
-        tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
-            `register_llm`. A `reasoning_parser` that is named is vLLM's own too: an output that has
-            a form has it behind its reasoning.
-        role: `prefill` computes prompts for decode engines and is no model of its own; `decode` has
-            long prompts computed by prefill engines; `none` does all by itself. `auto` goes by the
-            name of the node: one that runs as `prefill` or `decode` is that.
-        prefill_node: of a decode engine: the node of its prefill engines, or
-            `namespace.component`.
-        disaggregation: when a decode engine has prompts computed elsewhere, unless the record of
-            its component says otherwise: fields of `DisaggregationSettings`.
-        kv_lease: whole seconds for which a prefill engine holds what nobody reads.
-        engine: arguments of vLLM's, by their names.
+    `--VllmWorker.max_model_len=4096` on the command line. A `reasoning_parser` that is named is
+    vLLM's own too: an output that has a form has it behind its reasoning. A subclass gives it a
+    namespace: `class Engine(VllmWorker, namespace="qwen")`.
 
     Raises:
         ConfigError: a value is not usable.
     """
 
-    def __init__(
-        self,
-        model: str,
-        model_name: str = "",
-        default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
-        kv_events: bool = True,
-        lora_modules: dict[str, str] | None = None,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        role: Literal["auto", "none", "prefill", "decode"] = "auto",
-        prefill_node: str = "prefill",
-        disaggregation: dict[str, Any] | None = None,
-        kv_lease: int = 30,
-        **engine: Any,
-    ) -> None:
-        super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
+    @takes(VllmOptions, beside="engine")
+    def __init__(self, options: VllmOptions, **engine: Any) -> None:
+        super().__init__(options)
         for name, remedy in _OWNED.items():
             if name in engine:
                 raise ConfigError(f"{type(self).__name__} sets vLLM's {name} itself: {remedy}")
-        self._lora_modules = lora_modules or {}
-        self._arguments = {"enable_lora": True, **engine} if lora_modules else engine
-        named = check_reasoning_parser(reasoning_parser)
+        self._lora_modules = options.lora_modules or {}
+        self._arguments = {"enable_lora": True, **engine} if self._lora_modules else engine
+        named = check_reasoning_parser(options.reasoning_parser)
         if named:
             # The form of an output begins behind its reasoning.
             self._arguments = {"reasoning_parser": named, **self._arguments}
-        self._kv_events = kv_events
-        if kv_lease < MIN_LEASE:
-            raise ConfigError(f"kv_lease = {kv_lease} is not usable: give {MIN_LEASE} or more")
-        self._asked_role: Role | Literal["auto"] = role
-        self._prefill_node = prefill_node
-        self._settings = DisaggregationSettings().changed(disaggregation or {})
-        self._lease = kv_lease
+        self._kv_events = options.kv_events
+        self._asked_role: Role | Literal["auto"] = options.role
+        self._prefill_node = options.prefill_node
+        self._settings = DisaggregationSettings().changed(options.disaggregation or {})
+        self._lease = options.kv_lease
         self._role: Role = "none"
         self._identity: KvIdentity | None = None
         self._remote: RemotePrefill | None = None

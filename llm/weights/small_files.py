@@ -58,7 +58,7 @@ def read_json_object(path: Path, *, required: bool = False) -> Mapping[str, Any]
             raise BrokenModel(f"{path.parent}: {path.name} is missing") from None
         return {}
     try:
-        # Python writes NaN and Infinity, which JSON has not: whoever reads on gets nothing instead.
+        # Python writes NaN and Infinity, which JSON has not: later readers get nothing instead.
         found: object = json.loads(data, parse_constant=lambda _: None)
         # Half a surrogate pair could not be told to anybody.
         json.dumps(found, ensure_ascii=False).encode()

@@ -3,7 +3,17 @@
 from dynbus.actors.testing import TestKit
 from dynbus.bus.clock import Deadlock, JumpingLoop, run
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.nats.server_process import run_server
+from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
 from dynbus.bus.telemetry.telemetry import Telemetry
 
-__all__ = ["Deadlock", "JumpingLoop", "MemoryBus", "Telemetry", "TestKit", "run", "run_server"]
+__all__ = [
+    "Deadlock",
+    "JumpingLoop",
+    "MemoryBus",
+    "RunningServer",
+    "Telemetry",
+    "TestKit",
+    "free_port",
+    "run",
+    "run_server",
+]

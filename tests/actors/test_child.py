@@ -21,7 +21,9 @@ from dynbus.actors.running.processes import ForkServer, exit_text
 from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = """
+import asyncio
 from dynbus import Actor, depends, handler
+from dynbus.bus.telemetry.process_status import StartStep
 
 class Below(Actor, namespace="born"):
     @handler
@@ -30,6 +32,13 @@ class Below(Actor, namespace="born"):
 
 class Above(Below, namespace="born"):
     below = depends(Below)
+
+class Slow(Below, namespace="born"):
+    async def on_start(self) -> None:
+        status = self.runtime.bus.status
+        status.put_step("model", StartStep("loading", 1, 4))
+        status.announce("born", "at last")
+        await asyncio.sleep(3600)
 """
 
 SPAWNED_WITHIN = 60.0
@@ -95,6 +104,24 @@ async def test_what_depends_on_others_is_deeper(actors: str) -> None:
     below, above = (child_of(f"{actors}:{name}", "") for name in ("Below", "Above"))
 
     assert below.node.depth < above.node.depth
+
+
+@pytest.mark.anyio
+async def test_a_child_tells_how_far_its_start_is_and_what_people_are_to_read(
+    nats_server: RunningServer, actors: str
+) -> None:
+    child = child_of(f"{actors}:Slow", nats_server.url)
+
+    async with loaded(child), asyncio.timeout(SPAWNED_WITHIN):
+        child.send(StartInstance())
+        while not (child.steps and child.announced):
+            await child.news.wait()
+            child.news.clear()
+        steps = [str(step) for step in child.steps]
+
+    assert steps == ["loading (25%)"]
+    assert not child.steps
+    assert child.announced == [("born", "at last")]
 
 
 @pytest.mark.anyio

@@ -18,6 +18,7 @@ import pytest
 
 from dynbus.actors.running.child_messages import (
     ActorLoaded,
+    Announced,
     CollectMetrics,
     Command,
     DrainInstance,
@@ -28,6 +29,7 @@ from dynbus.actors.running.child_messages import (
     MetricsCollected,
     Report,
     StartInstance,
+    StepsChanged,
     StopInstance,
     WorkerSettings,
 )
@@ -35,6 +37,7 @@ from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.worker import Channel
 from dynbus.actors.runtime import Runtime
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.telemetry.process_status import StartStep
 
 LOAD = LoadActor(
     PlannedNode(
@@ -105,6 +108,8 @@ def test_every_command_crosses_as_it_is(command: Command) -> None:
     "report",
     [
         ActorLoaded(),
+        StepsChanged([StartStep("loading", 1, 2)]),
+        Announced("tiny answers", "details"),
         InstanceReady("i1"),
         InstanceFailed(code=5, message="no", traceback="..."),
         HealthChanged({"bus": "disconnected"}),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from dynbus import Actor, handler
 from dynbus.bus.commands.survey import parse_answer
-from dynbus.bus.telemetry.process_status import MAX_TEXT, ProcessStatus
+from dynbus.bus.telemetry.process_status import MAX_TEXT, ProcessStatus, StartStep
 from dynbus.testing import TestKit, run
 
 
@@ -33,6 +34,25 @@ def test_what_sources_say_alike_is_said_once_and_what_differs_with_what_it_is_ab
     status.put("2", "y", {"mode": "fast", "same": "yes"})
 
     assert status.read() == {"mode": "x: slow, y: fast", "same": "yes"}
+
+
+def test_a_step_of_the_start_is_there_until_its_source_is_removed() -> None:
+    status = ProcessStatus()
+    status.put_step("1", StartStep("downloading tiny", 30, 120))
+    status.put_step("2", StartStep("looking"))
+
+    assert [str(step) for step in status.steps()] == ["downloading tiny (25%)", "looking"]
+    status.remove("1")
+
+    assert status.steps() == [StartStep("looking")]
+
+
+def test_what_nobody_prints_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dynbus")
+
+    ProcessStatus().announce("tiny answers", "In a browser: ...")
+
+    assert caplog.messages == ["tiny answers"]
 
 
 def test_a_source_replaces_what_it_said_and_takes_it_along() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dynbus import NoInstances, Runtime
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.testing import RunningServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READY_TIMEOUT = 120.0

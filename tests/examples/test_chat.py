@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from tests.conditions import wait_until
 
-from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.testing import RunningServer, free_port
 
 from .conftest import Example, running
 
@@ -110,5 +110,5 @@ def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
         wait_until(lambda: has_a_model(url), what="the front end has a model")
         chat(url, [{"role": "user", "content": "Hello"}])
 
-    assert "A mock takes the model's place, since no-such-model-package==1.0" in example.output
+    assert "a mock takes the model's place, since no-such-model-package==1.0" in example.output
     assert f"mock answers at http://127.0.0.1:{port}" in example.output

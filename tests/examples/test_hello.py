@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from dynbus.bus.nats.server_process import free_port
+from dynbus.testing import free_port
 
 from .conftest import EXAMPLES, RunExample
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.testing import RunningServer, free_port
 
 from .conftest import Example, running
 

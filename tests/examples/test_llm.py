@@ -15,7 +15,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from tests.llm.proxy.scripted_server import ScriptedServer
 
-from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.testing import RunningServer, free_port
 
 from .conftest import running
 

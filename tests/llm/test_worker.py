@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from tests.llm.weights import tiny_models
 
+from dynbus.bus.telemetry.process_status import StartStep
+from dynbus.llm import named
+from dynbus.llm.engine import Engine
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.text_model import END_ID, write_mock_model
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.models.origins import ModelUnavailable
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 
@@ -62,3 +66,39 @@ def test_a_model_of_files_is_computed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0 < len(made) <= 12
     assert max(made) < tokens
     assert items[-1].finish_reason in ("stop", "length")
+
+
+def test_a_model_that_cannot_be_had_is_replaced_by_a_mock_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(*_: object, **__: object) -> None:
+        raise ModelUnavailable("tiny is gone")
+
+    monkeypatch.setattr(named, "resolve", gone)
+
+    async def story(**options: str) -> str:
+        async with TestKit() as kit:
+            await kit.start(Worker, model="tiny", **options)
+            return (await text_of(kit, "Say something."))[0]
+
+    with pytest.raises(ModelUnavailable, match="tiny is gone"):
+        run(story())
+    assert run(story(fallback="mock"))
+    assert "a mock takes the model's place, since tiny is gone" in caplog.messages
+
+
+def test_the_start_shows_how_far_it_is_until_it_is_over() -> None:
+    shown: list[StartStep] = []
+
+    class Watched(Worker, namespace="llm"):
+        def make_engine(self) -> Engine:
+            shown.extend(self.runtime.bus.status.steps())
+            return super().make_engine()
+
+    async def story() -> list[StartStep]:
+        async with TestKit() as kit:
+            instance = await kit.start(Watched, engine="mock")
+            return instance.actor.runtime.bus.status.steps()
+
+    assert run(story()) == []
+    assert shown == [StartStep("loading the model")]

@@ -95,7 +95,7 @@ def workers(folder: Path, url: str, servers: list[Server], model: Path) -> Gener
         "model": str(model),
     }
     options = [f"--OpenAiWorker.{name}={value}" for name, value in own.items()]
-    command = [sys.executable, "-m", "dynbus", "run", "dynbus.llm.proxy:OpenAiWorker"]
+    command = [sys.executable, "-m", "dynbus", "run", "dynbus.llm:OpenAiWorker"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--nats", url, *options], cwd=folder, stdout=output, stderr=output

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
+from dynbus.actors.declaring.resume import MIGRATION_LIMIT
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter import KvRouter, RequestFields, RouterActor, RouterConfig
 from dynbus.kvrouter.routing.config import RouterSettings
 
 NAMES = [each.name for each in fields(RouterConfig)]
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "kv-routing.md"
 
 
 class Front(RouterActor, namespace="llm"):
@@ -30,11 +28,11 @@ def test_each_setting_may_be_given_by_its_name() -> None:
 
 def test_an_actor_of_a_file_has_each_setting_as_an_argument() -> None:
     config = RouterConfig()
-    known = defaults(Front)
 
-    assert list(known) == ["policies", "migration_limit", *NAMES]
-    assert {name: known[name] for name in NAMES if name != "shadows"} == {
-        name: getattr(config, name) for name in NAMES if name != "shadows"
+    assert defaults(Front) == {
+        "policies": (),
+        "migration_limit": MIGRATION_LIMIT,
+        **{name: getattr(config, name) for name in NAMES},
     }
 
 
@@ -79,9 +77,3 @@ def test_policies_on_trial_are_named_by_themselves_or_by_the_user() -> None:
     assert RouterConfig(shadows=["kv"]).named_shadows == {"kv": "kv"}
     assert RouterConfig(shadows={"next": "kv"}).named_shadows == {"next": "kv"}
     assert RouterConfig().named_shadows == {}
-
-
-def test_the_guide_lists_all_settings() -> None:
-    section = GUIDE.read_text().partition("## Settings")[2].partition("\n## ")[0]
-
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == NAMES

@@ -379,7 +379,7 @@ def test_a_client_is_no_target_but_its_class_is() -> None:
     ("setting", "told"),
     [
         ({"lora": "requier"}, r"lora='requier' \(did you mean require\?\): give one of prefer"),
-        ({"block_size": 0}, "block_size=0: give the tokens"),
+        ({"block_size": 0}, "block_size=0: give a whole number of tokens, at least 1, or None"),
         ({"block_size": "16"}, "block_size='16': give"),
         ({"tokenizer_id": None}, "tokenizer_id=None: give"),
         ({"reused_field": "a..b"}, "reused_field='a..b': give"),

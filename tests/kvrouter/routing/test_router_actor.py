@@ -188,7 +188,7 @@ def test_a_caller_that_leaves_ends_the_engines_work() -> None:
     ("settings", "told"),
     [
         ({"lora": "requier"}, "'prefer' or 'require'"),
-        ({"block_size": 0}, "block_size=0: give the tokens of a block"),
+        ({"block_size": 0}, "block_size=0: give a whole number of tokens, at least 1, or None"),
         ({"queue_limit": 0}, "queue_limit=0: give"),
         ({"fields": {"token_id": "ids"}}, "token_id"),
         ({"policy": "fastest"}, "policy 'fastest' is unknown"),

@@ -1,14 +1,12 @@
-"""`dynbus http`: what it refuses before anything is opened, and what the actor takes as well."""
+"""`dynbus http`: what it refuses before anything is opened."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import uvloop
 
@@ -16,8 +14,7 @@ from dynbus import cli
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter import RouterConfig
-from dynbus.llm.commands.http import http
-from dynbus.llm.http.frontend import Frontend, HttpFrontEnd
+from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.models.catalog import Catalog
 from dynbus.testing import TestKit
@@ -108,14 +105,3 @@ def test_a_program_s_front_end_refuses_a_policy_that_cannot_be_loaded_too() -> N
 
     with pytest.raises(ConfigError, match="policy 'nosuch:thing' cannot be loaded"):
         run_in_virtual_time(story())
-
-
-def test_the_actor_takes_what_the_command_takes() -> None:
-    of_the_command = {
-        parameter.name for parameter in http.params if isinstance(parameter, click.Option)
-    }
-    of_the_actor = set(inspect.signature(Frontend).parameters)
-
-    # What `dynbus run` has for all actors of a run.
-    assert of_the_command - of_the_actor == {"nats", "log_format", "log_level"}
-    assert of_the_actor <= of_the_command

@@ -148,13 +148,19 @@ def test_an_unknown_policy_is_refused_before_anything_is_read() -> None:
     assert "policy 'best' is unknown" in str(result.exception)
 
 
+def test_an_engine_that_cannot_be_is_refused_too() -> None:
+    result = invoke("--policy", "round_robin", "--max-num-batched-tokens", "10")
+
+    assert isinstance(result.exception, ConfigError)
+    assert "is less than max_num_seqs = 256" in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (("--block-size", "48"), "block_size = 48"),
         (("--blocks", "10"), "conversation.jsonl, line 1: the request needs 7257 tokens"),
         (("--blocks", "10"), "--blocks 10 of 64 tokens hold 640: give --blocks"),
-        (("--max-num-batched-tokens", "10"), "is less than max_num_seqs = 256"),
         (("--slo-ttft", "-5"), "an objective of -5 ms for the TTFT is kept by no request"),
     ],
 )

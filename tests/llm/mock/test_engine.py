@@ -319,10 +319,10 @@ def test_an_id_is_used_once_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"blocks": 0}, "blocks = 0: it must be 1 at least"),
+        ({"blocks": 0}, "blocks=0: give a whole number of at least 1"),
         ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "is less than max_num_seqs = 300"),
         ({"watermark": 1.0}, "leaves none of 64 blocks"),
-        ({"watermark": -0.1}, "leaves none of 64 blocks"),
+        ({"watermark": -0.1}, "watermark=-0.1: give a number of at least 0"),
     ],
 )
 def test_limits_that_contradict_each_other_are_refused(

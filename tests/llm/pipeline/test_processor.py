@@ -110,3 +110,13 @@ async def test_a_processor_changes_requests_and_answers(tmp_path: Path) -> None:
     assert chunks[-1].usage is not None
     assert text.choices[0].text == "HELLO"
     assert bare.choices[0].message.content == "hello"
+
+
+async def test_a_processor_counts_by_the_tokenizer_of_the_model_behind(tmp_path: Path) -> None:
+    async with graph(tmp_path) as (kit, _):
+        louder = next(one.actor for one in kit.started.values() if isinstance(one.actor, Louder))
+        text = await louder.text_model()
+        token_ids = await text.encode("say hello")
+        decoded = await text.decode(token_ids)
+
+    assert decoded == "say hello"

@@ -317,7 +317,7 @@ async def test_what_cannot_be_used_is_refused() -> None:
         ({"url": "http://x", "key_file": "/no/such/file"}, "cannot be read"),
         ({"url": "http://x", "key_variable": "NO_SUCH_KEY"}, "no usable key"),
         ({"url": "http://x", "key_variable": "A", "key_file": "b"}, "not both"),
-        ({"url": "http://x", "ranks": 0}, "ranks = 0"),
+        ({"url": "http://x", "ranks": 0}, "ranks=0: give a whole number from 1 to"),
         ({"url": "http://x", "kv_replay": "tcp://x:1"}, "needs kv_events"),
         ({"url": "http://x,http://y", "kv_events": "tcp://x:1"}, "one for each url"),
         ({"url": f"http://{'x' * 300}"}, "not usable"),

@@ -77,5 +77,7 @@ def test_a_model_that_cannot_be_served_stops_the_worker_with_the_reason(tmp_path
 
 
 def test_options_that_cannot_be_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="SmallWorker: block_size 0 is not usable"):
+    with pytest.raises(
+        ConfigError, match="block_size=0: give a whole number of tokens, at least 1"
+    ):
         SmallWorker(block_size=0)

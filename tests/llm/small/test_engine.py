@@ -162,10 +162,10 @@ def test_an_adapter_is_refused_since_there_is_none(tmp_path: Path) -> None:
     assert not made.has_work
 
 
-def test_the_default_cache_has_room_for_2048_tokens_of_each_sequence(tmp_path: Path) -> None:
+def test_the_default_cache_has_1024_blocks(tmp_path: Path) -> None:
     made = engine(tmp_path, SmallConfig(backend="numpy"))
 
-    assert made.limits.blocks * made.limits.block_size == 8 * 2048
+    assert (made.limits.blocks, made.limits.block_size) == (1024, 16)
     assert made.limits.context_length == CONTEXT
 
 
@@ -179,10 +179,13 @@ def test_a_cache_may_be_given_by_its_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"backend": "jax"}, "backend 'jax' is not usable: auto, numpy, torch"),
-        ({"dtype": "float16"}, "dtype 'float16' is not usable: float32, bfloat16"),
-        ({"block_size": 0}, "block_size 0 is not usable: at least 1"),
-        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens 4 is not usable: at least 8"),
+        ({"backend": "jax"}, "backend='jax': give one of auto, numpy, torch"),
+        (
+            {"dtype": "float16"},
+            r"dtype='float16' \(did you mean bfloat16\?\): give one of float32, bfloat16",
+        ),
+        ({"block_size": 0}, "block_size=0: give a whole number of tokens, at least 1"),
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens=4 is less than max_num_seqs=16"),
         ({"blocks": 1, "memory": 1}, "give blocks or memory, not both"),
         ({"backend": "numpy", "dtype": "bfloat16"}, "numpy computes in float32 on the CPU"),
     ],

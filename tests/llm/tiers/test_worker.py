@@ -9,6 +9,7 @@ from tests.llm.text.tiny_tokenizer import tiny_json
 from tests.llm.weights.tiny_models import TINY_MODELS, TinyModel
 from tests.transfer.kv_blocks import small_layout
 
+from dynbus.actors.declaring.arguments import build_arguments
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -82,14 +83,14 @@ def test_a_worker_brings_back_from_the_host_what_its_cache_has_evicted(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"host_memory_mib": -1}, "host_memory_mib = -1: set 0 for none, or more"),
-        ({"host_memory_mib": 1, "engine": "mock"}, "are for engine=small"),
-        ({"fetch_prefixes": True, "engine": "mock"}, "are for engine=small"),
-        ({"fetch_prefixes": True, "kv_events": False}, "need kv_events"),
-        ({"lend_share": 0.0}, "lend_share = 0: set more than 0, and at most 1"),
-        ({"lend_share": float("nan")}, "lend_share = nan"),
-        ({"lend_share": 1.5}, "lend_share = 1.5"),
-        ({"host_memory_mib": 1, "kv_events": False}, "need kv_events"),
+        ({"host_memory_mib": -1}, "host_memory_mib=-1: give a whole number of MiB, at least 0"),
+        ({"host_memory_mib": 1, "engine": "mock"}, "host_memory_mib: for engine=small alone"),
+        ({"fetch_prefixes": True, "engine": "mock"}, "fetch_prefixes: for engine=small alone"),
+        ({"fetch_prefixes": True, "kv_events": False}, "fetch_prefixes: needs kv_events"),
+        ({"lend_share": 0.0}, "lend_share=0.0: give a number above 0, at most 1"),
+        ({"lend_share": float("nan")}, "lend_share=nan"),
+        ({"lend_share": 1.5}, "lend_share=1.5"),
+        ({"host_memory_mib": 1, "kv_events": False}, "host_memory_mib: needs kv_events"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], told: str) -> None:
@@ -116,10 +117,8 @@ def test_blocks_are_lent_only_to_readers_with_the_same_model(tmp_path: Path) -> 
 
 
 def test_a_worker_that_has_its_prompts_from_others_fetches_none_beside() -> None:
-    worker = Split(fetch_prefixes=True)
-
-    with pytest.raises(ConfigError, match="leave it out, or take a ModelWorker"):
-        run(worker.on_start())
+    with pytest.raises(ConfigError, match="Split has no argument 'fetch_prefixes'"):
+        build_arguments(Split, {"fetch_prefixes": True})
 
 
 def test_checksums_of_blocks_on_a_gpu_are_refused_with_the_remedy() -> None:

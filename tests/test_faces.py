@@ -1,0 +1,102 @@
+"""The faces: what examples and guides import is what programs may import, and is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.test_docs import BLOCKS
+
+ROOT = Path(__file__).parents[1]
+FACES = ("dynbus", "dynbus.kvrouter", "dynbus.llm", "dynbus.testing", "dynbus.transfer")
+PROGRAMS = sorted(
+    path
+    for folder in ("examples", "tests/examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if ".dynbus" not in path.parts
+)
+
+
+def modules_of(program: str) -> Iterator[str]:
+    """The modules of dynbus that a program imports."""
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] == "dynbus")
+
+
+def value_of(face: ModuleType, name: str) -> object:
+    """What a face lists, imported where it is a module that nobody has asked for yet."""
+    if hasattr(face, name):
+        return getattr(face, name)
+    return importlib.import_module(f"{face.__name__}.{name}")
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_an_example_imports_faces_only(path: Path) -> None:
+    assert set(modules_of(path.read_text())) <= set(FACES)
+
+
+def test_the_guides_import_faces_only() -> None:
+    taken = {
+        f"{block.document}:{block.line} imports {module}"
+        for block in BLOCKS
+        if block.language == "python" and block.document.startswith("docs/guides/")
+        for module in modules_of(block.text)
+        if module not in FACES
+    }
+
+    assert taken == set()
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_what_a_face_lists_is_there_and_documented(name: str) -> None:
+    face = importlib.import_module(name)
+    values = {each: value_of(face, each) for each in face.__all__}
+
+    assert [
+        each
+        for each, value in values.items()
+        if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
+        if not (value.__doc__ or "").strip()
+    ] == []
+
+
+@pytest.mark.timeout(300)
+def test_the_reference_is_made_of_the_faces_without_a_warning(tmp_path: Path) -> None:
+    subprocess.run(
+        [ROOT / "scripts" / "reference", tmp_path],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src")},
+        check=True,
+    )
+
+    for name in FACES:
+        page = (tmp_path / name.replace(".", "/")).with_suffix(".html").read_text()
+        face = importlib.import_module(name)
+        # Modules have pages of their own.
+        listed = [each for each in face.__all__ if not inspect.ismodule(value_of(face, each))]
+        assert [each for each in listed if f'id="{each}"' not in page] == []
+
+
+def test_the_map_finds_a_module_by_its_folder_and_by_a_word() -> None:
+    def lines(*words: str) -> list[str]:
+        command = [sys.executable, str(ROOT / "scripts" / "map"), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    assert any(line.startswith("llm/engine ") for line in lines())
+    assert all(line.startswith("transfer") for line in lines("transfer/"))
+    assert any(line.startswith("kvrouter/radix/snapshot.py ") for line in lines("snapshot"))

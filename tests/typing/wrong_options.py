@@ -1,0 +1,34 @@
+"""Constructors that take the fields of a specification: both checkers refuse the lines that end
+with `# error`, and no others."""
+
+from __future__ import annotations
+
+from dynbus.kvrouter import RouterActor
+from dynbus.llm.http.frontend import Frontend
+from dynbus.llm.proxy import OpenAiWorker
+from dynbus.llm.worker import ModelWorker
+
+
+class Http(Frontend, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__(port="9000")  # error
+
+
+class Front(RouterActor, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__(policy="dynamo")  # error
+
+
+class Engine(ModelWorker, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__(engine="large")  # error
+
+
+class Other(ModelWorker, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__(max_seqs=8)  # error
+
+
+class Server(OpenAiWorker, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:8000", ranks=None)  # error
