@@ -443,6 +443,30 @@ def test_every_file_that_a_document_names_is_there(path: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+# Guides -------------------------------------------------------------------------------------
+
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+MAX_WORDS = 2000
+MAX_LINES_BEFORE_EXAMPLE = 20
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_begins_with_an_example_and_is_read_in_one_sitting(path: Path) -> None:
+    text = path.read_text()
+    lines = text.splitlines()
+
+    examples = [n for n, line in enumerate(lines) if line.startswith(("```", "    "))]
+
+    assert examples[0] < MAX_LINES_BEFORE_EXAMPLE
+    assert len(text.split()) <= MAX_WORDS
+
+
+def test_the_readme_lists_every_guide() -> None:
+    listed = re.findall(r"\]\(docs/guides/([\w-]+)\.md\)", page("README.md"))
+
+    assert {path.stem for path in GUIDES} <= set(listed)
+
+
 # Tables -------------------------------------------------------------------------------------
 
 

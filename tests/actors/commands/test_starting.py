@@ -33,16 +33,17 @@ def child(*steps: StartStep) -> Child:
     return made
 
 
-@pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def terminal_of(monkeypatch: pytest.MonkeyPatch, name: str) -> Terminal:
+    """A terminal for `stdout` or `stderr`; only in the test itself, as pytest has them before."""
     terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, name, terminal)
     monkeypatch.setenv("TERM", "xterm")
     return terminal
 
 
 @pytest.mark.anyio
-async def test_a_bar_tells_whose_step_it_is_and_how_far(stderr: Terminal) -> None:
+async def test_a_bar_tells_whose_step_it_is_and_how_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = terminal_of(monkeypatch, "stderr")
     display = StartDisplay(bars=True)
 
     display.update([child(StartStep("downloading tiny", 30, 120))])
@@ -54,7 +55,8 @@ async def test_a_bar_tells_whose_step_it_is_and_how_far(stderr: Terminal) -> Non
 
 
 @pytest.mark.anyio
-async def test_no_bar_is_drawn_unless_asked_for(stderr: Terminal) -> None:
+async def test_no_bar_is_drawn_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = terminal_of(monkeypatch, "stderr")
     display = StartDisplay(bars=False)
 
     display.update([child(StartStep("downloading tiny", 30, 120))])
@@ -75,8 +77,7 @@ async def test_an_announcement_is_printed_once(capsys: pytest.CaptureFixture[str
 
 
 def test_details_are_for_people_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
+    terminal = terminal_of(monkeypatch, "stdout")
 
     announce("tiny answers", "In a browser:\n  \x1b[2J")
 
