@@ -117,3 +117,28 @@ def test_the_map_finds_a_module_by_its_folder_and_by_a_word() -> None:
     assert any(line.startswith("llm/engine ") for line in lines())
     assert all(line.startswith("transfer") for line in lines("transfer/"))
     assert any(line.startswith("kvrouter/radix/snapshot.py ") for line in lines("snapshot"))
+
+
+@pytest.mark.parametrize(
+    ("name", "unwanted"),
+    [
+        ("GenerateRequest", ["numpy", "starlette", "tokenizers", "uvicorn", "dynbus.actors"]),
+        ("MockWorker", ["starlette", "tokenizers", "uvicorn", "httptools", "torch"]),
+        ("Frontend", ["torch", "dynbus.llm.engine.worker", "dynbus.llm.vllm.actor"]),
+    ],
+)
+def test_a_name_brings_no_more_than_it_needs(name: str, unwanted: list[str]) -> None:
+    program = (
+        f"import sys; from dynbus.llm import {name}; "
+        f"print([each for each in {unwanted!r} if each in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == "[]\n"
