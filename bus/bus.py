@@ -20,8 +20,7 @@ from .drops import DropReason
 from .errors import ConfigError, Unavailable, describe_exception
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
-from .protocol import headers
-from .protocol.names import ReplySubjects
+from .protocol.names import ReplySubjects, is_safe_reply
 from .protocol.tokens import random_id
 from .questions import Questions
 from .telemetry.process_status import ProcessStatus
@@ -203,6 +202,17 @@ class Bus:
         if self.telemetry is not None:
             self.telemetry.drop(reason)
 
+    def may_answer(self, message: Message) -> bool:
+        """Whether a question may be answered where it says; one that may not is dropped."""
+        is_safe = is_safe_reply(message.reply, self.config.reply_prefixes)
+        if not is_safe:
+            self.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
+        return is_safe
+
+    def drop_malformed(self) -> None:
+        """Count a message that is dropped since it cannot be read."""
+        self.drop(DropReason.MALFORMED)
+
     def to_main(self, function: Callable[..., object], *args: object) -> None:
         """Run `function(*args)` on the main loop soon; callable from any thread.
 
@@ -220,7 +230,7 @@ class Bus:
 
     def _bounced(self, message: Message) -> None:
         # A reader sees the bounce subject and might answer there; only the server's word counts.
-        if headers.status(message.headers) != headers.NO_RESPONDERS:
+        if not message.found_nobody:
             self.drop(DropReason.UNEXPECTED)
             return
         token = message.subject.rpartition(".")[2]

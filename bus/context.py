@@ -149,6 +149,15 @@ class Context:
             with suppress(ValueError):
                 self._waiters.remove(waiter)
 
+    @property
+    def tenant(self) -> str:
+        """Whose request it is, by the key that a front end was given; empty where it has none."""
+        return self.metadata.get(TENANT_KEY, "")
+
+    def enter(self) -> None:
+        """Make it the context of the running task from here on, and so of what that begins."""
+        _current.set(self)
+
     def trace_headers(self) -> dict[str, str]:
         """`traceparent`, `tracestate` and `baggage` for a call to another system."""
         return dict(self._trace_headers)
@@ -202,11 +211,6 @@ def context() -> Context:
 def current_context() -> Context | None:
     """The context of the running handler, or None outside of one."""
     return _current.get()
-
-
-def enter_context(value: Context) -> None:
-    """Make `value` the context of the running task from here on."""
-    _current.set(value)
 
 
 def entered(value: Context) -> Callable[[], None]:

@@ -92,10 +92,13 @@ class DynbusError(Exception):
         hop: `namespace.component.endpoint@instance` where it arose; empty on this side.
         request_id: the request it belongs to; empty outside of one.
         started: False when the handler provably did not run.
+        is_loss: whether a stream that ends so was lost or given up by its instance, so that another
+            one may go on with it.
     """
 
     code: str = "DynbusError"
     retryable: bool = False
+    is_loss: bool = False
     # Defaults for subclasses of users that do not call this constructor.
     message: str = ""
     hop: str = ""
@@ -126,6 +129,37 @@ class DynbusError(Exception):
     def __str__(self) -> str:
         where = f" (at {self.hop})" if self.hop else ""
         return f"{self.message or self.code}{where}"
+
+    @classmethod
+    def of_code(
+        cls,
+        code: str,
+        message: str,
+        *,
+        hop: str = "",
+        request_id: str = "",
+        started: bool = True,
+    ) -> DynbusError:
+        """The error of a code that came over the wire, of the class that has this code here.
+
+        Args:
+            hop, request_id, started: see `DynbusError`.
+        """
+        kind = ERRORS.get(code) or _defined.get(code) or DynbusError
+        error: DynbusError
+        try:
+            # The constructor of a user's class takes what the user likes.
+            error = kind.__new__(kind, message)
+            DynbusError.__init__(error, message, hop=hop, request_id=request_id, started=started)
+        except Exception:  # noqa: BLE001 - a class that cannot be made so: the base stands in
+            error = DynbusError(message, hop=hop, request_id=request_id, started=started)
+        error.code = code
+        return error
+
+    @property
+    def http_status(self) -> int:
+        """The status of HTTP for it, and the `Nats-Service-Error-Code` of an answer."""
+        return STATUS_CODES.get(self.code, 500)
 
 
 class InvalidRequest(DynbusError):
@@ -196,6 +230,7 @@ class Draining(DynbusError):
 
     code = "Draining"
     retryable = True
+    is_loss = True
 
 
 class Migrate(DynbusError):
@@ -203,6 +238,7 @@ class Migrate(DynbusError):
 
     code = "Migrate"
     retryable = True
+    is_loss = True
 
 
 class DeadlineExceeded(DynbusError, TimeoutError):
@@ -241,6 +277,7 @@ class StreamLost(DynbusError):
     """Raised when a stream broke and continuing it is not defined or not possible."""
 
     code = "StreamLost"
+    is_loss = True
 
 
 class ReaderStalled(DynbusError):
@@ -261,36 +298,8 @@ class UnknownOutcome(DynbusError):
     code = "UnknownOutcome"
 
 
-LOSSES: Final = (StreamLost, Migrate, Draining)
-"""How a stream ends that its instance lost or gave up, so that another one may go on with it."""
-
 ERRORS: dict[str, type[DynbusError]] = {DynbusError.code: DynbusError, **_defined}
 """The classes above by their codes; a user's class takes the place of none of them."""
-
-
-def make_error(
-    code: str,
-    message: str,
-    *,
-    hop: str = "",
-    request_id: str = "",
-    started: bool = True,
-) -> DynbusError:
-    """The error of a code that came over the wire, of the class that has this code here.
-
-    Args:
-        hop, request_id, started: see `DynbusError`.
-    """
-    kind = ERRORS.get(code) or _defined.get(code)
-    error: DynbusError
-    try:
-        # The constructor of a user's class takes what the user likes.
-        error = (kind or DynbusError).__new__(kind or DynbusError, message)
-        DynbusError.__init__(error, message, hop=hop, request_id=request_id, started=started)
-    except Exception:  # noqa: BLE001 - a class that cannot be made so, which the base stands in for
-        error = DynbusError(message, hop=hop, request_id=request_id, started=started)
-    error.code = code
-    return error
 
 
 STATUS_CODES: dict[str, int] = {

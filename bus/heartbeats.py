@@ -19,7 +19,6 @@ from .clock import monotonic, unix_time
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
 from .inbox import Inbox
-from .protocol import headers
 from .protocol.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
 from .protocol.unheard import Unheard
 from .protocol.wire import Batch, Frame, Heartbeat, Open, Ping, Pong, decode_batch, encode_batch
@@ -432,7 +431,7 @@ class Heartbeats:
         return registry, registry.remotes.get(remote_id) if registry else None, remote_id
 
     def _ping_bounced(self, message: Message) -> None:
-        if headers.status(message.headers) != headers.NO_RESPONDERS:
+        if not message.found_nobody:
             self._dropped(DropReason.UNEXPECTED)
             return
         _, remote, _ = self._find(message.subject.rpartition(".")[2])

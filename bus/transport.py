@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import re
 from collections.abc import Callable, Mapping
 from math import isclose
 from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 REPLICAS: Final = 3
 """Servers that keep a stream, as far as a cluster has them: one of three may be lost."""
 
+_TTL = re.compile(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?([0-9]{1,9})s?")
+
 
 class Message(msgspec.Struct, frozen=True, gc=False):
     """A message as delivered.
@@ -40,6 +43,11 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     reply: str
     headers: bytes
     data: bytes
+
+    @property
+    def found_nobody(self) -> bool:
+        """Whether it is the server's word that nobody listens where something was published."""
+        return self.headers.startswith(headers.NOBODY)
 
 
 Callback = Callable[[Message], None]
@@ -155,6 +163,15 @@ class StoredMessage(NamedTuple):
     headers: Mapping[str, str]
     data: bytes
     pending: int = 0
+
+    @property
+    def ttl(self) -> float | None:
+        """Seconds after which it expires; None where it does not say that."""
+        found = _TTL.fullmatch(self.headers.get(headers.TTL, ""))
+        if found is None:
+            return None
+        hours, minutes, seconds = (float(part or 0) for part in found.groups())
+        return 3600 * hours + 60 * minutes + seconds
 
     @property
     def is_marker(self) -> bool:
@@ -352,6 +369,7 @@ class PublishOptions(TypedDict, total=False):
         expected_last_subject_sequence: that of the subject's last message, 0 for none.
         ttl: whole seconds after which the message expires, at least 1.
         rollup: drop all earlier messages of the subject.
+        deleted: the message is the marker that is left of a record which somebody has deleted.
         headers: further ones.
     """
 
@@ -359,6 +377,7 @@ class PublishOptions(TypedDict, total=False):
     expected_last_subject_sequence: int | None
     ttl: float
     rollup: bool
+    deleted: bool
     headers: Mapping[str, str] | None
 
 
@@ -377,6 +396,8 @@ def publish_headers(options: PublishOptions) -> bytes:
         fields[headers.TTL] = f"{max(1, round(ttl))}s"
     if options.get("rollup"):
         fields[headers.ROLLUP] = "sub"
+    if options.get("deleted"):
+        fields[headers.KV_OPERATION] = "DEL"
     return headers.encode(fields) if fields else b""
 
 
@@ -592,6 +613,11 @@ class Connection(Protocol):
     @property
     def state(self) -> ConnectionState: ...
     @property
+    def is_connected(self) -> bool:
+        """Whether it can reach its server, as far as it knows."""
+        ...
+
+    @property
     def background(self) -> Background:
         """What reads and watches for it; where that fails, it is of no use any more."""
         ...
@@ -659,6 +685,10 @@ class Connection(Protocol):
         """Call `listener` at every later change of `state`; what is returned ends that."""
         ...
 
+    def on_connected(self, listener: Callable[[], object]) -> Callable[[], None]:
+        """Call `listener` each time that it reaches a server again; what is returned ends that."""
+        ...
+
     @property
     def has_peers(self) -> bool:
         """Whether the server belongs to a cluster; False while disconnected."""
@@ -709,6 +739,17 @@ class WatchedConnection:
     @property
     def state(self) -> ConnectionState:
         return self._state
+
+    @property
+    def is_connected(self) -> bool:
+        return self._state is ConnectionState.CONNECTED
+
+    def on_connected(self, listener: Callable[[], object]) -> Callable[[], None]:
+        def take(state: ConnectionState) -> None:
+            if state is ConnectionState.CONNECTED:
+                listener()
+
+        return self.on_state(take)
 
     def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
         self._listeners.append(listener)

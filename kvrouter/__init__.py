@@ -1,63 +1,118 @@
 """KV-cache-aware routing: block hashes, KV-cache events, the radix index, and the router.
 
-What engines, routers and cost functions are written with is here. The rest is in the packages:
-`dynbus.kvrouter.routing` (the scheduler and what it is given), `.radix` (the index and its
-snapshots), `.stream` (followers, warm starts, history), `.engines` (vLLM and SGLang), and `.events`
-(how events are encoded).
+Other packages take what they need from here: what engines, routers and cost functions are written
+with, and what the front end and the replay are built on.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import events, hashing
-    from .events import AllBlocksCleared, BlockRemoved, BlockStored
-    from .hashing import block_hashes, sequence_hashes
-    from .radix import RadixIndex
+    from .engines.engine_events import EngineEvents
+    from .engines.zmq_subscriber import ZmqSource
+    from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
+    from .hashing import SEED, block_hashes, sequence_hashes, token_bytes
+    from .radix import Overlap, RadixIndex, Rank
     from .routing import (
+        COST_FUNCTIONS,
+        DP_RANK_KEY,
+        OVERLAP_KEY,
+        REQUIRED_KEY,
         Candidate,
         CostFunction,
         Decision,
         DecisionQuery,
         DynamoCost,
+        InstanceProfile,
         KvCost,
         KvRouter,
+        KvScheduler,
+        Policy,
         PolicyChoice,
         RequestFields,
         RequestShape,
         RouterActor,
         RouterConfig,
+        SchedulingRequest,
         open_router,
+        profiles,
+        read_profile,
+        requests,
+        token_rule,
     )
-    from .stream import AwarenessLevel, KvEventPublisher
+    from .stream import (
+        AwarenessLevel,
+        CacheAwareness,
+        CacheMirror,
+        IndexFollower,
+        KvEventPublisher,
+        kv_streams,
+        warm_follower,
+    )
 
 __all__ = [
+    "COST_FUNCTIONS",
+    "DP_RANK_KEY",
+    "OVERLAP_KEY",
+    "REQUIRED_KEY",
+    "SEED",
     "AllBlocksCleared",
     "AwarenessLevel",
     "BlockRemoved",
     "BlockStored",
+    "CacheAwareness",
+    "CacheMirror",
     "Candidate",
     "CostFunction",
     "Decision",
     "DecisionQuery",
     "DynamoCost",
+    "EngineEvents",
+    "IndexFollower",
+    "InstanceProfile",
     "KvCost",
+    "KvEvent",
     "KvEventPublisher",
     "KvRouter",
+    "KvScheduler",
+    "Overlap",
+    "Policy",
     "PolicyChoice",
     "RadixIndex",
+    "Rank",
     "RequestFields",
     "RequestShape",
     "RouterActor",
     "RouterConfig",
+    "SchedulingRequest",
+    "Tier",
+    "ZmqSource",
     "block_hashes",
+    "encode_events",
     "events",
     "hashing",
+    "kv_streams",
     "open_router",
+    "profiles",
+    "read_profile",
+    "requests",
     "sequence_hashes",
+    "token_bytes",
+    "token_rule",
+    "warm_follower",
 ]
 
 if not TYPE_CHECKING:
     # Whoever hashes or encodes needs neither the router nor actors, which take a second of CPU.
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
-    __getattr__, __dir__ = lazy_exports(__name__, "events", "hashing", "radix", "stream", "routing")
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        "events",
+        "hashing",
+        "radix",
+        "stream",
+        "routing",
+        "engines.engine_events",
+        "engines.zmq_subscriber",
+    )

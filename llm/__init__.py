@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Engine,
         EngineLimits,
         EngineLoad,
+        LoadMetrics,
         RequestTooLong,
         RunningEngine,
         Step,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
     from .http.frontend import Frontend
     from .mock.actor import MockWorker
-    from .models.card import ModelInput, ModelType
+    from .models.card import ModelCard, ModelInput, ModelType
     from .models.catalog import Catalog
     from .models.origins import ModelUnavailable
     from .models.register import register_llm
@@ -51,9 +52,11 @@ __all__ = [
     "Frontend",
     "GenerateRequest",
     "Generated",
+    "LoadMetrics",
     "MockWorker",
     "Model",
     "ModelEngine",
+    "ModelCard",
     "ModelInput",
     "ModelType",
     "ModelUnavailable",
@@ -76,7 +79,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # An engine needs no tokenizers, a front end no engine, and each of them its own extra.
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -84,8 +87,8 @@ if not TYPE_CHECKING:
             "disaggregated.worker": ("DisaggregatedWorker",),
             "embedding": ("EmbedRequest", "Embedded"),
             "engine.interface": (
-                *("Engine", "EngineLimits", "EngineLoad", "RequestTooLong", "RunningEngine"),
-                *("Step", "StepFailed"),
+                *("Engine", "EngineLimits", "EngineLoad", "LoadMetrics", "RequestTooLong"),
+                *("RunningEngine", "Step", "StepFailed"),
             ),
             "engine.model": ("Chunk", "Model"),
             "engine.model_engine": ("ModelEngine",),
@@ -93,7 +96,7 @@ if not TYPE_CHECKING:
             "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),
             "http.frontend": ("Frontend",),
             "mock.actor": ("MockWorker",),
-            "models.card": ("ModelInput", "ModelType"),
+            "models.card": ("ModelCard", "ModelInput", "ModelType"),
             "models.catalog": ("Catalog",),
             "models.origins": ("ModelUnavailable",),
             "models.register": ("register_llm",),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 
 from .parsing.delta import Delta, ToolCallDelta
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynbus.kvrouter.routing import token_rule
+from dynbus.kvrouter import token_rule
 
 from .generation import Generated, GenerateRequest
 

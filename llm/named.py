@@ -7,9 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from dynbus.actors.declaring.specification import Option, Options
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.telemetry.process_status import StartStep
+from dynbus import ConfigError, Option, Options
 
 from .embedding import Pooling
 from .engine.interface import EngineLimits
@@ -121,7 +119,7 @@ class NamedWorker(EngineWorker, abstract=True):
         Args:
             done, total: in any unit; 0 in both where it is not known.
         """
-        self.runtime.bus.status.put_step(self._steps, StartStep(what, done, total))
+        self.runtime.bus.status.put_step(self._steps, what, done, total)
 
     @property
     def _steps(self) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dynbus.bus.records.leases import INSTANCES_STREAM
-from dynbus.bus.records.objects import bucket_stream
-from dynbus.bus.transport import StreamConfig
-from dynbus.bus.work_queue import HOLDERS_STREAM, dead_letter_config
-from dynbus.kvrouter.stream import kv_streams
-from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
+from dynbus.kvrouter import kv_streams
+from dynbus.spi import StreamConfig, kernel_streams
+from dynbus.transfer import AGENTS_STREAM, DESCRIPTIONS
 
 from .disaggregated.settings import SETTINGS_STREAM
 from .models.artefacts import ARTEFACTS_STREAM
@@ -20,12 +17,10 @@ def all_streams(namespace: str) -> list[StreamConfig]:
     """What the processes of a namespace need, but for its queues of jobs, which have names of
     their own."""
     return [
-        INSTANCES_STREAM,
-        HOLDERS_STREAM,
-        dead_letter_config(namespace),
+        *kernel_streams(namespace),
         *kv_streams(namespace),
         AGENTS_STREAM,
-        bucket_stream(DESCRIPTIONS),
+        DESCRIPTIONS.stream,
         CARDS_STREAM,
         NAMES_STREAM,
         ARTEFACTS_STREAM,

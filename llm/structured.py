@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from dynbus.bus.errors import Unavailable
-from dynbus.bus.extras import how_to_install
+from dynbus import Unavailable
+from dynbus.spi import how_to_install, usable_cores
 
 from . import grammar_checking
-from .cores import usable_cores
 from .generation import StructuredOutput
 from .grammar_checking import STACK, CheckAnswer, CheckRequest
 from .sandbox import Sandbox, SandboxEnded

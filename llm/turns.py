@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dynbus.bus.context import TENANT_KEY, current_context
+from dynbus.spi import current_context
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def current_tenant() -> str:
     """Whose key the request has that is being carried out; empty where there are no keys."""
     context = current_context()
-    return context.metadata.get(TENANT_KEY, "") if context is not None else ""
+    return context.tenant if context is not None else ""
 
 
 class Turns(Generic[T]):

@@ -8,10 +8,8 @@ from typing import Final
 
 import anyio
 
-from dynbus.bus.background import Openable
-from dynbus.bus.bus import Bus
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.telemetry.metrics import Labels, Metrics, Readings
+from dynbus import InstanceName
+from dynbus.spi import Bus, Metrics, Openable, Readings
 
 LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks."""
@@ -43,7 +41,7 @@ class InstanceWatch(Openable):
         self._source = f"{what} of {self._about}"
         self._name = name
         self._status = bus.status
-        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
+        self._labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
         metrics = bus.telemetry.metrics if bus.telemetry is not None else None
         self._readings = {} if metrics is None else readings(metrics)
 
@@ -93,7 +91,7 @@ class InstanceWatch(Openable):
         """The values of a metric by one more label."""
         self.put_each(reading, {((label, name),): value for name, value in values.items()})
 
-    def put_each(self, reading: str, values: Mapping[Labels, float]) -> None:
+    def put_each(self, reading: str, values: Mapping[tuple[tuple[str, str], ...], float]) -> None:
         """The values of a metric by more labels than those of the instance."""
         if self._readings:
             labelled = {(*self._labels, *more): value for more, value in values.items()}

@@ -13,8 +13,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from dynbus.actors.declaring.specification import Option, shared, takes
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError, Option, takes
 
 from .embedding import Pooling
 from .engine.interface import Engine
@@ -109,7 +108,7 @@ class ModelEngineOptions(SmallSize, ServedModelOptions):
     def small(self) -> SmallConfig:
         """The small engine with these options."""
         return SmallConfig(
-            **shared(self, SmallSize),
+            **self.shared(SmallSize),
             memory=self.memory_mib << 20,
             prefix_caching=self.kv_events,
             pooling=None if self.pooling == "none" else self.pooling,

@@ -38,6 +38,7 @@ from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol import headers, wire
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.telemetry import metrics
+from dynbus.kvrouter.names import AWARENESS, PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -583,7 +584,7 @@ def test_every_header_is_documented() -> None:
         value
         for name, value in vars(headers).items()
         if name.isupper() and isinstance(value, str) and name != "NO_RESPONDERS"
-    }
+    } | {AWARENESS, PUBLISHED}
 
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
 

@@ -20,9 +20,10 @@ FOLDERS = {
     "compat": ROOT / "src" / "dynbus" / "compat",
 }
 MAX_FILES = 20
-MAX_PUBLIC = 60
-"""Names of a face."""
-FACES = ("dynbus", "dynbus.actors", "dynbus.bus", "dynbus.kvrouter", "dynbus.llm", "dynbus.testing")
+MAX_SPI = 71
+KERNEL = ("actors", "bus")
+FACES = ("dynbus", "dynbus.spi", "dynbus.kvrouter", "dynbus.transfer", "dynbus.llm")
+"""What packages above the kernel may take, beside what is their own."""
 
 
 class Import(NamedTuple):
@@ -147,10 +148,33 @@ def test_folders_take_only_public_names_from_each_other() -> None:
     assert taken == []
 
 
-def test_what_is_public_can_be_kept_in_mind() -> None:
-    counts = {face: len(public_names(face) or ()) for face in FACES}
+def test_packages_above_the_kernel_take_names_of_faces_alone() -> None:
+    taken = [
+        str(one)
+        for module in trees()
+        if folder_of(module) not in (*KERNEL, "dynbus")
+        for one in imports_of(module)
+        if folder_of(one.by) != folder_of(one.module)
+        and not (one.module in FACES and one.name in (public_names(one.module) or ()))
+    ]
 
-    assert max(counts.values()) <= MAX_PUBLIC, counts
+    assert taken == []
+
+
+def test_the_kernel_takes_nothing_of_what_is_above_it() -> None:
+    taken = [
+        str(one)
+        for module in trees()
+        if folder_of(module) in KERNEL
+        for one in imports_of(module)
+        if folder_of(one.module) not in KERNEL
+    ]
+
+    assert taken == []
+
+
+def test_the_contract_of_the_kernel_can_be_kept_in_mind() -> None:
+    assert len(public_names("dynbus.spi") or ()) <= MAX_SPI
 
 
 @pytest.mark.parametrize("module", sorted(m for m in trees() if public_names(m)))

@@ -1,37 +1,52 @@
-"""Moving KV blocks between instances with NIXL.
-
-`__all__` names the modules that other folders may take. None is imported before it is asked for.
-"""
+"""Moving KV blocks between instances with NIXL."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import (
-        agent,
-        checksums,
-        config,
-        descriptors,
-        errors,
-        exchange,
-        layout,
-        leases,
-        quarantine,
-        settling,
-        states,
-        transfers,
-    )
+    from .agent import TransferAgent, open_agent
+    from .checksums import compare, wanted
+    from .errors import BadDescription, ChecksumMismatch, LeaseLost
+    from .exchange import AGENTS_STREAM, DESCRIPTIONS
+    from .layout import Axis, BlockLayout, KvMemory, check_convertible, plan
+    from .leases import LeaseTable, Ticket
+    from .settling import Settled, Settlement, Settling
+    from .transfers import Transfer
 
 __all__ = [
-    "agent",
-    "checksums",
-    "config",
-    "descriptors",
-    "errors",
-    "exchange",
-    "layout",
-    "leases",
-    "quarantine",
-    "settling",
-    "states",
-    "transfers",
+    "AGENTS_STREAM",
+    "DESCRIPTIONS",
+    "Axis",
+    "BadDescription",
+    "BlockLayout",
+    "ChecksumMismatch",
+    "KvMemory",
+    "LeaseLost",
+    "LeaseTable",
+    "Settled",
+    "Settlement",
+    "Settling",
+    "Ticket",
+    "Transfer",
+    "TransferAgent",
+    "check_convertible",
+    "compare",
+    "open_agent",
+    "plan",
+    "wanted",
 ]
+
+if not TYPE_CHECKING:
+    # Whoever describes memory needs no NIXL.
+    from dynbus.spi import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        "errors",
+        "layout",
+        "checksums",
+        "leases",
+        "settling",
+        "exchange",
+        "transfers",
+        "agent",
+    )

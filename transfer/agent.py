@@ -18,15 +18,8 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.background import Background
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import (
-    ConfigError,
-    DynbusError,
-    Unavailable,
-    describe_exception,
-)
+from dynbus import ConfigError, DynbusError, Unavailable
+from dynbus.spi import Background, Bus, describe_exception, monotonic
 
 from .binding import Indices, NixlAgent, Operation, nixl
 from .config import TransferConfig

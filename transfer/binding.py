@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.extras import how_to_install
+from dynbus import ConfigError
+from dynbus.spi import how_to_install
 
 from .errors import TransferFailed
 from .layout import Region

@@ -20,7 +20,7 @@ import xxhash
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from dynbus.bus.clock import monotonic
+from dynbus.spi import monotonic
 
 from .errors import BadDescription, ChecksumMismatch, InvalidTransfer
 from .layout import BlockLayout, KvMemory, Region

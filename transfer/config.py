@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError
 
 _SECONDS: Final = ("quiet_seconds", "idle_wait", "lookup_seconds")
 

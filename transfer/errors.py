@@ -15,7 +15,7 @@ everywhere on the bus.
 
 from __future__ import annotations
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 
 
 class TransferError(DynbusError):

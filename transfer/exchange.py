@@ -13,25 +13,23 @@ from typing import Final
 
 import anyio
 
-from dynbus.bus.background import Background
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
-from dynbus.bus.protocol.names import (
-    TRANSFER_BUCKET,
-    check_token,
-    transfer_agent_subject,
-)
-from dynbus.bus.records.leased_record import LeasedRecord, LeaseState
-from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
-from dynbus.bus.transport import (
-    ConnectionState,
+from dynbus import ConfigError, DynbusError, Unavailable
+from dynbus.spi import (
+    Background,
+    Bus,
     JetStream,
+    LeasedRecord,
+    NoObject,
     NoStream,
+    ObjectBucket,
+    ObjectStore,
     StoredMessage,
     StreamConfig,
     StreamLimits,
+    check_token,
+    monotonic,
 )
+from dynbus.transfer.names import BUCKET, transfer_agent_subject
 
 from .descriptors import AgentDescription, decode, encode
 from .errors import BadDescription, PeerRestarted, TransferFailed
@@ -48,8 +46,8 @@ STALE_FOR: Final = 1.0
 _IN_OBJECT: Final = b"dynbusKV in object "
 
 AGENTS_STREAM: Final = StreamConfig(
-    name=f"KV_{TRANSFER_BUCKET}",
-    subjects=(f"$KV.{TRANSFER_BUCKET}.>",),
+    name=f"KV_{BUCKET}",
+    subjects=(f"$KV.{BUCKET}.>",),
     limits=StreamLimits(
         max_messages_per_subject=1,
         max_bytes=256 * 1024 * 1024,
@@ -59,7 +57,7 @@ AGENTS_STREAM: Final = StreamConfig(
     description="dynbus: the memory that agents of transfers offer",
 )
 DESCRIPTIONS: Final = ObjectBucket(
-    TRANSFER_BUCKET,
+    BUCKET,
     max_bytes=1024 * 1024 * 1024,
     description="dynbus: descriptions of agents that are too large for a record",
 )
@@ -146,7 +144,7 @@ class _Announcement:
 
     async def keep(self) -> None:
         """Renew the record until cancelled, or until another agent has taken its name."""
-        end_listening = self._bus.data.on_state(self._on_state)
+        end_listening = self._bus.data.on_connected(self._on_connected)
         usual = wait = self._record.lease.ttl / 3
         try:
             while True:
@@ -169,11 +167,11 @@ class _Announcement:
             end_listening()
 
     async def withdraw(self) -> None:
-        is_connected = self._lane.connection.state is ConnectionState.CONNECTED
+        is_connected = self._lane.connection.is_connected
         with suppress(Unavailable):
             # Where the lane is closed it expires by itself.
             await self._lane.run(self._record.withdraw(is_connected=is_connected))
-        if self._is_large and self._record.lease.state is not LeaseState.CONFLICT:
+        if self._is_large and not self._record.is_taken:
             with suppress(DynbusError):
                 store = ObjectStore(self._bus.data.jetstream, DESCRIPTIONS)
                 await store.delete(self._description.agent, timeout=ANSWER_TIMEOUT)
@@ -199,9 +197,8 @@ class _Announcement:
             return True
         return stored.data == self._told
 
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._now.set()
+    def _on_connected(self) -> None:
+        self._now.set()
 
     async def _make_bucket(self) -> None:
         await self._lane.connection.jetstream.ensure_stream(AGENTS_STREAM)

@@ -22,7 +22,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dynbus.bus.errors import DynbusError, describe_exception
+from dynbus import DynbusError
+from dynbus.spi import describe_exception
 
 from .binding import Indices, NixlAgent, NixlError, Operation, Rows
 from .config import TransferConfig

@@ -22,13 +22,16 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from dynbus.bus.background import Background
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DynbusError, describe_exception, make_error
-from dynbus.bus.protocol.names import transfer_subject
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.transport import Message
+from dynbus import ConfigError, DynbusError
+from dynbus.spi import (
+    Background,
+    Bus,
+    Message,
+    describe_exception,
+    monotonic,
+    random_id,
+)
+from dynbus.transfer.names import transfer_subject
 
 from . import messages
 from .binding import NixlAgent
@@ -291,7 +294,7 @@ class Pushes:
             asked = landing.asked.get(told.number)
             if asked is None:
                 continue
-            error = make_error(told.code, told.message) if told.code else None
+            error = DynbusError.of_code(told.code, told.message) if told.code else None
             if told.is_cut_off:
                 asked.error = error
                 self._remove(life, landing, f"{life.agent} had to break off what it pushed")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dynbus.bus.clock import monotonic
+from dynbus.spi import monotonic
 
 from .checksums import Vouched, Wanted, vouch
 from .layout import KvMemory

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError
+from dynbus import Cancelled, DeadlineExceeded, DynbusError
+from dynbus.spi import Bus, monotonic
 
 from .binding import Operation
 from .leases import Ticket

@@ -17,7 +17,6 @@ from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.errors import (
-    LOSSES,
     Cancelled,
     DeadlineExceeded,
     Draining,
@@ -479,7 +478,7 @@ class Invocation:
             except ResumeMismatch as mismatch:
                 self._mend(mismatch)
                 error = mismatch
-        elif isinstance(error, LOSSES) and not self.may_follow:
+        elif error is not None and error.is_loss and not self.may_follow:
             # That the instance asks for another one is of no use to a reader who has items.
             error = self._stream_lost(error, self._why_not)
         self._end(error)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import (
-    LOSSES,
     Draining,
     DynbusError,
     InvalidRequest,
@@ -162,7 +161,7 @@ class RetryPolicy:
         if failed.unreachable and not error.started and failed.settling:
             # Right after an outage an instance may be a moment later on the bus than we are.
             return PauseThenRetry(self._backoff(), counted=False)
-        if self._continues and error.started and failed.own and isinstance(error, LOSSES):
+        if self._continues and error.started and failed.own and error.is_loss:
             return self._move_on(failed)
         # Those that a stream moved for had begun; they are bounded by the limits.
         moved = self._migrations + self._excused if self._continues else 0

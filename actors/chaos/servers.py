@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import anyio
 import msgspec
 
-from dynbus.bus.commands.server import connected
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.server_process import RunningServer, free_port
@@ -129,7 +129,7 @@ class OwnServers:
         """What the servers say; nothing where they cannot be asked now."""
         config = BusConfig(servers=tuple(server.url for server in self.servers))
         with suppress(DynbusError):
-            async with connected(config, "dynbus-chaos") as server:
+            async with terminal.server(config, "dynbus-chaos") as server:
                 return await server.ask(
                     subjects, b"{}", read, seconds=ANSWER_SECONDS, quiet=ANSWER_QUIET
                 )

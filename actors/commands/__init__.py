@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import flags, interrupts, starting
+    from . import flags, interrupts, program, starting
 
-__all__ = ["flags", "interrupts", "starting"]
+__all__ = ["flags", "interrupts", "program", "starting"]

@@ -26,9 +26,8 @@ from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
-from dynbus.bus.commands.numbers import NumberRange
-from dynbus.bus.commands.server import embedded_if_local, prepare
-from dynbus.bus.commands.terminal import json_option, nats_option, print_json, print_table
+from dynbus.bus.commands.server import embedded_if_local
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.lane import new_event_loop
@@ -87,20 +86,20 @@ _TOKEN: Final = Token(token_ids=[1], text="tok", index=0)
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option(
     "--duration",
-    type=NumberRange(0.1, 600),
+    type=terminal.number(0.1, 600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
     help="How long to measure each figure.",
 )
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def bench(duration: float, as_json: bool, nats: str | None) -> None:
     figures = measure(nats, duration)
     if as_json:
-        print_json({name: round(value, 1) for name, value in figures.items()})
+        terminal.print_json({name: round(value, 1) for name, value in figures.items()})
         return
-    print_table(
+    terminal.print_table(
         ("FIGURE", "VALUE", "UNIT"),
         [(text, f"{figures[name]:,.0f}", unit) for name, text, unit in FIGURES],
     )
@@ -112,7 +111,7 @@ def measure(url: str | None, duration: float) -> dict[str, float]:
     Raises:
         ConfigError, Unavailable, PermissionDenied: the server cannot be used.
     """
-    config = prepare(url)
+    config = terminal.settings(url)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_measure(config, duration))
 

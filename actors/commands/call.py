@@ -16,9 +16,7 @@ from dynbus.actors.calling.options import call_options
 from dynbus.actors.calling.stream import Stream
 from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.numbers import NumberRange
-from dynbus.bus.commands.server import prepare
-from dynbus.bus.commands.terminal import error_line, nats_option, notice
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.protocol.names import EndpointName
@@ -61,7 +59,7 @@ class CallRequest(NamedTuple):
 @click.command(help=_HELP, epilog=exit_codes.CALL)
 @click.argument("endpoint")
 @click.argument("request_json", metavar="[REQUEST]", required=False)
-@click.option("--timeout", type=NumberRange(0, min_open=True), metavar="SECONDS")
+@click.option("--timeout", type=terminal.number(0, min_open=True), metavar="SECONDS")
 @click.option("--instance", metavar="ID", help="This very instance; see `dynbus ps`.")
 @click.option(
     "--metadata", multiple=True, metavar="KEY=VALUE", help="Reaches every sub-call; repeatable."
@@ -74,7 +72,7 @@ class CallRequest(NamedTuple):
 @click.option("--verbose", is_flag=True, help="Print the id of the request on standard error.")
 @click.option(
     "--wait",
-    type=NumberRange(0),
+    type=terminal.number(0),
     default=0.0,
     metavar="SECONDS",
     help="How long to wait for an instance when there is none.",
@@ -86,7 +84,7 @@ class CallRequest(NamedTuple):
 )
 @click.option("--raw", is_flag=True, help="For handlers of bytes: nothing is taken for JSON.")
 @click.option("--json", "as_json", is_flag=True, help="One line per object, errors included.")
-@nats_option
+@terminal.nats_option
 @click.pass_context
 def call(
     ctx: click.Context,
@@ -160,7 +158,7 @@ def execute(request: CallRequest) -> int:
         KeyboardInterrupt: Ctrl-C; the call was cancelled.
     """
     try:
-        prepare(request.nats)
+        terminal.settings(request.nats)
     except ConfigError as error:
         return _print_failure(error, request, exit_codes.exit_code(error))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -202,7 +200,7 @@ def describe_error(error: DynbusError, *, as_json: bool) -> str:
     retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
     if not as_json:
         hint = f"; retry after {max(0.01, round(retry_after, 2)):g} s" if retry_after else ""
-        return error_line(f"{error}{hint}", error.code)
+        return terminal.error_line(f"{error}{hint}", error.code)
     fields = {
         "error": error.code,
         "message": redact_url(error.message),
@@ -223,7 +221,7 @@ async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
     request_id = request.request_id
     if request.verbose:
         request_id = request_id or random_id()
-        notice(f"request {request_id}")
+        terminal.notice(f"request {request_id}")
     with call_options(
         instance=request.instance,
         request_id=request_id,

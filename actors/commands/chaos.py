@@ -19,8 +19,7 @@ from dynbus.actors.chaos.schedule import Kind, parse_kinds, parse_pauses
 from dynbus.actors.chaos.trial import StartFailed, TrialOptions, run_trial
 from dynbus.actors.running.planning import PlanFailed
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.numbers import NumberRange
-from dynbus.bus.commands.terminal import duration, error_line, notice, plain, print_table
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.protocol.names import EndpointName
@@ -73,7 +72,7 @@ class _ChaosCommand(TargetsCommand):
 @namespace_option
 @click.option(
     "--minutes",
-    type=NumberRange(0.01, 1440),
+    type=terminal.number(0.01, 1440),
     default=1.0,
     show_default=True,
     help="How long faults go on.",
@@ -111,7 +110,7 @@ class _ChaosCommand(TargetsCommand):
 )
 @click.option(
     "--timeout",
-    type=NumberRange(0.1, 3600),
+    type=terminal.number(0.1, 3600),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -218,8 +217,8 @@ def execute(options: TrialOptions, as_json: str | None) -> int:
     """
     configure_logging("console", options.log_level)
     file = _open(as_json)
-    notice(
-        f"dynbus: faults for {duration(options.seconds)} with --seed {options.seed}: "
+    terminal.notice(
+        f"dynbus: faults for {terminal.duration(options.seconds)} with --seed {options.seed}: "
         f"{', '.join(options.kinds)}"
     )
     try:
@@ -228,7 +227,7 @@ def execute(options: TrialOptions, as_json: str | None) -> int:
     except (PlanFailed, StartFailed) as error:
         if error.failure.traceback:
             click.echo(error.failure.traceback.rstrip(), err=True)
-        click.echo(error_line(error.failure.message), err=True)
+        click.echo(terminal.error_line(error.failure.message), err=True)
         return error.failure.code
     if file is not None:
         with file:
@@ -264,7 +263,7 @@ async def _interruptible(options: TrialOptions) -> Report:
                 running.cancel()
                 return
             interrupted.set()
-            notice("dynbus: healing what is broken; press Ctrl-C again to stop at once")
+            terminal.notice("dynbus: healing what is broken; press Ctrl-C again to stop at once")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, signalled)
@@ -293,7 +292,9 @@ def _print(report: Report) -> None:
         (f"  {each.call}", f"{each.promise.value}: {each.details}") for each in report.violations
     ]
     rows += [("promises", "all kept" if report.held else "NOT kept")]
-    print_table(("WHAT", "FOUND"), [(plain(what), plain(found)) for what, found in rows])
+    terminal.print_table(
+        ("WHAT", "FOUND"), [(terminal.plain(what), terminal.plain(found)) for what, found in rows]
+    )
 
 
 def _of(found: Spread) -> str:

@@ -11,7 +11,7 @@ import click
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.schemas import json_text, schema_file
 from dynbus.actors.running.planning import load_run
-from dynbus.bus.commands.terminal import json_option
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
@@ -84,7 +84,7 @@ def write(path: Path, text: str) -> None:
     show_default=True,
     help="Of what is documented.",
 )
-@json_option
+@terminal.json_option
 @click.pass_context
 def docs(
     ctx: click.Context,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from dynbus.actors.declaring.specification import DeclaredOption, Options, declared
-from dynbus.bus.commands.numbers import NumberRange
+from dynbus.bus.commands.terminal import terminal
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -61,7 +61,7 @@ def _type(each: DeclaredOption, kind: Any) -> click.ParamType[Any]:
         return click.IntRange(_whole(option.least), _whole(option.most))
     if kind is float:
         least = option.least if option.above is None else option.above
-        return NumberRange(least, option.most, min_open=option.above is not None)
+        return terminal.number(least, option.most, min_open=option.above is not None)
     if kind is Path:
         return click.Path(exists=True, dir_okay=False, path_type=Path)
     return click.STRING

@@ -13,7 +13,7 @@ import click
 from dynbus.actors.running.drawing import called_by, dot, mermaid, tree
 from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.planning import load_run
-from dynbus.bus.commands.terminal import json_option, print_json
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
@@ -81,7 +81,7 @@ FORMATS: Final[Mapping[str, Callable[[Sequence[PlannedNode]], str]]] = {
     show_default=True,
     help="svg needs Graphviz.",
 )
-@json_option
+@terminal.json_option
 @click.pass_context
 def graph(
     ctx: click.Context,
@@ -96,7 +96,7 @@ def graph(
     """`dynbus graph`."""
     nodes = load_run(plan_request(ctx, targets, config_files, namespace), os.environ).plan().nodes
     if as_json:
-        print_json(
+        terminal.print_json(
             [
                 {
                     "address": node.address,

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import notice
+from dynbus.bus.commands.terminal import terminal
 
 logger = logging.getLogger(__name__)
 
@@ -70,5 +70,5 @@ class Interrupts:
         # How many calls run, and how long they have, is for the instances to say.
         if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
             # A user who wants no more than warnings waits in front of the terminal all the same.
-            notice(f"dynbus: {_DRAINING}")
+            terminal.notice(f"dynbus: {_DRAINING}")
         logger.info(_DRAINING)

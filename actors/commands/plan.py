@@ -16,7 +16,7 @@ from dynbus.actors.declaring.service_args import SERVICE_KEY
 from dynbus.actors.placing.allotment import Place
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.planning import LoadedRun
-from dynbus.bus.commands.terminal import plain, print_json, print_table
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import variable
 from dynbus.bus.telemetry.logs import HIDDEN, redact_url
 
@@ -71,7 +71,7 @@ def print_plan(
     bus["servers"] = tuple(map(redact_url, run.config.servers))
     bus_origins = {name: _bus_origin(name, run, environment) for name in bus}
     if as_json:
-        print_json(
+        terminal.print_json(
             {
                 "servers": bus["servers"],
                 "actors": [
@@ -84,38 +84,51 @@ def print_plan(
             }
         )
         return
-    print_table(
+    terminal.print_table(
         ("ADDRESS", "CLASS", "INSTANCES", "ON CRASH", "ENDPOINTS"),
         [
             (
-                plain(str(row["address"])),
-                plain(str(row["class"])),
+                terminal.plain(str(row["address"])),
+                terminal.plain(str(row["class"])),
                 str(row["instances"]),
-                plain(str(row["on_crash"])),
-                plain(", ".join(f"{name}={kind}" for name, kind in row["endpoints"].items())),
+                terminal.plain(str(row["on_crash"])),
+                terminal.plain(
+                    ", ".join(f"{name}={kind}" for name, kind in row["endpoints"].items())
+                ),
             )
             for row in rows
         ],
     )
     if placed:
         click.echo("")
-        print_table(
+        terminal.print_table(
             ("INSTANCE", "HAS"),
-            [(plain(label), plain(str(place))) for label, place in placed.items()],
+            [
+                (terminal.plain(label), terminal.plain(str(place)))
+                for label, place in placed.items()
+            ],
         )
     click.echo("")
-    print_table(
+    terminal.print_table(
         ("ACTOR", "SETTING", "VALUE", "ORIGIN"),
         [
-            (row["address"], plain(setting.key), plain(_text(setting.value)), plain(setting.origin))
+            (
+                row["address"],
+                terminal.plain(setting.key),
+                terminal.plain(_text(setting.value)),
+                terminal.plain(setting.origin),
+            )
             for row, each in zip(rows, settings, strict=True)
             for setting in each
         ],
     )
     click.echo("")
-    print_table(
+    terminal.print_table(
         ("BUS", "VALUE", "ORIGIN"),
-        [(name, plain(_text(value)), plain(bus_origins[name])) for name, value in bus.items()],
+        [
+            (name, terminal.plain(_text(value)), terminal.plain(bus_origins[name]))
+            for name, value in bus.items()
+        ],
     )
 
 

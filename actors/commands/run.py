@@ -44,7 +44,7 @@ from dynbus.actors.serving.instance import InstanceBroken
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import embedded_if_local
-from dynbus.bus.commands.terminal import error_line, json_option, nats_option, notice
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.extras import has_extra
@@ -64,7 +64,7 @@ from .options import (
 )
 from .plan import print_plan
 from .reload import Reloader, Watch, watching
-from .starting import announce, show_start
+from .starting import show_start
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -119,13 +119,13 @@ logger = logging.getLogger(__name__)
 )
 @targets_argument
 @file_option
-@nats_option
+@terminal.nats_option
 @namespace_option
 @click.option("--in-process", is_flag=True, help="Run all instances in this one process.")
 @click.option("--reload", is_flag=True, help="Replace the instances that a changed file affects.")
 @click.option("--fresh", is_flag=True, help="Empty the embedded server's data first.")
 @click.option("--dry-run", is_flag=True, help="Only print what the run would start.")
-@json_option
+@terminal.json_option
 @click.option(
     "--log-format",
     type=click.Choice(["console", "json"]),
@@ -179,7 +179,7 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
     configure_logging(options.log_format, options.log_level)
     if _tells_little():
         # Imports take seconds.
-        notice(f"dynbus: starting the actors of {', '.join(options.targets)}")
+        terminal.notice(f"dynbus: starting the actors of {', '.join(options.targets)}")
     return asyncio.run(_run_in_children(options))
 
 
@@ -202,10 +202,10 @@ def _show_plan(options: RunOptions) -> None:
         else:
             warnings, places = [*warnings, *placed.warnings], placed.places
     for warning in warnings:
-        notice(f"dynbus: {warning}")
+        terminal.notice(f"dynbus: {warning}")
     print_plan(run, os.environ, as_json=options.as_json, places=places, refused=refused)
     if refused:
-        notice(f"dynbus: this machine would refuse the run: {refused}")
+        terminal.notice(f"dynbus: this machine would refuse the run: {refused}")
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -349,7 +349,7 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
 
 
 def _prints(runtime: Runtime) -> None:
-    runtime.bus.status.announcer = announce
+    runtime.bus.status.announcer = terminal.announce
 
 
 def _health(
@@ -388,7 +388,7 @@ def _tell_health(server: HealthServer) -> None:
 def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]:
     from dynbus.bus.telemetry import telemetry
 
-    return telemetry.configure(
+    return telemetry.configure_telemetry(
         service_name="dynbus", otlp_endpoint=otlp_endpoint, prometheus=metrics
     ).shutdown
 
@@ -398,6 +398,6 @@ def _print_failure(failure: Failure) -> None:
         click.echo(failure.traceback.rstrip(), err=True)
     # What follows is the log of a server that does not start.
     reason, _, log = failure.message.partition("\n")
-    click.echo(error_line(reason), err=True)
+    click.echo(terminal.error_line(reason), err=True)
     if log:
-        notice(redact_url(log))
+        terminal.notice(redact_url(log))

@@ -3,24 +3,15 @@ lines that they announce."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import click
-
 from dynbus.actors.running.child import Child
 from dynbus.actors.running.supervisor import Supervisor
-from dynbus.bus.commands.terminal import printable
+from dynbus.bus.commands.terminal import terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-
-def announce(line: str, details: str) -> None:
-    """Print a line, and at a terminal its details."""
-    text = f"{line}\n{details}" if details and sys.stdout.isatty() else line
-    click.echo("\n".join(map(printable, text.split("\n"))))
 
 
 async def show_start(supervisor: Supervisor, *, bars: bool) -> None:
@@ -54,7 +45,7 @@ class StartDisplay:
             for text in child.announced:
                 # Lines of others do not mix with bars.
                 self.close()
-                announce(*text)
+                terminal.announce(*text)
             child.announced.clear()
         if self._bars:
             self._draw(children)
@@ -74,7 +65,9 @@ class StartDisplay:
             self._live.remove_task(self._shown.pop(gone))
         for key, step in steps.items():
             if key not in self._shown:
-                self._shown[key] = self._live.add_task(printable(": ".join(key)), total=None)
+                self._shown[key] = self._live.add_task(
+                    terminal.printable(": ".join(key)), total=None
+                )
             self._live.update(self._shown[key], completed=step.done, total=step.total or None)
 
     def close(self) -> None:

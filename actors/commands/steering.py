@@ -19,7 +19,7 @@ from dynbus.actors.running.control import (
     wait_for_end,
 )
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import error_line, printable
+from dynbus.bus.commands.terminal import terminal
 
 _SCALE = re.compile(r"([\w.-]+)=(\d+)", re.ASCII)
 
@@ -103,13 +103,15 @@ def _carry_out(pid: int | None, *questions: Question) -> int:
         done = isinstance(question, StopRun)
         for answer in ask(run, question):
             if isinstance(answer, Told):
-                click.echo(printable(answer.text))
+                click.echo(terminal.printable(answer.text))
             elif isinstance(answer, Refused):
-                click.echo(error_line(answer.reason), err=True)
+                click.echo(terminal.error_line(answer.reason), err=True)
                 return exit_codes.FAILURE
             done = done or isinstance(answer, Done)
         if not done:
-            click.echo(error_line(f"dynbus run {run} ended before it had done this"), err=True)
+            click.echo(
+                terminal.error_line(f"dynbus run {run} ended before it had done this"), err=True
+            )
             return exit_codes.FAILURE
         if isinstance(question, StopRun):
             wait_for_end(run)

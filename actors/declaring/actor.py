@@ -13,7 +13,7 @@ from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol.names import ComponentName, check_token
 
-from .handlers import SPEC, HandlerSpec
+from .handlers import HandlerSpec
 from .restart_policy import OnCrash
 from .service_args import ServiceArgs
 
@@ -326,8 +326,8 @@ def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:
     found: dict[str, HandlerSpec] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
-            spec = getattr(value, SPEC, None)
-            if isinstance(spec, HandlerSpec):
+            spec = HandlerSpec.of(value)
+            if spec is not None:
                 found[attribute] = spec
             elif attribute in found:
                 del found[attribute]

@@ -92,6 +92,16 @@ class HandlerSpec:
     resume: str | None
     migration_limit: int
 
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> HandlerSpec | None:
+        """What `@handler` has declared of a method; None for any other."""
+        spec = getattr(method, SPEC, None)
+        return spec if isinstance(spec, HandlerSpec) else None
+
+    def mark(self, method: Callable[..., Any]) -> None:
+        """Declare a method as this handler, in place of what it was."""
+        setattr(method, SPEC, self)
+
     @cached_property
     def annotations(self) -> dict[str, Any]:
         """The resolved annotations.
@@ -338,7 +348,7 @@ def handler(
                 f'class: write resume="{REPLAY}", or give the function to its clients'
             )
         spec.check_declared()
-        setattr(method, SPEC, spec)
+        spec.mark(method)
         return method
 
     return decorate if function is None else decorate(function)
@@ -353,9 +363,7 @@ def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
         ConfigError: it is not usable as a handler, or the name is not legal.
     """
     check_token("endpoint", name)
-    declared = getattr(function, SPEC, None)
-    if not isinstance(declared, HandlerSpec):
-        declared = _declare(function, name=name)
+    declared = HandlerSpec.of(function) or _declare(function, name=name)
     signature = inspect.signature(function)
     spec = replace(
         declared,

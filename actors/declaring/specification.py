@@ -180,10 +180,9 @@ class Options:
             ConfigError: they do not go together.
         """
 
-
-def shared(options: Options, spec: type[Options]) -> dict[str, Any]:
-    """The values of those fields that another specification has too, by their names."""
-    return {each.name: getattr(options, each.name) for each in declared(spec)}
+    def shared(self, spec: type[Options]) -> dict[str, Any]:
+        """The values of those fields that another specification has too, by their names."""
+        return {each.name: getattr(self, each.name) for each in declared(spec)}
 
 
 def declared(spec: type[Options]) -> tuple[DeclaredOption, ...]:

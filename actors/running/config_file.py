@@ -16,7 +16,9 @@ from typing import Any, Final, cast
 
 import yaml
 
+from dynbus.actors.declaring.actor_config import ActorConfig, configs
 from dynbus.actors.declaring.arguments import DuplicateKey, parse_json
+from dynbus.actors.declaring.service_args import SERVICE_KEY
 from dynbus.bus.config import GRAPH_VARIABLE
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.telemetry.logs import HIDDEN
@@ -64,6 +66,25 @@ def read_files(paths: Sequence[str], environment: Mapping[str, str]) -> list[Con
             f"{GRAPH_VARIABLE} and {GUIDES_VARIABLE} are both set and mean the same: unset one"
         )
     return [*files, *(read_variable(name, environment[name]) for name in given)]
+
+
+def actor_configs(environment: Mapping[str, str]) -> dict[str, ActorConfig]:
+    """What actors are configured with, by the names of their nodes and classes.
+
+    In a process of `dynbus run` the run's configuration of its actors; of others, and outside of a
+    run, what the environment has for the whole graph. Keys that say how an actor is served are
+    left out.
+
+    Raises:
+        ConfigError: the environment's cannot be read.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for file in read_files([], environment):
+        found |= {name: mapping(section) or {} for name, section in file.keys.items()}
+    return {
+        name: ActorConfig(name, {key: each for key, each in one.items() if key != SERVICE_KEY})
+        for name, one in {**found, **configs()}.items()
+    }
 
 
 def read_file(path: Path) -> ConfigFile:

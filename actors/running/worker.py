@@ -242,7 +242,7 @@ class Worker:
         # Makes its codecs, which takes a while: better now than on the loop.
         check_servable(actor)
         if settings.otlp_endpoint or settings.metrics:
-            self._shut_telemetry = telemetry.configure(
+            self._shut_telemetry = telemetry.configure_telemetry(
                 service_name=component,
                 service_namespace=namespace,
                 instance_id=self._instance_id,

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import anyio
 
 from dynbus import Runtime
-from dynbus.bus.commands.survey import parse_answer
+from dynbus.bus.commands.survey import InstanceReport
 from dynbus.bus.nats.server_process import run_server
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message
@@ -90,7 +90,7 @@ async def transferred(runtime: Runtime) -> Transferred:
     there = asyncio.Event()
 
     def take(message: Message) -> None:
-        row = parse_answer(message.data)
+        row = InstanceReport.read(message.data)
         if row is not None and row.counts is not None:
             found.append(row.counts.figures)
             there.set()

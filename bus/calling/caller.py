@@ -25,7 +25,6 @@ from dynbus.bus.errors import (
     StreamLost,
     Unavailable,
     UnknownOutcome,
-    make_error,
 )
 from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
@@ -299,7 +298,7 @@ class Caller:
         if call is None:
             self.bus.drop(DropReason.STALE)
             return
-        if headers.status(message.headers) == headers.NO_RESPONDERS:
+        if message.found_nobody:
             self._doubt(call)
             return
         self._plain_answer(call, message)
@@ -334,7 +333,8 @@ class Caller:
             return
         status = fields.get(headers.SERVICE_ERROR_CODE, "")
         started = status not in {str(STATUS_CODES["Unavailable"]), str(STATUS_CODES["Overloaded"])}
-        call.fail(make_error(fields.get(headers.ERROR, DynbusError.code), text, started=started))
+        code = fields.get(headers.ERROR, DynbusError.code)
+        call.fail(DynbusError.of_code(code, text, started=started))
 
     def _on_frames(self, message: Message) -> None:
         batch = decode_batch(message.data)

@@ -19,9 +19,8 @@ from dynbus.bus.protocol.cancellation import (
 from dynbus.bus.protocol.names import cancel_subject, check_token
 from dynbus.bus.transport import Message
 
-from .numbers import NumberRange
 from .server import Server
-from .terminal import json_option, nats_option
+from .terminal import terminal
 
 QUIET_SECONDS: Final = 0.5
 """Seconds without a further answer after which nobody else is expected."""
@@ -53,14 +52,14 @@ _HELP: Final = """End requests by their ids, wherever they run or wait.
 )
 @click.option(
     "--wait",
-    type=NumberRange(0.1, 60.0),
+    type=terminal.number(0.1, 60.0),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
     help="How long to take answers at most.",
 )
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 @click.pass_context
 def cancel(
     ctx: click.Context,
@@ -73,28 +72,27 @@ def cancel(
 ) -> None:
     import asyncio
 
-    from .server import connected, prepare
-    from .terminal import notice, print_json
-
     ids = _checked(request_ids)
     if namespace is not None:
         check_token("namespace", namespace)
 
     async def ask() -> list[CancelAnswer]:
-        async with connected(config, "dynbus-cancel") as server:
+        async with terminal.server(config, "dynbus-cancel") as server:
             places = [namespace] if namespace is not None else await _namespaces(server)
             return await _cancel(server, places, ids, wait)
 
-    config = prepare(nats)
+    config = terminal.settings(nats)
     answers = asyncio.run(ask())
     results = [_result(one, answers) for one in ids]
     if as_json:
-        print_json({"processes": len({one.client for one in answers}), "requests": results})
+        terminal.print_json(
+            {"processes": len({one.client for one in answers}), "requests": results}
+        )
     for result in results:
         if not as_json and result["found"]:
             click.echo(_line(result))
         if not result["found"]:
-            notice(_nothing(result["request_id"], answers))
+            terminal.notice(_nothing(result["request_id"], answers))
     if not all(result["found"] for result in results):
         ctx.exit(exit_codes.FAILURE)
 

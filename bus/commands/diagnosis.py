@@ -25,11 +25,11 @@ from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.nats.stream_config import misfits, stream_request
 from dynbus.bus.protocol.names import INSTANCES_BUCKET
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
-from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
+from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
 
-from .server import connected
+from .terminal import terminal
 
 OLDEST_VERSION: Final = (2, 11, 0)
 FAULTY_VERSIONS: Final[dict[tuple[int, ...], str]] = {(2, 14, 5): "it may deliver 10 to 18 s late"}
@@ -194,7 +194,7 @@ def check_records(records: Sequence[StoredMessage], now: float, lease_ttl: float
     keys = [
         record.subject.removeprefix(f"$KV.{INSTANCES_BUCKET}.")
         for record in records
-        if not record.is_marker and now - record.time > (ttl_of(record) or lease_ttl) + EXPIRY_GRACE
+        if not record.is_marker and now - record.time > (record.ttl or lease_ttl) + EXPIRY_GRACE
     ]
     if not keys:
         return Check(name, "ok", "none has outlived its lease")
@@ -284,7 +284,7 @@ async def _check_server(config: BusConfig) -> list[Check]:
     url = redact_url(", ".join(config.servers))
     async with AsyncExitStack() as exits:
         try:
-            server = await exits.enter_async_context(connected(config, "dynbus-doctor"))
+            server = await exits.enter_async_context(terminal.server(config, "dynbus-doctor"))
         except PermissionDenied as error:
             remedy = "give credentials in the URL, or DYNBUS_CREDENTIALS"
             return [Check("server", "fail", redact_url(str(error)), remedy)]

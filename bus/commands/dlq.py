@@ -9,16 +9,7 @@ import click
 
 from dynbus.bus import exit_codes
 
-from .terminal import (
-    duration,
-    json_option,
-    nats_option,
-    notice,
-    plain,
-    print_json,
-    print_table,
-    printable,
-)
+from .terminal import terminal
 
 if TYPE_CHECKING:
     from dynbus.bus.work_queue import DeadLetter, DeadLetters
@@ -43,30 +34,30 @@ def dlq() -> None:
 
 @dlq.command(name="list")
 @click.argument("queue", metavar="NAMESPACE[.COMPONENT[.ENDPOINT]]")
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def list_(queue: str, as_json: bool, nats: str | None) -> None:
     """List the dead letters of a namespace, a component or one queue, oldest first."""
     from dynbus.bus.clock import unix_time
 
     found = _run(queue, nats, lambda letters, rest: letters.find(*rest))
     if as_json:
-        print_json([_json(letter) for letter in found])
+        terminal.print_json([_json(letter) for letter in found])
         return
     if not found:
-        notice(f"{queue} has no dead letters")
+        terminal.notice(f"{queue} has no dead letters")
         return
-    print_table(
+    terminal.print_table(
         ("LETTER", "QUEUE", "JOB", "TRIES", "REASON", "AGE", "ERROR"),
         [
             (
                 letter.letter_id,
                 f"{letter.queue.component}.{letter.queue.endpoint}",
-                plain(letter.job_id),
+                terminal.plain(letter.job_id),
                 str(letter.tries),
-                plain(letter.reason),
-                duration(max(0.0, unix_time() - letter.died_at)),
-                plain(letter.error),
+                terminal.plain(letter.reason),
+                terminal.duration(max(0.0, unix_time() - letter.died_at)),
+                terminal.plain(letter.error),
             )
             for letter in found
         ],
@@ -76,24 +67,24 @@ def list_(queue: str, as_json: bool, nats: str | None) -> None:
 @dlq.command()
 @click.argument("namespace")
 @click.argument("letter")
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def show(namespace: str, letter: str, as_json: bool, nats: str | None) -> None:
     """Show a dead letter, with what the job says."""
     found = _run(namespace, nats, lambda letters, _: letters.get(letter))
     if as_json:
-        print_json({**_json(found), "data": found.data.decode("utf-8", "replace")})
+        terminal.print_json({**_json(found), "data": found.data.decode("utf-8", "replace")})
         return
     for name, value in _json(found).items():
-        click.echo(f"{name}: {printable(str(value))}")
-    click.echo(f"\n{printable(found.data.decode('utf-8', 'replace'))}")
+        click.echo(f"{name}: {terminal.printable(str(value))}")
+    click.echo(f"\n{terminal.printable(found.data.decode('utf-8', 'replace'))}")
 
 
 @dlq.command()
 @click.argument("namespace")
 @click.argument("letters", metavar="[LETTER]...", nargs=-1)
 @click.option("--all", "take_all", is_flag=True, help="All of the namespace.")
-@nats_option
+@terminal.nats_option
 def retry(namespace: str, letters: Sequence[str], take_all: bool, nats: str | None) -> None:
     """Put jobs into their queues again, with all their tries and without a deadline.
 
@@ -106,7 +97,7 @@ def retry(namespace: str, letters: Sequence[str], take_all: bool, nats: str | No
 @click.argument("namespace")
 @click.argument("letters", metavar="[LETTER]...", nargs=-1)
 @click.option("--all", "take_all", is_flag=True, help="All of the namespace.")
-@nats_option
+@terminal.nats_option
 def purge(namespace: str, letters: Sequence[str], take_all: bool, nats: str | None) -> None:
     """Drop dead letters for good."""
     _each(namespace, letters, take_all, nats, "dropped", lambda at, one: at.purge(one))
@@ -134,13 +125,13 @@ def _each(
             except PayloadTooLarge as error:
                 refused = refused or error
                 continue
-            click.echo(f"{done}: {letter.letter_id} {printable(letter.job_id)}")
+            click.echo(f"{done}: {letter.letter_id} {terminal.printable(letter.job_id)}")
         if refused is not None:
             raise refused
         return len(found)
 
     if not _run(namespace, nats, work):
-        notice(f"{namespace} has no dead letters")
+        terminal.notice(f"{namespace} has no dead letters")
 
 
 def _json(letter: DeadLetter) -> dict[str, Any]:
@@ -168,18 +159,16 @@ def _run(
     from dynbus.bus.protocol.names import check_token
     from dynbus.bus.work_queue import DeadLetters
 
-    from .server import connected, prepare
-
     namespace, *rest = where.split(".")
     if len(rest) > 2:
         raise ConfigError(f"{where!r} is not a queue: write namespace.component.endpoint")
     for kind, name in zip(("component", "endpoint"), rest, strict=False):
         check_token(kind, name)
     check_token("namespace", namespace)
-    config = prepare(nats)
+    config = terminal.settings(nats)
 
     async def ask() -> T:
-        async with connected(config, "dynbus-dlq") as server:
+        async with terminal.server(config, "dynbus-dlq") as server:
             return await work(DeadLetters(server.connection.jetstream, namespace), rest)
 
     return asyncio.run(ask())

@@ -8,7 +8,7 @@ import click
 
 from dynbus.bus import exit_codes
 
-from .terminal import json_option, nats_option, plain, print_json, print_table
+from .terminal import terminal
 
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -29,27 +29,26 @@ _HELP: Final = """Check the server and this machine, and say what to do.
     help=_HELP,
     epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage, 3 wrong configuration.",
 )
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 @click.pass_context
 def doctor(ctx: click.Context, /, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from .diagnosis import diagnose
-    from .server import prepare
 
-    checks = asyncio.run(diagnose(prepare(nats, level="critical")))
+    checks = asyncio.run(diagnose(terminal.settings(nats, level="critical")))
     if as_json:
-        print_json([check._asdict() for check in checks])
+        terminal.print_json([check._asdict() for check in checks])
     else:
-        print_table(
+        terminal.print_table(
             ("", "CHECK", "FOUND", "WHAT TO DO"),
             [
                 (
                     f"[{_STYLES[check.status]}]{check.status}[/]",
-                    plain(check.name),
-                    plain(check.found),
-                    plain(check.remedy),
+                    terminal.plain(check.name),
+                    terminal.plain(check.found),
+                    terminal.plain(check.remedy),
                 )
                 for check in checks
             ],

@@ -9,10 +9,10 @@ import click
 
 from dynbus.bus import exit_codes
 
-from .terminal import duration, json_option, nats_option, notice, plain, print_json, print_table
+from .terminal import terminal
 
 if TYPE_CHECKING:
-    from .survey import Request, Row
+    from .survey import InstanceReport, Request
 
 MOST_SHOWN: Final = 100
 """Requests in the table."""
@@ -41,49 +41,48 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
 @click.option("--requests", is_flag=True, help="List requests at the instances, by their ids.")
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def ps(namespace: str | None, requests: bool, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from dynbus.bus.clock import unix_time
     from dynbus.bus.serving.services import MOST_REQUESTS
 
-    from .server import connected, prepare
     from .survey import Survey, survey
 
     async def look() -> Survey:
-        async with connected(config, "dynbus-ps") as server:
+        async with terminal.server(config, "dynbus-ps") as server:
             return await survey(server, MOST_REQUESTS if requests else 0)
 
-    config = prepare(nats)
+    config = terminal.settings(nats)
     found = asyncio.run(look())
     if found.notice:
-        notice(found.notice)
+        terminal.notice(found.notice)
     rows = [row for row in found.rows if namespace in (None, row.namespace)]
     if requests:
         show_requests(rows, as_json=as_json)
         return
     now = unix_time()
     if as_json:
-        print_json([row.to_json(now) for row in rows])
+        terminal.print_json([row.to_json(now) for row in rows])
         return
     if not rows:
-        notice("no instance" + (f" in {namespace}" if namespace else ""))
+        terminal.notice("no instance" + (f" in {namespace}" if namespace else ""))
         return
     says = any(row.status for row in rows)
     columns = ("COMPONENT", "INSTANCE", "STATE", "AGE", "LOAD", "ENDPOINTS", "ADDRESS")
-    print_table(
+    terminal.print_table(
         (*columns, "STATUS") if says else columns,
         [
             (
-                plain(f"{row.namespace}.{row.component}"),
-                plain(row.instance_id),
+                terminal.plain(f"{row.namespace}.{row.component}"),
+                terminal.plain(row.instance_id),
                 f"[{_STYLES[row.state]}]{row.state}[/]",
-                duration(now - row.started) if row.started else "-",
+                terminal.duration(now - row.started) if row.started else "-",
                 f"{row.running}/{row.waiting}" if row.answers else "-",
-                plain(", ".join(sorted(row.endpoints))),
-                plain(row.address or "-"),
+                terminal.plain(", ".join(sorted(row.endpoints))),
+                terminal.plain(row.address or "-"),
                 *([_status(row.status)] if says else []),
             )
             for row in rows
@@ -91,43 +90,45 @@ def ps(namespace: str | None, requests: bool, as_json: bool, nats: str | None) -
     )
 
 
-def show_requests(rows: Sequence[Row], *, as_json: bool) -> None:
+def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
     """The requests at instances, the oldest first."""
     from dynbus.bus.serving.services import MOST_REQUESTS
 
     found = [(row, each) for row in rows for each in row.requests or ()]
     found.sort(key=lambda pair: -pair[1].age)
     if as_json:
-        print_json([_request_json(row, each) for row, each in found])
+        terminal.print_json([_request_json(row, each) for row, each in found])
     elif found:
-        print_table(
+        terminal.print_table(
             ("REQUEST", "ENDPOINT", "INSTANCE", "STATE", "AGE"),
             [
                 (
-                    plain(each.request_id),
-                    plain(f"{row.namespace}.{row.component}.{each.endpoint}"),
-                    plain(row.instance_id),
+                    terminal.plain(each.request_id),
+                    terminal.plain(f"{row.namespace}.{row.component}.{each.endpoint}"),
+                    terminal.plain(row.instance_id),
                     "waits" if each.waits else "runs",
-                    duration(each.age),
+                    terminal.duration(each.age),
                 )
                 for row, each in found[:MOST_SHOWN]
             ],
         )
     else:
-        notice("no request runs or waits")
+        terminal.notice("no request runs or waits")
     left = 0 if as_json else max(0, len(found) - MOST_SHOWN)
     for row in rows:
         # What others end meanwhile is not left out.
         if row.requests is not None and len(row.requests) >= MOST_REQUESTS:
             left += max(0, row.running + row.waiting - len(row.requests))
     if left:
-        notice(f"{left} more are not shown: they began later")
+        terminal.notice(f"{left} more are not shown: they began later")
     if untold := sum(row.requests is None for row in rows):
         whose = "1 instance" if untold == 1 else f"{untold} instances"
-        notice(f"the requests of {whose} are not known: silent, or older than the question")
+        terminal.notice(
+            f"the requests of {whose} are not known: silent, or older than the question"
+        )
 
 
-def _request_json(row: Row, request: Request) -> dict[str, Any]:
+def _request_json(row: InstanceReport, request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "namespace": row.namespace,
@@ -140,4 +141,4 @@ def _request_json(row: Row, request: Request) -> dict[str, Any]:
 
 
 def _status(status: Mapping[str, str]) -> str:
-    return "\n".join(plain(f"{key}={text}") for key, text in status.items()) or "-"
+    return "\n".join(terminal.plain(f"{key}={text}") for key, text in status.items()) or "-"

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from dynbus.bus.protocol.names import InstanceName
 
-from .survey import Counts, Row
-from .terminal import duration
+from .survey import Counts, InstanceReport
+from .terminal import terminal
 
 SortKey = Literal["name", "calls", "load", "items"]
 UNKNOWN: Final = "-"
@@ -28,7 +28,7 @@ class Activity(NamedTuple):
             none came in between.
     """
 
-    row: Row
+    row: InstanceReport
     calls: float | None = None
     errors: float | None = None
     streams: int | None = None
@@ -50,7 +50,7 @@ class Activity(NamedTuple):
 
 
 def activities(
-    before: Mapping[InstanceName, Counts], rows: Iterable[Row], sort: SortKey = "name"
+    before: Mapping[InstanceName, Counts], rows: Iterable[InstanceReport], sort: SortKey = "name"
 ) -> list[Activity]:
     """What each instance did since `before`, in the order that is asked for.
 
@@ -68,12 +68,12 @@ def activities(
     return found
 
 
-def counted(rows: Iterable[Row]) -> dict[InstanceName, Counts]:
+def counted(rows: Iterable[InstanceReport]) -> dict[InstanceName, Counts]:
     """What instances have counted, for the next `activities`."""
     return {InstanceName(*row[:3]): row.counts for row in rows if row.counts is not None}
 
 
-def _activity(row: Row, before: Counts | None) -> Activity:
+def _activity(row: InstanceReport, before: Counts | None) -> Activity:
     now = row.counts
     if now is None:
         return Activity(row)
@@ -152,8 +152,8 @@ def fitting(table: Sequence[Column], width: int, gap: int = 2) -> list[Column]:
     return kept
 
 
-def _since(row: Row, now: float) -> str:
-    return duration(now - row.started) if row.started else UNKNOWN
+def _since(row: InstanceReport, now: float) -> str:
+    return terminal.duration(now - row.started) if row.started else UNKNOWN
 
 
 def _rate(value: float | None) -> str:

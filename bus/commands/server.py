@@ -1,4 +1,4 @@
-"""The server that a command talks to: its settings, one connection, and questions to many."""
+"""The server that a command talks to: one connection, and questions to many."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import anyio
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ReplySubjects
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.telemetry.logs import configure_logging, redact_url
+from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import Message
 
 if TYPE_CHECKING:
@@ -28,19 +28,6 @@ T = TypeVar("T")
 LOOKS: Final = 4
 """In so many parts it is waited for an answer. Time in which this process does not run ends one of
 them alone: in the others it reads what came meanwhile, also from those that did not run either."""
-
-
-def prepare(nats: str | None, *, level: str = "error") -> BusConfig:
-    """Set up what a command logs, and read its settings.
-
-    Args:
-        nats: the value of `--nats`; None for the one of the environment.
-
-    Raises:
-        ConfigError: a setting is not usable.
-    """
-    configure_logging("console", level)
-    return load_config({"servers": nats} if nats else {})
 
 
 class Server(NamedTuple):

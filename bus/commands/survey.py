@@ -18,8 +18,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
-from dynbus.bus.records.reading import read_latest
+from dynbus.bus.records.leases import read_instances
 from dynbus.bus.transport import NoStream
 
 from .server import Server
@@ -68,7 +67,7 @@ class Request(NamedTuple):
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-class Row(NamedTuple):
+class InstanceReport(NamedTuple):
     """One instance as `dynbus ps` shows it.
 
     Attributes:
@@ -98,6 +97,52 @@ class Row(NamedTuple):
     schemas: Mapping[str, str] = NOTHING
     requests: tuple[Request, ...] | None = None
 
+    @classmethod
+    def read(cls, data: bytes, now: float = 0.0) -> InstanceReport | None:
+        """The answer of an instance to `$SRV.STATS`, as of one that no record lists; None when it
+        is not a dynbus instance.
+
+        Args:
+            now: on the monotonic clock.
+        """
+        try:
+            found = msgspec.json.decode(data, type=_Stats)
+            started = datetime.fromisoformat(found.started).timestamp()
+        except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
+            return None
+        namespace = found.metadata.get("dynbus.namespace", "")
+        component = found.name.removeprefix(f"{namespace}_")
+        if component == found.name or not _are_names(namespace, component, found.id):
+            return None
+        loads = [endpoint.data for endpoint in found.endpoints]
+        requests = [
+            Request(each.id, endpoint.name, each.age, each.waits)
+            for endpoint in found.endpoints
+            for each in endpoint.data.requests or ()
+        ]
+        return cls(
+            namespace,
+            component,
+            found.id,
+            "draining" if any(load.draining for load in loads) else "unlisted",
+            started,
+            True,
+            sum(load.running for load in loads),
+            sum(load.waiting for load in loads),
+            tuple(endpoint.name for endpoint in found.endpoints),
+            status=next((load.status for load in loads if load.status), NOTHING),
+            counts=Counts(
+                now,
+                calls=sum(endpoint.num_requests for endpoint in found.endpoints),
+                errors=sum(endpoint.num_errors for endpoint in found.endpoints),
+                streams=sum(load.running for load in loads if load.items is not None),
+                items=sum(load.items or 0 for load in loads),
+                seconds=sum(endpoint.processing_time for endpoint in found.endpoints) / 1e9,
+                figures=next((load.figures for load in loads if load.figures), dict[str, float]()),
+            ),
+            requests=None if all(load.requests is None for load in loads) else tuple(requests),
+        )
+
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
         fields = self._asdict()
@@ -113,7 +158,7 @@ class Row(NamedTuple):
 class Survey(NamedTuple):
     """The instances, and what a user should know about how complete they are."""
 
-    rows: list[Row]
+    rows: list[InstanceReport]
     notice: str
 
 
@@ -141,18 +186,20 @@ async def survey(server: Server, requests: int = 0) -> Survey:
         answers = await server.ask(
             ("$SRV.STATS",),
             msgspec.json.encode({"requests": requests}) if requests else b"",
-            lambda message: parse_answer(message.data, monotonic()),
+            lambda message: InstanceReport.read(message.data, monotonic()),
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
         )
     return Survey(join(records, answers), notice)
 
 
-def join(records: Iterable[InstanceRecord], answers: Iterable[Row]) -> list[Row]:
+def join(
+    records: Iterable[InstanceRecord], answers: Iterable[InstanceReport]
+) -> list[InstanceReport]:
     """Rows by component and start, out of what is listed and what answers."""
     rows = {InstanceName(*row[:3]): row for row in answers}
     for record in records:
-        row = rows.get(record.name, Row(*record.name))
+        row = rows.get(record.name, InstanceReport(*record.name))
         draining = record.draining or row.state == "draining"
         rows[record.name] = row._replace(
             state="silent" if not row.answers else "draining" if draining else "serving",
@@ -163,52 +210,6 @@ def join(records: Iterable[InstanceRecord], answers: Iterable[Row]) -> list[Row]
             schemas=record.schemas,
         )
     return sorted(rows.values(), key=lambda row: (row.namespace, row.component, row.started))
-
-
-def parse_answer(data: bytes, now: float = 0.0) -> Row | None:
-    """What an instance that answers `$SRV.STATS` says of itself, as one that no record lists; None
-    when it is not a dynbus instance.
-
-    Args:
-        now: on the monotonic clock.
-    """
-    try:
-        found = msgspec.json.decode(data, type=_Stats)
-        started = datetime.fromisoformat(found.started).timestamp()
-    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
-        return None
-    namespace = found.metadata.get("dynbus.namespace", "")
-    component = found.name.removeprefix(f"{namespace}_")
-    if component == found.name or not _are_names(namespace, component, found.id):
-        return None
-    loads = [endpoint.data for endpoint in found.endpoints]
-    requests = [
-        Request(each.id, endpoint.name, each.age, each.waits)
-        for endpoint in found.endpoints
-        for each in endpoint.data.requests or ()
-    ]
-    return Row(
-        namespace,
-        component,
-        found.id,
-        "draining" if any(load.draining for load in loads) else "unlisted",
-        started,
-        True,
-        sum(load.running for load in loads),
-        sum(load.waiting for load in loads),
-        tuple(endpoint.name for endpoint in found.endpoints),
-        status=next((load.status for load in loads if load.status), NOTHING),
-        counts=Counts(
-            now,
-            calls=sum(endpoint.num_requests for endpoint in found.endpoints),
-            errors=sum(endpoint.num_errors for endpoint in found.endpoints),
-            streams=sum(load.running for load in loads if load.items is not None),
-            items=sum(load.items or 0 for load in loads),
-            seconds=sum(endpoint.processing_time for endpoint in found.endpoints) / 1e9,
-            figures=next((load.figures for load in loads if load.figures), dict[str, float]()),
-        ),
-        requests=None if all(load.requests is None for load in loads) else tuple(requests),
-    )
 
 
 def _are_names(*tokens: str) -> bool:
@@ -249,10 +250,6 @@ class _Stats(msgspec.Struct, frozen=True):
 
 async def _read_records(server: Server) -> list[InstanceRecord]:
     try:
-        latest = await read_latest(
-            server.connection.jetstream, INSTANCES_STREAM.name, timeout=READ_SECONDS
-        )
+        return await read_instances(server.connection.jetstream, timeout=READ_SECONDS)
     except NoStream:
         return []  # no instance has ever been started on this server
-    records = map(record_of, latest.values())
-    return [record for record in records if record is not None]

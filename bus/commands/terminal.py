@@ -1,92 +1,180 @@
-"""What commands print: tables for people, JSON for programs.
+"""The terminal of a command: its options, its settings, the server it talks to, and what it prints.
 
 Colour and width are rich's to decide: plain text when the output is no terminal or `NO_COLOR`
-is set. Nothing heavier than rich is imported, and that only when a table is printed.
+is set. Nothing heavier than click is imported before it is needed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import click
 import msgspec
 
+from dynbus.bus import exit_codes
+
+from .numbers import NumberRange
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dynbus.bus.config import BusConfig
+
+    from .server import Server
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 PIPED_WIDTH: Final = 200
 """Columns of a table that no terminal shows; a program reads it, so nothing is cut off."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-nats_option = click.option(
-    "--nats",
-    metavar="URL",
-    help="The server, or several with commas. Default: NATS_URL, else nats://127.0.0.1:4222.",
-)
+
+class Terminal:
+    """What a command takes from its user, and how it answers. To be used on the main thread.
+
+    A command is click's own, `@click.command(epilog=terminal.EXIT_CODES)`; what it raises of
+    `DynbusError` is printed in one line, and ends it with the exit code for it.
+
+    Attributes:
+        EXIT_CODES: the text of `--help` about them.
+        OK, FAILURE, NO_SERVER, INTERRUPTED: exit codes.
+    """
+
+    EXIT_CODES: Final = exit_codes.GENERAL
+    OK: Final = exit_codes.OK
+    FAILURE: Final = exit_codes.FAILURE
+    NO_SERVER: Final = exit_codes.NO_SERVER
+    INTERRUPTED: Final = exit_codes.INTERRUPTED
+
+    def json_option(self, command: F) -> F:
+        """Give a command `--json`, as its argument `as_json`."""
+        return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(
+            command
+        )
+
+    def nats_option(self, command: F) -> F:
+        """Give a command `--nats`, as its argument `nats`: see `settings`."""
+        return click.option(
+            "--nats",
+            metavar="URL",
+            help="The server, or several with commas. "
+            "Default: NATS_URL, else nats://127.0.0.1:4222.",
+        )(command)
+
+    def number(
+        self, least: float | None = None, most: float | None = None, *, min_open: bool = False
+    ) -> NumberRange:
+        """The type of an option that is a number, and never `nan`.
+
+        Args:
+            min_open: whether `least` itself is none of them.
+        """
+        return NumberRange(least, most, min_open=min_open)
+
+    def settings(
+        self,
+        nats: str | None,
+        *,
+        level: str = "error",
+        format: Literal["console", "json"] | None = "console",
+    ) -> BusConfig:
+        """Set up what a command logs, and read its settings.
+
+        Args:
+            nats: the value of `--nats`; None for the one of the environment.
+            level, format: of what is logged, as of `--log-level` and `--log-format`.
+
+        Raises:
+            ConfigError: a setting is not usable.
+        """
+        from dynbus.bus.config import load_config
+        from dynbus.bus.telemetry.logs import configure_logging
+
+        configure_logging(format, level)
+        return load_config({"servers": nats} if nats else {})
+
+    def server(self, config: BusConfig, name: str) -> AbstractAsyncContextManager[Server]:
+        """One connection with the credentials of a configuration, which is closed at the end.
+
+        Args:
+            name: how the connection shows in the server's lists.
+
+        Raises:
+            PermissionDenied: the server refuses the credentials.
+            Unavailable: no server can be reached.
+        """
+        from .server import connected
+
+        return connected(config, name)
+
+    def console(self) -> Console:
+        """A console of rich's on standard output."""
+        from rich.console import Console
+
+        width = None if sys.stdout.isatty() else PIPED_WIDTH
+        return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+
+    def print_json(self, value: Any, *, indent: int = 2) -> None:
+        """Print a value as JSON; `indent=0` on one line."""
+        text = msgspec.json.encode(value)
+        click.echo(msgspec.json.format(text, indent=indent) if indent else text)
+
+    def print_table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print rows under their columns; a cell may hold rich's markup."""
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self.console().print(table)
+
+    def plain(self, text: str) -> str:
+        """Text for a cell: its brackets are no markup, and it cannot steer the terminal."""
+        from rich.markup import escape
+
+        return escape(self.printable(text))
+
+    def printable(self, text: str) -> str:
+        """Text as it is, with what is not printable as escapes: it may come from anywhere."""
+        return "".join(
+            letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+            for letter in text
+        )
+
+    def notice(self, text: str) -> None:
+        """Say something beside the result, on standard error."""
+        click.echo("\n".join(map(self.printable, text.split("\n"))), err=True)
+
+    def announce(self, line: str, details: str) -> None:
+        """Print a line, and at a terminal its details."""
+        text = f"{line}\n{details}" if details and sys.stdout.isatty() else line
+        click.echo("\n".join(map(self.printable, text.split("\n"))))
+
+    def error_line(self, message: str, code: str = "") -> str:
+        """The one line by which a command tells why it failed, without credentials."""
+        told = " ".join(self.redact_url(message).split())
+        return self.printable(f"dynbus: {code}: {told}" if code else f"dynbus: {told}")
+
+    def redact_url(self, text: str) -> str:
+        """A text without the credentials of the URLs in it."""
+        from dynbus.bus.telemetry.logs import redact_url
+
+        return redact_url(text)
+
+    def duration(self, seconds: float) -> str:
+        """A length of time in its two largest units: `3d 4h`, `12m 5s`, `0s`."""
+        left = max(0, int(seconds))
+        parts: list[str] = []
+        for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+            amount, left = divmod(left, length)
+            if amount or (unit == "s" and not parts):
+                parts.append(f"{amount}{unit}")
+        return " ".join(parts[:2])
 
 
-def console() -> Console:
-    """A console on standard output."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
-
-
-def print_json(value: Any, *, indent: int = 2) -> None:
-    """Print a value as JSON; `indent=0` on one line."""
-    text = msgspec.json.encode(value)
-    click.echo(msgspec.json.format(text, indent=indent) if indent else text)
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows under their columns; a cell may hold rich's markup."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
-
-
-def plain(text: str) -> str:
-    """Text for a cell: its brackets are no markup, and it cannot steer the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text))
-
-
-def printable(text: str) -> str:
-    """Text as it is, with what is not printable as escapes: it may come from anywhere."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
-
-
-def notice(text: str) -> None:
-    """Say something beside the result, on standard error."""
-    click.echo("\n".join(map(printable, text.split("\n"))), err=True)
-
-
-def error_line(message: str, code: str = "") -> str:
-    """The one line by which a command tells why it failed, without credentials."""
-    from dynbus.bus.telemetry.logs import redact_url
-
-    told = " ".join(redact_url(message).split())
-    return printable(f"dynbus: {code}: {told}" if code else f"dynbus: {told}")
-
-
-def duration(seconds: float) -> str:
-    """A length of time in its two largest units: `3d 4h`, `12m 5s`, `0s`."""
-    left = max(0, int(seconds))
-    parts: list[str] = []
-    for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
-        amount, left = divmod(left, length)
-        if amount or (unit == "s" and not parts):
-            parts.append(f"{amount}{unit}")
-    return " ".join(parts[:2])
+terminal: Final = Terminal()
+"""The terminal of this process."""

@@ -14,9 +14,8 @@ import click
 
 from dynbus.bus import exit_codes
 
-from .numbers import NumberRange
 from .rates import Activity, SortKey, activities, columns, counted, fitting
-from .terminal import console, json_option, nats_option, notice, plain, print_json, printable
+from .terminal import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -69,7 +68,7 @@ class View(NamedTuple):
 @click.option(
     "-n",
     "--interval",
-    type=NumberRange(0.2, 3600),
+    type=terminal.number(0.2, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -83,8 +82,8 @@ class View(NamedTuple):
     help="What is highest comes first.",
 )
 @click.option("--once", is_flag=True, help="Show it once, after one interval.")
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 @click.pass_context
 def top(
     ctx: click.Context,
@@ -99,15 +98,13 @@ def top(
 ) -> None:
     import anyio
 
-    from .server import prepare
-
-    config = prepare(nats)
-    terminal = console()
-    is_live = terminal.is_terminal and not (terminal.is_dumb_terminal or once or as_json)
+    config = terminal.settings(nats)
+    console = terminal.console()
+    is_live = console.is_terminal and not (console.is_dumb_terminal or once or as_json)
     screen: AbstractContextManager[object] | None = None
     draw: Callable[[View], object]
     if is_live:
-        screen, draw = _screen(terminal, config)
+        screen, draw = _screen(console, config)
     elif as_json:
         draw = partial(_print_json, indent=2 if once else 0)
     else:
@@ -160,12 +157,11 @@ async def show(
     from dynbus.bus.clock import monotonic, unix_time
     from dynbus.bus.errors import Unavailable
 
-    from .server import connected
     from .survey import survey
 
     before: dict[InstanceName, Counts] | None = None
     shown: list[Activity] = []
-    async with connected(config, "dynbus-top") as server:
+    async with terminal.server(config, "dynbus-top") as server:
         with screen or nullcontext():
             while True:
                 begun = monotonic()
@@ -193,37 +189,37 @@ def _print_json(view: View, *, indent: int) -> None:
         "notice": view.notice,
         "instances": [each.to_json(view.time) for each in view.shown],
     }
-    print_json(value, indent=indent)
+    terminal.print_json(value, indent=indent)
 
 
 def _print_once(view: View) -> None:
     if view.notice:
-        notice(view.notice)
+        terminal.notice(view.notice)
     if not view.shown:
-        notice("no instance")
+        terminal.notice("no instance")
         return
-    terminal = console()
-    terminal.print(_table(view, terminal.width, len(view.shown)))
+    console = terminal.console()
+    console.print(_table(view, console.width, len(view.shown)))
 
 
 def _screen(
-    terminal: Console, config: BusConfig
+    console: Console, config: BusConfig
 ) -> tuple[AbstractContextManager[object], Callable[[View], object]]:
     """A screen of its own, and what draws on it; the terminal is as before when it is left."""
     from rich.live import Live
 
     from dynbus.bus.telemetry.logs import redact_url
 
-    live = Live(console=terminal, screen=True, auto_refresh=False)
+    live = Live(console=console, screen=True, auto_refresh=False)
     servers = redact_url(", ".join(config.servers))
 
     def draw(view: View) -> None:
-        live.update(_page(view, servers, terminal), refresh=True)
+        live.update(_page(view, servers, console), refresh=True)
 
     return live, draw
 
 
-def _page(view: View, servers: str, terminal: Console) -> Group:
+def _page(view: View, servers: str, console: Console) -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -233,12 +229,14 @@ def _page(view: View, servers: str, terminal: Console) -> Group:
         f"{time.strftime('%H:%M:%S', time.localtime(view.time))}  {servers}  "
         f"{count} instance{'s' * (count != 1)}  {calls:.0f} calls/s"
     )
-    lines: list[Any] = [Text(printable(head), style="bold", no_wrap=True, overflow="ellipsis")]
+    lines: list[Any] = [
+        Text(terminal.printable(head), style="bold", no_wrap=True, overflow="ellipsis")
+    ]
     if view.notice:
-        lines.append(Text(printable(view.notice), style="red"))
-    room = max(FEWEST_ROWS, terminal.height - len(lines) - 2)
+        lines.append(Text(terminal.printable(view.notice), style="red"))
+    room = max(FEWEST_ROWS, console.height - len(lines) - 2)
     most = count if count <= room else room - 1
-    lines.append(_table(view, terminal.width, most))
+    lines.append(_table(view, console.width, most))
     if most < count:
         lines.append(Text(f"and {count - most} more"))
     return Group(*lines)
@@ -259,6 +257,6 @@ def _table(view: View, width: int, most: int) -> Table:
             overflow="ellipsis",
         )
     for number, each in enumerate(shown):
-        cells = [plain(column.cells[number]) for column in chosen]
+        cells = [terminal.plain(column.cells[number]) for column in chosen]
         table.add_row(*cells, style=_STYLES.get(each.row.state, ""))
     return table

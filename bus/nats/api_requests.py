@@ -13,7 +13,6 @@ import msgspec
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, Unavailable
-from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
     Callback,
     Connection,
@@ -159,7 +158,7 @@ class ServerRequests:
             self._connection.drop(DropReason.STALE)
             return
         reply = waiting.reply
-        if header_block.status(message.headers) == header_block.NO_RESPONDERS:
+        if message.found_nobody:
             _fail(reply, NoResponders("nobody serves the subject: is JetStream enabled?"))
         else:
             reply.set_result(message)

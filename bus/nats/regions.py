@@ -43,7 +43,7 @@ async def count_keepers(
     enough = anyio.Event()
 
     def take(message: Message) -> None:
-        if header_block.status(message.headers) != header_block.NO_RESPONDERS:
+        if not message.found_nobody:
             heard.append(message)
         first.set()
         if len(heard) > expected:

@@ -25,8 +25,6 @@ CONTINUES: Final = "Dynbus-Continues"
 METADATA: Final = "Dynbus-Metadata"
 PRIORITY: Final = "Dynbus-Priority"
 IDEMPOTENCY_KEY: Final = "Dynbus-Idempotency-Key"
-PUBLISHED: Final = "Dynbus-Published"
-KV_AWARENESS: Final = "Dynbus-Kv-Awareness"
 JOB: Final = "Dynbus-Job"
 JOB_AGE: Final = "Dynbus-Job-Age"
 JOB_DELAY: Final = "Dynbus-Job-Delay"
@@ -49,13 +47,13 @@ TTL: Final = "Nats-TTL"
 ROLLUP: Final = "Nats-Rollup"
 MARKER_REASON: Final = "Nats-Marker-Reason"
 KV_OPERATION: Final = "KV-Operation"
-DELETED: Final[Mapping[str, str]] = {KV_OPERATION: "DEL"}
-"""The header of the marker that is left of a record which somebody has deleted."""
 
 OF_STREAM: Final = b"\r\nNats-Stream: "
 """In the block of what the server sends out of a stream to whom a request names."""
 
 NO_RESPONDERS: Final = "503"
+NOBODY: Final = PREAMBLE + b" " + NO_RESPONDERS.encode()
+"""How the block begins by which the server says that nobody listens."""
 
 _KEY = re.compile(r"[!-9;-~]+")
 _VALUE = re.compile(r"[ -~]*")

@@ -1,12 +1,12 @@
-"""Every name on the bus: what a token may look like, and how subjects are spelled.
+"""The names of the bus: what a token may look like, and how subjects are spelled.
 
-A subject is built here and nowhere else, so that `docs/protocol.md` has one counterpart in
-the code. Tokens that start with `_` belong to dynbus; a user's token never does.
+Subjects of calls, jobs and instances are built here and nowhere else; those of KV-cache events, of
+transfers and of resumable streams by the packages that own them, each in a module of this name.
+Tokens that start with `_` belong to dynbus; a user's token never does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Final, NamedTuple
 
@@ -21,19 +21,10 @@ REPLY_ROOT: Final = "_R"
 ANONYMOUS: Final = "-"
 
 INSTANCES_BUCKET: Final = "dynbus_instances"
-KV_EVENTS: Final = "_kv"
-KV_RESYNC: Final = "_kv_resync"
-KV_LOAD: Final = "_kv_load"
-KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 WORK: Final = "_work"
 DEAD: Final = "_dead"
 HOLDERS_BUCKET: Final = "dynbus_jobs"
 CANCEL: Final = "_cancel"
-STREAMS: Final = "_streams"
-STREAM_LOGS: Final = "DYNBUS_STREAMS"
-"""The stream with the logs of resumable streams of front ends."""
-TRANSFER: Final = "_transfer"
-TRANSFER_BUCKET: Final = "dynbus_transfer_agents"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 _ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
@@ -185,71 +176,6 @@ def cancel_subject(namespace: str) -> str:
     what another one asked for.
     """
     return f"{namespace}.{CANCEL}"
-
-
-def kv_event_stream(namespace: str) -> str:
-    """The name of the stream with the KV-cache events of a namespace."""
-    return f"DYNBUS_EVENTS_{namespace}"
-
-
-def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
-    """Where the KV-cache events of one data-parallel rank are published; `*` for any."""
-    return f"{namespace}.{component}.{KV_EVENTS}.{instance_id}.{dp_rank}"
-
-
-def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
-    """Where one rank is asked to send all that it holds; `*` for any."""
-    return f"{namespace}.{component}.{KV_RESYNC}.{instance_id}.{dp_rank}"
-
-
-def kv_load_subject(namespace: str, component: str, router: str) -> str:
-    """Where one router tells the others what it sends where; `*` for any.
-
-    It has a token more than any subject that callers may publish to, so none of them can speak
-    for a router.
-    """
-    return f"{namespace}.{component}.{KV_LOAD}.{router}.all"
-
-
-def kv_snapshot_bucket(namespace: str) -> str:
-    """The object bucket with the snapshots of a namespace's KV indexes.
-
-    A bucket's name is a token: where the namespace is too long for that, its end gives way to
-    a digest of it.
-    """
-    name = f"DYNBUS_SNAPSHOTS_{namespace}"
-    if TOKEN.fullmatch(name):
-        return name
-    return f"{name[:46]}_{hashlib.blake2s(namespace.encode(), digest_size=8).hexdigest()}"
-
-
-def kv_election_subject(namespace: str, component: str) -> str:
-    """Where the router is stored that takes the snapshots of a component."""
-    return f"$KV.{KV_ELECTION_BUCKET}.{namespace}.{component}"
-
-
-def transfer_agent_subject(agent: str) -> str:
-    """Where the description of an agent of transfers is stored."""
-    return f"$KV.{TRANSFER_BUCKET}.{agent}"
-
-
-def transfer_subject(agent: str, epoch: str) -> str:
-    """Where one life of an agent of transfers hears from its peers."""
-    return f"{agent}.{TRANSFER}.{epoch}"
-
-
-def stream_log_subject(key: str) -> str:
-    """Where the log of one resumable stream is stored; `*` for any."""
-    return f"{STREAMS}.log.{key}"
-
-
-STREAM_LOGS_MARK: Final = f"{STREAMS}.log.mark"
-"""What is stored there comes after all that was stored before, and is of no stream."""
-
-
-def stream_owner_subject(front_end: str) -> str:
-    """Where one front end is asked whether it goes on with a resumable stream."""
-    return f"{STREAMS}.owner.{front_end}"
 
 
 def work_subject(queue: EndpointName) -> str:

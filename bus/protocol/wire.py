@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from dynbus.bus.errors import DynbusError, HandlerError, Overloaded, make_error, safe_text
+from dynbus.bus.errors import DynbusError, HandlerError, Overloaded, safe_text
 
 from .names import InstanceName
 
@@ -110,6 +110,16 @@ class Failed(_Frame, frozen=True, array_like=True, gc=False, tag=3):
     retry_after: float
     traceback: str
     error_type: str = ""
+
+    @classmethod
+    def stored(cls, error: DynbusError) -> Failed:
+        """An error as it is kept where it is of no frame; `error` gives it back."""
+        return failed_frame(0, bytes(SECRET_BYTES), 0, 0, error)
+
+    @property
+    def error(self) -> DynbusError:
+        """What it carries; of an unknown code a plain `DynbusError`."""
+        return error_of(self)
 
 
 class Credit(_Frame, frozen=True, array_like=True, gc=False, tag=4):
@@ -334,7 +344,7 @@ def _seconds(value: object) -> float:
 
 def error_of(frame: Failed) -> DynbusError:
     """The error that a terminal frame carries; an unknown code is a plain `DynbusError`."""
-    error = make_error(
+    error = DynbusError.of_code(
         frame.code,
         frame.message,
         hop=frame.hop,

@@ -31,7 +31,7 @@ from .instance_view import (
     Instance,
     InstanceView,
 )
-from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of, ttl_of
+from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -325,7 +325,7 @@ class Discovery:
         elif (record := record_of(message)) is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         else:
-            self._bus.to_main(self._put, record, message.time, ttl_of(message))
+            self._bus.to_main(self._put, record, message.time, message.ttl)
 
     # On the main loop ----------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Discovery:
                 continue
             known = self.view.find(record.name)
             if known is None or known.renewed < message.time:
-                self._put(record, message.time, ttl_of(message))
+                self._put(record, message.time, message.ttl)
             # Who is gone by then is not shown by the consumer.
             self.view.doubt(record.name)
         self._ask_outdated()

@@ -18,8 +18,6 @@ from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import JetStream, OrderedConsumer, StoredMessage
 
-from .leases import ttl_of
-
 logger = logging.getLogger(__name__)
 
 BEYOND: Final = 60.0
@@ -39,7 +37,7 @@ def beyond_their_time(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
 
 def _end(message: StoredMessage) -> float:
     """When a message expires, in Unix seconds of its server."""
-    ttl = ttl_of(message)
+    ttl = message.ttl
     return math.inf if ttl is None else message.time + ttl
 
 

@@ -15,7 +15,6 @@ from typing import Final
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
-from dynbus.bus.protocol.headers import DELETED
 from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage, WrongLastSequence
 
@@ -202,6 +201,11 @@ class LeasedRecord:
     def __repr__(self) -> str:
         return f"<LeasedRecord {self.lease!r}>"
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody else held the record when it was last looked at."""
+        return self.lease.state is LeaseState.CONFLICT
+
     async def look(self, *, timeout: float = ANSWER_TIMEOUT) -> StoredMessage | None:
         """See who holds the record, and what the next write expects; returns what is stored.
 
@@ -282,7 +286,7 @@ class LeasedRecord:
                     self.subject,
                     b"",
                     ttl=self._marker_ttl,
-                    headers=DELETED,
+                    deleted=True,
                     expected_last_subject_sequence=self.lease.revision,
                     timeout=WRITE_TIMEOUT,
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -15,7 +14,6 @@ import msgspec
 from dynbus.bus.background import Background, Work
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
-from dynbus.bus.protocol.headers import TTL
 from dynbus.bus.protocol.names import INSTANCES_BUCKET, TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, decode_record, encode_record
 from dynbus.bus.transport import (
@@ -30,6 +28,7 @@ from dynbus.bus.transport import (
 
 from .instance_view import EXPIRY_GRACE
 from .leased_record import LeasedRecord, LeaseState
+from .reading import read_latest
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ ANSWER_TIMEOUT: Final = 2.0
 ELECTION_SECONDS: Final = 10.0
 RENEWALS_PER_COUNT: Final = 10
 
-_TTL = re.compile(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?([0-9]{1,9})s?")
 """Seconds, as dynbus writes them, or a duration such as 2m0s, as nats-server writes its markers."""
 
 INSTANCES_STREAM: Final = StreamConfig(
@@ -108,13 +106,18 @@ def record_of(message: StoredMessage) -> InstanceRecord | None:
     return record
 
 
-def ttl_of(message: StoredMessage) -> float | None:
-    """Seconds for which a record was written; None where it does not say that."""
-    found = _TTL.fullmatch(message.headers.get(TTL, ""))
-    if found is None:
-        return None
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
-    return 3600 * hours + 60 * minutes + seconds
+async def read_instances(
+    jetstream: JetStream, namespace: str = "*", component: str = "*", *, timeout: float
+) -> list[InstanceRecord]:
+    """The records of the instances of a component that have a lease; `*` for any.
+
+    Raises:
+        NoStream: no instance was ever announced on this server.
+        Unavailable: not all could be read within `timeout` seconds.
+    """
+    subject = record_subject(namespace, component, "*")
+    found = await read_latest(jetstream, INSTANCES_STREAM.name, subject, timeout=timeout)
+    return [record for one in found.values() if (record := record_of(one)) is not None]
 
 
 class Holder(NamedTuple):
@@ -208,7 +211,7 @@ class LeaseKeeper:
         if stored is None or stored.is_marker or self._is_mine(stored):
             return None
         record = record_of(stored)
-        return Holder(record, ttl_of(stored) or self._leased.lease.ttl) if record else None
+        return Holder(record, stored.ttl or self._leased.lease.ttl) if record else None
 
     async def outlast(self, other: Holder) -> None:
         """Wait until the record of a process that seems to be gone has expired, for as long as its

@@ -72,6 +72,25 @@ class ObjectBucket(NamedTuple):
     replicas: int | None = None
     description: str = ""
 
+    @property
+    def stream(self) -> StreamConfig:
+        """The stream that keeps the bucket.
+
+        Raises:
+            ConfigError: its name is not one.
+        """
+        check_token("object bucket", self.name)
+        return StreamConfig(
+            f"OBJ_{self.name}",
+            (f"$O.{self.name}.C.>", f"$O.{self.name}.M.>"),
+            # Dropping old messages instead would tear holes into objects.
+            StreamLimits(max_bytes=self.max_bytes, discard_new=True),
+            rollup=True,
+            in_memory=self.in_memory,
+            replicas=self.replicas,
+            description=self.description,
+        )
+
 
 class ObjectInfo(NamedTuple):
     """What a bucket knows of an object.
@@ -94,12 +113,12 @@ class ObjectInfo(NamedTuple):
 
 
 class NoObject(DynbusError):
-    """Raised when a bucket has no object of a name."""
+    """Raised when a bucket has no object of a name, or none that is whole."""
 
     code = "NoObject"
 
 
-class ObjectDamaged(DynbusError):
+class ObjectDamaged(NoObject):
     """Raised when the chunks of an object are not what its record says."""
 
     code = "ObjectDamaged"
@@ -168,25 +187,6 @@ class StoredRecord(NamedTuple):
         )
 
 
-def bucket_stream(bucket: ObjectBucket) -> StreamConfig:
-    """The stream that keeps a bucket.
-
-    Raises:
-        ConfigError: its name is not one.
-    """
-    check_token("object bucket", bucket.name)
-    return StreamConfig(
-        f"OBJ_{bucket.name}",
-        (f"$O.{bucket.name}.C.>", f"$O.{bucket.name}.M.>"),
-        # Dropping old messages instead would tear holes into objects.
-        StreamLimits(max_bytes=bucket.max_bytes, discard_new=True),
-        rollup=True,
-        in_memory=bucket.in_memory,
-        replicas=bucket.replicas,
-        description=bucket.description,
-    )
-
-
 def chunk_subject(bucket: str, nuid: str) -> str:
     """Where the chunks of one put are."""
     return f"$O.{bucket}.C.{nuid}"
@@ -231,7 +231,7 @@ class ObjectStore:
         self, jetstream: JetStream, bucket: ObjectBucket, *, chunk_size: int = CHUNK_SIZE
     ) -> None:
         self._jetstream = jetstream
-        self._config = bucket_stream(bucket)
+        self._config = bucket.stream
         self._bucket = bucket.name
         self._chunk_size = chunk_size
 

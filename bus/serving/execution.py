@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import enter_context
 from dynbus.bus.deadlines import Deadlines
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -285,7 +284,7 @@ class Execution:
 
     def _enter(self, call: Call) -> Any:
         call.entered = True
-        enter_context(call.context)
+        call.context.enter()
         return call.observation.activate() if call.observation is not None else None
 
     def _leave(self, call: Call, token: Any) -> None:

@@ -107,7 +107,7 @@ class HealthServer:
         ready: whether it can take calls now.
         metrics: serve `/metrics`; without it the answer there is 501 with the remedy.
         registry: what `/metrics` shows; prometheus-client's own registry unless given, which
-            `telemetry.configure(prometheus=True)` fills.
+            `configure_telemetry(prometheus=True)` fills.
 
     `live` and `ready` are called in the server's loop. One that raises counts as not well. It has
     no credentials: the operator who opens it decides who may reach its host.

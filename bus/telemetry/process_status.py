@@ -88,10 +88,14 @@ class ProcessStatus:
                         found[key] = found.get(key, 0) + value
         return found
 
-    def put_step(self, source: str, step: StartStep) -> None:
-        """Say how far a source is in its start; it is over when `remove` is called."""
+    def put_step(self, source: str, what: str, done: int = 0, total: int = 0) -> None:
+        """Say how far a source is in its start; it is over when `remove` is called.
+
+        Args:
+            what, done, total: see `StartStep`.
+        """
         with self._lock:
-            self._steps[source] = step._replace(what=step.what[:MAX_TEXT])
+            self._steps[source] = StartStep(what[:MAX_TEXT], done, total)
 
     def steps(self) -> list[StartStep]:
         """How far each source is in its start."""

@@ -1,7 +1,7 @@
 """The OpenTelemetry SDK, set up by the standard `OTEL_*` variables.
 
-Only this file imports the SDK and its exporters, and only inside `configure`: they come with
-the extras `otlp` and `metrics`.
+Only this file imports the SDK and its exporters, and only inside `configure_telemetry`: they
+come with the extras `otlp` and `metrics`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Installed(NamedTuple):
-    """The tracer provider that `configure` has installed, with what those of instances share."""
+    """The tracer provider of `configure_telemetry`, with what those of instances share."""
 
     provider: SdkTracerProvider
     processor: SynchronousMultiSpanProcessor
@@ -53,7 +53,7 @@ _refused: set[str] = set()
 
 
 class Shutdown:
-    """Ends what `configure` began.
+    """Ends what `configure_telemetry` began.
 
     An exporter whose collector is gone retries for longer than anyone wants to wait at exit,
     and takes no deadline. So the end runs on a thread that may be left behind. It is
@@ -224,7 +224,7 @@ def provider_of(instance: InstanceName, provider: TracerProvider) -> TracerProvi
 def configure_from_environment(
     *, service_name: str, service_namespace: str = "", instance_id: str = ""
 ) -> None:
-    """Do what `configure` does where the standard variables ask for it, and send the rest at exit.
+    """Do what `configure_telemetry` does where the standard variables ask, and the rest at exit.
 
     Nothing is done in a program that has set up an SDK. What keeps telemetry from being set up is
     logged once: a container's `OTEL_*` variables are meant for all its programs, so they must not
@@ -236,7 +236,7 @@ def configure_from_environment(
     if any(installed()) or not is_requested(os.environ):
         return
     try:
-        shutdown = configure(
+        shutdown = configure_telemetry(
             service_name=service_name,
             service_namespace=service_namespace,
             instance_id=instance_id,
@@ -249,7 +249,7 @@ def configure_from_environment(
     atexit.register(shutdown.shutdown)
 
 
-def configure(
+def configure_telemetry(
     *,
     service_name: str,
     service_namespace: str = "",

@@ -24,8 +24,8 @@ from dynbus.bus.protocol.names import EndpointName, InstanceName
 
 from .metrics import OTHER, Labels, Metrics, error_code
 from .sdk import Shutdown as Shutdown
-from .sdk import configure as configure
 from .sdk import configure_from_environment as configure_from_environment
+from .sdk import configure_telemetry as configure_telemetry
 from .sdk import leaves_unsampled, provider_of, providers
 from .trace_context import TraceApi, is_unsampled
 

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .holders import HOLDERS_STREAM
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
     from .job_stream import queue_config, takers_config
+    from .needed import NeededStream, kernel_streams
     from .queue import WorkQueue
     from .taker import Job, Taker
 
@@ -17,12 +18,14 @@ __all__ = [
     "DeathReason",
     "Job",
     "JobEnd",
+    "NeededStream",
     "NoDeadLetter",
     "QueueDepth",
     "Taker",
     "WorkQueue",
     "WorkQueueConfig",
     "dead_letter_config",
+    "kernel_streams",
     "queue_config",
     "takers_config",
 ]
@@ -31,5 +34,5 @@ if not TYPE_CHECKING:
     from dynbus.bus.lazy_exports import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(
-        __name__, "job", "job_stream", "holders", "dead_letters", "taker", "queue"
+        __name__, "job", "job_stream", "holders", "dead_letters", "taker", "queue", "needed"
     )

@@ -24,7 +24,6 @@ from dynbus.bus.background import task_group
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PermissionDenied
-from dynbus.bus.protocol.headers import DELETED
 from dynbus.bus.protocol.liveness import GONE_AFTER, RECONNECT_GRACE
 from dynbus.bus.protocol.names import HOLDERS_BUCKET, REPLY_ROOT, holder_subject, is_safe_reply
 from dynbus.bus.protocol.tokens import jitter, random_id
@@ -262,7 +261,7 @@ class Holders:
                 timeout=TRY_SECONDS,
                 ttl=self._ttl if jobs else MARKER_TTL,
                 expected_last_subject_sequence=self._sequence,
-                headers=None if jobs else DELETED,
+                deleted=not jobs,
             )
         except WrongLastSequence:
             await self._find_out()
@@ -335,7 +334,7 @@ class Holders:
                 timeout=TRY_SECONDS,
                 ttl=MARKER_TTL,
                 expected_last_subject_sequence=one.sequence,
-                headers=DELETED,
+                deleted=True,
             )
         except WrongLastSequence:
             return

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.numbers import NumberRange
-from dynbus.bus.commands.terminal import json_option, nats_option
+from dynbus.spi import terminal
 
 from .place import parse_place
 
@@ -45,7 +43,7 @@ class KvCommands(click.Group):
             formatter.write_dl(sorted(records.items()))
 
 
-@click.group(cls=KvCommands, help=_HELP, epilog=exit_codes.GENERAL)
+@click.group(cls=KvCommands, help=_HELP, epilog=terminal.EXIT_CODES)
 def kv() -> None:
     pass
 
@@ -69,11 +67,11 @@ def _report(command: Callable[..., Report]) -> Callable[..., None]:
         run(report, parse_place(namespace, component), timeout=timeout, as_json=as_json, nats=nats)
 
     for option in (
-        nats_option,
-        json_option,
+        terminal.nats_option,
+        terminal.json_option,
         click.option(
             "--timeout",
-            type=NumberRange(0, min_open=True),
+            type=terminal.number(0, min_open=True),
             default=60.0,
             show_default=True,
             metavar="SECONDS",

@@ -7,14 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from dynbus.bus.commands.server import connected, prepare
-from dynbus.bus.commands.terminal import notice
-from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.protocol.names import check_token, kv_event_stream
-from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
-from dynbus.bus.records.reading import read_latest
-from dynbus.bus.transport import JetStream, NoStream
+from dynbus import ConfigError, InstanceName, Unavailable
+from dynbus.kvrouter.names import kv_event_stream
 from dynbus.kvrouter.routing.profiles import BLOCK_SIZE_KEY
 from dynbus.kvrouter.stream.history import (
     NOW,
@@ -25,6 +19,13 @@ from dynbus.kvrouter.stream.history import (
     no_events,
 )
 from dynbus.kvrouter.stream.snapshots import SnapshotStore
+from dynbus.spi import (
+    JetStream,
+    NoStream,
+    check_token,
+    read_instances,
+    terminal,
+)
 
 from .place import Place
 
@@ -55,13 +56,13 @@ def run(report: Report, place: Place, *, timeout: float, as_json: bool, nats: st
     Raises:
         ConfigError, NoHistory, NoStream, PermissionDenied, Unavailable: it cannot be told, and why.
     """
-    config = prepare(nats)
+    config = terminal.settings(nats)
     for kind, name in zip(place._fields, place, strict=True):
         if name is not None:
             check_token(kind, name)
 
     async def tell() -> None:
-        async with connected(config, "dynbus-kv") as server:
+        async with terminal.server(config, "dynbus-kv") as server:
             jetstream = server.connection.jetstream
             namespace = place.namespace or await _namespace(jetstream, place.component, timeout)
             await report(Where(jetstream, namespace, place.component, timeout, as_json))
@@ -76,9 +77,9 @@ async def _namespace(jetstream: JetStream, component: str | None, timeout: float
         ConfigError: there is none, or there are several.
     """
     remedy = "give --namespace, or --component as namespace.component"
-    records = await _records(jetstream, record_subject("*", component or "*", "*"), timeout)
+    announced = await _announced(jetstream, "*", component or "*", timeout)
     found: list[str] = []
-    for namespace in sorted({record.namespace for record in records or ()}):
+    for namespace in sorted({name.namespace for name in announced or ()}):
         with suppress(NoStream):
             await jetstream.stream_info(kv_event_stream(namespace))
             found.append(namespace)
@@ -125,7 +126,7 @@ async def past_index(at: Where, component: str, point: Point = NOW) -> PastIndex
     past = await index_at(at.jetstream, at.namespace, component, point, timeout=at.timeout)
     if not past.is_whole:
         named = ", ".join(map(str, past.partial[:5]))
-        notice(
+        terminal.notice(
             f"the stream begins at sequence {past.first_sequence}: nothing is known of what was "
             f"said before, so blocks may be missing{f' ({named})' if named else ''}"
         )
@@ -134,24 +135,24 @@ async def past_index(at: Where, component: str, point: Point = NOW) -> PastIndex
 
 async def leases_of(at: Where, component: str) -> dict[str, Mapping[str, str]] | None:
     """The metadata of the instances with a lease; None when there are no leases to read."""
-    records = await _records(at.jetstream, record_subject(at.namespace, component, "*"), at.timeout)
-    if records is None:
+    found = await _announced(at.jetstream, at.namespace, component, at.timeout)
+    if found is None:
         return None
-    return {record.instance_id: record.metadata for record in records}
+    return {name.instance_id: metadata for name, metadata in found.items()}
 
 
-async def _records(
-    jetstream: JetStream, subject: str, timeout: float
-) -> list[InstanceRecord] | None:
-    """The records of the instances with a lease; None when they cannot be read."""
+async def _announced(
+    jetstream: JetStream, namespace: str, component: str, timeout: float
+) -> dict[InstanceName, Mapping[str, str]] | None:
+    """The metadata of the instances with a lease; None when they cannot be read."""
     try:
-        latest = await read_latest(jetstream, INSTANCES_STREAM.name, subject, timeout=timeout)
+        records = await read_instances(jetstream, namespace, component, timeout=timeout)
     except NoStream:
         return None
     except Unavailable as error:
-        notice(f"{error}: which instances have a lease is not known")
+        terminal.notice(f"{error}: which instances have a lease is not known")
         return None
-    return [record for one in latest.values() if (record := record_of(one)) is not None]
+    return {record.name: record.metadata for record in records}
 
 
 def announced_block_sizes(leases: Mapping[str, Mapping[str, str]] | None) -> list[int]:

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.clock import unix_time
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.stream.history import NOW, Point
+from dynbus.spi import unix_time
 
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

@@ -9,15 +9,13 @@ from typing import Any, Final
 import click
 import msgspec
 
-from dynbus.bus.clock import unix_time
-from dynbus.bus.commands.terminal import duration, notice, plain, print_json, print_table
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import kv_event_stream
-from dynbus.bus.transport import NoStream, StreamInfo
+from dynbus import ConfigError
 from dynbus.kvrouter.commands.kv_contents import dump_lines, hottest_prefixes, rank_rows
+from dynbus.kvrouter.names import kv_event_stream
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
 from dynbus.kvrouter.stream.history import PastIndex, Point, changes, no_events
 from dynbus.kvrouter.stream.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
+from dynbus.spi import NoStream, StreamInfo, terminal, unix_time
 
 from .kv_access import (
     Where,
@@ -46,7 +44,7 @@ async def print_top(at: Where, limit: int, *, with_dead: bool) -> None:
     rows = [row | _lease(leases, row["instance"]) for row in rank_rows(past.index)]
     prefixes = hottest_prefixes(past.index, limit)
     if at.as_json:
-        print_json(
+        terminal.print_json(
             _head(at, component, past) | {"left_out": left_out, "ranks": rows, "prefixes": prefixes}
         )
         return
@@ -54,7 +52,7 @@ async def print_top(at: Where, limit: int, *, with_dead: bool) -> None:
     _say_left_out(left_out)
     if prefixes:
         click.echo()
-        print_table(
+        terminal.print_table(
             ("HOLDERS", "BLOCKS", "FIRST BLOCK", "LAST BLOCK", "INSTANCES"),
             [
                 (
@@ -62,7 +60,7 @@ async def print_top(at: Where, limit: int, *, with_dead: bool) -> None:
                     str(len(prefix["block_hashes"])),
                     prefix["block_hashes"][0],
                     prefix["block_hashes"][-1],
-                    plain(_some(prefix["instances"])),
+                    terminal.plain(_some(prefix["instances"])),
                 )
                 for prefix in prefixes
             ],
@@ -94,16 +92,16 @@ async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
     ]
     if at.as_json:
         asked = [f"{number:#018x}" for number in blocks.tolist()]
-        print_json(
+        terminal.print_json(
             _head(at, component, past)
             | {"left_out": left_out, "block_hashes": asked, "holders": rows}
         )
         return
     _say_left_out(left_out)
     if not rows:
-        notice(f"nobody holds the first of these {len(blocks)} blocks")
+        terminal.notice(f"nobody holds the first of these {len(blocks)} blocks")
         return
-    print_table(_HELD, [_held(row, f"{row['blocks']} of {len(blocks)}") for row in rows])
+    terminal.print_table(_HELD, [_held(row, f"{row['blocks']} of {len(blocks)}") for row in rows])
 
 
 async def print_dump(at: Where) -> None:
@@ -121,7 +119,7 @@ async def print_past(at: Where, point: Point) -> None:
     past = await past_index(at, component, point)
     rows = rank_rows(past.index)
     if at.as_json:
-        print_json(_head(at, component, past) | {"ranks": rows})
+        terminal.print_json(_head(at, component, past) | {"ranks": rows})
         return
     click.echo(_title(past))
     _print_ranks(rows)
@@ -135,7 +133,7 @@ async def print_changes(at: Where, before: Point, after: Point) -> None:
     found = changes(first.index, second.index)
     if at.as_json:
         rows = [one._asdict() for one in found]
-        print_json(
+        terminal.print_json(
             {
                 "from": _head(at, component, first),
                 "to": _head(at, component, second),
@@ -145,13 +143,13 @@ async def print_changes(at: Where, before: Point, after: Point) -> None:
         return
     click.echo(f"from {_title(first)}\nto   {_title(second)}")
     if not found:
-        notice("nothing changed")
+        terminal.notice("nothing changed")
         return
-    print_table(
+    terminal.print_table(
         ("INSTANCE", "RANK", "GAINED", "LOST", "BEFORE", "AFTER"),
         [
             (
-                plain(one.rank.instance),
+                terminal.plain(one.rank.instance),
                 str(one.rank.dp_rank),
                 f"+{one.gained}",
                 f"-{one.lost}",
@@ -175,7 +173,7 @@ async def print_snapshots(at: Where, *, check: bool) -> None:
         await component_of(at)
     rows = [(one, await _state(store, one, stream, at, check=check)) for one in found]
     if at.as_json:
-        print_json(
+        terminal.print_json(
             [
                 {
                     "component": one.component,
@@ -192,16 +190,16 @@ async def print_snapshots(at: Where, *, check: bool) -> None:
         )
         return
     if not rows:
-        notice("no snapshot yet: a router that follows the events takes one")
+        terminal.notice("no snapshot yet: a router that follows the events takes one")
         return
     now = unix_time()
-    print_table(
+    terminal.print_table(
         ("COMPONENT", "SEQUENCE", "AGE", "BLOCKS", "INSTANCES", "BYTES", "STATE"),
         [
             (
-                plain(one.component),
+                terminal.plain(one.component),
                 str(one.coverage.sequence),
-                duration(now - one.written),
+                terminal.duration(now - one.written),
                 str(one.blocks),
                 str(one.instances),
                 str(one.size),
@@ -238,7 +236,7 @@ def _block_size(prefix: Prefix, leases: Mapping[str, Mapping[str, str]] | None) 
         )
     if announced and prefix.block_size not in announced:
         said = " and ".join(map(str, announced))
-        notice(
+        terminal.notice(
             f"--block-size {prefix.block_size} is not what the instances say ({said}): what they "
             "hold is not found by it"
         )
@@ -263,7 +261,7 @@ def _drop_dead(
 def _say_left_out(left_out: list[str]) -> None:
     if left_out:
         number = len(left_out)
-        notice(
+        terminal.notice(
             f"{number} instance{'s' if number > 1 else ''} without a lease left out "
             f"({_some(left_out)}): --all has them"
         )
@@ -294,9 +292,9 @@ def _title(past: PastIndex) -> str:
 
 def _print_ranks(rows: list[dict[str, Any]]) -> None:
     if not rows:
-        notice("no instance holds anything")
+        terminal.notice("no instance holds anything")
         return
-    print_table(
+    terminal.print_table(
         (*_HELD, "STATE"), [(*_held(row, str(row["blocks"])), _rank_state(row)) for row in rows]
     )
 
@@ -304,7 +302,7 @@ def _print_ranks(rows: list[dict[str, Any]]) -> None:
 def _held(row: dict[str, Any], blocks: str) -> tuple[str, ...]:
     """What a rank holds, in the columns of `_HELD`."""
     return (
-        plain(row["instance"]),
+        terminal.plain(row["instance"]),
         str(row["dp_rank"]),
         {None: "-", True: "yes", False: "[yellow]no[/]"}[row.get("lease")],
         blocks,
@@ -316,7 +314,7 @@ def _rank_state(row: dict[str, Any]) -> str:
     whole = "[yellow]partial[/]" if row["partial"] else "whole"
     if row["awareness"] == "exact":
         return whole
-    return f"{whole}, [yellow]{plain(row['awareness'])}[/]"
+    return f"{whole}, [yellow]{terminal.plain(row['awareness'])}[/]"
 
 
 def _lease(leases: Mapping[str, object] | None, instance: str) -> dict[str, bool | None]:

@@ -6,8 +6,7 @@ from typing import Final
 
 import click
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import json_option, nats_option
+from dynbus.spi import terminal
 
 from .place import parse_place
 
@@ -30,7 +29,7 @@ _HELP: Final = """Say why a request went where it went.
     """
 
 
-@click.command(help=_HELP, epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=terminal.EXIT_CODES)
 @click.argument("request_id", required=False)
 @click.option("--last", is_flag=True, help="The latest decision in full.")
 @click.option(
@@ -46,8 +45,8 @@ _HELP: Final = """Say why a request went where it went.
     metavar="NAME",
     help="Only the routers to this component; also as namespace.component.",
 )
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 @click.pass_context
 def why(
     ctx: click.Context,
@@ -62,8 +61,6 @@ def why(
 ) -> None:
     import asyncio
 
-    from dynbus.bus.commands.server import prepare
-    from dynbus.bus.commands.terminal import notice, print_json
     from dynbus.kvrouter.routing.decision import Question
 
     from .why_report import (
@@ -80,18 +77,18 @@ def why(
     if place.component is not None and place.namespace is None:
         raise click.UsageError("give --component as namespace.component, or --namespace beside it")
     question = Question(latest=1 if last else limit) if request_id is None else Question(request_id)
-    config = prepare(nats)
+    config = terminal.settings(nats)
     answers = asyncio.run(ask_routers(config, question, *place))
     knowing = [answer for answer in answers if answer.decisions]
     if last:
         knowing = newest_alone(knowing)
     if as_json:
-        print_json(knowing)
+        terminal.print_json(knowing)
     elif request_id is None and not last:
         print_latest(knowing, limit)
     else:
         for answer in knowing:
             print_answer(answer)
     if not knowing:
-        notice(nobody_knows(request_id or "", answers))
-        ctx.exit(exit_codes.FAILURE)
+        terminal.notice(nobody_knows(request_id or "", answers))
+        ctx.exit(terminal.FAILURE)

@@ -8,14 +8,10 @@ from typing import Any, Final
 import click
 import msgspec
 
-from dynbus.bus.commands.server import connected
-from dynbus.bus.commands.survey import survey
-from dynbus.bus.commands.terminal import duration, plain, print_table, printable
-from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.transport import Message
+from dynbus import BusConfig, ConfigError
 from dynbus.kvrouter.routing.decision import MAX_REQUEST_ID, Explanation, Question, why_subject
 from dynbus.kvrouter.routing.observing import TARGET_KEY
+from dynbus.spi import Message, survey, terminal
 
 ANSWER_SECONDS: Final = 1.5
 """Seconds that routers have to answer."""
@@ -42,7 +38,7 @@ async def ask_routers(
     subjects: set[str] = set()
     if namespace is not None and component is not None:
         subjects = {why_subject(namespace, component)}
-    async with connected(config, "dynbus-why") as server:
+    async with terminal.server(config, "dynbus-why") as server:
         if not subjects:
             rows = (await survey(server)).rows
             targets = {f"{row.namespace}.{row.component}" for row in rows}
@@ -86,7 +82,11 @@ def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
     none = f"none knows {request_id}" if request_id else "no router has decided anything yet"
     lines = [f"{routers} answered, {none}:"]
     for answer in answers:
-        oldest = "none yet" if answer.oldest_s is None else f"back to {duration(answer.oldest_s)}"
+        oldest = (
+            "none yet"
+            if answer.oldest_s is None
+            else f"back to {terminal.duration(answer.oldest_s)}"
+        )
         lines.append(
             f"  {answer.target} in {answer.process} keeps its latest {answer.limit} decisions: "
             f"{answer.kept}, {oldest}" + (" ago" if answer.oldest_s is not None else "")
@@ -111,18 +111,18 @@ def print_latest(answers: Sequence[Explanation], limit: int) -> None:
     if not rows:
         return
     columns = ("AGE", "REQUEST", "CHOSEN", "OVERLAP", "PROMPT", "WHY", "OUTCOME", "ROUTES TO")
-    print_table(
+    terminal.print_table(
         columns,
         [
             (
-                duration(decision["ago_s"]),
-                plain(decision["request_id"]),
-                plain(_name(decision["chosen"])),
+                terminal.duration(decision["ago_s"]),
+                terminal.plain(decision["request_id"]),
+                terminal.plain(_name(decision["chosen"])),
                 str(decision["expected_reuse"]),
                 str(decision["prompt_tokens"]),
                 decision["reason"],
-                plain(_ended(decision["outcome"])),
-                plain(answer.target),
+                terminal.plain(_ended(decision["outcome"])),
+                terminal.plain(answer.target),
             )
             for decision, answer in rows[:limit]
         ],
@@ -151,7 +151,7 @@ def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:
     lines = [
         f"{decision['request_id']}, attempt {decision['attempt']}: {_name(chosen)}",
         f"  by      router {answer.router[:8]} in {answer.process}, "
-        f"{duration(decision['ago_s'])} ago{waited}",
+        f"{terminal.duration(decision['ago_s'])} ago{waited}",
         f"  why     {decision['reason']} by policy {decision['policy']}{sampled}{session}",
         f"  prompt  {decision['prompt_tokens']} tokens, {decision['prompt_blocks']} blocks of "
         f"{decision['block_size']}; {decision['expected_reuse']} tokens expected in the cache",
@@ -162,7 +162,7 @@ def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:
             f"  peer    {_name(decision['peer'])} holds {decision['peer_overlap']} blocks of it, "
             "which may be fetched from there"
         )
-    click.echo("\n".join(map(printable, lines)))
+    click.echo("\n".join(map(terminal.printable, lines)))
     _print_candidates(decision)
     after: list[str] = []
     if decision.get("left_out"):
@@ -172,7 +172,7 @@ def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:
         after.append(f"  and {decision['excluded_left_out']} others could not")
     after += [f"  trial   {_trial(shadow, chosen)}" for shadow in decision["shadows"]]
     after.append(f"  after   {_outcome(decision)}")
-    click.echo("\n".join(map(printable, after)))
+    click.echo("\n".join(map(terminal.printable, after)))
 
 
 def _print_candidates(decision: Mapping[str, Any]) -> None:
@@ -191,11 +191,11 @@ def _print_candidates(decision: Mapping[str, Any]) -> None:
         "REQUESTS",
     )
     chosen = _name(decision["chosen"])
-    print_table(
+    terminal.print_table(
         columns,
         [
             (
-                plain(("> " if _name(one) == chosen else "  ") + _name(one)),
+                terminal.plain(("> " if _name(one) == chosen else "  ") + _name(one)),
                 "never" if one["cost"] is None else f"{one['cost']:.4g}",
                 *(str(one["overlap"][tier]) for tier in ("device", "host", "disk", "external")),
                 str(one["predicted_blocks"]),

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Literal, Protocol
 
-from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.events import MAX_RANK, AllBlocksCleared, KvEvent
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.cache_mirror import CacheMirror
+from dynbus.spi import monotonic
 
 from .messages import (
     EngineBatch,

@@ -9,10 +9,10 @@ from typing import Literal, Self
 
 import anyio
 
-from dynbus.actors import Actor
-from dynbus.bus.background import Background, Openable
+from dynbus import Actor
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
+from dynbus.spi import Background, Openable
 
 from .bridge import EngineBridge
 from .status import BridgeStatus

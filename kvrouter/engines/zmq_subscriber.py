@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.lowlevel
 
-from dynbus.bus.extras import how_to_install
+from dynbus.spi import how_to_install
 
 try:
     import zmq

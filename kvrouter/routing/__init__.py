@@ -63,7 +63,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # Policies, replays and what reads decisions need no router.
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(
         __name__,

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypedDict
 
-from dynbus.actors.declaring.specification import Option, Options
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError, Option, Options
 
 from .cost import CostFunction
 from .policies import Policy

@@ -11,17 +11,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.actors.calling.routing import NO_METADATA
 from dynbus.kvrouter.hashing import Tokens, block_hashes, sequence_hashes, token_bytes
 from dynbus.kvrouter.radix.index import Overlap, Rank
 
 NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
 _TOKEN_BYTES: Final = 4
+_NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 LEAST_REQUESTS: Final = 256
 """A part of fewer requests than these says nothing yet."""
@@ -71,7 +72,7 @@ class RequestShape:
     block_hashes: NDArray[np.uint64]
     expected_output_tokens: int | None = None
     priority: int = 0
-    metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
+    metadata: Mapping[str, str] = field(default_factory=lambda: _NO_METADATA)
     popularity: PrefixCounts = NO_COUNTS
     _sequence_hashes: list[int] | None = field(default=None, init=False, repr=False)
 
@@ -85,7 +86,7 @@ class RequestShape:
         salt: str | None = None,
         expected_output_tokens: int | None = None,
         priority: int = 0,
-        metadata: Mapping[str, str] = NO_METADATA,
+        metadata: Mapping[str, str] = _NO_METADATA,
     ) -> RequestShape:
         """The shape of a prompt of token ids.
 

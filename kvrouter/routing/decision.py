@@ -16,9 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.protocol.names import check_token
 from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.spi import check_token, monotonic, unix_time
 
 from .cost import Candidate
 

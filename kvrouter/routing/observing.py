@@ -15,17 +15,18 @@ from typing import Final, Protocol
 
 import anyio
 
-from dynbus.bus.background import Openable
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.drops import DropReason
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.protocol.names import is_safe_reply
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.telemetry.metrics import Labels, Metrics, Readings
-from dynbus.bus.transport import Message
+from dynbus import DynbusError
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.spi import (
+    Bus,
+    Message,
+    Metrics,
+    Openable,
+    Readings,
+    monotonic,
+    random_id,
+)
 
 from .caches import Follower
 from .decision import (
@@ -78,7 +79,10 @@ class RouterWatch(Openable):
         self._bus = bus
         self._router = router
         self._subject = why_subject(namespace, component)
-        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
+        self._labels: tuple[tuple[str, str], ...] = (
+            ("dynbus.namespace", namespace),
+            ("dynbus.component", component),
+        )
         metrics = bus.telemetry.metrics if bus.telemetry is not None else None
         self._readings = {} if metrics is None else _readings(metrics)
         self._said: CacheAwareness | None = None
@@ -167,10 +171,9 @@ class RouterWatch(Openable):
     def _answer(self, message: Message) -> None:
         question = read_question(message.data)
         if question is None:
-            self._bus.drop(DropReason.MALFORMED)
+            self._bus.drop_malformed()
             return
-        if not is_safe_reply(message.reply, self._bus.config.reply_prefixes):
-            self._bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
+        if not self._bus.may_answer(message):
             return
         try:
             data = self._explain(question, self._bus.data.max_payload)

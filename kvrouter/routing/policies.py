@@ -20,9 +20,8 @@ from random import Random
 from types import ModuleType
 from typing import Any, Final
 
-from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError
+from dynbus.spi import brief_repr, suggestion
 
 from .cost import Candidate, CostFunction, DynamoCost, KvCost, RequestShape, choose
 from .decision import ShadowChoice

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.records.instance_view import Instance
+from dynbus import ConfigError, Instance
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.spi import suggestion
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from dynbus.bus.errors import NoInstances, Overloaded
+from dynbus import NoInstances, Overloaded
 
 from .active_load import ActiveLoad
 from .cost import RequestShape

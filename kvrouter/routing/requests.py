@@ -11,10 +11,8 @@ from typing import Any, ClassVar, Final, Literal, cast
 import msgspec
 from pydantic import ConfigDict
 
-from dynbus.actors.calling.routing import RouteRequest
-from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError, InvalidRequest
+from dynbus import ConfigError, InvalidRequest, RouteRequest
+from dynbus.spi import brief_repr, suggestion
 
 from .active_load import expected_tokens
 from .cost import RequestShape

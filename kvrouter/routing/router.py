@@ -12,20 +12,23 @@ from typing import Any, Final, TypeAlias, Unpack
 import anyio
 import msgspec
 
-from dynbus.actors import Actor, Runtime
-from dynbus.actors.calling.routing import Route, RouteRequest
-from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.bus.background import Background
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DeadlineExceeded, Draining, DynbusError
-from dynbus.bus.protocol.names import EndpointName, check_token
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.records.instance_view import Instance
-from dynbus.bus.transport import Connection
+from dynbus import (
+    Actor,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    DynbusError,
+    EndpointName,
+    Instance,
+    Route,
+    RouteRequest,
+    Runtime,
+)
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
 from dynbus.kvrouter.stream.membership import Instances, live_instances
 from dynbus.kvrouter.stream.warm_start import warm_follower
+from dynbus.spi import Background, Connection, brief_repr, check_token, monotonic, random_id
 
 from .active_load import RankLoad
 from .caches import Follower

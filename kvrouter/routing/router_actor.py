@@ -10,19 +10,22 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel
 
-from dynbus.actors import Actor
-from dynbus.actors.calling.clients import EndpointClient
-from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
-from dynbus.actors.calling.stream import Stream
-from dynbus.actors.declaring.handlers import handler
-from dynbus.actors.declaring.resume import MIGRATION_LIMIT
-from dynbus.actors.declaring.specification import Option, takes
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import context
-from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.reply_port import ReplyPort
+from dynbus import (
+    Actor,
+    Arrival,
+    ConfigError,
+    DynbusError,
+    EndpointClient,
+    EndpointName,
+    Option,
+    Relay,
+    RelayedStream,
+    Stream,
+    context,
+    handler,
+    takes,
+)
+from dynbus.spi import MIGRATION_LIMIT, Endpoint, ReplyPort, monotonic
 
 from . import token_rule
 from .config import RouterConfig

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
-from dynbus.bus.context import TENANT_KEY
-from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
-from dynbus.bus.protocol.tokens import jitter
+from dynbus import ConfigError, DynbusError, Overloaded
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
+from dynbus.spi import TENANT_KEY
 
 from .active_load import ActiveLoad
 from .caches import ExpectedCaches, Follower
@@ -202,14 +201,15 @@ class KvScheduler:
         *,
         load: ActiveLoad | None = None,
         follower: Follower | None = None,
-        random: Random = jitter,
+        random: Random | None = None,
     ) -> None:
         self.config = config = config or RouterConfig()
         self.load = ActiveLoad() if load is None else load
         self.decisions = DecisionLog(config.decisions)
         self._policy = Policy.of(config.policy)
-        self._shadows = Shadows(config.named_shadows, random)
-        self._random = random
+        # Not the module's own generator: that is the program's, which may have seeded it.
+        self._random = random or Random()
+        self._shadows = Shadows(config.named_shadows, self._random)
         self._queue = RequestQueue(config.queue_threshold, config.queue_limit, self.load)
         self._affinity = SessionAffinity(ttl=config.session_ttl, overload=config.session_overload)
         self._caches = ExpectedCaches(follower, config)

@@ -17,11 +17,9 @@ from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from dynbus.bus.background import Background, Work
-from dynbus.bus.clock import monotonic
-from dynbus.bus.protocol.names import check_token, kv_load_subject
-from dynbus.bus.transport import Connection, Message, Subscription
+from dynbus.kvrouter.names import kv_load_subject
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.spi import Background, Connection, Message, Subscription, Work, check_token, monotonic
 
 from .active_load import MOST_TOKENS, ActiveLoad, expected_tokens
 from .profiles import MAX_DP_SIZE

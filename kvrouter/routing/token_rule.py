@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynbus.bus.errors import StreamLost
+from dynbus import StreamLost
 
 
 class _Form(msgspec.Struct):

@@ -34,7 +34,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # The history of caches and what is said of them need no actors.
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(
         __name__,

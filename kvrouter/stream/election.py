@@ -10,18 +10,18 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus.bus.background import Openable
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.lane import ControlLane
-from dynbus.bus.protocol.names import KV_ELECTION_BUCKET, kv_election_subject
-from dynbus.bus.records.leased_record import LeasedRecord, LeaseState
-from dynbus.bus.transport import (
+from dynbus import DynbusError, Unavailable
+from dynbus.kvrouter.names import ELECTION_BUCKET, kv_election_subject
+from dynbus.spi import (
+    Bus,
     JetStream,
+    LeasedRecord,
     NoStream,
+    Openable,
     StoredMessage,
     StreamConfig,
     StreamLimits,
+    monotonic,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ DEFAULT_TTL: Final = 10.0
 MARKER_TTL: Final = 60.0
 
 ELECTION_STREAM: Final = StreamConfig(
-    name=f"KV_{KV_ELECTION_BUCKET}",
-    subjects=(f"$KV.{KV_ELECTION_BUCKET}.>",),
+    name=f"KV_{ELECTION_BUCKET}",
+    subjects=(f"$KV.{ELECTION_BUCKET}.>",),
     limits=StreamLimits(max_messages_per_subject=1, max_bytes=8 * 1024 * 1024),
     marker_ttl=MARKER_TTL,
     description="dynbus: which router takes the snapshots of a component",
@@ -57,8 +57,8 @@ class Election(Openable):
         holder: names this candidate; no other may have it.
         is_fit: whether it stands at this moment; who is elected and not fit steps back.
         ttl: whole seconds, one at least, after which the record of one that died is gone.
-        lane: where the record is renewed, so that nothing of the main loop delays that; it is
-            renewed over `jetstream` unless given.
+        bus: on whose control lane the record is renewed, so that nothing of the main loop delays
+            that; it is renewed over `jetstream` unless given.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Election(Openable):
         *,
         is_fit: Callable[[], bool] = lambda: True,
         ttl: float = DEFAULT_TTL,
-        lane: ControlLane | None = None,
+        bus: Bus | None = None,
     ) -> None:
         super().__init__()
-        self._jetstream = jetstream = jetstream if lane is None else lane.connection.jetstream
+        self._jetstream = jetstream = jetstream if bus is None else bus.lane.connection.jetstream
         self._run_there: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
-        self._run_there = _here if lane is None else lane.run
+        self._run_there = _here if bus is None else bus.lane.run
         self._holder = holder
         self._record = LeasedRecord(
             jetstream,
@@ -150,7 +150,7 @@ class Election(Openable):
             except NoStream:
                 pass  # Writing makes it.
             else:
-                if self._record.lease.state is LeaseState.CONFLICT:
+                if self._record.is_taken:
                     return
         data = msgspec.json.encode(ElectionRecord(self._holder))
         await self._run_there(self._record.write(data))

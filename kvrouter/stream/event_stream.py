@@ -13,12 +13,11 @@ from functools import lru_cache
 from math import isfinite
 from typing import Final, NamedTuple
 
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_event_subject
-from dynbus.bus.transport import JetStream, StoredMessage, StreamConfig, StreamLimits
+from dynbus import ConfigError
 from dynbus.kvrouter.events import HEADER, EventBatch, InvalidEvents, decode_events
+from dynbus.kvrouter.names import AWARENESS, PUBLISHED, kv_event_stream, kv_event_subject
 from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
+from dynbus.spi import TOKEN, JetStream, StoredMessage, StreamConfig, StreamLimits, check_token
 
 from .awareness import decode_awareness, encode_awareness
 
@@ -207,13 +206,13 @@ def read_events(message: StoredMessage) -> StoredEvents | RefusedEvents | None:
             f"an epoch {ahead / 1e9:.0f} s further ahead of the server's clock than is allowed: "
             "set the clock of its machine",
         )
-    stated = message.headers.get(headers.KV_AWARENESS, "")
+    stated = message.headers.get(AWARENESS, "")
     return StoredEvents(
         rank,
         batch,
         message.time,
         encode_awareness(decode_awareness(stated)) if stated else "",
-        message.headers.get(headers.PUBLISHED, ""),
+        message.headers.get(PUBLISHED, ""),
     )
 
 

@@ -20,19 +20,20 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.actors import Runtime
-from dynbus.bus.background import Background, Openable
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
-from dynbus.bus.transport import (
+from dynbus import ConfigError, DynbusError, Runtime
+from dynbus.kvrouter.names import kv_event_subject, kv_resync_subject
+from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, Overlap, RadixIndex, Rank
+from dynbus.spi import (
+    Background,
     Connection,
-    ConnectionState,
     NoStream,
+    Openable,
     OrderedConsumer,
     StoredMessage,
+    check_token,
+    monotonic,
+    unix_time,
 )
-from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, Overlap, RadixIndex, Rank
 
 from .awareness import CacheAwareness, Observation, cache_awareness
 from .event_stream import EventStream, ensure_stream
@@ -376,12 +377,12 @@ class IndexFollower(Openable):
 
     @property
     def _is_reached(self) -> bool:
-        is_connected = self._connection.state is ConnectionState.CONNECTED
+        is_connected = self._connection.is_connected
         return is_connected and monotonic() - self._answered_at <= SILENCE
 
     @property
     def _can_hear(self) -> bool:
-        return self._caught_up and self._connection.state is ConnectionState.CONNECTED
+        return self._caught_up and self._connection.is_connected
 
     def _look_at_instances(self, now: float) -> None:
         known = self._instances() if self._instances is not None else None
@@ -401,7 +402,7 @@ class IndexFollower(Openable):
 
         The consumer would notice a loss by itself, after seconds of silence.
         """
-        if self._connection.state is not ConnectionState.CONNECTED:
+        if not self._connection.is_connected:
             return
         jetstream = self._connection.jetstream
         try:

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -22,6 +21,7 @@ from dynbus.kvrouter.events import (
     KvEvent,
     Tier,
 )
+from dynbus.spi import brief_repr
 
 from .awareness import CacheAwareness
 from .event_log import event_bytes

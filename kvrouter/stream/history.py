@@ -13,14 +13,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.protocol.names import kv_event_stream, kv_event_subject
-from dynbus.bus.records.reading import read_until
-from dynbus.bus.transport import JetStream, NoStream, StoredMessage, StreamInfo
+from dynbus import DynbusError
 from dynbus.kvrouter.events import Tier
+from dynbus.kvrouter.names import kv_event_stream, kv_event_subject
 from dynbus.kvrouter.radix.contents import held_names
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
+from dynbus.spi import JetStream, NoStream, StoredMessage, StreamInfo, monotonic, read_until
 
 from .event_stream import StoredEvents, apply_events, read_events
 from .snapshots import SnapshotInfo, SnapshotStore

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import CacheDigest
 from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
+from dynbus.spi import StoredMessage
 
 from .awareness import CacheAwareness, decode_awareness
 from .digest import Comparison, IndexCheck

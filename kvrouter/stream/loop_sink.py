@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dynbus.bus.clock import unix_time
 from dynbus.kvrouter.events import KvEvent
+from dynbus.spi import unix_time
 
 from .awareness import CacheAwareness
 from .cache_mirror import CacheMirror

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Set
 from typing import Final, TypeAlias
 
-from dynbus.actors import Runtime
-from dynbus.bus.clock import monotonic
+from dynbus import Runtime
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.spi import monotonic
 
 UNKNOWN_GRACE: Final = 15.0
 """Seconds for which blocks of an instance without a lease are kept: it may be about to get one."""

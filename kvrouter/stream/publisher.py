@@ -20,15 +20,20 @@ from typing import Final, Self, SupportsIndex
 import anyio
 from anyio.abc import TaskGroup
 
-from dynbus.actors import Actor
-from dynbus.bus.background import Background, Openable
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
-from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
-from dynbus.bus.telemetry.process_status import ProcessStatus
-from dynbus.bus.transport import Connection, ConnectionState, Message, NoStream
+from dynbus import Actor, ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from dynbus.kvrouter.events import MAX_RANK, KvEvent
+from dynbus.kvrouter.names import AWARENESS, PUBLISHED, kv_event_subject, kv_resync_subject
+from dynbus.spi import (
+    Background,
+    Bus,
+    Connection,
+    Message,
+    NoStream,
+    Openable,
+    check_token,
+    monotonic,
+    unix_time,
+)
 
 from .awareness import AwarenessLevel, CacheAwareness
 from .event_log import EventLog, LogStatistics, OutgoingBatch
@@ -92,7 +97,7 @@ class BatchSender:
 
     @property
     def is_connected(self) -> bool:
-        return self._connection.state is ConnectionState.CONNECTED
+        return self._connection.is_connected
 
     async def send(self, logs: Collection[EventLog], now: float, tasks: TaskGroup) -> None:
         """Send what the logs have to say, as far as that is possible now.
@@ -152,9 +157,9 @@ class BatchSender:
         namespace, component, instance_id = self._address
         subject = kv_event_subject(namespace, component, instance_id, log.dp_rank)
         number = f"{instance_id}.{log.dp_rank}.{batch.event_epoch}.{batch.first_id}"
-        fields = {headers.PUBLISHED: f"{batch.since:.6f}"} if batch.since else {}
+        fields = {PUBLISHED: f"{batch.since:.6f}"} if batch.since else {}
         if batch.awareness:
-            fields[headers.KV_AWARENESS] = batch.awareness
+            fields[AWARENESS] = batch.awareness
         try:
             sequence = await self._connection.jetstream.publish(
                 subject, batch.data, message_id=number, headers=fields, timeout=PUBLISH_TIMEOUT
@@ -232,7 +237,7 @@ class KvEventPublisher(Openable):
             taken in. Beyond it they are dropped and counted, and the rank begins anew as if it
             held nothing.
         make_log: what numbers and batches a rank's events.
-        process_status: where operators see how far the events can be relied on.
+        bus: in whose status operators see how far the events can be relied on.
         background: see `Openable`.
 
     Raises:
@@ -251,11 +256,11 @@ class KvEventPublisher(Openable):
         linger: float = LINGER,
         max_handed_bytes: int = DEFAULT_HANDED_BYTES,
         make_log: Callable[[int], EventLog] | None = None,
-        process_status: ProcessStatus | None = None,
+        bus: Bus | None = None,
         background: Background | None = None,
     ) -> None:
         super().__init__(background)
-        self._process_status = process_status
+        self._process_status = None if bus is None else bus.status
         self._shown = ""
         self._connection = connection
         self._address = (
@@ -300,7 +305,7 @@ class KvEventPublisher(Openable):
             *actor.__dynbus_name__,
             ranks=ranks,
             stream=stream,
-            process_status=actor.runtime.bus.status,
+            bus=actor.runtime.bus,
             background=actor.runtime.bus.background,
         )
 
@@ -316,7 +321,7 @@ class KvEventPublisher(Openable):
             # Some were there before it was known.
             log.begin_anew(above=self._above)
         subscription = connection.subscribe(kv_resync_subject(*self._address, "*"), self._on_resync)
-        stop_listening = connection.on_state(self._on_state)
+        stop_listening = connection.on_connected(self._on_connected)
         try:
             await connection.barrier()
             async with anyio.create_task_group() as tasks:
@@ -484,10 +489,9 @@ class KvEventPublisher(Openable):
         else:
             self._process_status.remove(self._name)
 
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._sender.try_at_once()
-            self._wake.set()
+    def _on_connected(self) -> None:
+        self._sender.try_at_once()
+        self._wake.set()
 
     def _on_resync(self, message: Message) -> None:
         rank = message.subject.rpartition(".")[2]

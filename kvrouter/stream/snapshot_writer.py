@@ -13,14 +13,21 @@ from typing import Final, NamedTuple
 import anyio
 import anyio.lowlevel
 
-from dynbus.bus.background import Background, Openable
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.lane import ControlLane
-from dynbus.bus.protocol.names import kv_event_subject
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.transport import JetStream, NoStream, StreamInfo, StreamLimits
+from dynbus import ConfigError, DynbusError
+from dynbus.kvrouter.names import kv_event_subject
 from dynbus.kvrouter.radix.snapshot import IndexDump
+from dynbus.spi import (
+    Background,
+    Bus,
+    JetStream,
+    NoStream,
+    Openable,
+    StreamInfo,
+    StreamLimits,
+    monotonic,
+    random_id,
+    unix_time,
+)
 
 from .awareness import MAX_BEHIND, AwarenessLevel
 from .election import DEFAULT_TTL, Election
@@ -171,7 +178,7 @@ class SnapshotWriter(Openable):
         follower: is entered before and left after this.
         store: where snapshots go; the default one of the namespace unless given.
         ttl: seconds after which another router takes over from one that died.
-        lane: see `Election`.
+        bus: see `Election`.
         background: see `Openable`.
     """
 
@@ -183,7 +190,7 @@ class SnapshotWriter(Openable):
         store: SnapshotStore | None = None,
         plan: SnapshotPlan | None = None,
         ttl: float = DEFAULT_TTL,
-        lane: ControlLane | None = None,
+        bus: Bus | None = None,
         background: Background | None = None,
     ) -> None:
         super().__init__(background)
@@ -198,7 +205,7 @@ class SnapshotWriter(Openable):
             random_id(),
             is_fit=self._is_fit,
             ttl=ttl,
-            lane=lane,
+            bus=bus,
         )
         self._knows_latest = False
         self._is_writing = False

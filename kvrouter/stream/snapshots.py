@@ -14,24 +14,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
-from dynbus.bus.records.objects import (
-    CHUNK_SIZE,
-    NoObject,
-    ObjectBucket,
-    ObjectDamaged,
-    ObjectInfo,
-    ObjectStore,
-)
-from dynbus.bus.transport import JetStream, NoStream, StreamFull, StreamInfo
+from dynbus import DynbusError
+from dynbus.kvrouter.names import kv_event_stream, kv_snapshot_bucket
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index
+from dynbus.spi import (
+    TOKEN,
+    JetStream,
+    NoObject,
+    NoStream,
+    ObjectBucket,
+    ObjectInfo,
+    ObjectStore,
+    StreamFull,
+    StreamInfo,
+    check_token,
+    monotonic,
+)
 
 logger = logging.getLogger(__name__)
 
 KEPT: Final = 3
+CHUNK_BYTES: Final = 128 * 1024
 DEFAULT_MAX_BYTES: Final = 1024 * 1024 * 1024
 READ_TIMEOUT: Final = 30.0
 WRITE_TIMEOUT: Final = 60.0
@@ -155,7 +159,7 @@ class SnapshotStore:
         max_bytes: int = DEFAULT_MAX_BYTES,
         in_memory: bool = False,
         replicas: int | None = None,
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int = CHUNK_BYTES,
     ) -> None:
         self.namespace = check_token("namespace", namespace)
         self.keep = max(1, keep)
@@ -203,7 +207,7 @@ class SnapshotStore:
             index, sequence = await asyncio.to_thread(
                 load_index, stored.data, max_blocks=max_blocks
             )
-        except (NoObject, NoStream, ObjectDamaged, TornSnapshot) as error:
+        except (NoObject, NoStream, TornSnapshot) as error:
             raise UnusableSnapshot(f"snapshot {info.name}: {error}") from error
         if sequence != info.coverage.sequence:
             raise UnusableSnapshot(

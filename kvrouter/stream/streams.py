@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dynbus.bus.records.objects import bucket_stream
-from dynbus.bus.transport import StreamConfig
+from dynbus.spi import StreamConfig
 
 from .election import ELECTION_STREAM
 from .event_stream import EventStream
@@ -15,5 +14,5 @@ def kv_streams(namespace: str) -> list[StreamConfig]:
     return [
         EventStream(namespace).config,
         ELECTION_STREAM,
-        bucket_stream(snapshot_bucket(namespace)),
+        snapshot_bucket(namespace).stream,
     ]

@@ -11,11 +11,9 @@ from typing import Final
 
 import anyio
 
-from dynbus.actors import Runtime
-from dynbus.bus.clock import unix_time
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.transport import JetStream, NoStream
+from dynbus import DynbusError, Runtime
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
+from dynbus.spi import JetStream, NoStream, unix_time
 
 from .event_stream import EventStream
 from .follower import IndexFollower, Position
@@ -156,7 +154,7 @@ async def warm_follower(
         follower,
         store=store,
         plan=plan,
-        lane=runtime.bus.lane,
+        bus=runtime.bus,
         background=background,
     )
     async with follower, writer:

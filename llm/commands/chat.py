@@ -6,8 +6,7 @@ from typing import Final
 
 import click
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.numbers import NumberRange
+from dynbus.spi import terminal
 
 _HELP: Final = """Chat with a model through an OpenAI-compatible front end.
 
@@ -23,7 +22,7 @@ _HELP: Final = """Chat with a model through an OpenAI-compatible front end.
     """
 
 
-@click.command(help=_HELP, epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=terminal.EXIT_CODES)
 @click.argument("question", nargs=-1)
 @click.option(
     "--url",
@@ -41,10 +40,10 @@ _HELP: Final = """Chat with a model through an OpenAI-compatible front end.
 )
 @click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Of an answer.")
-@click.option("--temperature", type=NumberRange(0), help="0 takes the likeliest token.")
+@click.option("--temperature", type=terminal.number(0), help="0 takes the likeliest token.")
 @click.option(
     "--timeout",
-    type=NumberRange(0, min_open=True),
+    type=terminal.number(0, min_open=True),
     default=300.0,
     show_default=True,
     metavar="SECONDS",

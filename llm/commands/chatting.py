@@ -20,11 +20,8 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 import click
 import msgspec
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import error_line, notice, printable
-from dynbus.bus.config import is_loopback
-from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.telemetry.logs import redact_url
+from dynbus import ConfigError, Unavailable
+from dynbus.spi import is_loopback, terminal
 
 MAX_ERROR_BYTES: Final = 64 * 1024
 """Of a refusal that is read for its message."""
@@ -118,7 +115,7 @@ class Client:
         self._opener = _opener(self.url)
 
     def __repr__(self) -> str:
-        return f"<Client {redact_url(self.url)}>"
+        return f"<Client {terminal.redact_url(self.url)}>"
 
     def models(self) -> list[str]:
         """The names of the models.
@@ -132,7 +129,9 @@ class Client:
         try:
             return [model.id for model in _models.decode(data).data]
         except msgspec.DecodeError as error:
-            raise Refused(f"{redact_url(self.url)}/models is no list of models: {error}") from None
+            raise Refused(
+                f"{terminal.redact_url(self.url)}/models is no list of models: {error}"
+            ) from None
 
     def answer(self, request: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """The pieces of an answer as they come.
@@ -182,8 +181,8 @@ class Client:
         except (OSError, HTTPException, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             raise Unavailable(
-                f"no front end answers at {redact_url(self.url)}: {reason}; start one, or give "
-                "the address of another with --url"
+                f"no front end answers at {terminal.redact_url(self.url)}: {reason}; start one, or "
+                "give the address of another with --url"
             ) from None
         return response
 
@@ -210,8 +209,8 @@ def _base_url(url: str) -> str:
         usable = False
     if not usable:
         raise ConfigError(
-            f"--url {redact_url(url)} is not the URL of a front end: write http://HOST:PORT, for "
-            "example http://127.0.0.1:8000"
+            f"--url {terminal.redact_url(url)} is not the URL of a front end: write "
+            "http://HOST:PORT, for example http://127.0.0.1:8000"
         )
     base = url.rstrip("/")
     return base if urlsplit(base).path else f"{base}/v1"
@@ -273,7 +272,7 @@ class Conversation:
                     pieces.append(piece.content)
                     yield piece
                     if piece.ended == "length":
-                        notice("[the answer reached its limit of tokens]")
+                        terminal.notice("[the answer reached its limit of tokens]")
         finally:
             if any(pieces):
                 answered = {"role": "assistant", "content": "".join(pieces)}
@@ -303,9 +302,9 @@ def execute(
             return _talk(conversation, client)
         _print_answer(conversation, asked)
     except (Unavailable, Refused) as error:
-        click.echo(error_line(str(error)), err=True)
-        return exit_codes.NO_SERVER if isinstance(error, Unavailable) else exit_codes.FAILURE
-    return exit_codes.OK
+        click.echo(terminal.error_line(str(error)), err=True)
+        return terminal.NO_SERVER if isinstance(error, Unavailable) else terminal.FAILURE
+    return terminal.OK
 
 
 def _question(words: Sequence[str]) -> str:
@@ -331,7 +330,7 @@ def _only_model(client: Client) -> str:
     models = client.models()
     if not models:
         raise Unavailable(
-            f"{redact_url(client.url)} has no model now; its engines may still be loading"
+            f"{terminal.redact_url(client.url)} has no model now; its engines may still be loading"
         )
     if len(models) > 1:
         names = ", ".join(sorted(models))
@@ -344,26 +343,26 @@ def _talk(conversation: Conversation, client: Client) -> int:
     # With it, `input` has lines that can be edited and called back.
     import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-    notice(f"{conversation.model} at {redact_url(client.url)}\n{HOW_TO_TALK}")
+    terminal.notice(f"{conversation.model} at {terminal.redact_url(client.url)}\n{HOW_TO_TALK}")
     was_interrupted = False
     while True:
         try:
             question = input("\n> ").strip()
         except EOFError:
             click.echo()
-            return exit_codes.OK
+            return terminal.OK
         except KeyboardInterrupt:
             if was_interrupted:
                 raise
             was_interrupted = True
-            notice("\n[Ctrl-C again, or Ctrl-D, ends]")
+            terminal.notice("\n[Ctrl-C again, or Ctrl-D, ends]")
             continue
         was_interrupted = False
         if question == "/new":
             conversation.forget()
-            notice("[a new conversation]")
+            terminal.notice("[a new conversation]")
         elif question == "/help":
-            notice(HOW_TO_TALK)
+            terminal.notice(HOW_TO_TALK)
         elif question:
             was_interrupted = _answer_in_talk(conversation, question)
 
@@ -373,10 +372,10 @@ def _answer_in_talk(conversation: Conversation, question: str) -> bool:
     try:
         _print_answer(conversation, question)
     except KeyboardInterrupt:
-        notice("\n[stopped]")
+        terminal.notice("\n[stopped]")
         return True
     except (Unavailable, Refused) as error:
-        click.echo(error_line(str(error)), err=True)
+        click.echo(terminal.error_line(str(error)), err=True)
     return False
 
 
@@ -432,5 +431,6 @@ class _Printed:
 def _for_terminal(text: str) -> str:
     """What a model says cannot steer the terminal."""
     return "".join(
-        letter if letter in "\n\t" else printable(letter) for letter in text.replace("\r\n", "\n")
+        letter if letter in "\n\t" else terminal.printable(letter)
+        for letter in text.replace("\r\n", "\n")
     )

@@ -7,25 +7,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import (
-    json_option,
-    nats_option,
-    notice,
-    plain,
-    print_json,
-    print_table,
-)
+from dynbus.spi import terminal
 
 if TYPE_CHECKING:
-    from dynbus.bus.protocol.names import ComponentName, InstanceName
-    from dynbus.bus.transport import JetStream
+    from dynbus import ComponentName, InstanceName
     from dynbus.llm.disaggregated.settings import DisaggregationSettings, StoredSettings
+    from dynbus.spi import JetStream
 
 T = TypeVar("T")
 
 
-@click.group(epilog=exit_codes.GENERAL)
+@click.group(epilog=terminal.EXIT_CODES)
 def disagg() -> None:
     """Tune disaggregated serving while it runs.
 
@@ -42,8 +34,8 @@ def disagg() -> None:
 
 @disagg.command()
 @click.argument("component", metavar="[NAMESPACE.COMPONENT]", required=False)
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def show(component: str | None, as_json: bool, nats: str | None) -> None:
     """Show what holds: of one component, or which components have a record.
 
@@ -57,18 +49,18 @@ def show(component: str | None, as_json: bool, nats: str | None) -> None:
         return
     found = [str(name) for name in _run(stored_components, nats)]
     if as_json:
-        print_json(found)
+        terminal.print_json(found)
     elif not found:
-        notice("no component has a record")
+        terminal.notice("no component has a record")
     else:
-        print_table(("COMPONENT",), [(plain(name),) for name in found])
+        terminal.print_table(("COMPONENT",), [(terminal.plain(name),) for name in found])
 
 
 @disagg.command(name="set")
 @click.argument("component", metavar="NAMESPACE.COMPONENT")
 @click.argument("changes", metavar="NAME=VALUE...", nargs=-1, required=True)
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def set_(component: str, changes: Sequence[str], as_json: bool, nats: str | None) -> None:
     """Change settings of a component.
 
@@ -90,8 +82,8 @@ def set_(component: str, changes: Sequence[str], as_json: bool, nats: str | None
 @click.argument("component", metavar="NAMESPACE.COMPONENT")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--all", "take_all", is_flag=True, help="Remove the record, even one of no JSON.")
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 def unset(
     component: str, names: Sequence[str], take_all: bool, as_json: bool, nats: str | None
 ) -> None:
@@ -113,7 +105,7 @@ def _carry_out(
     nats: str | None,
 ) -> None:
     """Read or change the record of a component, and show what holds then."""
-    from dynbus.bus.protocol.names import ComponentName
+    from dynbus import ComponentName
     from dynbus.llm.disaggregated.settings import read_own_settings
 
     at = ComponentName.parse(component)
@@ -131,7 +123,7 @@ def _carry_out(
     }
     if not own:
         decoding = {name.address for name in instances}
-        notice(_nobody(component, sorted(decoding)))
+        terminal.notice(_nobody(component, sorted(decoding)))
     _show(stored, own, as_json)
 
 
@@ -152,7 +144,7 @@ def _show(stored: StoredSettings, own: Mapping[str, DisaggregationSettings], as_
             for each, one in own.items()
         }
         changed = sorted(stored.changes)
-        print_json(
+        terminal.print_json(
             {"settings": live, "changed": changed, "revision": stored.revision, "workers": told}
         )
         return
@@ -166,12 +158,12 @@ def _show(stored: StoredSettings, own: Mapping[str, DisaggregationSettings], as_
             source = "default" if is_default else "the workers' own"
             holds = ", ".join(sorted(values)) or str(value)
         rows.append((name, holds, ", ".join(sorted(values)) or "-", source))
-    print_table(("SETTING", "LIVE", "OWN", "FROM"), rows)
+    terminal.print_table(("SETTING", "LIVE", "OWN", "FROM"), rows)
 
 
 def _nobody(component: str, decoding: Sequence[str]) -> str:
     """The hint that no instance goes by a record."""
-    from dynbus.bus.config import suggestion
+    from dynbus.spi import suggestion
 
     told = f"no decode instance of {component} is there{suggestion(component, decoding)}"
     if decoding:
@@ -182,12 +174,10 @@ def _nobody(component: str, decoding: Sequence[str]) -> str:
 def _run(work: Callable[[JetStream], Awaitable[T]], nats: str | None) -> T:
     import asyncio
 
-    from dynbus.bus.commands.server import connected, prepare
-
-    config = prepare(nats)
+    config = terminal.settings(nats)
 
     async def ask() -> T:
-        async with connected(config, "dynbus-disagg") as server:
+        async with terminal.server(config, "dynbus-disagg") as server:
             return await work(server.connection.jetstream)
 
     return asyncio.run(ask())

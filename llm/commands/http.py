@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dynbus.actors.commands.flags import flags
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import nats_option
 from dynbus.llm.http.settings import FrontendOptions
+from dynbus.spi import flags, terminal
 
 if TYPE_CHECKING:
-    from dynbus.actors import Runtime
-    from dynbus.bus.config import BusConfig
+    from dynbus import BusConfig, Runtime
     from dynbus.llm.http.frontend import FrontEndRecord
 
 _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on the bus.
@@ -33,19 +30,16 @@ _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on
     """
 
 
-@click.command(help=_HELP, epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=terminal.EXIT_CODES)
 @flags(FrontendOptions)
-@nats_option
+@terminal.nats_option
 @click.option("--log-format", type=click.Choice(["console", "json"]))
 @click.option("--log-level", default="info", show_default=True)
 def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> None:
-    from dynbus.bus.config import load_config
-    from dynbus.bus.errors import ConfigError
-    from dynbus.bus.extras import how_to_install
-    from dynbus.bus.telemetry.logs import configure_logging
+    from dynbus import ConfigError
+    from dynbus.spi import how_to_install
 
-    configure_logging(log_format, log_level)
-    config = load_config({"servers": nats} if nats else {})
+    config = terminal.settings(nats, level=log_level, format=log_format)
     try:
         import uvloop
 
@@ -69,14 +63,13 @@ def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> Non
 def _measure() -> Callable[[], object]:
     """Have `/metrics` show what routers and the bus measure, where the extra for it is there; what
     sends the rest of it at the end."""
-    from dynbus.bus.errors import ConfigError
-    from dynbus.bus.extras import has_extra
-    from dynbus.bus.telemetry import telemetry
+    from dynbus import ConfigError
+    from dynbus.spi import configure_telemetry, has_extra
 
     if not has_extra("metrics"):
         return lambda: None
     try:
-        return telemetry.configure(service_name="dynbus", prometheus=True).shutdown
+        return configure_telemetry(service_name="dynbus", prometheus=True).shutdown
     except ConfigError as error:
         # Variables that are meant for all programs of a container stop none of them.
         logging.getLogger(__name__).warning("telemetry is off: %s", error)
@@ -88,27 +81,22 @@ async def _serve(config: BusConfig, options: FrontendOptions) -> None:
 
     import anyio
 
-    from dynbus.actors import Runtime
-    from dynbus.actors.commands.interrupts import Interrupts
-    from dynbus.actors.commands.starting import announce
-    from dynbus.bus.bus import Bus
-    from dynbus.bus.commands.server import embedded_if_local
     from dynbus.llm.http.frontend import FrontEndRecord, HttpFrontEnd
     from dynbus.llm.models.catalog import Catalog
+    from dynbus.spi import Interrupts, program_runtime
 
     ending = anyio.Event()
     with anyio.CancelScope() as scope:
         # The watchdog of the second signal allows for what is shielded.
         with Interrupts(ending.set, scope.cancel, within=5.0):
             async with (
-                embedded_if_local(config, fresh=False),
-                await Runtime.over(await Bus.connect(config, name="dynbus-http")) as runtime,
+                program_runtime("dynbus-http", config) as runtime,
                 Catalog(runtime) as catalog,
                 HttpFrontEnd(
                     runtime, catalog, options, routing=options.routing, router=options.router
                 ) as front_end,
             ):
-                runtime.bus.status.announcer = announce
+                runtime.bus.status.announcer = terminal.announce
                 # What is imported stays, and no collection need look at it.
                 gc.freeze()
                 click.echo(f"the front end answers at {front_end.url}")
@@ -121,7 +109,7 @@ async def _serve(config: BusConfig, options: FrontendOptions) -> None:
 
 async def _announce(runtime: Runtime, record: type[FrontEndRecord], url: str) -> None:
     """Have `dynbus ps` list the front end, where its credentials let it."""
-    from dynbus.bus.errors import PermissionDenied
+    from dynbus import PermissionDenied
 
     try:
         await runtime.start(record, url=url)

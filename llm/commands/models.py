@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 import msgspec
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import (
-    json_option,
-    nats_option,
-    notice,
-    plain,
-    print_json,
-    print_table,
-)
+from dynbus.spi import terminal
 
 if TYPE_CHECKING:
-    from dynbus.actors.runtime import Runtime
+    from dynbus import Runtime
 
 T = TypeVar("T")
 
@@ -38,9 +30,9 @@ _HELP: Final = """List the models that are served.
     """
 
 
-@click.group(help=_HELP, epilog=exit_codes.GENERAL, invoke_without_command=True)
-@json_option
-@nats_option
+@click.group(help=_HELP, epilog=terminal.EXIT_CODES, invoke_without_command=True)
+@terminal.json_option
+@terminal.nats_option
 @click.pass_context
 def models(ctx: click.Context, as_json: bool, nats: str | None) -> None:
     if ctx.invoked_subcommand is not None:
@@ -51,7 +43,7 @@ def models(ctx: click.Context, as_json: bool, nats: str | None) -> None:
 
 
 def _list(as_json: bool, nats: str | None) -> None:
-    from dynbus.bus.errors import Unavailable
+    from dynbus import Unavailable
     from dynbus.llm.models.catalog import Catalog, ServedModel
 
     async def look(runtime: Runtime) -> list[ServedModel]:
@@ -62,18 +54,18 @@ def _list(as_json: bool, nats: str | None) -> None:
 
     found = _run(look, nats)
     if as_json:
-        print_json([_json(model) for model in found])
+        terminal.print_json([_json(model) for model in found])
         return
     if not found:
-        notice("no model")
+        terminal.notice("no model")
         return
-    print_table(
+    terminal.print_table(
         ("MODEL", "TYPE", "ENDPOINT", "INPUT", "INSTANCES", "CONTEXT"),
         [
             (
-                plain(model.card.name),
-                plain(", ".join(model.card.types)),
-                plain(model.card.endpoint),
+                terminal.plain(model.card.name),
+                terminal.plain(", ".join(model.card.types)),
+                terminal.plain(model.card.endpoint),
                 model.card.input.value,
                 str(model.instances),
                 str(model.card.context_length or "-"),
@@ -104,16 +96,16 @@ def _json(model: Any) -> dict[str, Any]:
 @click.argument("kind", type=click.Choice(["chat", "completions", "embedding"]))
 @click.argument("name")
 @click.argument("endpoint", metavar="NAMESPACE.COMPONENT.ENDPOINT")
-@nats_option
+@terminal.nats_option
 def add(kind: str, name: str, endpoint: str, nats: str | None) -> None:
     """Name an endpoint that takes OpenAI's requests as they are.
 
     It stays until `dynbus models rm`, whether an instance is there or not.
     """
-    from dynbus.bus.clock import unix_time
-    from dynbus.bus.protocol.names import EndpointName
+    from dynbus import EndpointName
     from dynbus.llm.models.card import ModelCard, ModelInput, check_name
     from dynbus.llm.models.publishing import add_model
+    from dynbus.spi import unix_time
 
     card = ModelCard(
         name=check_name(name),
@@ -127,7 +119,7 @@ def add(kind: str, name: str, endpoint: str, nats: str | None) -> None:
 
 @models.command()
 @click.argument("name")
-@nats_option
+@terminal.nats_option
 def rm(name: str, nats: str | None) -> None:
     """Remove a name that was added with `dynbus models add`."""
     from dynbus.llm.models.publishing import remove_model
@@ -138,13 +130,13 @@ def rm(name: str, nats: str | None) -> None:
 @models.command()
 @click.argument("name")
 @click.argument("components", metavar="NAMESPACE.COMPONENT...", nargs=-1, required=True)
-@nats_option
+@terminal.nats_option
 def bind(name: str, components: tuple[str, ...], nats: str | None) -> None:
     """Give a model's name to components, also where another has registered it.
 
     Cards of others are passed over from now on. It stays until `dynbus models unbind`.
     """
-    from dynbus.bus.protocol.names import ComponentName
+    from dynbus import ComponentName
     from dynbus.llm.models.card import check_name
     from dynbus.llm.models.names import Names
 
@@ -155,7 +147,7 @@ def bind(name: str, components: tuple[str, ...], nats: str | None) -> None:
 
 @models.command()
 @click.argument("name")
-@nats_option
+@terminal.nats_option
 def unbind(name: str, nats: str | None) -> None:
     """Take back what `dynbus models bind` gave.
 
@@ -169,14 +161,11 @@ def unbind(name: str, nats: str | None) -> None:
 def _run(work: Callable[[Runtime], Awaitable[T]], nats: str | None) -> T:
     import asyncio
 
-    from dynbus.actors.runtime import Runtime
-    from dynbus.bus.bus import Bus
-    from dynbus.bus.commands.server import prepare
+    from dynbus import Runtime
 
     async def connected() -> T:
-        bus = await Bus.connect(config, name="dynbus-models")
-        async with await Runtime.over(bus) as runtime:
+        async with Runtime.connect(nats, name="dynbus-models") as runtime:
             return await work(runtime)
 
-    config = prepare(nats)
+    terminal.settings(nats)
     return asyncio.run(connected())

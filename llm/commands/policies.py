@@ -6,8 +6,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from dynbus.actors.running.loader import put_first_on_path
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError
+from dynbus.spi import put_first_on_path
 
 
 def policy_names(text: str) -> list[str]:

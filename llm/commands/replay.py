@@ -8,11 +8,8 @@ from typing import Any, Final
 
 import click
 
-from dynbus.actors.commands.flags import flags
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.numbers import NumberRange
-from dynbus.bus.commands.terminal import json_option, print_json
 from dynbus.llm.mock.engine import MockSize
+from dynbus.spi import flags, terminal
 
 _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy after the other.
 
@@ -44,7 +41,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
     return path
 
 
-@click.command(help=_HELP, epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=terminal.EXIT_CODES)
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--instances", type=click.IntRange(1), default=8, show_default=True)
 @click.option(
@@ -57,7 +54,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
 )
 @click.option(
     "--speed",
-    type=NumberRange(0, min_open=True),
+    type=terminal.number(0, min_open=True),
     default=1.0,
     show_default=True,
     help="How many times faster requests arrive than in the trace.",
@@ -66,7 +63,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
 @flags(MockSize, only=("block_size", "blocks", "max_num_seqs", "max_num_batched_tokens"))
 @click.option(
     "--event-delay",
-    type=NumberRange(0),
+    type=terminal.number(0),
     default=5.0,
     show_default=True,
     metavar="MS",
@@ -86,7 +83,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
     callback=_check_plot,
     help="Write the times to the first token as an SVG image, a file named .svg.",
 )
-@json_option
+@terminal.json_option
 def replay(
     trace: Path,
     instances: int,
@@ -101,7 +98,7 @@ def replay(
     as_json: bool,
     **engine: Any,
 ) -> None:
-    from dynbus.bus.errors import DynbusError
+    from dynbus import DynbusError
     from dynbus.llm.mock.engine import MockConfig
     from dynbus.llm.replay import Objective, Simulation
 
@@ -121,7 +118,7 @@ def replay(
         raise click.ClickException(str(error)) from None
     reports = [each.report for each in replays]
     if as_json:
-        print_json([report.as_json() for report in reports])
+        terminal.print_json([report.as_json() for report in reports])
     else:
         print_reports(reports)
     if plot_path is not None:

@@ -20,11 +20,11 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from dynbus.bus.commands.terminal import plain, print_table
 from dynbus.llm.replay.plot import plot_ttft
 from dynbus.llm.replay.report import Objective, Report, summarize, ttft_seconds
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import Trace, read_trace
+from dynbus.spi import terminal
 
 
 class Replay(NamedTuple):
@@ -65,7 +65,7 @@ def replay_trace(
         bar.update(reading, completed=len(trace.requests), total=len(trace.requests))
         _check_room(trace, path, simulation)
         for policy in policies:
-            task = bar.add_task(plain(policy), total=len(trace.requests))
+            task = bar.add_task(terminal.plain(policy), total=len(trace.requests))
             result = simulation.run(trace, policy, progress=partial(_show, bar, task))
             bar.update(task, completed=len(trace.requests))
             report = summarize(policy, result, objective=objective)
@@ -126,7 +126,7 @@ def print_reports(reports: Sequence[Report]) -> None:
         ("balance", [f"{each.balance:.3f}" for each in reports]),
         ("preempted", [f"{each.preempted:,}" for each in reports]),
     ]
-    print_table(
-        ("FIGURE", *(plain(each.policy) for each in reports)),
+    terminal.print_table(
+        ("FIGURE", *(terminal.plain(each.policy) for each in reports)),
         [(name, *values) for name, values in rows],
     )

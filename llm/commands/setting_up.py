@@ -9,12 +9,14 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.commands.server import connected, prepare
-from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.protocol.names import EndpointName, check_token
-from dynbus.bus.transport import JetStream, PullConsumerConfig, StreamConfig
-from dynbus.bus.work_queue import WorkQueueConfig, queue_config, takers_config
+from dynbus import ConfigError, DynbusError, EndpointName, WorkQueueConfig
 from dynbus.llm.streams import all_streams
+from dynbus.spi import (
+    JetStream,
+    NeededStream,
+    check_token,
+    terminal,
+)
 
 QUEUE_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {
     "ack_wait": float,
@@ -43,14 +45,7 @@ class Outcome(NamedTuple):
     text: str
 
 
-class Needed(NamedTuple):
-    """A stream, and the consumer that its readers share, if they do."""
-
-    stream: StreamConfig
-    consumer: PullConsumerConfig | None = None
-
-
-def needed_in(namespace: str, queues: Sequence[str]) -> list[Needed]:
+def needed_in(namespace: str, queues: Sequence[str]) -> list[NeededStream]:
     """What the processes of a namespace need.
 
     Args:
@@ -60,10 +55,10 @@ def needed_in(namespace: str, queues: Sequence[str]) -> list[Needed]:
         ConfigError: a name or a setting is not usable.
     """
     check_token("namespace", namespace)
-    needed = [Needed(config) for config in all_streams(namespace)]
+    needed = [NeededStream(config) for config in all_streams(namespace)]
     for queue in queues:
         name, config = read_queue(namespace, queue)
-        needed.append(Needed(queue_config(name, config), takers_config(config)))
+        needed.append(NeededStream.of_queue(name, config))
     return needed
 
 
@@ -95,7 +90,7 @@ def read_queue(namespace: str, text: str) -> tuple[EndpointName, WorkQueueConfig
 
 
 async def set_up(
-    jetstream: JetStream, needed: Sequence[Needed], *, dry_run: bool = False
+    jetstream: JetStream, needed: Sequence[NeededStream], *, dry_run: bool = False
 ) -> list[Outcome]:
     """Make what is missing, and give what is there the replicas that it lacks.
 
@@ -108,7 +103,7 @@ async def set_up(
     return [await _set_up(jetstream, one, dry_run) for one in needed]
 
 
-async def _set_up(jetstream: JetStream, one: Needed, dry_run: bool) -> Outcome:
+async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Outcome:
     name = one.stream.name
     try:
         exists = await jetstream.has_stream(one.stream)
@@ -130,7 +125,7 @@ async def _set_up(jetstream: JetStream, one: Needed, dry_run: bool) -> Outcome:
     return Outcome(name, Status.THERE, one.stream.description.removeprefix("dynbus: "))
 
 
-async def _differences(jetstream: JetStream, one: Needed) -> list[str]:
+async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
     """What of a stream, or of its consumer, is otherwise than dynbus makes it."""
     found = await jetstream.stream_config(one.stream.name)
     listed = one.stream.differences(found, "in_memory", "rollup", "marker_ttl")
@@ -155,12 +150,12 @@ def run(
         DynbusError: an argument is not usable, or the server cannot be reached.
     """
     needed = needed_in(namespace, queues)
-    config = prepare(nats)
+    config = terminal.settings(nats)
     if replicas is not None:
         config = msgspec.structs.replace(config, replicas=replicas)
 
     async def work() -> list[Outcome]:
-        async with connected(config, "dynbus-setup") as server:
+        async with terminal.server(config, "dynbus-setup") as server:
             return await set_up(server.connection.jetstream, needed, dry_run=dry_run)
 
     return asyncio.run(work())

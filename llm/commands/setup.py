@@ -7,8 +7,7 @@ from typing import Final
 
 import click
 
-from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import json_option, nats_option, plain, print_json, print_table
+from dynbus.spi import terminal
 
 _STYLES: Final = {
     "made": "green",
@@ -52,8 +51,8 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     help="How many servers of a cluster keep each; by default the setting `replicas`, 3.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what is there and what is missing.")
-@json_option
-@nats_option
+@terminal.json_option
+@terminal.nats_option
 @click.pass_context
 def setup(
     ctx: click.Context,
@@ -69,18 +68,18 @@ def setup(
 
     outcomes = run(namespace, queues, nats=nats, replicas=replicas, dry_run=dry_run)
     if as_json:
-        print_json([outcome._asdict() for outcome in outcomes])
+        terminal.print_json([outcome._asdict() for outcome in outcomes])
     else:
-        print_table(
+        terminal.print_table(
             ("", "STREAM", "WHAT"),
             [
                 (
                     f"[{_STYLES[outcome.status]}]{outcome.status}[/]",
-                    plain(outcome.stream),
-                    plain(outcome.text),
+                    terminal.plain(outcome.stream),
+                    terminal.plain(outcome.text),
                 )
                 for outcome in outcomes
             ],
         )
     is_whole = all(outcome.status not in (Status.REFUSED, Status.MISSING) for outcome in outcomes)
-    ctx.exit(exit_codes.OK if is_whole else exit_codes.FAILURE)
+    ctx.exit(terminal.OK if is_whole else terminal.FAILURE)

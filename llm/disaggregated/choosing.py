@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Final
 
-from dynbus.bus.records.instance_view import Instance
-from dynbus.kvrouter import KvRouter, RequestFields
-from dynbus.kvrouter.radix import Rank
-from dynbus.kvrouter.routing import OVERLAP_KEY, profiles, requests
+from dynbus import Instance
+from dynbus.kvrouter import OVERLAP_KEY, KvRouter, Rank, RequestFields, profiles, requests
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.fingerprint import are_same

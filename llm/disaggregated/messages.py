@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.leases import Ticket
+from dynbus.transfer import Ticket
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance serves: the prompts of others, requests of front ends, or both."""

@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.telemetry.metrics import Metrics, Readings
-from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus import InstanceName
 from dynbus.llm.watching import InstanceWatch
+from dynbus.spi import Bus, Metrics, Readings, Telemetry, monotonic, unix_time
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

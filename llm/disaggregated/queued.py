@@ -10,10 +10,9 @@ from typing import Final, Protocol
 import anyio
 import msgspec
 
-from dynbus.bus.background import Background, Work, task_group
-from dynbus.bus.errors import DynbusError, NoInstances, StreamLost, UnknownOutcome
-from dynbus.bus.work_queue import Job, Taker, WorkQueue
+from dynbus import DynbusError, Job, NoInstances, StreamLost, Taker, UnknownOutcome, WorkQueue
 from dynbus.llm.weights.fingerprint import are_same
+from dynbus.spi import Background, Work, task_group
 
 from .messages import Offer, OfferAnswer, PrefillJob
 

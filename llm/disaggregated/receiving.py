@@ -12,24 +12,20 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from dynbus import Reply
-from dynbus.bus.background import Background
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import (
-    DynbusError,
-    InvalidRequest,
-    NoInstances,
-    Overloaded,
-    Unavailable,
-    describe_exception,
-)
+from dynbus import DynbusError, InvalidRequest, NoInstances, Overloaded, Reply, Unavailable
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.checksums import compare, wanted
-from dynbus.transfer.errors import BadDescription, ChecksumMismatch
-from dynbus.transfer.leases import Ticket
-from dynbus.transfer.settling import Settled, Settlement
+from dynbus.spi import Background, describe_exception, monotonic
+from dynbus.transfer import (
+    BadDescription,
+    ChecksumMismatch,
+    Settled,
+    Settlement,
+    Ticket,
+    compare,
+    wanted,
+)
 
 from .hand_over import (
     Abandon,

@@ -10,13 +10,9 @@ from typing import Final, Literal, TypeAlias
 
 import anyio
 
-from dynbus.actors import Runtime
-from dynbus.actors.serving.instance import ServedInstance
-from dynbus.bus.clock import monotonic
-from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.kvrouter.events import KvEvent
-from dynbus.kvrouter.stream import CacheMirror, KvEventPublisher
+from dynbus import InstanceName, Runtime
+from dynbus.kvrouter import CacheMirror, KvEvent, KvEventPublisher
+from dynbus.spi import Endpoint, ServedInstance, monotonic
 
 from .messages import Role, RoleState
 
@@ -111,7 +107,7 @@ class RoleInstance:
                 publisher = KvEventPublisher(
                     bus.data,
                     *self.instance.name,
-                    process_status=bus.status,
+                    bus=bus,
                     background=bus.background,
                 )
                 await exits.enter_async_context(publisher)

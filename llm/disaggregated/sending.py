@@ -8,12 +8,9 @@ from typing import Final, Protocol
 
 import anyio
 
-from dynbus.bus.context import Context
-from dynbus.bus.errors import InvalidRequest
+from dynbus import Context, InvalidRequest
 from dynbus.llm.engine.runner import EngineRunner
-from dynbus.transfer.errors import LeaseLost
-from dynbus.transfer.leases import LeaseTable, Ticket
-from dynbus.transfer.settling import Settling
+from dynbus.transfer import LeaseLost, LeaseTable, Settling, Ticket
 
 from .messages import Prefilled, PrefillRequest
 from .observing import HandOverFigures

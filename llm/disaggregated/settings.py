@@ -22,15 +22,9 @@ from typing import (
 import anyio
 import msgspec
 
-from dynbus.actors.declaring.specification import Option
-from dynbus.bus.bus import Bus
-from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
-from dynbus.bus.protocol.headers import DELETED
-from dynbus.bus.protocol.names import ComponentName, InstanceName
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
-from dynbus.bus.records.reading import read_latest
-from dynbus.bus.transport import (
+from dynbus import ComponentName, ConfigError, DynbusError, InstanceName, Option, Unavailable
+from dynbus.spi import (
+    Bus,
     JetStream,
     NoStream,
     OrderedConsumer,
@@ -38,6 +32,9 @@ from dynbus.bus.transport import (
     StreamConfig,
     StreamLimits,
     WrongLastSequence,
+    read_instances,
+    read_latest,
+    suggestion,
 )
 
 logger = logging.getLogger(__name__)
@@ -294,7 +291,7 @@ async def change_settings(
                 _subject(component),
                 msgspec.json.encode(written) if written else b"",
                 expected_last_subject_sequence=before.revision,
-                headers={} if written else DELETED,
+                deleted=not written,
             )
         except NoStream:
             await jetstream.ensure_stream(SETTINGS_STREAM)
@@ -314,7 +311,7 @@ async def remove_settings(jetstream: JetStream, component: ComponentName) -> Sto
     try:
         if await jetstream.last(SETTINGS_STREAM.name, _subject(component)) is None:
             return NOTHING_STORED
-        revision = await jetstream.publish(_subject(component), b"", headers=DELETED)
+        revision = await jetstream.publish(_subject(component), b"", deleted=True)
     except NoStream:
         return NOTHING_STORED
     return StoredSettings({}, revision)
@@ -330,14 +327,11 @@ async def read_own_settings(
         Unavailable: the server does not answer.
     """
     try:
-        found = await read_latest(jetstream, INSTANCES_STREAM.name, timeout=READ_TIMEOUT)
+        records = await read_instances(jetstream, timeout=READ_TIMEOUT)
     except NoStream:
         return {}
     own: dict[InstanceName, DisaggregationSettings] = {}
-    for message in found.values():
-        record = record_of(message)
-        if record is None:
-            continue
+    for record in records:
         try:
             announced = announced_settings(record.metadata)
         except ConfigError as error:

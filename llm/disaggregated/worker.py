@@ -21,23 +21,25 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 import msgspec
 
 from dynbus import (
+    ComponentName,
+    ConfigError,
+    DynbusError,
+    EndpointName,
+    Instance,
+    InstanceName,
+    InvalidRequest,
     NoInstances,
+    Option,
     Reply,
     Route,
     RouteObserver,
     RouteRequest,
+    WorkQueue,
+    context,
     handler,
+    takes,
+    with_options,
 )
-from dynbus.actors.calling.clients import with_options
-from dynbus.actors.declaring.specification import Option, takes
-from dynbus.actors.serving.endpoints import make_endpoint
-from dynbus.actors.serving.instance import ServedInstance
-from dynbus.bus.context import context
-from dynbus.bus.errors import ConfigError, DynbusError, InvalidRequest
-from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.records.instance_view import Instance
-from dynbus.bus.work_queue import WorkQueue
 from dynbus.kvrouter import KvRouter, open_router
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
@@ -45,9 +47,8 @@ from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
-from dynbus.transfer.agent import open_agent
-from dynbus.transfer.layout import KvMemory
-from dynbus.transfer.settling import Settled, Settlement, Settling
+from dynbus.spi import ServedInstance, make_endpoint, random_id
+from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
 
 from .choosing import FIELDS, PrefillChoice
 from .messages import (

@@ -39,7 +39,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # The author of a model needs nothing of the bus.
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(
         __name__, "interface", "model", "model_engine", "runner", "worker"

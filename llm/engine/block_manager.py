@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
-from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
+from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent
 
 from .interface import BlockTier, CachedBlock
 

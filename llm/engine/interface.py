@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from dynbus.kvrouter.events import KvEvent
+from dynbus.kvrouter import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import Generated, GenerateRequest
 
 if TYPE_CHECKING:
-    from dynbus.transfer.layout import KvMemory
+    from dynbus.transfer import KvMemory
 
 ANY_TOKENS: Final = 1 << 32
 """A vocabulary that no token id is above: they are from 0 to 2^32 - 1."""

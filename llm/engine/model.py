@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from dynbus.transfer.layout import KvMemory
+    from dynbus.transfer import KvMemory
 
 
 class Chunk(NamedTuple):

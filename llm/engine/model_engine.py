@@ -25,7 +25,7 @@ from .scheduler import ScheduledRequest
 from .tokens import SecretSequence
 
 if TYPE_CHECKING:
-    from dynbus.transfer.layout import KvMemory
+    from dynbus.transfer import KvMemory
 
 
 class _Sequence(SecretSequence):

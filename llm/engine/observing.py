@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynbus.bus.bus import Bus
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.telemetry.metrics import Metrics, Readings
+from dynbus import InstanceName
 from dynbus.llm.watching import InstanceWatch
+from dynbus.spi import Bus, Metrics, Readings
 
 from .interface import EngineLimits, EngineLoad
 from .runner import EngineRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-from dynbus.actors.declaring.specification import Option
+from dynbus import Option
 
 BlockSize: TypeAlias = Annotated[
     int, Option("tokens of a block of the cache", least=1, unit="tokens")

@@ -22,22 +22,21 @@ from typing import TYPE_CHECKING, Final, Protocol
 import anyio
 import msgspec
 
-from dynbus import Reply, push_each
-from dynbus.bus.background import Openable
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import (
+from dynbus import (
     Cancelled,
     DynbusError,
     HandlerError,
     InvalidRequest,
+    Reply,
     Unavailable,
-    describe_exception,
+    push_each,
 )
-from dynbus.kvrouter.events import KvEvent
+from dynbus.kvrouter import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 from dynbus.llm.structured import check_grammar
 from dynbus.llm.turns import TenantThreads
+from dynbus.spi import Openable, describe_exception, monotonic
 
 from .interface import (
     Engine,
@@ -54,7 +53,7 @@ from .stepping import EngineStepper, stepper_of
 from .tracing import EngineTrace
 
 if TYPE_CHECKING:
-    from dynbus.transfer.layout import KvMemory
+    from dynbus.transfer import KvMemory
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from typing import Final, TypeVar
 
 import anyio
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import describe_exception
 from dynbus.llm.generation import GenerateRequest
+from dynbus.spi import describe_exception, monotonic
 
 from .interface import (
     NO_EMBEDDINGS,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter.hashing import SEED, block_hashes, token_bytes
+from dynbus.kvrouter import SEED, block_hashes, token_bytes
 
 
 class TokenSequence:

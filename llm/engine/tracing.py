@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus import InstanceName
+from dynbus.spi import Telemetry, monotonic, unix_time
 
 from .interface import EngineRequest, Step
 

@@ -11,11 +11,8 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from dynbus import Actor, Reply, handler
-from dynbus.bus.context import context
-from dynbus.bus.errors import Cancelled, Unavailable
-from dynbus.kvrouter.routing import profiles
-from dynbus.kvrouter.stream import KvEventPublisher
+from dynbus import Actor, Cancelled, Reply, Unavailable, context, handler
+from dynbus.kvrouter import KvEventPublisher, profiles
 from dynbus.llm.continuing import resume
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.garbage import rare_collections

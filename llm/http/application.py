@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
-from dynbus.bus.errors import DynbusError, PermissionDenied
+from dynbus import DynbusError, PermissionDenied
 from dynbus.llm.messages.api import MessagesApi
 from dynbus.llm.messages.errors import anthropics_error, message_error
 from dynbus.llm.messages.models import model_info, model_list

@@ -7,9 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from dynbus.bus.clock import unix_time
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.protocol.tokens import random_id
+from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api, Asked
@@ -25,6 +23,7 @@ from dynbus.llm.resumable.events import (
 )
 from dynbus.llm.resumable.records import Begun, log_key
 from dynbus.llm.resumable.running import AnswerClock, RunningStream
+from dynbus.spi import random_id, unix_time
 
 from .content import Content, ContentSink, RecordedFormat
 from .exchange import Exchange, Receive, Scope

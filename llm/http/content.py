@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError, InvalidResponse
+from dynbus import DynbusError, InvalidResponse
 from dynbus.llm.answers import AnswerFormat, Output, OutputFormat, Usage, joined
 from dynbus.llm.openai.fields import fields_of, items_of
 from dynbus.llm.openai.reading import read_answer

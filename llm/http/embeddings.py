@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest, read_embeddings
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of

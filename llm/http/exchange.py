@@ -14,18 +14,10 @@ import anyio
 import anyio.abc
 import msgspec
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, enter_context
-from dynbus.bus.errors import (
-    Cancelled,
-    Draining,
-    DynbusError,
-    Overloaded,
-    PayloadTooLarge,
-    describe_exception,
-)
+from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, PayloadTooLarge
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
 from dynbus.llm.pipeline.serving import RequestTiming
+from dynbus.spi import describe_exception, monotonic
 
 from . import idempotency
 from .content import Content
@@ -309,7 +301,7 @@ class Exchange(ABC):
             priority=priority,
             trace_headers=self._trace.fields,
         )
-        enter_context(self._context)
+        self._context.enter()
         return self._metrics
 
     def _for_engines(self, body: bytes) -> msgspec.Raw:

@@ -9,11 +9,8 @@ from functools import partial
 
 import anyio
 
-from dynbus.actors import Actor, Runtime
-from dynbus.actors.declaring.handlers import handler
-from dynbus.actors.declaring.specification import takes
-from dynbus.bus.background import Openable
-from dynbus.kvrouter.routing import RouterConfig
+from dynbus import Actor, Runtime, handler, takes
+from dynbus.kvrouter import RouterConfig
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
@@ -23,6 +20,7 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
+from dynbus.spi import Openable
 
 from .application import Application, Page, Response
 from .server import HttpServer

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError
+from dynbus.spi import monotonic
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import anyio
 import uvicorn
 
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError
 
 from .application import Application
 from .connection import LimitedProtocol, Strangers

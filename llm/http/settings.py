@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dynbus.actors.declaring.specification import Option, Options
-from dynbus.bus.config import is_loopback
-from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.routing import RouterConfig
+from dynbus import ConfigError, Option, Options
+from dynbus.kvrouter import RouterConfig
 from dynbus.llm.pipeline import RoutingChoice
+from dynbus.spi import is_loopback
 
 
 def _name_of(host: str) -> str:

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from dynbus.bus.context import TENANT_KEY
-from dynbus.bus.errors import Draining, Overloaded
-from dynbus.bus.protocol.tokens import random_id
+from dynbus import Draining, Overloaded
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom, Shares
 from dynbus.llm.turns import TenantThreads
+from dynbus.spi import TENANT_KEY, random_id
 
 from .idempotency import KeptAnswers
 from .keys import ApiKeys

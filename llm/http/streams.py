@@ -12,10 +12,7 @@ from urllib.parse import quote
 import anyio
 import msgspec
 
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.context import Context
-from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.transport import StoredMessage, WrongLastSequence
+from dynbus import Context, DynbusError, Unavailable
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api
 from dynbus.llm.openai.errors import (
@@ -49,6 +46,7 @@ from dynbus.llm.resumable.records import (
     next_step,
 )
 from dynbus.llm.resumable.running import AnswerClock, RunningStream, stored_arrival, take_stored
+from dynbus.spi import StoredMessage, WrongLastSequence, monotonic, unix_time
 
 from .exchange import Exchange, Receive, Scope
 from .shared import Caller, Shared

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.messages.errors import message_error
 from dynbus.llm.messages.requests import chat_body, read_conversation
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.telemetry.telemetry import Telemetry
-from dynbus.bus.telemetry.trace_context import trace_fields
+from dynbus import DynbusError
 from dynbus.llm.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.pipeline.serving import RequestTiming
+from dynbus.spi import Telemetry, trace_fields
 
 from .content import Content
 

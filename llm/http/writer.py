@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import anyio
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.openai.errors import ErrorAnswer, status_of
 
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]

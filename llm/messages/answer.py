@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.answers import Output, Usage
 from dynbus.llm.openai.blocks import Block, Blocks, Step
 from dynbus.llm.parsing.delta import Delta

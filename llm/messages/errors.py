@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of, error_fields, status_of
 
 from .requests import NO_THREADS

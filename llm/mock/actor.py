@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynbus.actors.declaring.specification import shared, takes
+from dynbus import takes
 from dynbus.llm.engine.options import SpeedupRatio
 from dynbus.llm.engine.worker import EngineWorker
 
@@ -25,7 +25,7 @@ class MockWorker(EngineWorker, namespace="llm"):
     @takes(MockOptions)
     def __init__(self, options: MockOptions) -> None:
         timing = Timing(speedup_ratio=options.speedup_ratio)
-        self._config = MockConfig(**shared(options, MockSize), timing=timing)
+        self._config = MockConfig(**options.shared(MockSize), timing=timing)
 
     def make_engine(self) -> MockEngine:
         return MockEngine(self._config)

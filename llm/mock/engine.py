@@ -13,9 +13,8 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.actors.declaring.specification import Option, Options
-from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.events import KvEvent
+from dynbus import ConfigError, Option, Options
+from dynbus.kvrouter import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.engine.block_manager import BlockManager
 from dynbus.llm.engine.interface import Prefill

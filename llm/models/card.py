@@ -10,11 +10,10 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynbus.actors.declaring.resume import MIGRATION_LIMIT
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import EndpointName
+from dynbus import ConfigError, EndpointName
 from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.parsing.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
+from dynbus.spi import MIGRATION_LIMIT
 
 VERSION: Final = 1
 MAX_NAME: Final = 256

@@ -12,15 +12,19 @@ from typing import Final, NamedTuple
 
 import anyio
 
-from dynbus.actors.runtime import Runtime
-from dynbus.bus.background import Openable
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError, NoInstances, Unavailable
-from dynbus.bus.records.expired_records import ExpiredRecords
-from dynbus.bus.transport import NoStream, OrderedConsumer, StoredMessage, StreamConfig
+from dynbus import DynbusError, NoInstances, Runtime, Unavailable
 from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
+from dynbus.spi import (
+    ExpiredRecords,
+    NoStream,
+    Openable,
+    OrderedConsumer,
+    StoredMessage,
+    StreamConfig,
+    monotonic,
+)
 
 from .artefacts import Artefacts
 from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dynbus.bus.extras import how_to_install
+from dynbus.spi import how_to_install
 
 from . import hub_process
 from .downloads import Download, lacks_room

@@ -16,17 +16,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
-from dynbus.bus.protocol.headers import DELETED
-from dynbus.bus.protocol.names import ComponentName, EndpointName
-from dynbus.bus.records.reading import read_latest
-from dynbus.bus.transport import (
+from dynbus import ComponentName, ConfigError, DynbusError, EndpointName, PermissionDenied
+from dynbus.spi import (
     JetStream,
     NoStream,
     StoredMessage,
     StreamConfig,
     StreamLimits,
     WrongLastSequence,
+    read_latest,
 )
 
 from .card import VERSION, check_name, model_token
@@ -344,7 +342,7 @@ class Names:
         await self._jetstream.publish(
             subject,
             b"",
-            headers=DELETED,
+            deleted=True,
             expected_last_subject_sequence=expected,
         )
 

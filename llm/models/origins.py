@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.extras import how_to_install
+from dynbus import ConfigError, DynbusError
 from dynbus.llm.generation import DefaultSampling
+from dynbus.spi import how_to_install
 
 try:
     from packaging.utils import InvalidName, canonicalize_name

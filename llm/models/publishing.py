@@ -13,13 +13,15 @@ from weakref import WeakKeyDictionary
 import anyio
 import msgspec
 
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
-from dynbus.bus.protocol.names import ComponentName, EndpointName
-from dynbus.bus.records.discovery import Discovery
-from dynbus.bus.records.leased_record import LeasedRecord
-from dynbus.bus.transport import ConnectionState, StoredMessage
+from dynbus import (
+    ComponentName,
+    ConfigError,
+    DynbusError,
+    EndpointName,
+    PermissionDenied,
+    Unavailable,
+)
+from dynbus.spi import Bus, Discovery, LeasedRecord, StoredMessage, monotonic
 
 from .artefacts import Artefacts
 from .card import ModelCard, differences
@@ -306,14 +308,14 @@ class _Registration:
 
     async def withdraw(self) -> None:
         """Take the card back."""
-        is_connected = self._lane.connection.state is ConnectionState.CONNECTED
+        is_connected = self._lane.connection.is_connected
         with suppress(Unavailable):
             # The lane is closed: the card expires by itself.
             await self._lane.run(self._record.withdraw(is_connected=is_connected))
 
     async def keep(self) -> None:
         """Renew the card until the model is no longer served, then take it back."""
-        end_listening = self._target.bus.data.on_state(self._on_state)
+        end_listening = self._target.bus.data.on_connected(self._on_connected)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._renew)
@@ -349,9 +351,8 @@ class _Registration:
             except DynbusError as error:
                 logger.warning("the artefacts of models were not looked after: %s", error)
 
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._now.set()
+    def _on_connected(self) -> None:
+        self._now.set()
 
     async def _make_bucket(self) -> None:
         await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM)

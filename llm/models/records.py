@@ -12,16 +12,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.protocol.names import TOKEN, EndpointName
-from dynbus.bus.records.leases import ttl_of
-from dynbus.bus.records.reading import read_latest
-from dynbus.bus.transport import (
+from dynbus import ConfigError, DynbusError, EndpointName
+from dynbus.spi import (
+    TOKEN,
     JetStream,
     NoStream,
     StoredMessage,
     StreamConfig,
     StreamLimits,
+    read_latest,
 )
 
 from .card import VERSION, ModelCard, check_name, model_token
@@ -98,7 +97,7 @@ def card_of(message: StoredMessage) -> StoredCard | None:
         return None
     if card_subject(endpoint, card.name, owner) != message.subject:
         return None
-    return StoredCard(card, owner, message.sequence, ttl_of(message))
+    return StoredCard(card, owner, message.sequence, message.ttl)
 
 
 async def read_cards(jetstream: JetStream, name: str = "") -> list[StoredCard]:

@@ -10,15 +10,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import msgspec
 
-from dynbus.actors.calling.clients import EndpointAddress
-from dynbus.actors.declaring.resume import MIGRATION_LIMIT
-from dynbus.actors.runtime import Actor
-from dynbus.bus.clock import unix_time
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import EndpointName
+from dynbus import Actor, ConfigError, EndpointAddress, EndpointName
 from dynbus.llm.embedding import Pooling
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import DefaultSampling
+from dynbus.spi import MIGRATION_LIMIT, unix_time
 
 from .artefacts import MAX_ARTEFACT_BYTES, digest_of
 from .card import (

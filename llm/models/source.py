@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import anyio
 
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError
 from dynbus.llm.generation import DefaultSampling
 
 from .downloads import Download

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.answers import Output, TokenText, Usage
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
 
 from .answers import SSE, AnswerHead, ChatFormat, CompletionFormat

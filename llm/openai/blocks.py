@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
-from dynbus.bus.errors import InvalidResponse
+from dynbus import InvalidResponse
 from dynbus.llm.parsing.delta import Delta
 
 BlockKind = Literal["reasoning", "text", "call"]

@@ -10,15 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import (
-    STATUS_CODES,
-    DynbusError,
-    HandlerError,
-    InvalidRequest,
-    Overloaded,
-    StreamLost,
-    UnknownOutcome,
-)
+from dynbus import DynbusError, HandlerError, InvalidRequest, Overloaded, StreamLost, UnknownOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +137,6 @@ class IdempotencyConflict(DynbusError):
 
 
 _STATUSES: Final[Mapping[str, int]] = {
-    **STATUS_CODES,
     IdempotencyConflict.code: 409,
     Unauthorized.code: 401,
     ForeignSite.code: 403,
@@ -211,7 +202,7 @@ def status_of(error: DynbusError) -> int:
     """The status of HTTP that an error is answered with."""
     if isinstance(error, BadRequest):
         return error.status
-    return _STATUSES.get(error.code, 500)
+    return _STATUSES.get(error.code, error.http_status)
 
 
 def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:

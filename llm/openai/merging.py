@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynbus.bus.errors import InvalidResponse
+from dynbus import InvalidResponse
 
 from .fields import fields_of
 

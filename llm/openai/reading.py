@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import InvalidResponse
+from dynbus import InvalidResponse
 from dynbus.llm.answers import Output, TokenText, Usage
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 

@@ -10,19 +10,17 @@ from typing import Any, Final, Protocol
 import anyio
 import msgspec
 
-from dynbus.actors import Runtime
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.commands.survey import Row, parse_answer
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.records.instance_view import Instance
-from dynbus.bus.transport import Message
-from dynbus.kvrouter import Candidate, Decision, KvRouter
-from dynbus.kvrouter.routing import InstanceProfile, read_profile
-from dynbus.kvrouter.stream import IndexFollower
+from dynbus import ConfigError, Instance, InstanceName, Runtime
+from dynbus.kvrouter import (
+    Candidate,
+    Decision,
+    IndexFollower,
+    InstanceProfile,
+    KvRouter,
+    read_profile,
+)
 from dynbus.llm.models.card import ModelCard, ModelType
+from dynbus.spi import Bus, InstanceReport, Message, monotonic, random_id, unix_time
 
 LATEST: Final = 20
 """Decisions that are shown of each model."""
@@ -154,7 +152,7 @@ def _instance(
     place: tuple[str, str],
     instance: Instance,
     models: Sequence[ShownModel],
-    answers: Mapping[InstanceName, Row],
+    answers: Mapping[InstanceName, InstanceReport],
 ) -> dict[str, Any]:
     """An instance, with its calls as it says itself and its load as routers know it."""
     record = instance.record
@@ -288,9 +286,9 @@ class InstanceSurvey:
         self._bus = bus
         self._lock = asyncio.Lock()
         self._asked_at = float("-inf")
-        self._known: dict[InstanceName, Row] = {}
+        self._known: dict[InstanceName, InstanceReport] = {}
 
-    async def of(self, names: Iterable[InstanceName]) -> Mapping[InstanceName, Row]:
+    async def of(self, names: Iterable[InstanceName]) -> Mapping[InstanceName, InstanceReport]:
         """What these instances have answered of late; those that did not are missing."""
         wanted = set(names)
         async with self._lock:
@@ -299,13 +297,13 @@ class InstanceSurvey:
                 self._asked_at = monotonic()
         return self._known
 
-    async def _ask(self, wanted: set[InstanceName]) -> dict[InstanceName, Row]:
+    async def _ask(self, wanted: set[InstanceName]) -> dict[InstanceName, InstanceReport]:
         bus = self._bus
-        found: dict[InstanceName, Row] = {}
+        found: dict[InstanceName, InstanceReport] = {}
         complete = asyncio.Event()
 
         def take(message: Message) -> None:
-            row = parse_answer(message.data)
+            row = InstanceReport.read(message.data)
             if row is not None:
                 found[InstanceName(row.namespace, row.component, row.instance_id)] = row
                 if wanted <= found.keys():

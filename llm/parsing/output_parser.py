@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.spi import random_id
 
 from .delta import NOTHING, Delta, DeltaBuilder, OutputParser
 from .functions import Functions

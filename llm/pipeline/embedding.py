@@ -8,15 +8,20 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus import call_options
-from dynbus.actors.calling.clients import EndpointClient
-from dynbus.bus.errors import Cancelled, DynbusError, InvalidRequest, InvalidResponse
-from dynbus.bus.protocol.tokens import random_id
+from dynbus import (
+    Cancelled,
+    DynbusError,
+    EndpointClient,
+    InvalidRequest,
+    InvalidResponse,
+    call_options,
+)
 from dynbus.llm.answers import Usage
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.text.text_model import TextModel
+from dynbus.spi import random_id
 
 from .preparing import ModelLimits, check_characters, check_length
 

@@ -11,26 +11,24 @@ from typing import Any, Final, Protocol, Self, get_args
 
 import anyio
 
-from dynbus.actors import Routing, Runtime
-from dynbus.actors.calling.continuation import RESUME_WAIT
-from dynbus.actors.calling.relay import Relay
-from dynbus.bus.background import Background
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import (
+from dynbus import (
     ConfigError,
     DynbusError,
+    EndpointName,
+    Instance,
+    InstanceName,
     NoInstances,
+    Relay,
+    Routing,
+    Runtime,
     Unavailable,
-    describe_exception,
 )
-from dynbus.bus.protocol.names import EndpointName, InstanceName
-from dynbus.bus.records.instance_view import Instance
-from dynbus.kvrouter import KvRouter
-from dynbus.kvrouter.routing import RouterConfig, profiles, token_rule
+from dynbus.kvrouter import KvRouter, RouterConfig, profiles, token_rule
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound
 from dynbus.llm.text.text_model import TextModel
+from dynbus.spi import RESUME_WAIT, Background, describe_exception, monotonic
 
 from . import RoutingChoice
 from .open_model import OpenModel

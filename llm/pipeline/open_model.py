@@ -7,11 +7,7 @@ from functools import partial
 
 import msgspec
 
-from dynbus.actors.calling.clients import EndpointClient
-from dynbus.actors.calling.relay import Relay
-from dynbus.bus.background import Background
-from dynbus.bus.errors import Draining
-from dynbus.bus.protocol.tokens import random_id
+from dynbus import Draining, EndpointClient, Relay
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.continuing import unfinished
@@ -21,6 +17,7 @@ from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.text.text_model import TextModel
+from dynbus.spi import Background, random_id
 
 from .embedding import Embeddings, TextEmbeddings, prepare_embeddings
 from .preparing import ModelLimits, prepare

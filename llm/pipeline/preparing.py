@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import decoders
 
-from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import DefaultSampling, GenerateRequest, StructuredOutput
 from dynbus.llm.openai.conversation import messages_for_template
@@ -26,6 +25,7 @@ from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.structured import check_grammar
 from dynbus.llm.text.template import BrokenTemplate
 from dynbus.llm.text.text_model import TextModel
+from dynbus.spi import random_id
 
 from .reading import Reading, reading_of
 from .transcript import TextRules, Transcript

@@ -11,11 +11,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus.actors import Actor
-from dynbus.actors.declaring.handlers import handler
-from dynbus.bus.context import current_context
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
-from dynbus.bus.protocol.tokens import random_id
+from dynbus import Actor, ConfigError, DynbusError, Unavailable, handler
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.register import register_llm
@@ -23,6 +19,7 @@ from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import chat_of, completion_of
 from dynbus.llm.text.text_model import TextModel
+from dynbus.spi import current_context, random_id
 
 from . import RoutingChoice
 from .models import Models

@@ -6,19 +6,14 @@ which nothing that is asked gets anywhere.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import anyio
 
-from dynbus.actors import Runtime
-from dynbus.bus.background import task_group
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.protocol.tokens import jitter, random_id
-from dynbus.bus.records.leases import INSTANCES_STREAM
-from dynbus.bus.transport import Message
+from dynbus import DynbusError, InstanceName, Runtime, Unavailable
+from dynbus.spi import INSTANCES_STREAM, Message, monotonic, random_id, task_group
 
 ASK_INTERVAL: Final = 1.0
 """Seconds between two questions."""
@@ -31,6 +26,9 @@ MOST_ASKED: Final = 8
 
 MOST_VAIN: Final = 5
 """Questions to instances that nobody has ever answered: this process may not ask."""
+
+# Not the module's own generator: that is the program's, which may have seeded it.
+_random: Final = random.Random()
 
 
 class Reachability:
@@ -98,7 +96,7 @@ class Reachability:
             self._answered_at = monotonic()
             return
         self._asked += 1
-        for name in jitter.sample(there, min(MOST_ASKED, len(there))):
+        for name in _random.sample(there, min(MOST_ASKED, len(there))):
             service = f"{name.namespace}_{name.component}"
             self._bus.data.publish(f"$SRV.PING.{service}.{name.instance_id}", b"", reply=inbox)
 

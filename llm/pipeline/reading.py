@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.generation import StructuredOutput, Thinking
 from dynbus.llm.openai.errors import unsupported
 from dynbus.llm.openai.tools import ToolUse
@@ -21,6 +20,7 @@ from dynbus.llm.parsing.output_parser import (
     thinking_of,
 )
 from dynbus.llm.structured import json_rule
+from dynbus.spi import random_id
 
 
 def _no_parser() -> None:

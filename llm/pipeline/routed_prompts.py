@@ -9,8 +9,7 @@ from typing import Annotated, Final, NamedTuple, Protocol
 import anyio
 import msgspec
 
-from dynbus.actors.calling.clients import EndpointClient
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError, EndpointClient
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 

@@ -7,13 +7,9 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from dynbus.actors import Routing, Runtime
-from dynbus.actors.calling.routing import POLICIES, ROUTE_TIMEOUT, Route, Router, RouteRequest
-from dynbus.bus.background import Background
-from dynbus.bus.errors import NoInstances
-from dynbus.bus.records.instance_view import Instance
-from dynbus.kvrouter import KvRouter, open_router
-from dynbus.kvrouter.routing import RouterConfig, profiles
+from dynbus import Instance, NoInstances, Route, RouteRequest, Routing, Runtime
+from dynbus.kvrouter import KvRouter, RouterConfig, open_router, profiles
+from dynbus.spi import Background, make_router
 
 
 class _Shared:
@@ -98,11 +94,9 @@ def has_adapter(instance: Instance, lora_name: str) -> bool:
 class AdapterRouting:
     """Routes the requests with an adapter among the instances that have loaded it."""
 
-    route_timeout = ROUTE_TIMEOUT
-
     def __init__(self, lora_name: str, routing: Routing) -> None:
         self._lora_name = lora_name
-        self._router: Router = POLICIES[routing]() if isinstance(routing, str) else routing
+        self._router = make_router(routing)
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str | Route:
         """See `Router.route`.

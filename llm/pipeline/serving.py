@@ -16,20 +16,19 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from dynbus.actors import Arrival
-from dynbus.actors.calling.clients import Call, EndpointClient, with_options
-from dynbus.actors.calling.continuation import RESUME_WAIT
-from dynbus.actors.calling.relay import Relay, RelayedStream
-from dynbus.bus.background import Background
-from dynbus.bus.errors import (
-    LOSSES,
+from dynbus import (
+    Arrival,
+    Call,
     Cancelled,
     DynbusError,
+    EndpointClient,
     InvalidRequest,
     InvalidResponse,
+    Relay,
+    RelayedStream,
     StreamLost,
     Unavailable,
-    describe_exception,
+    with_options,
 )
 from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
 from dynbus.llm.continuing import unfinished
@@ -37,6 +36,7 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 from dynbus.llm.openai.reading import read_answer
+from dynbus.spi import RESUME_WAIT, Background, describe_exception
 
 from .preparing import Prepared
 
@@ -318,7 +318,7 @@ class _Continuations:
             StreamLost: what has come is of another request.
         """
         rests, self._rests = self._rests, None
-        if rests is None or not self.items or not isinstance(error, LOSSES):
+        if rests is None or not self.items or not error.is_loss:
             return False
         for rest in rests(self._request, self.items):
             call = self._context.run(self._client.generate, rest).raw()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dynbus.bus.errors import InvalidResponse
+from dynbus import InvalidResponse
 from dynbus.llm.answers import AnswerFormat, Output, TokenText, Usage, joined
 from dynbus.llm.generation import FinishReason, Generated, TokenLogprob
 from dynbus.llm.parsing.delta import NOTHING, Delta, OutputParser

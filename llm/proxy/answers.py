@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from dynbus.bus.errors import (
+from dynbus import (
     Cancelled,
     DeadlineExceeded,
     DynbusError,

@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, describe_exception
-from dynbus.bus.extras import how_to_install
+from dynbus import ConfigError
+from dynbus.spi import describe_exception, how_to_install, monotonic
 
 try:
     import httptools

@@ -12,7 +12,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus.bus.errors import ConfigError, DynbusError, InvalidResponse, Unavailable
+from dynbus import ConfigError, DynbusError, InvalidResponse, Unavailable
 
 from .answers import (
     CacheShape,

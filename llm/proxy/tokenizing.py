@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynbus.bus.errors import InvalidRequest
+from dynbus import InvalidRequest
 
 _OF_CHAT: Final = (
     "model",

@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Final
 import anyio
 import msgspec
 
-from dynbus import Actor, Reply, handler
-from dynbus.actors.declaring.resume import MIGRATION_LIMIT
-from dynbus.actors.declaring.specification import Option, Options, takes
-from dynbus.bus.background import Work
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import context
-from dynbus.bus.errors import (
+from dynbus import (
+    Actor,
     ConfigError,
     DynbusError,
     InvalidRequest,
     InvalidResponse,
     Migrate,
+    Option,
+    Options,
+    Reply,
     StreamLost,
     Unavailable,
+    context,
+    handler,
+    takes,
 )
-from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
+from dynbus.kvrouter import DP_RANK_KEY, profiles
 from dynbus.llm.models.card import (
     MAX_NAME,
     ModelCard,
@@ -38,6 +39,7 @@ from dynbus.llm.models.card import (
 )
 from dynbus.llm.models.register import register_adapter, register_llm
 from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
+from dynbus.spi import MIGRATION_LIMIT, Work, monotonic
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
 from .events import EventReader
@@ -46,7 +48,7 @@ from .server import MAX_ANSWER, Away, OpenAiServer, ServerKey
 from .tokenizing import tokenize_request
 
 if TYPE_CHECKING:
-    from dynbus.kvrouter.engines.engine_events import EngineEvents
+    from dynbus.kvrouter import EngineEvents
 
 logger = logging.getLogger(__name__)
 
@@ -382,8 +384,7 @@ class OpenAiWorker(Actor, namespace="llm"):
 
     def _open_events(self, cache: CacheShape | None) -> EngineEvents:
         try:
-            from dynbus.kvrouter.engines.engine_events import EngineEvents
-            from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+            from dynbus.kvrouter import EngineEvents, ZmqSource
         except ImportError as error:
             raise ConfigError(str(error)) from error
         assert cache is not None, "events are read where the size of blocks is known"

@@ -25,18 +25,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
-from dynbus.kvrouter.events import KvEvent, encode_events
-from dynbus.kvrouter.radix import Overlap, RadixIndex, Rank
-from dynbus.kvrouter.routing import (
+from dynbus import ConfigError, DynbusError, Overloaded
+from dynbus.kvrouter import (
+    AwarenessLevel,
+    CacheAwareness,
     Decision,
+    KvEvent,
     KvScheduler,
+    Overlap,
+    RadixIndex,
+    Rank,
     RequestShape,
     RouterConfig,
     SchedulingRequest,
+    encode_events,
     profiles,
 )
-from dynbus.kvrouter.stream import AwarenessLevel, CacheAwareness
 from dynbus.llm.mock.engine import MockConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import mix
 

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from dynbus.kvrouter.routing import (
-    COST_FUNCTIONS,
-    Candidate,
-    Policy,
-    RequestShape,
-    RouterConfig,
-)
+from dynbus.kvrouter import COST_FUNCTIONS, Candidate, Policy, RequestShape, RouterConfig
 
 POLICY_NAMES: Final = ("round_robin", "random", *COST_FUNCTIONS)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from dynbus.kvrouter.routing import RouterConfig
+from dynbus.kvrouter import RouterConfig
 from dynbus.llm.mock.engine import MockConfig
 
 from .fleet import EVENT_DELAY, Fleet, ReplayResult

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.hashing import block_hashes
+from dynbus import ConfigError
+from dynbus.kvrouter import block_hashes
 
 TRACE_BLOCK: Final = 512
 """Tokens of a block in the trace."""

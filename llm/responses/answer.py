@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.answers import Output, Usage
 from dynbus.llm.openai.answers import chat_logprobs
 from dynbus.llm.openai.blocks import Block, Blocks, Step

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.openai.api import KEEP_ALIVE, Asked
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of, by_own_names
 from dynbus.llm.openai.requests import chat_of, encode_body

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
 
-from dynbus.bus.errors import DynbusError
+from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.pipeline.serving import Sink

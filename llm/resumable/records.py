@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
-from dynbus.bus.protocol.wire import SECRET_BYTES, Failed, error_of, failed_frame
+from dynbus import DynbusError
+from dynbus.spi import Failed
 
 KEPT_SECONDS: Final = 60.0
 """Seconds for which a stream can be resumed after its last event, or since it was paused."""
@@ -129,12 +129,12 @@ def is_over(data: bytes) -> bool:
 
 def failure(error: DynbusError) -> Failed:
     """An error as it is stored."""
-    return failed_frame(0, bytes(SECRET_BYTES), 0, 0, error)
+    return Failed.stored(error)
 
 
 def failed_with(piece: Piece) -> DynbusError | None:
     """The error with which an engine's stream ended; None for none."""
-    return None if piece.error is None else error_of(piece.error)
+    return None if piece.error is None else piece.error.error
 
 
 class StreamLog:

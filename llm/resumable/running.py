@@ -14,13 +14,10 @@ from typing import Any, Final, NamedTuple, cast
 import anyio
 import anyio.abc
 
-from dynbus.actors import Arrival
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.context import Context, enter_context
-from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse, describe_exception
-from dynbus.bus.transport import WrongLastSequence
+from dynbus import Arrival, Cancelled, Context, DynbusError, InvalidResponse
 from dynbus.llm.answers import Usage
 from dynbus.llm.pipeline.serving import Completion, Part
+from dynbus.spi import WrongLastSequence, describe_exception, monotonic, unix_time
 
 from .events import NumberedSink
 from .records import (
@@ -253,7 +250,7 @@ class RunningStream:
 
     async def run(self) -> None:
         """Carry it out, to its end or until it is paused."""
-        enter_context(self._context)
+        self._context.enter()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._send)

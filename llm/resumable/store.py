@@ -10,27 +10,24 @@ from typing import Final
 
 import anyio
 
-from dynbus.actors import Runtime
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
-from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.names import (
+from dynbus import DynbusError, PermissionDenied, Runtime, Unavailable
+from dynbus.llm.resumable.names import (
     STREAM_LOGS,
     STREAM_LOGS_MARK,
-    is_safe_reply,
     stream_log_subject,
     stream_owner_subject,
 )
-from dynbus.bus.protocol.server_clock import ServerClock
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.transport import (
+from dynbus.spi import (
     Message,
     NoStream,
+    ServerClock,
     StoredMessage,
     StreamConfig,
     StreamLimits,
     Subscription,
     WrongLastSequence,
+    monotonic,
+    random_id,
 )
 
 from .records import KEPT_SECONDS, Begun, Over, Owned, OwnerWatch, Record, StreamLog
@@ -355,7 +352,7 @@ class StreamStore:
         watch.question = ""
 
     def _answer(self, message: Message) -> None:
-        if is_safe_reply(message.reply, self._bus.config.reply_prefixes):
+        if self._bus.may_answer(message):
             owns = self._owns(message.data[:64].decode("ascii", "replace"))
             self._bus.data.publish(message.reply, YES if owns else NO)
 
@@ -364,7 +361,7 @@ class StreamStore:
         if watch is None:
             return
         watch.question = ""
-        if headers.status(message.headers) == headers.NO_RESPONDERS:
+        if message.found_nobody:
             watch.bounced()
         else:
             watch.answered(owns=message.data == YES)

@@ -10,11 +10,9 @@ from typing import Final, Self
 
 import anyio
 
-from dynbus.actors import Runtime
-from dynbus.bus.background import Background
-from dynbus.bus.errors import DynbusError, Overloaded, PayloadTooLarge
-from dynbus.bus.transport import WrongLastSequence
+from dynbus import DynbusError, Overloaded, PayloadTooLarge, Runtime
 from dynbus.llm.pipeline.serving import RequestTiming
+from dynbus.spi import Background, WrongLastSequence
 
 from .records import MOST_REQUEST, Begun, Owned, StreamLog, is_over
 from .running import RunningStream

@@ -8,6 +8,6 @@ if TYPE_CHECKING:
 __all__ = ["SmallConfig", "SmallEngine"]
 
 if not TYPE_CHECKING:
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(__name__, "engine")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dynbus.llm.engine import Chunk
 from dynbus.llm.weights.model import ModelWeights
-from dynbus.transfer.layout import BlockLayout, KvMemory
+from dynbus.transfer import BlockLayout, KvMemory
 
 from .backend import Backend, Layer, Rows
 from .batch import batch_of

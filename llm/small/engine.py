@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from dynbus.actors.declaring.specification import Option, Options
-from dynbus.bus.errors import ConfigError
+from dynbus import ConfigError, Option, Options
 from dynbus.llm.embedding import EmbedRequest, Pooling
 from dynbus.llm.engine import EngineLimits, ModelEngine
 from dynbus.llm.engine.options import BlockSize, ContextLength, MaxNumBatchedTokens, MaxNumSeqs

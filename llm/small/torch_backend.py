@@ -15,8 +15,8 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.model import LayerWeights
+from dynbus.spi import usable_cores
 
 from .backend import Layer, Rows
 from .batch import Batch, Indices, Piece, groups_by_length

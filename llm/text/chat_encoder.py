@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
-from dynbus.bus.errors import InvalidRequest
+from dynbus import InvalidRequest
 from dynbus.llm.turns import Turns, current_tenant
 from dynbus.llm.weights.errors import BrokenModel
 

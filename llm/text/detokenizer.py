@@ -7,7 +7,7 @@ from typing import Final
 
 from tokenizers.decoders import DecodeStream
 
-from dynbus.bus.errors import InvalidResponse
+from dynbus import InvalidResponse
 
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer

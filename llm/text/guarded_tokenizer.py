@@ -9,9 +9,9 @@ from typing import Final
 
 import msgspec
 
-from dynbus.llm.cores import usable_cores
 from dynbus.llm.sandbox import Sandbox, SandboxEnded
 from dynbus.llm.weights.errors import BrokenModel
+from dynbus.spi import usable_cores
 
 from . import tokenizing
 from .tokenizer import Tokenizer, check_text, decoder_growth

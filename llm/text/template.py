@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError, InvalidRequest
-from dynbus.llm.cores import usable_cores
+from dynbus import DynbusError, InvalidRequest
 from dynbus.llm.sandbox import Sandbox, SandboxEnded
+from dynbus.spi import usable_cores
 
 from . import rendering
 from .rendering import RenderAnswer, Rendering

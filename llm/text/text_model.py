@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from dynbus.bus.errors import InvalidRequest
-from dynbus.llm.cores import usable_cores
+from dynbus import InvalidRequest
 from dynbus.llm.turns import TenantThreads
 from dynbus.llm.weights.errors import BrokenModel
+from dynbus.spi import usable_cores
 
 from .cached_encoder import MAX_BYTES, CachedEncoder
 from .chat_encoder import ChatEncoder

@@ -9,10 +9,10 @@ from typing import Any, Final, Self, cast
 
 import msgspec
 
-from dynbus.bus.extras import how_to_install
 from dynbus.llm.weights.config import GGUF_END_KEYS
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
 from dynbus.llm.weights.small_files import read_json_object, read_small_file
+from dynbus.spi import how_to_install
 
 try:
     import tokenizers

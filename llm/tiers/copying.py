@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.errors import ConfigError
-from dynbus.transfer.layout import KvMemory, check_convertible, plan
+from dynbus import ConfigError
+from dynbus.transfer import KvMemory, check_convertible, plan
 
 Bytes = NDArray[np.uint8]
 

@@ -15,17 +15,21 @@ from typing import Final, NamedTuple, Protocol
 
 import anyio
 
-from dynbus.bus.background import Background
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import Cancelled, DynbusError
-from dynbus.kvrouter.routing import requests as routed
+from dynbus import Cancelled, DynbusError
+from dynbus.kvrouter import requests as routed
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.transfer.agent import TransferAgent
-from dynbus.transfer.checksums import compare, wanted
-from dynbus.transfer.errors import BadDescription, LeaseLost
-from dynbus.transfer.settling import Settled, Settlement
-from dynbus.transfer.transfers import Transfer
+from dynbus.spi import Background, monotonic
+from dynbus.transfer import (
+    BadDescription,
+    LeaseLost,
+    Settled,
+    Settlement,
+    Transfer,
+    TransferAgent,
+    compare,
+    wanted,
+)
 
 from .cost import Rates, Verdict
 from .lending import MAX_SECONDS

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import Final
 
-from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier
+from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent, Tier
 
 _STALE: Final = 64
 """Entries of the order of use that may be outdated, beside as many as there are blocks."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.events import KvEvent
+from dynbus import ConfigError
+from dynbus.kvrouter import KvEvent
 from dynbus.llm.engine.interface import CachedBlock
-from dynbus.transfer.layout import Axis, BlockLayout, KvMemory
+from dynbus.transfer import Axis, BlockLayout, KvMemory
 
 from .copying import BlockCopier
 from .cost import Rates

@@ -9,11 +9,10 @@ from typing import Final, Protocol, TypeAlias
 
 import anyio
 
-from dynbus.bus.errors import InvalidRequest, Overloaded
+from dynbus import InvalidRequest, Overloaded
 from dynbus.llm.engine.interface import Held
 from dynbus.llm.generation import GenerateRequest
-from dynbus.transfer.agent import TransferAgent
-from dynbus.transfer.settling import Settling
+from dynbus.transfer import Settling, TransferAgent
 
 from .messages import LendRequest, Lent
 

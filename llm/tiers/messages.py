@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dynbus.transfer.leases import Ticket
+from dynbus.transfer import Ticket
 
 
 class LendRequest(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynbus.bus.bus import Bus
-from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.telemetry.metrics import Metrics, Readings
+from dynbus import InstanceName
 from dynbus.llm.watching import InstanceWatch
-from dynbus.transfer.errors import ChecksumMismatch
+from dynbus.spi import Bus, Metrics, Readings
+from dynbus.transfer import ChecksumMismatch
 
 from .fetching import PrefixFetcher
 from .host_store import HostStore

@@ -9,19 +9,14 @@ from typing import Any, Final
 
 import anyio
 
-from dynbus import Reply, handler
-from dynbus.actors.calling.clients import with_options
-from dynbus.bus.context import context
-from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
-from dynbus.kvrouter.routing import profiles
+from dynbus import ConfigError, InvalidRequest, Reply, Unavailable, context, handler, with_options
+from dynbus.kvrouter import profiles
 from dynbus.llm.engine import ModelEngine
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.named import NamedWorker
 from dynbus.llm.weights.fingerprint import are_same, fingerprint
-from dynbus.transfer.agent import open_agent
-from dynbus.transfer.layout import KvMemory
-from dynbus.transfer.settling import Settled, Settlement, Settling
+from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
 
 from .cost import Rates
 from .fetching import PrefixFetcher

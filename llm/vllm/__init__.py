@@ -14,6 +14,6 @@ __all__ = ["Adapter", "AdapterAt", "Sleep", "VllmWorker", "WakeUp"]
 
 if not TYPE_CHECKING:
     # vLLM's own processes import the connector alone.
-    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.spi import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(__name__, "actor")

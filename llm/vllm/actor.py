@@ -15,14 +15,19 @@ import anyio.to_thread
 import msgspec
 from msgspec.structs import replace
 
-from dynbus import Reply, handler
-from dynbus.actors.declaring.specification import Option, takes
-from dynbus.bus.background import task_group
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import context
-from dynbus.bus.errors import Cancelled, ConfigError, InvalidRequest, Unavailable
-from dynbus.bus.protocol.names import ComponentName
-from dynbus.kvrouter.routing import profiles
+from dynbus import (
+    Cancelled,
+    ComponentName,
+    ConfigError,
+    InvalidRequest,
+    Option,
+    Reply,
+    Unavailable,
+    context,
+    handler,
+    takes,
+)
+from dynbus.kvrouter import profiles
 from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
 from dynbus.llm.disaggregated.observing import HandOverFigures, HandOverWatch
 from dynbus.llm.disaggregated.settings import DisaggregationOption, DisaggregationSettings
@@ -35,6 +40,7 @@ from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker, ServedModelOptions
+from dynbus.spi import monotonic, task_group
 
 from .engine import Held, VllmEngine
 from .handing_over import HandedOver, HandOver, KvIdentity
@@ -50,8 +56,7 @@ from .starting import (
 )
 
 if TYPE_CHECKING:
-    from dynbus.kvrouter import KvRouter
-    from dynbus.kvrouter.engines.engine_events import EngineEvents
+    from dynbus.kvrouter import EngineEvents, KvRouter
 
     from .remote_prefill import RemotePrefill
 
@@ -245,7 +250,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     @asynccontextmanager
     async def event_sink(self) -> AsyncGenerator[EventSink | None]:
-        from dynbus.kvrouter.engines.engine_events import EngineEvents
+        from dynbus.kvrouter import EngineEvents
 
         engine = self._engine()
         source = engine.event_source()

@@ -14,18 +14,8 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from dynbus.bus.background import task_group
-from dynbus.bus.clock import monotonic
-from dynbus.bus.config import suggestion
-from dynbus.bus.context import context
-from dynbus.bus.errors import (
-    InvalidRequest,
-    Overloaded,
-    ResumeMismatch,
-    Unavailable,
-    describe_exception,
-)
-from dynbus.kvrouter.routing import DP_RANK_KEY
+from dynbus import InvalidRequest, Overloaded, ResumeMismatch, Unavailable, context
+from dynbus.kvrouter import DP_RANK_KEY
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.engine.interface import (
     NO_EMBEDDINGS,
@@ -39,6 +29,7 @@ from dynbus.llm.engine.interface import (
 )
 from dynbus.llm.engine.requests import check_embedding, check_request
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
+from dynbus.spi import describe_exception, monotonic, suggestion, task_group
 
 from .connector import FREE
 from .requests import (
@@ -55,7 +46,7 @@ from .requests import (
 from .starting import EngineFolder, HandOverSettings, start_vllm, vllm_module
 
 if TYPE_CHECKING:
-    from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+    from dynbus.kvrouter import ZmqSource
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +176,7 @@ class VllmEngine(RunningEngine):
 
     def event_source(self) -> ZmqSource:
         """Where its KV-cache events come from."""
-        from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+        from dynbus.kvrouter import ZmqSource
 
         if self.ranks == 1:
             events = self.llm.vllm_config.kv_events_config

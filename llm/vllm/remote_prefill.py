@@ -18,19 +18,19 @@ from typing import Final, Protocol, TypeAlias
 import anyio
 import msgspec
 
-from dynbus import Reply, Runtime, call_options
-from dynbus.bus.context import context
-from dynbus.bus.errors import (
+from dynbus import (
+    ComponentName,
     ConfigError,
     DynbusError,
+    InstanceName,
     InvalidRequest,
     NoInstances,
-    describe_exception,
+    Reply,
+    Runtime,
+    call_options,
+    context,
 )
-from dynbus.bus.protocol.names import ComponentName, InstanceName
-from dynbus.bus.protocol.tokens import random_id
-from dynbus.kvrouter import KvRouter, open_router
-from dynbus.kvrouter.routing import REQUIRED_KEY
+from dynbus.kvrouter import REQUIRED_KEY, KvRouter, open_router
 from dynbus.llm.disaggregated.choosing import FIELDS, PrefillChoice
 from dynbus.llm.disaggregated.hand_over import Reason
 from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
@@ -39,6 +39,7 @@ from dynbus.llm.disaggregated.settings import DisaggregationSettings, follow_set
 from dynbus.llm.engine.requests import check_request
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
+from dynbus.spi import describe_exception, random_id
 
 from .engine import VllmEngine
 from .handing_over import HandedOver, HandOver, KvIdentity

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.errors import ResumeMismatch
+from dynbus import ResumeMismatch
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import (
     FinishReason,

@@ -23,8 +23,8 @@ from typing import Any, Final, NoReturn, cast
 
 import pydantic
 
-from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError, describe_exception
+from dynbus import ConfigError
+from dynbus.spi import describe_exception, suggestion
 
 from .connector import HOST_KEY
 from .connector import __name__ as CONNECTOR_MODULE

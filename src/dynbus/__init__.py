@@ -3,15 +3,24 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dynbus.actors.calling.clients import Call, EndpointClient, with_options
+    from dynbus.actors.calling.clients import Call, EndpointAddress, EndpointClient, with_options
     from dynbus.actors.calling.dependencies import depends
     from dynbus.actors.calling.options import call_options
-    from dynbus.actors.calling.relay import Relay
-    from dynbus.actors.calling.routing import Load, Route, RouteObserver, Router, RouteRequest
+    from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
+    from dynbus.actors.calling.routing import (
+        ItemObserver,
+        Load,
+        Route,
+        RouteObserver,
+        Router,
+        RouteRequest,
+        Routing,
+    )
     from dynbus.actors.calling.stream import Stream
     from dynbus.actors.declaring.handlers import handler
     from dynbus.actors.declaring.json_object import JsonObject
     from dynbus.actors.declaring.reply import Reply, push_each
+    from dynbus.actors.declaring.specification import Option, Options, takes
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.bus.config import BusConfig
     from dynbus.bus.context import Context, context
@@ -35,51 +44,67 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownOutcome,
     )
-    from dynbus.bus.protocol.names import EndpointName
+    from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
     from dynbus.bus.records.instance_view import Instance
+    from dynbus.bus.work_queue import Job, JobEnd, Taker, WorkQueue, WorkQueueConfig
 
 __all__ = [
     "Actor",
     "ActorInstance",
+    "Arrival",
     "BusConfig",
     "Call",
     "Cancelled",
+    "ComponentName",
     "ConfigError",
     "Context",
     "DeadlineExceeded",
     "Draining",
     "DynbusError",
+    "EndpointAddress",
     "EndpointClient",
     "EndpointName",
     "HandlerError",
     "Instance",
+    "InstanceName",
     "InvalidRequest",
     "InvalidResponse",
+    "ItemObserver",
+    "Job",
+    "JobEnd",
     "JsonObject",
     "Load",
     "Migrate",
     "NoInstances",
+    "Option",
+    "Options",
     "Overloaded",
     "PayloadTooLarge",
     "PermissionDenied",
     "ReaderStalled",
     "Relay",
+    "RelayedStream",
     "Reply",
     "ResumeMismatch",
     "Route",
     "RouteObserver",
     "RouteRequest",
     "Router",
+    "Routing",
     "Runtime",
     "Stream",
     "StreamLost",
+    "Taker",
     "Unavailable",
     "UnknownOutcome",
+    "WorkQueue",
+    "WorkQueueConfig",
     "call_options",
     "context",
     "depends",
     "handler",
     "push_each",
+    "takes",
     "with_options",
 ]
 
@@ -95,6 +120,7 @@ if not TYPE_CHECKING:
         "bus.config",
         "bus.protocol.names",
         "bus.records.instance_view",
+        "bus.work_queue",
         "actors.runtime",
         "actors.calling.clients",
         "actors.calling.dependencies",
@@ -105,4 +131,5 @@ if not TYPE_CHECKING:
         "actors.declaring.handlers",
         "actors.declaring.json_object",
         "actors.declaring.reply",
+        "actors.declaring.specification",
     )

@@ -81,9 +81,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _fail(error: DynbusError) -> int:
-    from dynbus.bus.commands.terminal import error_line
+    from dynbus.bus.commands.terminal import terminal
 
-    click.echo(error_line(str(error), error.code), err=True)
+    click.echo(terminal.error_line(str(error), error.code), err=True)
     return exit_codes.exit_code(error)
 
 

@@ -36,7 +36,7 @@ class Above(Below, namespace="born"):
 class Slow(Below, namespace="born"):
     async def on_start(self) -> None:
         status = self.runtime.bus.status
-        status.put_step("model", StartStep("loading", 1, 4))
+        status.put_step("model", "loading", 1, 4)
         status.announce("born", "at last")
         await asyncio.sleep(3600)
 """

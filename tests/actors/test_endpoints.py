@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from dynbus import Actor, InvalidRequest, InvalidResponse, handler
 from dynbus.actors.serving.endpoints import endpoints_of_object, make_endpoint
-from dynbus.bus.context import Context, enter_context
+from dynbus.bus.context import Context
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.testing import run
 
@@ -75,7 +75,7 @@ def test_a_result_that_does_not_fit_is_the_handlers_fault() -> None:
 def test_a_handler_is_called_by_name_and_with_its_context_where_it_asks_so() -> None:
     async def story() -> list[str]:
         made = endpoint("count")
-        enter_context(Context(id="r"))
+        Context(id="r").enter()
         return [item async for item in made.invoke(made.decode(b"2"))]
 
     assert run(story()) == ["r:0", "r:1"]

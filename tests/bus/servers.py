@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from dynbus.bus.commands.server import connected
 from dynbus.bus.commands.survey import Survey, survey
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.neighbours import with_credential
 from dynbus.bus.nats.server_process import RunningServer, free_port
@@ -19,7 +19,7 @@ nats: Any = importlib.import_module("nats")  # its annotations do not satisfy st
 
 async def survey_of(url: str) -> Survey:
     """What `dynbus ps` finds at a server."""
-    async with connected(BusConfig(servers=(url,)), "dynbus-ps") as server:
+    async with terminal.server(BusConfig(servers=(url,)), "dynbus-ps") as server:
         return await survey(server)
 
 

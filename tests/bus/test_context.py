@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, context, current_context, enter_context
+from dynbus.bus.context import Context, context, current_context
 
 
 def test_there_is_no_context_outside_of_a_handler() -> None:
@@ -24,7 +24,7 @@ async def test_a_context_belongs_to_the_task_that_entered_it() -> None:
     mine = Context("mine")
 
     async def inside() -> Context:
-        enter_context(mine)
+        mine.enter()
         return context()
 
     assert await asyncio.create_task(inside()) is mine

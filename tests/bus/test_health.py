@@ -252,9 +252,9 @@ def test_metrics_are_served_in_the_prometheus_format() -> None:
         from urllib.request import urlopen
         from dynbus.bus.telemetry.health import HealthServer, Status
         from dynbus.bus.protocol.names import EndpointName
-        from dynbus.bus.telemetry.telemetry import Telemetry, configure
+        from dynbus.bus.telemetry.telemetry import Telemetry, configure_telemetry
 
-        shutdown = configure(service_name="test", prometheus=True, instance_id="i1")
+        shutdown = configure_telemetry(service_name="test", prometheus=True, instance_id="i1")
         name = EndpointName("demo", "Shouter", "generate")
         telemetry = Telemetry.from_environment()
         telemetry.client_call(name, streaming=False, request_id="secret-id", parent=None).end()

@@ -13,7 +13,7 @@ from dynbus.bus.records.instance_view import (
     SUSPECT_SECONDS,
     InstanceView,
 )
-from dynbus.bus.records.leases import record_of, ttl_of
+from dynbus.bus.records.leases import record_of
 from dynbus.bus.transport import StoredMessage
 
 KEY = ("demo", "Splitter")
@@ -327,7 +327,7 @@ def test_a_view_knows_whether_what_comes_may_have_been_stored_long_ago() -> None
 def test_a_record_tells_the_ttl_that_it_was_written_with(
     headers: dict[str, str], ttl: float | None
 ) -> None:
-    assert ttl_of(StoredMessage("$KV.x", 1, 0.0, headers, b"")) == ttl
+    assert StoredMessage("$KV.x", 1, 0.0, headers, b"").ttl == ttl
 
 
 def message(data: bytes, subject: str = "$KV.dynbus_instances.demo.Splitter.a") -> StoredMessage:

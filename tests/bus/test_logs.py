@@ -16,7 +16,7 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace import TracerProvider
 
-from dynbus.bus.context import Context, enter_context, inside_instance
+from dynbus.bus.context import Context, inside_instance
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
@@ -47,7 +47,7 @@ def inside(call: Context, log: logging.Logger) -> None:
     """Log one line in the context of a call."""
 
     def run() -> None:
-        enter_context(call)
+        call.enter()
         log.warning("inside")
 
     contextvars.copy_context().run(run)

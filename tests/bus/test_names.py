@@ -14,7 +14,6 @@ from dynbus.bus.protocol.names import (
     check_token,
     control_subject,
     is_safe_reply,
-    kv_snapshot_bucket,
     split_number,
     turn_taker,
 )
@@ -145,13 +144,3 @@ def test_anything_else_may_not(reply: str) -> None:
 )
 def test_a_principal_or_a_client_takes_turns_not_a_request(reply: str, taker: str) -> None:
     assert turn_taker(reply) == taker
-
-
-def test_the_bucket_of_snapshots_has_a_legal_name_of_its_own_whatever_the_namespace() -> None:
-    long = ["n" * 63, "n" * 62 + "m"]
-
-    names = [kv_snapshot_bucket(namespace) for namespace in ("demo", *long)]
-
-    assert names[0] == "DYNBUS_SNAPSHOTS_demo"
-    assert len(set(names)) == 3
-    assert [check_token("bucket", name) for name in names] == names

@@ -15,7 +15,6 @@ from dynbus.bus.records.objects import (
     ObjectDamaged,
     ObjectRecord,
     StoredRecord,
-    bucket_stream,
     chunk_subject,
     digest_text,
     record_subject,
@@ -30,7 +29,7 @@ def stored(data: bytes) -> StoredMessage:
 
 
 def test_a_bucket_is_a_stream_that_refuses_what_does_not_fit() -> None:
-    config = bucket_stream(ObjectBucket("b", max_bytes=1000, replicas=3, description="why"))
+    config = ObjectBucket("b", max_bytes=1000, replicas=3, description="why").stream
 
     assert config.name == "OBJ_b"
     assert config.subjects == ("$O.b.C.>", "$O.b.M.>")
@@ -41,7 +40,7 @@ def test_a_bucket_is_a_stream_that_refuses_what_does_not_fit() -> None:
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "a>", "_own", "x" * 64])
 def test_a_bucket_name_that_is_no_token_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="object bucket"):
-        bucket_stream(ObjectBucket(name))
+        _ = ObjectBucket(name).stream
 
 
 @given(st.text(min_size=1, max_size=50, alphabet=st.characters(exclude_categories=["Cs"])))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynbus import Actor, handler
-from dynbus.bus.commands.survey import parse_answer
+from dynbus.bus.commands.survey import InstanceReport
 from dynbus.bus.telemetry.process_status import MAX_TEXT, ProcessStatus, StartStep
 from dynbus.testing import TestKit, run
 
@@ -38,8 +38,8 @@ def test_what_sources_say_alike_is_said_once_and_what_differs_with_what_it_is_ab
 
 def test_a_step_of_the_start_is_there_until_its_source_is_removed() -> None:
     status = ProcessStatus()
-    status.put_step("1", StartStep("downloading tiny", 30, 120))
-    status.put_step("2", StartStep("looking"))
+    status.put_step("1", "downloading tiny", 30, 120)
+    status.put_step("2", "looking")
 
     assert [str(step) for step in status.steps()] == ["downloading tiny (25%)", "looking"]
     status.remove("1")
@@ -109,6 +109,6 @@ def test_the_stats_of_an_instance_have_it_and_dynbus_ps_reads_it() -> None:
     without, said = run(story())
 
     assert "status" not in without["endpoints"][0]["data"]
-    answer = parse_answer(msgspec.json.encode(said))
+    answer = InstanceReport.read(msgspec.json.encode(said))
     assert answer is not None
     assert answer.status == {"mode": "slow"}

@@ -547,10 +547,10 @@ def test_a_missing_extra_is_named_by_configure_and_does_not_stop_a_runtime() -> 
     output = python(
         "import sys; sys.modules['opentelemetry.sdk.resources'] = None\n"
         "from dynbus.bus.errors import ConfigError\n"
-        "from dynbus.bus.telemetry.telemetry import Telemetry, configure\n"
+        "from dynbus.bus.telemetry.telemetry import Telemetry, configure_telemetry\n"
         "print(Telemetry.from_environment())\n"
         "try:\n"
-        "    configure(service_name='x')\n"
+        "    configure_telemetry(service_name='x')\n"
         "except ConfigError as error:\n"
         "    print(error)\n",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1",
@@ -563,9 +563,9 @@ def test_a_missing_extra_is_named_by_configure_and_does_not_stop_a_runtime() -> 
 def test_a_collector_that_is_gone_delays_the_end_no_longer_than_allowed() -> None:
     output = python(
         "import time\n"
-        "from dynbus.bus.telemetry.telemetry import Telemetry, configure\n"
+        "from dynbus.bus.telemetry.telemetry import Telemetry, configure_telemetry\n"
         "from dynbus.bus.protocol.names import EndpointName\n"
-        "shutdown = configure(service_name='x', otlp_endpoint='127.0.0.1:1')\n"
+        "shutdown = configure_telemetry(service_name='x', otlp_endpoint='127.0.0.1:1')\n"
         "telemetry = Telemetry.from_environment()\n"
         "telemetry.client_call(EndpointName('a', 'b', 'c'), "
         "streaming=False, request_id='', parent=None).end()\n"

@@ -134,8 +134,8 @@ def python(code: str, **environment: str) -> str:
 
 
 CONFIGURE = """
-from dynbus.bus.telemetry.sdk import configure, installed, providers
-shutdown = configure(service_name="svc", instance_id="i1", {arguments})
+from dynbus.bus.telemetry.sdk import configure_telemetry, installed, providers
+shutdown = configure_telemetry(service_name="svc", instance_id="i1", {arguments})
 """
 
 
@@ -251,9 +251,9 @@ def test_a_provider_that_the_program_has_installed_stays() -> None:
 def test_an_exporter_that_is_not_installed_is_named_with_its_remedy() -> None:
     output = python(
         "from dynbus.bus.errors import ConfigError\n"
-        "from dynbus.bus.telemetry.sdk import configure\n"
+        "from dynbus.bus.telemetry.sdk import configure_telemetry\n"
         "try:\n"
-        "    configure(service_name='x')\n"
+        "    configure_telemetry(service_name='x')\n"
         "except ConfigError as error:\n"
         "    print(error)\n",
         OTEL_TRACES_EXPORTER="zipkin",

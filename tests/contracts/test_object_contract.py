@@ -16,7 +16,6 @@ from dynbus.bus.records.objects import (
     ObjectBucket,
     ObjectDamaged,
     ObjectStore,
-    bucket_stream,
 )
 from dynbus.bus.transport import Connection, NoStream, StreamFull
 
@@ -133,7 +132,7 @@ async def test_an_object_without_name_and_a_bucket_with_a_bad_one_are_refused(
     with pytest.raises(ConfigError, match="needs a name"):
         await store.put("", b"")
     with pytest.raises(ConfigError, match="object bucket"):
-        bucket_stream(ObjectBucket("not.a.name"))
+        _ = ObjectBucket("not.a.name").stream
 
 
 async def test_a_missing_bucket_says_so(bus: Bus, bucket: str) -> None:

@@ -23,7 +23,6 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Cancelled, ConfigError, DeadlineExceeded, DynbusError, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.names import transfer_agent_subject, transfer_subject
 from dynbus.bus.transport import Message
 from dynbus.transfer import exchange, messages
 from dynbus.transfer.agent import TransferAgent, open_agent
@@ -40,6 +39,7 @@ from dynbus.transfer.errors import (
 from dynbus.transfer.layout import BlockLayout, KvMemory, Region
 from dynbus.transfer.leases import Ticket
 from dynbus.transfer.links import Moved
+from dynbus.transfer.names import transfer_agent_subject, transfer_subject
 from dynbus.transfer.transfers import Transfer
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,6 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.names import transfer_agent_subject
 from dynbus.transfer import exchange
 from dynbus.transfer.agent import TransferAgent, open_agent
 from dynbus.transfer.binding import NixlAgent
@@ -28,6 +27,7 @@ from dynbus.transfer.errors import TransferError
 from dynbus.transfer.layout import KvMemory, Region
 from dynbus.transfer.leases import Ticket
 from dynbus.transfer.links import nixl_name
+from dynbus.transfer.names import transfer_agent_subject
 from dynbus.transfer.reach import host_name
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ from tests.conditions import eventually
 
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.objects import ObjectBucket, bucket_stream
+from dynbus.bus.records.objects import ObjectBucket
 from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 from dynbus.kvrouter.radix.index import Rank
@@ -30,7 +30,7 @@ from .processes import Process
 
 pytestmark = pytest.mark.anyio
 
-BUCKET = bucket_stream(ObjectBucket("DYNBUS_SNAPSHOTS_demo")).name
+BUCKET = ObjectBucket("DYNBUS_SNAPSHOTS_demo").stream.name
 PROMPT = 64
 RANK = Rank("engine", 0)
 

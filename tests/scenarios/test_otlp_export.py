@@ -127,8 +127,8 @@ def test_an_endpoint_given_to_configure_wins_over_the_variables(protocol: str) -
 
     with RECEIVERS[protocol](collector) as endpoint:
         run(
-            "from dynbus.bus.telemetry.telemetry import configure\n"
-            f"shutdown = configure(service_name='named', otlp_endpoint={endpoint!r}, "
+            "from dynbus.bus.telemetry.telemetry import configure_telemetry\n"
+            f"shutdown = configure_telemetry(service_name='named', otlp_endpoint={endpoint!r}, "
             "instance_id='instance-1')\n" + PROGRAM + "assert shutdown.shutdown()\n",
             {
                 "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",

@@ -9,11 +9,8 @@ from typing import Any, Final, Self, cast
 import anyio
 import msgspec
 
-from dynbus import Call, EndpointClient, JsonObject, Stream
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import enter_context
-from dynbus.bus.errors import InvalidResponse
-from dynbus.bus.records.discovery import Discovery
+from dynbus import Call, EndpointClient, InvalidResponse, JsonObject, Stream
+from dynbus.spi import Discovery, monotonic
 
 from .handlers import Context
 
@@ -174,7 +171,7 @@ async def _responses(
 
 
 def _within(context: Context, make: Callable[[Any], Call], request: Any) -> Call:
-    enter_context(context.call_context)
+    context.call_context.enter()
     return make(request)
 
 

@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from typing import Any, Final, Protocol, cast
 
+from dynbus import ConfigError, handler
 from dynbus import Context as CallContext
-from dynbus import handler
-from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError
+from dynbus.spi import monotonic
 
 HELD: Final = 0.005
 """Seconds for which a handler may hold the loop between two items; then all others have a turn."""

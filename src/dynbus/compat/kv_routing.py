@@ -14,11 +14,16 @@ from typing import Any, Final
 import anyio
 
 from dynbus import DynbusError, call_options
+from dynbus.kvrouter import (
+    BlockRemoved,
+    BlockStored,
+    IndexFollower,
+    KvEvent,
+    block_hashes,
+    warm_follower,
+)
 from dynbus.kvrouter import KvEventPublisher as EventPublisher
-from dynbus.kvrouter import block_hashes
-from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
-from dynbus.kvrouter.stream import IndexFollower, warm_follower
-from dynbus.llm.engine import LoadMetrics
+from dynbus.llm import LoadMetrics
 
 from .runtime import Component
 from .sdk.context import current_place
@@ -158,7 +163,7 @@ class KvEventPublisher:
             runtime.bus.data,
             *component.address,
             worker_id,
-            process_status=runtime.bus.status,
+            bus=runtime.bus,
             background=runtime.bus.background,
         )
         self._is_open = False

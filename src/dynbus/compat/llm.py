@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack, cast, overload
 
-from dynbus.bus.errors import ConfigError
-from dynbus.llm import ModelInput, ModelType
+from dynbus import ConfigError
+from dynbus.llm import ModelCard, ModelInput, ModelType
 from dynbus.llm import register_llm as register
-from dynbus.llm.models.card import ModelCard
 
 from .kv_routing import (
     AggregatedMetrics,

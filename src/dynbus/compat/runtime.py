@@ -14,12 +14,8 @@ from weakref import WeakSet
 
 import anyio
 
-from dynbus import Runtime
-from dynbus.actors.calling.clients import EndpointAddress
-from dynbus.bus.background import task_group
-from dynbus.bus.context import current_context
-from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
+from dynbus import ComponentName, ConfigError, EndpointAddress, EndpointName, Runtime, Unavailable
+from dynbus.spi import check_token, current_context, task_group
 
 from .clients import Annotated, Client, Responses
 from .handlers import Context, Translation, streaming_handler
@@ -381,9 +377,9 @@ def dynamo_worker(
             with anyio.CancelScope() as at_once, _interrupts(ending.set, at_once.cancel):
                 async with _connected(function.__name__) as runtime:
                     return await _run(lambda: function(runtime, *args, **kwargs), runtime, ending)
-            from dynbus.bus import exit_codes
+            from dynbus.spi import terminal
 
-            raise SystemExit(exit_codes.INTERRUPTED)
+            raise SystemExit(terminal.INTERRUPTED)
 
         return worker
 
@@ -397,22 +393,16 @@ def _interrupts(
     if threading.current_thread() is not threading.main_thread():
         return nullcontext()
     # Only programs need it, and none that imports these names for its clients.
-    from dynbus.actors.commands.interrupts import Interrupts
+    from dynbus.spi import Interrupts
 
     return Interrupts(drain, stop, within=5.0)
 
 
 @asynccontextmanager
 async def _connected(name: str) -> AsyncGenerator[DistributedRuntime]:
-    from dynbus.bus.bus import Bus
-    from dynbus.bus.commands.server import embedded_if_local
-    from dynbus.bus.config import load_config
+    from dynbus.spi import program_runtime
 
-    config = load_config(unknown_variables="warn")
-    async with (
-        embedded_if_local(config, fresh=False),
-        await Runtime.over(await Bus.connect(config, name=name)) as runtime,
-    ):
+    async with program_runtime(name) as runtime:
         yield DistributedRuntime(runtime)
 
 

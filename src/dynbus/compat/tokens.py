@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from dynbus.bus.errors import HandlerError, InvalidRequest
+from dynbus import HandlerError, InvalidRequest
 
 _FINISH_REASONS: Final = {"eos": "stop", "content_filter": "stop"}
 

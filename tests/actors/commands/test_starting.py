@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from dynbus import Actor
-from dynbus.actors.commands.starting import StartDisplay, announce
+from dynbus.actors.commands.starting import StartDisplay
 from dynbus.actors.running.child import Child
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.planning import planned
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.telemetry.process_status import StartStep
 
 
@@ -35,10 +36,10 @@ def child(*steps: StartStep) -> Child:
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch, name: str) -> Terminal:
     """A terminal for `stdout` or `stderr`; only in the test itself, as pytest has them before."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, name, terminal)
+    screen = Terminal()
+    monkeypatch.setattr(sys, name, screen)
     monkeypatch.setenv("TERM", "xterm")
-    return terminal
+    return screen
 
 
 @pytest.mark.anyio
@@ -77,8 +78,8 @@ async def test_an_announcement_is_printed_once(capsys: pytest.CaptureFixture[str
 
 
 def test_details_are_for_people_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = terminal_of(monkeypatch, "stdout")
+    screen = terminal_of(monkeypatch, "stdout")
 
-    announce("tiny answers", "In a browser:\n  \x1b[2J")
+    terminal.announce("tiny answers", "In a browser:\n  \x1b[2J")
 
-    assert terminal.getvalue() == "tiny answers\nIn a browser:\n  \\x1b[2J\n"
+    assert screen.getvalue() == "tiny answers\nIn a browser:\n  \\x1b[2J\n"

@@ -6,14 +6,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dynbus.bus.commands.numbers import NumberRange
+from dynbus.bus.commands.terminal import terminal
 from dynbus.cli import dynbus
 
 
 @pytest.mark.parametrize("given", ["nan", "NaN", "-nan"])
 def test_nan_is_no_number_in_a_range(given: str) -> None:
     @click.command()
-    @click.option("--seconds", type=NumberRange(0.1, 60))
+    @click.option("--seconds", type=terminal.number(0.1, 60))
     def wait(seconds: float) -> None:
         raise AssertionError(seconds)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.bus.servers import survey_of
 
 from dynbus.bus.commands.ps import MOST_SHOWN, show_requests
-from dynbus.bus.commands.survey import Request, Row, join, parse_answer
+from dynbus.bus.commands.survey import InstanceReport, Request, join
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
@@ -27,12 +27,14 @@ RECORD = InstanceRecord(
     started=100.0,
     address="host:1",
 )
-ANSWER = Row("demo", "Hello", "i1", "unlisted", 100.0, True, 2, 3, ("greet",))
+ANSWER = InstanceReport("demo", "Hello", "i1", "unlisted", 100.0, True, 2, 3, ("greet",))
 
 
 def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
     assert join([RECORD], [ANSWER]) == [
-        Row("demo", "Hello", "i1", "serving", 100.0, True, 2, 3, ("greet",), "host:1", {})
+        InstanceReport(
+            "demo", "Hello", "i1", "serving", 100.0, True, 2, 3, ("greet",), "host:1", {}
+        )
     ]
 
 
@@ -78,7 +80,7 @@ def test_an_instance_that_answers_without_a_record_is_unlisted() -> None:
         (RECORD, ANSWER._replace(state="draining")),
     ],
 )
-def test_draining_is_told_by_either(record: InstanceRecord, answer: Row) -> None:
+def test_draining_is_told_by_either(record: InstanceRecord, answer: InstanceReport) -> None:
     (row,) = join([record], [answer])
 
     assert row.state == "draining"
@@ -110,10 +112,10 @@ def stats(**changes: Any) -> bytes:
 
 
 def test_an_answer_is_summed_over_its_endpoints() -> None:
-    found = parse_answer(stats())
+    found = InstanceReport.read(stats())
 
     assert found is not None
-    assert found._replace(counts=None) == Row(
+    assert found._replace(counts=None) == InstanceReport(
         "my_space", "Hello", "i1", "draining", 1767225600.0, True, 4, 2, ("a", "b")
     )
 
@@ -131,7 +133,7 @@ def test_an_answer_is_summed_over_its_endpoints() -> None:
     ],
 )
 def test_what_is_no_answer_of_a_dynbus_instance_is_passed_over(data: bytes) -> None:
-    assert parse_answer(data) is None
+    assert InstanceReport.read(data) is None
 
 
 @pytest.mark.anyio
@@ -175,10 +177,10 @@ def test_the_requests_that_are_shown_are_bounded_and_what_is_left_out_is_told(
     few = (Request("young", "a", 1.0, True), Request("\x1b[1mold", "a", 7200.0, False))
     many = tuple(Request(f"r{number}", "b", 10.0, False) for number in range(MOST_REQUESTS))
     rows = [
-        Row("demo", "Few", "i1", running=9, requests=few),
-        Row("demo", "Many", "i2", running=60, waiting=10, requests=many),
-        Row("demo", "Many", "i3", running=64, requests=many),
-        Row("demo", "Silent", "i4"),
+        InstanceReport("demo", "Few", "i1", running=9, requests=few),
+        InstanceReport("demo", "Many", "i2", running=60, waiting=10, requests=many),
+        InstanceReport("demo", "Many", "i3", running=64, requests=many),
+        InstanceReport("demo", "Silent", "i4"),
     ]
 
     show_requests(rows, as_json=False)

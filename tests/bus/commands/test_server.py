@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from dynbus.bus.commands.server import Server, connected
+from dynbus.bus.commands.server import Server
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.nats.connection import NatsConnection
@@ -23,7 +24,7 @@ def text(message: Message) -> str | None:
 
 @pytest.mark.anyio
 async def test_all_answers_are_taken_until_it_is_quiet(nats_server: RunningServer) -> None:
-    async with connected(BusConfig(servers=(nats_server.url,)), "test-ask") as server:
+    async with terminal.server(BusConfig(servers=(nats_server.url,)), "test-ask") as server:
         connection = server.connection
 
         def answer(message: Message) -> None:
@@ -46,7 +47,7 @@ async def test_all_answers_are_taken_until_it_is_quiet(nats_server: RunningServe
 async def test_those_that_never_fall_silent_are_left_after_a_while(
     nats_server: RunningServer,
 ) -> None:
-    async with connected(BusConfig(servers=(nats_server.url,)), "test-ask") as server:
+    async with terminal.server(BusConfig(servers=(nats_server.url,)), "test-ask") as server:
         connection = server.connection
 
         def echo(message: Message) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.bus.servers import server_stopped, survey_of
 
 from dynbus.bus.commands import survey as module
-from dynbus.bus.commands.survey import parse_answer
+from dynbus.bus.commands.survey import InstanceReport
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
@@ -46,14 +46,14 @@ def stats(instance_id: str = "i1", **changes: Any) -> bytes:
     ],
 )
 def test_an_answer_with_a_name_that_is_none_is_passed_over(data: bytes) -> None:
-    assert parse_answer(data) is None
+    assert InstanceReport.read(data) is None
 
 
 @given(
     st.one_of(st.binary(max_size=80), st.text(max_size=30).map(lambda text: stats(started=text)))
 )
 def test_no_answer_raises(data: bytes) -> None:
-    found = parse_answer(data)
+    found = InstanceReport.read(data)
 
     assert found is None or found.instance_id == "i1"
 

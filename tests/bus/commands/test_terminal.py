@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.commands.terminal import (
-    duration,
-    error_line,
-    notice,
-    plain,
-    print_json,
-    print_table,
-    printable,
-)
+from dynbus.bus.commands.terminal import terminal
 
 
 @pytest.mark.parametrize(
@@ -30,7 +22,7 @@ from dynbus.bus.commands.terminal import (
     ],
 )
 def test_a_length_of_time_has_its_two_largest_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert terminal.duration(seconds) == text
 
 
 def test_a_piped_table_is_plain_text_with_nothing_cut_off(
@@ -38,7 +30,10 @@ def test_a_piped_table_is_plain_text_with_nothing_cut_off(
 ) -> None:
     long = "x" * 150
 
-    print_table(("NAME", "STATE"), [(plain("[a]"), "[green]serving[/]"), (plain(long), "-")])
+    terminal.print_table(
+        ("NAME", "STATE"),
+        [(terminal.plain("[a]"), "[green]serving[/]"), (terminal.plain(long), "-")],
+    )
 
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[1].split() == ["[a]", "serving"]
@@ -48,8 +43,8 @@ def test_a_piped_table_is_plain_text_with_nothing_cut_off(
 def test_json_is_indented_for_people_and_one_line_for_programs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_json({"a": [1]})
-    print_json({"a": [1]}, indent=0)
+    terminal.print_json({"a": [1]})
+    terminal.print_json({"a": [1]}, indent=0)
 
     assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n{"a":[1]}\n'
 
@@ -57,8 +52,8 @@ def test_json_is_indented_for_people_and_one_line_for_programs(
 def test_what_comes_from_elsewhere_cannot_steer_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_table(("NAME",), [(plain("\x1b[2J\r[red]ä"),)])
-    notice("two\nlines \x1b]0;title\x07")
+    terminal.print_table(("NAME",), [(terminal.plain("\x1b[2J\r[red]ä"),)])
+    terminal.notice("two\nlines \x1b]0;title\x07")
 
     shown = capsys.readouterr()
     assert shown.out.splitlines()[1].rstrip() == "\\x1b[2J\\r[red]ä"
@@ -67,12 +62,12 @@ def test_what_comes_from_elsewhere_cannot_steer_the_terminal(
 
 @given(st.text())
 def test_printable_text_is_printable_and_keeps_what_was(text: str) -> None:
-    assert printable(text).isprintable()
-    assert not text.isprintable() or printable(text) == text
+    assert terminal.printable(text).isprintable()
+    assert not text.isprintable() or terminal.printable(text) == text
 
 
 def test_a_failed_command_says_why_in_one_line_without_credentials() -> None:
-    assert error_line("no nats://me:pw@h:\n there\x1b[2J", "Unavailable") == (
+    assert terminal.error_line("no nats://me:pw@h:\n there\x1b[2J", "Unavailable") == (
         "dynbus: Unavailable: no nats://me:***@h: there\\x1b[2J"
     )
-    assert error_line("no such\tfile") == "dynbus: no such file"
+    assert terminal.error_line("no such\tfile") == "dynbus: no such file"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.conditions import PATIENCE
 
 from dynbus.bus.commands.rates import Activity, Column, activities, columns, counted, fitting
-from dynbus.bus.commands.survey import Counts, Row, parse_answer
+from dynbus.bus.commands.survey import Counts, InstanceReport
 from dynbus.bus.commands.top import View, show
 from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.connection import connect
@@ -29,9 +29,9 @@ from dynbus.bus.transport import Message
 ENGINE = {"kv_blocks": 100, "kv_blocks_used": 25}
 
 
-def row(instance_id: str = "i1", **given: Any) -> Row:
+def row(instance_id: str = "i1", **given: Any) -> InstanceReport:
     fields: dict[str, Any] = {"state": "serving", "started": 100.0, "answers": True}
-    return Row("demo", "Hello", instance_id, **(fields | given))
+    return InstanceReport("demo", "Hello", instance_id, **(fields | given))
 
 
 def counts(at: float, calls: int = 0, items: int = 0, **given: Any) -> Counts:
@@ -133,7 +133,7 @@ def stats(calls: int) -> bytes:
 
 
 def test_what_an_instance_has_counted_is_read_from_its_answer() -> None:
-    found = parse_answer(stats(3), now=7.0)
+    found = InstanceReport.read(stats(3), now=7.0)
 
     assert found is not None
     assert found.counts == Counts(7.0, 3, 0, 1, 30, 3e-9, {})

@@ -11,7 +11,7 @@ import pytest
 
 from dynbus.bus.background import Background
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import kv_load_subject
+from dynbus.kvrouter.names import kv_load_subject
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.shared_load import HEARTBEAT, SILENCE, Heard, LoadSharing, SharedLoad
 from dynbus.testing import TestKit, run

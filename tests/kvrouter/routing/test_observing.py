@@ -16,7 +16,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from pydantic import BaseModel
 
 from dynbus import Actor, Runtime, call_options, handler
-from dynbus.bus.commands.survey import parse_answer
+from dynbus.bus.commands.survey import InstanceReport
 from dynbus.bus.drops import DropReason
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.transport import Message
@@ -111,7 +111,7 @@ def test_the_awareness_is_in_the_stats_of_a_router_actor_and_its_process() -> No
             front = await kit.start(Front, target="llm.Engine.generate", exact=False)
             status = front.server.bus.status
             services: Any = front.__dict__["_services"]
-            answer = parse_answer(msgspec.json.encode(services.stats()))
+            answer = InstanceReport.read(msgspec.json.encode(services.stats()))
             said = status.read()
             await front.stop()
             return answer, said, status.read()
@@ -131,7 +131,7 @@ def test_an_engine_beside_a_router_does_not_show_how_far_that_knows_the_caches()
             engine = await runtime.start(Engine)
             front = await runtime.start(Front, target="llm.Engine.generate", exact=False)
             answers = [
-                parse_answer(msgspec.json.encode(one.__dict__["_services"].stats()))
+                InstanceReport.read(msgspec.json.encode(one.__dict__["_services"].stats()))
                 for one in (engine, front)
             ]
             return answers[0], answers[1]

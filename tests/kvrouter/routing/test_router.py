@@ -19,10 +19,10 @@ from dynbus import (
     NoInstances,
     call_options,
 )
-from dynbus.bus.protocol.names import kv_event_subject
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.names import kv_event_subject
 from dynbus.kvrouter.routing.cost import DynamoCost
 from dynbus.kvrouter.routing.decision import Reason
 from dynbus.kvrouter.routing.requests import RequestFields

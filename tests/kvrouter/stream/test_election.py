@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack
 import anyio
 from tests.kvrouter.event_bus import eventually
 
-from dynbus.bus.lane import InlineLane
+from dynbus.bus.bus import Bus
+from dynbus.bus.config import BusConfig
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.names import kv_election_subject
+from dynbus.kvrouter.names import kv_election_subject
 from dynbus.kvrouter.stream.election import ELECTION_STREAM, Election
 from dynbus.testing import run
 
@@ -144,18 +145,17 @@ def test_nobody_is_elected_while_its_record_is_being_withdrawn() -> None:
 
 def test_a_record_that_the_control_lane_renews_needs_nothing_of_the_main_connection() -> None:
     async def story() -> bool:
-        bus = MemoryBus()
-        connection = await bus.connect()
-        lane = InlineLane(await bus.connect())
-        await lane.start()
+        memory = MemoryBus()
+        connection = await memory.connect()
+        bus = await Bus.over(BusConfig(), connection, await memory.connect())
         async with Election(
-            connection.jetstream, "demo", "Engine", "a", ttl=TTL, lane=lane
+            connection.jetstream, "demo", "Engine", "a", ttl=TTL, bus=bus
         ) as election:
             await eventually(lambda: election.is_elected)
             connection.disconnect()
             await asyncio.sleep(3 * TTL)
             is_elected = election.is_elected
-        await lane.stop()
+        await bus.close()
         return is_elected
 
     assert run(story())

@@ -22,8 +22,9 @@ from tests.kvrouter.event_bus import (
     stored_messages,
 )
 
+from dynbus.bus.bus import Bus
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.telemetry.process_status import ProcessStatus
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.engines import EngineBridge
 from dynbus.kvrouter.events import (
@@ -518,13 +519,12 @@ DEGRADED = CacheAwareness(AwarenessLevel.DEGRADED, "messages lost")
 def test_routers_and_operators_see_how_far_an_engine_s_events_can_be_relied_on() -> None:
     async def story() -> tuple[list[str], list[dict[str, str]]]:
         at = EventBus()
-        status = ProcessStatus()
-        connection = await at.bus.connect()
+        connection, control = await at.bus.connect(), await at.bus.connect()
+        bus = await Bus.over(BusConfig(), connection, control)
+        status = bus.status
         levels: list[str] = []
         shown: list[dict[str, str]] = []
-        publisher = KvEventPublisher(
-            connection, "demo", "Engine", "a", ranks=(0, 1), process_status=status
-        )
+        publisher = KvEventPublisher(connection, "demo", "Engine", "a", ranks=(0, 1), bus=bus)
         publisher.set_awareness(DEGRADED, dp_rank=1)
         async with at.follower() as follower:
 
@@ -540,7 +540,7 @@ def test_routers_and_operators_see_how_far_an_engine_s_events_can_be_relied_on()
                 publisher.set_awareness(DEGRADED)
                 await seen(AwarenessLevel.DEGRADED)
             shown.append(status.read())
-        await connection.close()
+        await bus.close()
         return levels, shown
 
     levels, shown = run(story())

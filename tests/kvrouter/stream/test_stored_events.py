@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.kvrouter.event_bus import event_subject, stored
 
-from dynbus.bus.protocol import headers
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import encode_events
+from dynbus.kvrouter.names import AWARENESS, PUBLISHED
 from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
 from dynbus.kvrouter.stream.event_stream import (
     UNREADABLE,
@@ -38,7 +38,7 @@ def counting(one: StoredMessage) -> StoredEvents:
 
 
 def test_a_message_is_read_once_with_its_rank_and_what_is_said_of_it() -> None:
-    fields = {headers.KV_AWARENESS: "degraded (lost)", headers.PUBLISHED: "1.5"}
+    fields = {AWARENESS: "degraded (lost)", PUBLISHED: "1.5"}
 
     events = counting(message(event_epoch=7, first_id=9)._replace(headers=fields))
 
@@ -103,7 +103,7 @@ def test_an_epoch_that_nothing_can_follow_any_longer_gives_way(
 
 def test_what_a_rank_says_of_its_events_is_kept_until_it_says_something_else() -> None:
     index = RadixIndex()
-    degraded = message()._replace(headers={headers.KV_AWARENESS: "degraded (lost)"})
+    degraded = message()._replace(headers={AWARENESS: "degraded (lost)"})
 
     apply_events(index, counting(degraded))
     first = index.ranks[A3].stated

@@ -14,7 +14,7 @@ from tests.conditions import eventually
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import JumpingLoop
-from dynbus.bus.commands.server import connected
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.bus import MemoryBus
@@ -238,7 +238,7 @@ def test_the_command_tells_the_workers_own_values_from_those_that_hold(
         return CliRunner().invoke(disagg, [*arguments, "--nats", nats_server.url])
 
     async def announce() -> None:
-        async with connected(BusConfig(servers=(nats_server.url,)), "test") as server:
+        async with terminal.server(BusConfig(servers=(nats_server.url,)), "test") as server:
             js = server.connection.jetstream
             await ensure_bucket(js)
             for instance, tokens in (("a", 64), ("b", 128)):

@@ -21,11 +21,11 @@ from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.protocol.names import STREAM_LOGS, STREAM_LOGS_MARK
 from dynbus.llm.http import streams
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.resumable import records, running, store
+from dynbus.llm.resumable.names import STREAM_LOGS, STREAM_LOGS_MARK
 from dynbus.llm.resumable.records import log_key
 from dynbus.llm.resumable.streams import MOST_UNREAD
 

@@ -9,8 +9,8 @@ from typing import Final
 import pytest
 from tests.conditions import eventually
 
-from dynbus.bus.protocol.names import stream_owner_subject
 from dynbus.bus.transport import Message
+from dynbus.llm.resumable.names import stream_owner_subject
 from dynbus.llm.resumable.records import OwnerWatch
 from dynbus.llm.resumable.store import YES, StreamStore
 from dynbus.testing import TestKit

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from dynbus import Actor, Runtime
-from dynbus.bus.context import current_instance
-from dynbus.bus.protocol.names import InstanceName
+from dynbus import Actor, InstanceName, Runtime
 from dynbus.compat.runtime import DistributedRuntime
+from dynbus.spi import current_instance
 
 
 class Place:

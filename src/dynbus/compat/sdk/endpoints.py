@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from functools import cached_property
 from typing import Annotated, Any, Final, TypeVar, overload
 
@@ -14,10 +14,11 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic_core import from_json
 
 from dynbus import ConfigError, handler
-from dynbus.actors.declaring.handlers import SPEC, STREAM_TYPES, HandlerSpec
+from dynbus.spi import HandlerSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_STREAMS: Final = (AsyncGenerator, AsyncIterator, AsyncIterable)
 ON_START: Final = "__dynamo_on_start__"
 ON_SHUTDOWN: Final = "__dynamo_on_shutdown__"
 
@@ -51,9 +52,10 @@ endpoint = dynamo_endpoint
 def _endpoint(function: Any, name: str | None = None) -> Any:
     declare: Any = handler(name=name)
     method = declare(_annotated(function))
-    spec: HandlerSpec = getattr(method, SPEC)
+    spec = HandlerSpec.of(method)
+    assert spec is not None
     fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
-    setattr(method, SPEC, _EndpointSpec(**fields))
+    _EndpointSpec(**fields).mark(method)
     return method
 
 
@@ -123,14 +125,14 @@ def _annotated(function: Any) -> Any:
         annotations.setdefault(name, Any)
     returned = annotations.get("return", inspect.Signature.empty)
     if inspect.isasyncgenfunction(function):
-        if returned is inspect.Signature.empty or returned in (*STREAM_TYPES, *_NAMES):
+        if returned is inspect.Signature.empty or returned in (*_STREAMS, *_NAMES):
             annotations["return"] = AsyncIterator[Any]
     elif returned is inspect.Signature.empty:
         annotations["return"] = Any
     return function
 
 
-_NAMES: Final = tuple(kind.__name__ for kind in STREAM_TYPES)
+_NAMES: Final = tuple(kind.__name__ for kind in _STREAMS)
 
 
 def _says_stream(function: Callable[..., Any]) -> bool:

@@ -7,12 +7,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from dynbus import Actor, ConfigError, Runtime
-from dynbus.actors.calling.dependencies import ClientDependency
-from dynbus.actors.declaring.actor import address_of, full_name
-from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.bus.config import suggestion
-from dynbus.bus.protocol.names import InstanceName
+from dynbus import Actor, ComponentName, ConfigError, InstanceName, Runtime
+from dynbus.spi import ClientDependency, brief_repr, suggestion
 
 from .context import Place, current_place, make_place
 from .endpoints import ON_SHUTDOWN, ON_START, hooks, run_hook
@@ -169,7 +165,9 @@ class Service(Actor, abstract=True):
             raise ConfigError(f"{cls.__name__} is not enabled, and so has no address")
         place = current_place()
         # A run may have it in another namespace.
-        return address_of(cls) if place is None else place.runtime.runtime.address_of(cls)
+        if place is not None:
+            return place.runtime.runtime.address_of(cls)
+        return ComponentName.of(cls.__dynbus_service__.namespace, cls.__dynbus_component__)
 
     @classmethod
     def __dynbus_construct__(
@@ -231,7 +229,7 @@ def depends(on: Any) -> Any:
     given = on
     if isinstance(given, type) and not issubclass(given, Actor):
         # What has this name by then is a service.
-        given = full_name(cast("type[Any]", given))
+        given = f"{given.__module__}:{given.__qualname__}"
     return ServiceDependency(given, "", None, {})
 
 

@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynbus.actors.declaring.actor_config import ActorConfig, configs
-from dynbus.actors.declaring.service_args import SERVICE_KEY
-from dynbus.actors.running.config_file import mapping, read_files
+from dynbus.spi import ActorConfig, actor_configs
 
 
 class ServiceConfig(Mapping[str, dict[str, Any]]):
@@ -19,7 +17,7 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
     has.
     """
 
-    def __init__(self, services: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, services: Mapping[str, ActorConfig]) -> None:
         self._services = services
 
     @classmethod
@@ -29,14 +27,10 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
         Raises:
             ConfigError: the variable cannot be read.
         """
-        found: dict[str, Mapping[str, Any]] = {}
-        for file in read_files([], os.environ):
-            found |= {name: mapping(section) or {} for name, section in file.keys.items()}
-        return cls({**found, **configs()})
+        return cls(actor_configs(os.environ))
 
     def __getitem__(self, service_name: str) -> dict[str, Any]:
-        values = self._services[service_name]
-        return {key: value for key, value in values.items() if key != SERVICE_KEY}
+        return dict(self._services[service_name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._services)
@@ -65,4 +59,4 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
         return self._of(service_name).as_args(prefix=prefix)
 
     def _of(self, service_name: str) -> ActorConfig:
-        return ActorConfig(service_name, self.get(service_name, {}))
+        return self._services.get(service_name) or ActorConfig(service_name, {})

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dynbus.llm.cores import usable_cores
+from dynbus.actors.placing.cores import usable_cores
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""The names of KV-aware routing: its subjects, streams, buckets and headers."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from dynbus.spi import TOKEN
+
+EVENTS: Final = "_kv"
+RESYNC: Final = "_kv_resync"
+LOAD: Final = "_kv_load"
+ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
+
+PUBLISHED: Final = "Dynbus-Published"
+"""The header with the Unix seconds at which the oldest event of a message was handed over."""
+AWARENESS: Final = "Dynbus-Kv-Awareness"
+"""The header that says how far a rank's events can be relied on from its message on."""
+
+
+def kv_event_stream(namespace: str) -> str:
+    """The name of the stream with the KV-cache events of a namespace."""
+    return f"DYNBUS_EVENTS_{namespace}"
+
+
+def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
+    """Where the KV-cache events of one data-parallel rank are published; `*` for any."""
+    return f"{namespace}.{component}.{EVENTS}.{instance_id}.{dp_rank}"
+
+
+def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
+    """Where one rank is asked to send all that it holds; `*` for any."""
+    return f"{namespace}.{component}.{RESYNC}.{instance_id}.{dp_rank}"
+
+
+def kv_load_subject(namespace: str, component: str, router: str) -> str:
+    """Where one router tells the others what it sends where; `*` for any.
+
+    It has a token more than any subject that callers may publish to, so none of them can speak
+    for a router.
+    """
+    return f"{namespace}.{component}.{LOAD}.{router}.all"
+
+
+def kv_snapshot_bucket(namespace: str) -> str:
+    """The object bucket with the snapshots of a namespace's KV indexes.
+
+    A bucket's name is a token: where the namespace is too long for that, its end gives way to
+    a digest of it.
+    """
+    name = f"DYNBUS_SNAPSHOTS_{namespace}"
+    if TOKEN.fullmatch(name):
+        return name
+    return f"{name[:46]}_{hashlib.blake2s(namespace.encode(), digest_size=8).hexdigest()}"
+
+
+def kv_election_subject(namespace: str, component: str) -> str:
+    """Where the router is stored that takes the snapshots of a component."""
+    return f"$KV.{ELECTION_BUCKET}.{namespace}.{component}"

@@ -1,0 +1,247 @@
+"""What packages above `dynbus.actors` are built on: the kernel's own contract.
+
+`dynbus` is what programs are written with; this is the rest of `dynbus.bus` and `dynbus.actors`
+that `dynbus.kvrouter`, `dynbus.transfer`, `dynbus.llm` and packages of others may take. Each name
+is told in `docs/spi.md`: what it promises, which errors it raises, and from where it may be called.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynbus.actors.calling.continuation import RESUME_WAIT
+    from dynbus.actors.calling.dependencies import ClientDependency
+    from dynbus.actors.calling.routing import make_router
+    from dynbus.actors.commands.flags import flags
+    from dynbus.actors.commands.interrupts import Interrupts
+    from dynbus.actors.commands.program import program_runtime
+    from dynbus.actors.declaring.actor_config import ActorConfig
+    from dynbus.actors.declaring.brief_repr import brief_repr
+    from dynbus.actors.declaring.handlers import HandlerSpec
+    from dynbus.actors.declaring.resume import MIGRATION_LIMIT
+    from dynbus.actors.placing.cores import usable_cores
+    from dynbus.actors.running.config_file import actor_configs
+    from dynbus.actors.running.loader import put_first_on_path
+    from dynbus.actors.serving.endpoints import make_endpoint
+    from dynbus.actors.serving.instance import ServedInstance
+    from dynbus.bus.background import Background, Openable, Work, task_group
+    from dynbus.bus.bus import Bus
+    from dynbus.bus.clock import monotonic, unix_time
+    from dynbus.bus.commands.survey import InstanceReport, survey
+    from dynbus.bus.commands.terminal import terminal
+    from dynbus.bus.config import is_loopback, suggestion
+    from dynbus.bus.context import TENANT_KEY, current_context, current_instance
+    from dynbus.bus.errors import describe_exception
+    from dynbus.bus.extras import has_extra, how_to_install
+    from dynbus.bus.lazy_exports import lazy_exports
+    from dynbus.bus.protocol.endpoint import Endpoint
+    from dynbus.bus.protocol.names import TOKEN, check_token
+    from dynbus.bus.protocol.reply_port import ReplyPort
+    from dynbus.bus.protocol.server_clock import ServerClock
+    from dynbus.bus.protocol.tokens import random_id
+    from dynbus.bus.protocol.wire import Failed
+    from dynbus.bus.records.discovery import Discovery
+    from dynbus.bus.records.expired_records import ExpiredRecords
+    from dynbus.bus.records.leased_record import LeasedRecord
+    from dynbus.bus.records.leases import INSTANCES_STREAM, read_instances
+    from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectInfo, ObjectStore
+    from dynbus.bus.records.reading import read_latest, read_until
+    from dynbus.bus.telemetry.metrics import Metrics, Readings
+    from dynbus.bus.telemetry.telemetry import Telemetry, configure_telemetry
+    from dynbus.bus.telemetry.trace_context import trace_fields
+    from dynbus.bus.transport import (
+        Connection,
+        JetStream,
+        Message,
+        NoStream,
+        OrderedConsumer,
+        StoredMessage,
+        StreamConfig,
+        StreamFull,
+        StreamInfo,
+        StreamLimits,
+        Subscription,
+        WrongLastSequence,
+    )
+    from dynbus.bus.work_queue import NeededStream, kernel_streams
+
+__all__ = [
+    "INSTANCES_STREAM",
+    "MIGRATION_LIMIT",
+    "RESUME_WAIT",
+    "TENANT_KEY",
+    "TOKEN",
+    "ActorConfig",
+    "Background",
+    "Bus",
+    "ClientDependency",
+    "Connection",
+    "Discovery",
+    "Endpoint",
+    "ExpiredRecords",
+    "Failed",
+    "HandlerSpec",
+    "InstanceReport",
+    "Interrupts",
+    "JetStream",
+    "LeasedRecord",
+    "Message",
+    "Metrics",
+    "NeededStream",
+    "NoObject",
+    "NoStream",
+    "ObjectBucket",
+    "ObjectInfo",
+    "ObjectStore",
+    "Openable",
+    "OrderedConsumer",
+    "Readings",
+    "ReplyPort",
+    "ServedInstance",
+    "ServerClock",
+    "StoredMessage",
+    "StreamConfig",
+    "StreamFull",
+    "StreamInfo",
+    "StreamLimits",
+    "Subscription",
+    "Telemetry",
+    "Work",
+    "WrongLastSequence",
+    "actor_configs",
+    "brief_repr",
+    "check_token",
+    "configure_telemetry",
+    "current_context",
+    "current_instance",
+    "describe_exception",
+    "flags",
+    "has_extra",
+    "how_to_install",
+    "is_loopback",
+    "kernel_streams",
+    "lazy_exports",
+    "make_endpoint",
+    "make_router",
+    "monotonic",
+    "program_runtime",
+    "put_first_on_path",
+    "random_id",
+    "read_instances",
+    "read_latest",
+    "read_until",
+    "suggestion",
+    "survey",
+    "task_group",
+    "terminal",
+    "trace_fields",
+    "unix_time",
+    "usable_cores",
+]
+
+if not TYPE_CHECKING:
+    # Who takes the clock needs neither connections nor actors.
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        homes={
+            "actors.calling.continuation": ("RESUME_WAIT",),
+            "actors.calling.dependencies": ("ClientDependency",),
+            "actors.calling.routing": ("make_router",),
+            "actors.commands.flags": ("flags",),
+            "actors.commands.interrupts": ("Interrupts",),
+            "actors.commands.program": ("program_runtime",),
+            "actors.declaring.actor_config": ("ActorConfig",),
+            "actors.declaring.brief_repr": ("brief_repr",),
+            "actors.declaring.handlers": ("HandlerSpec",),
+            "actors.declaring.resume": ("MIGRATION_LIMIT",),
+            "actors.placing.cores": ("usable_cores",),
+            "actors.running.config_file": ("actor_configs",),
+            "actors.running.loader": ("put_first_on_path",),
+            "actors.serving.endpoints": ("make_endpoint",),
+            "actors.serving.instance": ("ServedInstance",),
+            "bus.background": (
+                "Background",
+                "Openable",
+                "Work",
+                "task_group",
+            ),
+            "bus.bus": ("Bus",),
+            "bus.clock": (
+                "monotonic",
+                "unix_time",
+            ),
+            "bus.commands.survey": (
+                "InstanceReport",
+                "survey",
+            ),
+            "bus.commands.terminal": ("terminal",),
+            "bus.config": (
+                "is_loopback",
+                "suggestion",
+            ),
+            "bus.context": (
+                "TENANT_KEY",
+                "current_context",
+                "current_instance",
+            ),
+            "bus.errors": ("describe_exception",),
+            "bus.extras": (
+                "has_extra",
+                "how_to_install",
+            ),
+            "bus.protocol.endpoint": ("Endpoint",),
+            "bus.protocol.names": (
+                "TOKEN",
+                "check_token",
+            ),
+            "bus.protocol.reply_port": ("ReplyPort",),
+            "bus.protocol.server_clock": ("ServerClock",),
+            "bus.protocol.tokens": ("random_id",),
+            "bus.protocol.wire": ("Failed",),
+            "bus.records.discovery": ("Discovery",),
+            "bus.records.expired_records": ("ExpiredRecords",),
+            "bus.records.leased_record": ("LeasedRecord",),
+            "bus.records.leases": (
+                "INSTANCES_STREAM",
+                "read_instances",
+            ),
+            "bus.records.objects": (
+                "NoObject",
+                "ObjectBucket",
+                "ObjectInfo",
+                "ObjectStore",
+            ),
+            "bus.records.reading": (
+                "read_latest",
+                "read_until",
+            ),
+            "bus.telemetry.metrics": (
+                "Metrics",
+                "Readings",
+            ),
+            "bus.telemetry.telemetry": (
+                "Telemetry",
+                "configure_telemetry",
+            ),
+            "bus.telemetry.trace_context": ("trace_fields",),
+            "bus.transport": (
+                "Connection",
+                "JetStream",
+                "Message",
+                "NoStream",
+                "OrderedConsumer",
+                "StoredMessage",
+                "StreamConfig",
+                "StreamFull",
+                "StreamInfo",
+                "StreamLimits",
+                "Subscription",
+                "WrongLastSequence",
+            ),
+            "bus.work_queue": (
+                "NeededStream",
+                "kernel_streams",
+            ),
+        },
+    )
