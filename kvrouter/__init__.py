@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import events, hashing
+    from .engines import EngineBridge
     from .engines.engine_events import EngineEvents
-    from .engines.zmq_subscriber import ZmqSource
+    from .engines.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
     from .hashing import SEED, block_hashes, sequence_hashes, token_bytes
     from .radix import Overlap, RadixIndex, Rank
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         CacheMirror,
         IndexFollower,
         KvEventPublisher,
+        SnapshotPlan,
         kv_streams,
         warm_follower,
     )
@@ -67,6 +69,7 @@ __all__ = [
     "Decision",
     "DecisionQuery",
     "DynamoCost",
+    "EngineBridge",
     "EngineEvents",
     "IndexFollower",
     "InstanceProfile",
@@ -85,11 +88,13 @@ __all__ = [
     "RouterActor",
     "RouterConfig",
     "SchedulingRequest",
+    "SnapshotPlan",
     "Tier",
     "ZmqSource",
     "block_hashes",
     "encode_events",
     "events",
+    "follow_engine",
     "hashing",
     "kv_streams",
     "open_router",
@@ -113,6 +118,7 @@ if not TYPE_CHECKING:
         "radix",
         "stream",
         "routing",
+        "engines",
         "engines.engine_events",
         "engines.zmq_subscriber",
     )
