@@ -633,3 +633,18 @@ def test_the_readme_names_no_part_that_is_not_there() -> None:
 
     assert "transfer" in parts
     assert all(importlib.util.find_spec(f"dynbus.{part}") for part in parts)
+
+
+def test_the_map_is_one_page_and_names_every_package() -> None:
+    text = page("docs/architecture.md")
+    folders = ("actors", "bus", "kvrouter", "llm", "transfer")
+    packages = {
+        path.parent.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).glob("*/__init__.py")
+    }
+
+    assert len(text.split()) <= 1500
+    assert [
+        name for name in sorted(packages) if f"`{name}`" not in text and "commands" not in name
+    ] == []

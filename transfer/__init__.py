@@ -1,4 +1,8 @@
-"""Moving KV blocks between instances with NIXL."""
+"""Moving KV blocks between instances with NIXL.
+
+`LeaseTable`, `Quarantine`, `plan` and the table of a transfer's states decide; `TransferAgent`,
+`Link` and `Pushes` carry it out.
+"""
 
 from typing import TYPE_CHECKING
 

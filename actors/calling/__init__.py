@@ -1,4 +1,9 @@
-"""How an actor is called: clients, options, routing, retries."""
+"""The calling of actors: clients, options, routing, retries.
+
+`RetryPolicy` and `Continuation` decide what is tried again and how a stream goes on,
+`MigrationLine` which of many streams moves first; `Invocation`, its attempts and `Migrations` carry
+it out.
+"""
 
 from . import clients, continuation, dependencies, options, relay, routing, stream
 

@@ -1,4 +1,7 @@
-"""The bus over nats-server: connection, JetStream, and the embedded server."""
+"""The bus over nats-server: connection, JetStream, and the embedded server.
+
+`ServerChoice` decides which server a process is at; `NatsConnection` carries it out.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,8 @@
-"""The protocol of the bus: subjects, headers, frames, and the state of both ends of a stream."""
+"""The protocol of the bus: subjects, headers, frames, and the state of both ends of a stream.
+
+`StreamWriter` decides sequence, credit and what is sent again, `StreamReader` order and gaps,
+`RemoteLiveness` who is dead, and `Unheard` whether it is the server between that is.
+"""
 
 from typing import TYPE_CHECKING
 

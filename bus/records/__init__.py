@@ -1,4 +1,8 @@
-"""Records in JetStream: instances, leases, and objects."""
+"""Records in JetStream: instances, leases, and objects.
+
+`Lease` decides whose record holds, and `InstanceView` who may be chosen; `LeasedRecord`,
+`LeaseKeeper` and `Discovery` carry it out.
+"""
 
 from typing import TYPE_CHECKING
 

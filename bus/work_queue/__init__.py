@@ -1,4 +1,8 @@
-"""Queues of jobs that outlive the processes which put and take them, and their dead letters."""
+"""Queues of jobs that outlive the processes which put and take them, and their dead letters.
+
+`judge` decides whether a job begins, is dropped or is a dead letter, `Absences` and `orphans` whose
+jobs nobody has any more; `Taker` and `Holders` carry it out.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -2,6 +2,9 @@
 
 A `KvRouter` routes the calls of a program, a `RouterActor` those of others. Both carry out what a
 `KvScheduler` decides, which needs neither the bus nor a clock: a simulation drives it as well.
+
+`KvScheduler` decides where a request goes; `KvRouter` carries it out, and the replay of traces
+drives the same object.
 """
 
 from typing import TYPE_CHECKING

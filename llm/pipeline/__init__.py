@@ -1,6 +1,9 @@
 """From a request for a completion to its answer: tokens, a route, an engine, and text again.
 
 All of it runs in the process of a front end, or in actors of its own: see `Processor`.
+
+`Transcript`, with the parser of the output and the format of the answer, decides what an engine's
+tokens come to; `TokenCompletion` carries it out.
 """
 
 from typing import Literal
