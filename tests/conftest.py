@@ -45,6 +45,29 @@ class LoopReports(logging.Handler):
         self.reports.append(self.format(record))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts a nats-server or a story's processes; the rest needs Python alone."""
+    for item in items:
+        if isinstance(item, pytest.Function) and needs_server(item):
+            item.add_marker("server")
+
+
+def needs_server(item: pytest.Function) -> bool:
+    here = Path(__file__).parent
+    is_story = here in item.path.parents and item.path.relative_to(here).parts[0] in STORIES
+    names = {*item.fixturenames, *vars(item.module)}
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return (
+        is_story
+        or not names.isdisjoint({"nats_server", "own_server", "run_server"})
+        or parameters.get("bus_kind") == "nats"
+    )
+
+
+STORIES = {"examples", "guides", "hosts", "nixl", "scenarios", "vllm", "test_docs.py"}
+"""Folders whose tests start servers and processes in ways of their own."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a test printed may hold what is no text, and could not be told to another process."""

@@ -36,6 +36,7 @@ def calls(cluster: Cluster, host: str = "f") -> Generator[Calling]:
     assert hit, "no stream was open when it began"
 
 
+@pytest.mark.nightly
 def test_the_host_of_the_callers_server_loses_power(cluster: Cluster) -> None:
     with calls(cluster) as calling:
         cluster.lab.power_off(calling.server)
@@ -59,6 +60,7 @@ def test_the_host_of_a_worker_loses_power(cluster: Cluster) -> None:
         cluster.bring_back(worker)
 
 
+@pytest.mark.nightly
 def test_the_link_of_a_worker_is_cut_and_healed(cluster: Cluster) -> None:
     worker = cluster.lab["e"]
 
@@ -68,6 +70,7 @@ def test_the_link_of_a_worker_is_cut_and_healed(cluster: Cluster) -> None:
         cluster.lab.heal(worker)
 
 
+@pytest.mark.nightly
 def test_the_host_of_a_worker_is_frozen(cluster: Cluster) -> None:
     worker = cluster.lab["d"]
 
@@ -92,6 +95,7 @@ def test_a_caller_and_its_server_are_apart(cluster: Cluster) -> None:
         cluster.lab.unite(calling.host, calling.server)
 
 
+@pytest.mark.nightly
 def test_the_link_of_a_server_flaps(cluster: Cluster) -> None:
     with calls(cluster) as calling:
         for _ in range(4):
@@ -101,6 +105,7 @@ def test_the_link_of_a_server_flaps(cluster: Cluster) -> None:
             time.sleep(FLAP)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("host", ["a", pytest.param("f", marks=pytest.mark.soak)])
 def test_the_host_of_the_callers_is_cut_off_and_healed(cluster: Cluster, host: str) -> None:
     """On `a` is a server too, which answers and hears of nobody else."""
@@ -112,6 +117,7 @@ def test_the_host_of_the_callers_is_cut_off_and_healed(cluster: Cluster, host: s
         calling.outages.append(Outage(began, time.monotonic()))
 
 
+@pytest.mark.nightly
 def test_the_host_of_the_callers_is_frozen_and_goes_on(cluster: Cluster) -> None:
     with calls(cluster) as calling:
         began = time.monotonic()

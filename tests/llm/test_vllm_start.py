@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.vllm import starting
+from dynbus.llm.vllm import VllmWorker, starting
+from dynbus.llm.vllm.handing_over import KvIdentity
 from dynbus.llm.vllm.starting import (
     EngineFolder,
     StartProgress,
@@ -151,3 +153,19 @@ def test_a_role_without_nixl_or_with_a_vllm_that_does_not_fit_is_refused_with_th
 
     with pytest.raises(ConfigError, match=f"{told}.* or give role=none"):
         check_arguments({}, hands_over=True)
+
+
+def test_an_argument_that_the_worker_sets_itself_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="kv_events_config itself: give kv_events"):
+        VllmWorker("model", kv_events_config={})
+
+
+def test_engines_that_differ_are_told_apart() -> None:
+    ours = KvIdentity("0.32.0", "/m", "abc", "torch.float32", "auto", 2, 2, 32, hybrid=True)
+    theirs = msgspec.structs.replace(ours, vllm="0.33.0", dtype="torch.bfloat16")
+    assert ours.differences(ours) == []
+    assert ours.differences(theirs) == [
+        "vllm is '0.32.0' here and '0.33.0' there",
+        "dtype is 'torch.float32' here and 'torch.bfloat16' there",
+    ]
+    assert ours.tag != theirs.tag

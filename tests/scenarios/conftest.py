@@ -10,11 +10,13 @@ import pytest
 
 from dynbus import Runtime
 from dynbus.actors.chaos.proxy import Proxy
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, run_server
 
+from .permissions import users
 from .processes import Processes
 from .project import Folder, project_folder
 from .stage import Link, Stage, set_stage
+from .stream_maker import make_streams
 
 
 @pytest.fixture
@@ -32,6 +34,17 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
     """A project folder; nothing that is started in it outlives the test."""
     with project_folder(tmp_path) as project:
         yield project
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """A server whose users have what the page lists, each for its own role."""
+    server = await run_server(store_dir=tmp_path / "nats-server", config=users())
+    try:
+        await make_streams(server, "scenario")
+        yield server
+    finally:
+        await server.stop()
 
 
 @pytest.fixture

@@ -37,7 +37,12 @@ async def restart_broker(server: RunningServer, outage: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "outage", [0.1, 1.5, *(pytest.param(seconds, marks=pytest.mark.soak) for seconds in (0.0, 3.0))]
+    "outage",
+    [
+        0.1,
+        pytest.param(1.5, marks=pytest.mark.nightly),
+        *(pytest.param(seconds, marks=pytest.mark.soak) for seconds in (0.0, 3.0)),
+    ],
 )
 async def test_64_streams_go_on_byte_exactly_over_a_restart_of_the_broker(
     own_server: RunningServer, processes: Processes, outage: float
@@ -204,6 +209,7 @@ async def test_calls_that_begin_during_and_right_after_an_outage_complete(
     assert [result for result in results if not isinstance(result, Done)] == []
 
 
+@pytest.mark.nightly
 async def test_an_outage_shorter_than_the_ttl_removes_nobody(
     own_server: RunningServer, processes: Processes
 ) -> None:

@@ -116,6 +116,7 @@ async def test_streams_go_on_when_the_server_of_their_caller_ends(
         assert leftovers(runtime) == {}
 
 
+@pytest.mark.nightly
 async def test_streams_and_calls_go_on_while_every_server_is_restarted_in_turn(
     cluster: Cluster, processes: Processes
 ) -> None:

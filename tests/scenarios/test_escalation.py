@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
@@ -17,14 +16,13 @@ from tests.conditions import eventually
 
 from dynbus import Runtime, call_options
 from dynbus.bus.drops import DropReason
-from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
 
 from .observation import begun_at
-from .stream_maker import make_streams
-from .test_permissions import connect, url_of, users
+from .permissions import connect, url_of
 from .workload import Source, Wait
 
 pytestmark = pytest.mark.anyio
@@ -32,16 +30,6 @@ pytestmark = pytest.mark.anyio
 BUCKET = INSTANCES_STREAM.name
 OWN = "$KV.dynbus_instances.scenario.Relay.own"
 """A record that `relaying` may write."""
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    server = await run_server(store_dir=tmp_path / "nats-server", config=users())
-    try:
-        await make_streams(server, "scenario")
-        yield server
-    finally:
-        await server.stop()
 
 
 @pytest.fixture

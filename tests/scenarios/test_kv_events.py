@@ -121,7 +121,7 @@ async def test_all_events_of_two_engines_reach_two_routers(
         await agree(late, held)
 
 
-@pytest.mark.parametrize("outage", [0.1, 1.5])
+@pytest.mark.parametrize("outage", [pytest.param(0.1, marks=pytest.mark.nightly), 1.5])
 async def test_a_restart_of_the_server_in_the_middle_costs_no_event(
     own_server: RunningServer, engines: Engines, outage: float
 ) -> None:

@@ -262,6 +262,7 @@ async def test_a_prompt_goes_where_it_is_cached_and_as_much_is_reused_as_was_pre
         assert len(set(places)) > 1
 
 
+@pytest.mark.nightly
 async def test_routers_that_are_killed_in_turn_leave_no_call_hanging_and_no_load_behind(
     fleet: Fleet,
 ) -> None:
@@ -323,6 +324,7 @@ async def test_a_killed_engine_leaves_every_router_and_calls_go_on(fleet: Fleet)
             assert candidates == {"a", "b", "c"} - {victim}
 
 
+@pytest.mark.nightly
 async def test_a_restart_of_the_server_degrades_routing_until_it_is_exact_again(
     own_server: RunningServer, fleet: Fleet
 ) -> None:

@@ -123,7 +123,7 @@ AN_HOUR = ((4, time.time_ns(), 3600.0),)
 @pytest.mark.parametrize(
     "lives",
     [
-        SHORT,
+        pytest.param(SHORT, marks=pytest.mark.nightly),
         pytest.param(AN_HOUR, marks=[pytest.mark.soak, pytest.mark.timeout(3900)]),
     ],
     ids=["half a minute", "an hour"],

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
 from tests.conditions import eventually
 
-from dynbus import Runtime
-from dynbus.actors.runtime import Connecting
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import PermissionDenied, Unavailable
@@ -25,6 +23,7 @@ from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import JobEnd, WorkQueue
 
 from .observation import begun_at, leftovers, no_handler_runs
+from .permissions import PUBLISH, SUBSCRIBE, connect, url_of, users
 from .stream_maker import OPERATOR, make_streams
 from .workload import Count, Relay, Source, Text, Wait
 
@@ -33,37 +32,6 @@ pytestmark = pytest.mark.anyio
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BUCKET = INSTANCES_STREAM.name
 
-
-def instance(component: str) -> list[str]:
-    """What an instance of a component may publish."""
-    return [
-        "_R.>",
-        "_INBOX.>",
-        f"$KV.dynbus_instances.scenario.{component}.*",
-        f"$JS.API.STREAM.INFO.{BUCKET}",
-        f"$JS.API.STREAM.MSG.GET.{BUCKET}",
-    ]
-
-
-CLIENT = [
-    "scenario.*.*",
-    "scenario.*.*.*",
-    f"$JS.API.STREAM.INFO.{BUCKET}",
-    f"$JS.API.CONSUMER.CREATE.{BUCKET}.*.>",
-    f"$JS.API.CONSUMER.DELETE.{BUCKET}.>",
-    f"$JS.API.DIRECT.GET.{BUCKET}",
-    "$JS.FC.>",
-]
-PUBLISH = {
-    "serving": instance("Source"),
-    "relaying": instance("Relay") + CLIENT,
-    "calling": CLIENT,
-}
-SUBSCRIBE = {
-    "serving": ["scenario.Source.>", "scenario._cancel", "$SRV.>", "_R.serving.>"],
-    "relaying": ["scenario.Relay.>", "scenario._cancel", "$SRV.>", "_R.relaying.>"],
-    "calling": ["_R.calling.>", "scenario._cancel"],
-}
 
 STORE = "$KV.dynbus_instances"
 FOREIGN_SUBSCRIPTIONS = [
@@ -100,38 +68,6 @@ FOREIGN_PUBLICATIONS = [
     "$SYS.REQ.SERVER.PING",
 ]
 OF_INSTANCES_ALONE = ["_R.serving.forged.f", "_INBOX.forged", f"{STORE}.scenario.Source.forged"]
-
-
-def users(subscribe: dict[str, list[str]] = SUBSCRIBE) -> str:
-    def quoted(subjects: list[str]) -> str:
-        return ", ".join(f'"{subject}"' for subject in subjects)
-
-    entries = [
-        f'{{ user: "{name}", password: "secret", permissions: {{ '
-        f"publish: {{ allow: [{quoted(PUBLISH[name])}] }}, "
-        f"subscribe: {{ allow: [{quoted(subscribe[name])}] }} }} }}"
-        for name in PUBLISH
-    ]
-    return "authorization { users = [\n" + "\n".join([OPERATOR, *entries]) + "\n] }"
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    """A server whose users have what the page lists, each for its own role."""
-    server = await run_server(store_dir=tmp_path / "nats-server", config=users())
-    try:
-        await make_streams(server, "scenario")
-        yield server
-    finally:
-        await server.stop()
-
-
-def url_of(server: RunningServer, user: str) -> str:
-    return f"nats://{user}:secret@127.0.0.1:{server.port}"
-
-
-def connect(server: RunningServer, user: str) -> Connecting:
-    return Runtime.connect(url_of(server, user), principal=user, drain_grace=1.0)
 
 
 def test_these_are_the_permissions_that_the_page_lists() -> None:

@@ -149,6 +149,7 @@ async def kill_at_random(folder: Folder, seed: int, kills: int) -> Counter[str]:
     return callers.ends
 
 
+@pytest.mark.nightly
 @pytest.mark.anyio
 async def test_workers_killed_at_random_cost_no_call_that_may_be_repeated(folder: Folder) -> None:
     ends = await kill_at_random(folder, seed=7, kills=4)

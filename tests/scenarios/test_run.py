@@ -265,7 +265,7 @@ def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
 def test_what_cannot_be_run_is_refused_with_its_code(
     arguments: tuple[str, ...], code: int, text: str, folder: Folder
 ) -> None:
-    ended = folder.dynbus_in_a_process("run", *arguments)
+    ended = folder.dynbus("run", *arguments)
 
     assert ended.returncode == code, ended.stderr
     assert text in ended.stderr

@@ -252,6 +252,7 @@ async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
     assert set(places) == {"lively"}
 
 
+@pytest.mark.nightly
 async def test_no_call_hangs_while_workers_come_and_go(
     own_server: RunningServer, processes: Processes
 ) -> None:

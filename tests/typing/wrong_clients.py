@@ -1,4 +1,10 @@
-"""Wrong calls of typed clients: every line marked `# error` is refused by both checkers."""
+"""Wrong calls of typed clients, each refused by both type checkers.
+
+A comment says so at each line, to both: one that is in vain is itself an error, for mypy as it is
+configured, for pyright by the line below.
+"""
+
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
 from __future__ import annotations
 
@@ -38,8 +44,8 @@ class Splitter(Actor, namespace="demo"):
 
     @handler
     async def push(self, prompt: Prompt, reply: Reply[Word]) -> None:
-        reply.push("a")  # error
-        push_each([(reply, prompt)])  # error
+        reply.push("a")  # type: ignore
+        push_each([(reply, prompt)])  # type: ignore
 
     @handler
     async def carry(self, data: bytes) -> bytes:
@@ -56,55 +62,55 @@ class Plain:
 
 class Shouter(Actor, namespace="demo"):
     splitter = depends(Splitter)
-    plain = depends(Plain)  # error
-    routed = depends(Splitter, routing="fastest")  # error
-    hasty = depends(Splitter, time_out=1.0)  # error
-    slow = depends(Splitter, timeout="1s")  # error
+    plain = depends(Plain)  # type: ignore
+    routed = depends(Splitter, routing="fastest")  # type: ignore
+    hasty = depends(Splitter, time_out=1.0)  # type: ignore
+    slow = depends(Splitter, timeout="1s")  # type: ignore
 
     @handler
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
-        async for word in self.splitter.split("a b"):  # error
+        async for word in self.splitter.split("a b"):  # type: ignore
             yield word
-        async for word in self.splitter.count(prompt):  # error
+        async for word in self.splitter.count(prompt):  # type: ignore
             yield word
         async for word in self.splitter.split(prompt):
-            yield word.text.upper()  # error
+            yield word.text.upper()  # type: ignore
 
     @handler
     async def measure(self, prompt: Prompt) -> int:
-        return await self.splitter.measure(prompt)  # error
+        return await self.splitter.measure(prompt)  # type: ignore
 
 
 async def wrong_requests(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter)
-    await splitter.count("a b")  # error
-    await splitter.count(Word(text="a"))  # error
-    await splitter.count()  # error
-    await splitter.count(Prompt(text="a"), Prompt(text="b"))  # error
-    await splitter.count(request=Prompt(text="a"))  # error
-    await splitter.count(Prompt(words="a"))  # error
-    await splitter.counts(Prompt(text="a"))  # error
-    await splitter.carry("a")  # error
-    splitter.push("a")  # error
-    splitter.push()  # error
-    await splitter.push(Prompt(text="a"))  # error
-    await splitter.carry(Prompt(text="a"))  # error
+    await splitter.count("a b")  # type: ignore
+    await splitter.count(Word(text="a"))  # type: ignore
+    await splitter.count()  # type: ignore
+    await splitter.count(Prompt(text="a"), Prompt(text="b"))  # type: ignore
+    await splitter.count(request=Prompt(text="a"))  # type: ignore
+    await splitter.count(Prompt(words="a"))  # type: ignore
+    await splitter.counts(Prompt(text="a"))  # type: ignore
+    await splitter.carry("a")  # type: ignore
+    splitter.push("a")  # type: ignore
+    splitter.push()  # type: ignore
+    await splitter.push(Prompt(text="a"))  # type: ignore
+    await splitter.carry(Prompt(text="a"))  # type: ignore
 
 
 async def wrong_results(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter)
-    (await splitter.count(Prompt(text="a"))).upper()  # error
-    (await splitter.carry(b"a")).encode()  # error
+    (await splitter.count(Prompt(text="a"))).upper()  # type: ignore
+    (await splitter.carry(b"a")).encode()  # type: ignore
     async for pushed in splitter.push(Prompt(text="a")):
-        pushed.upper()  # error
-    text: str = await splitter.count(Prompt(text="a"))  # error
-    await splitter.split(Prompt(text=text))  # error
-    async for _ in splitter.count(Prompt(text="a")):  # error
+        pushed.upper()  # type: ignore
+    text: str = await splitter.count(Prompt(text="a"))  # type: ignore
+    await splitter.split(Prompt(text=text))  # type: ignore
+    async for _ in splitter.count(Prompt(text="a")):  # type: ignore
         pass
-    for _ in splitter.split(Prompt(text="a")):  # error
+    for _ in splitter.split(Prompt(text="a")):  # type: ignore
         pass
     async for word in splitter.split(Prompt(text="a")):
-        word.txt.upper()  # error
+        word.txt.upper()  # type: ignore
 
 
 class Forgetful:
@@ -148,65 +154,65 @@ class Pair:
 
 
 class Described(Actor, namespace="demo"):
-    def instance_metadata(self) -> dict[str, int]:  # error
+    def instance_metadata(self) -> dict[str, int]:  # type: ignore
         return {"size": 1}
 
 
 def wrong_routes(instance: Instance, request: RouteRequest) -> list[Route]:
-    request.metadata["tenant"] = "b"  # error
-    instance.metadata["tenant"] = "b"  # error
+    request.metadata["tenant"] = "b"  # type: ignore
+    instance.metadata["tenant"] = "b"  # type: ignore
     return [
-        Route(instance),  # error
-        Route(instance.id, Half()),  # error
-        Route(instance.id, Slow()),  # error
-        Route(instance.id, Deaf()),  # error
+        Route(instance),  # type: ignore
+        Route(instance.id, Half()),  # type: ignore
+        Route(instance.id, Slow()),  # type: ignore
+        Route(instance.id, Deaf()),  # type: ignore
     ]
 
 
 def wrong_routers(runtime: Runtime) -> None:
-    runtime.client(Splitter, routing=Pair())  # error
-    runtime.client(Splitter, routing=Forgetful())  # error
-    runtime.client(Splitter, routing=Synchronous())  # error
-    runtime.client(Splitter, routing=Picky())  # error
-    runtime.client(Splitter, routing="fastest")  # error
-    runtime.client(Splitter, retry=1)  # error
-    runtime.client(Splitter, wait="long")  # error
-    runtime.client(Plain)  # error
-    runtime.client(Splitter())  # error
-    runtime.instance_ids(Splitter())  # error
-    runtime.instance_ids(Plain)  # error
-    runtime.instance_ids(Splitter, "count")  # error
+    runtime.client(Splitter, routing=Pair())  # type: ignore
+    runtime.client(Splitter, routing=Forgetful())  # type: ignore
+    runtime.client(Splitter, routing=Synchronous())  # type: ignore
+    runtime.client(Splitter, routing=Picky())  # type: ignore
+    runtime.client(Splitter, routing="fastest")  # type: ignore
+    runtime.client(Splitter, retry=1)  # type: ignore
+    runtime.client(Splitter, wait="long")  # type: ignore
+    runtime.client(Plain)  # type: ignore
+    runtime.client(Splitter())  # type: ignore
+    runtime.instance_ids(Splitter())  # type: ignore
+    runtime.instance_ids(Plain)  # type: ignore
+    runtime.instance_ids(Splitter, "count")  # type: ignore
 
 
 async def wrong_starts(runtime: Runtime) -> None:
-    await runtime.start(Plain)  # error
-    await runtime.start(Splitter())  # error
-    async with Runtime() as _:  # error
+    await runtime.start(Plain)  # type: ignore
+    await runtime.start(Splitter())  # type: ignore
+    async with Runtime() as _:  # type: ignore
         pass
 
 
 async def wrong_with_options(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter)
-    with_options(splitter, time_out=1.0)  # error
-    with_options(splitter, timeout="1s")  # error
-    with_options(splitter, 1.0)  # error
-    with_options(Plain(), timeout=1.0)  # error
-    with_options(runtime, timeout=1.0)  # error
-    await with_options(splitter, timeout=1.0).count("a b")  # error
-    await with_options(splitter, timeout=1.0).counts(Prompt(text="a"))  # error
+    with_options(splitter, time_out=1.0)  # type: ignore
+    with_options(splitter, timeout="1s")  # type: ignore
+    with_options(splitter, 1.0)  # type: ignore
+    with_options(Plain(), timeout=1.0)  # type: ignore
+    with_options(runtime, timeout=1.0)  # type: ignore
+    await with_options(splitter, timeout=1.0).count("a b")  # type: ignore
+    await with_options(splitter, timeout=1.0).counts(Prompt(text="a"))  # type: ignore
 
 
 def wrong_options() -> None:
-    call_options(time_out=1.0)  # error
-    call_options(timeout="1s")  # error
-    call_options(metadata={"tenant": 1})  # error
-    call_options(retries="three")  # error
-    call_options(1.0)  # error
-    handler(concurency=1)  # error
-    handler(concurrency="many")  # error
-    handler(timeout="60s")  # error
-    handler(resume=1)  # error
-    handler(resume="replay", migration_limit="3")  # error
+    call_options(time_out=1.0)  # type: ignore
+    call_options(timeout="1s")  # type: ignore
+    call_options(metadata={"tenant": 1})  # type: ignore
+    call_options(retries="three")  # type: ignore
+    call_options(1.0)  # type: ignore
+    handler(concurency=1)  # type: ignore
+    handler(concurrency="many")  # type: ignore
+    handler(timeout="60s")  # type: ignore
+    handler(resume=1)  # type: ignore
+    handler(resume="replay", migration_limit="3")  # type: ignore
 
 
 async def once(actor: Plain) -> int:
@@ -214,8 +220,8 @@ async def once(actor: Plain) -> int:
 
 
 async def wrong_resumes(runtime: Runtime) -> None:
-    handler(resume="replay")(once)  # error
+    handler(resume="replay")(once)  # type: ignore
     endpoint = runtime.endpoint("demo.Resumed.words")
-    await endpoint.client(resume="again")  # error
-    await endpoint.client(resume=lambda request: request)  # error
-    await endpoint.client(resume="replay", migration_limit="3")  # error
+    await endpoint.client(resume="again")  # type: ignore
+    await endpoint.client(resume=lambda request: request)  # type: ignore
+    await endpoint.client(resume="replay", migration_limit="3")  # type: ignore

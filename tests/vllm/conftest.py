@@ -17,8 +17,9 @@ from typing import Any, Final
 
 import pytest
 from openai import AsyncOpenAI
-from tests.conditions import PATIENCE
+from tests.conditions import PATIENCE, wait_until
 from tests.optional_package import skip_without
+from tests.vllm.process_tree import is_alive, processes_below
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer, free_port
@@ -139,22 +140,28 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(
     tmp_path_factory: pytest.TempPathFactory, nats_server: RunningServer, tiny_model: Path
 ) -> Iterator[Run]:
-    """Two engines, which tests may use and do not break."""
+    """Two engines, which all tests use: one that kills an engine leaves when another is there."""
     folder = tmp_path_factory.mktemp("fleet")
     with running(folder, nats_server.url, tiny_model, "--Engine.workers=2") as run:
         yield run
+        last = processes_below(run.process.pid, "")
+        assert run.stop() == 0
+    wait_until(lambda: not any(map(is_alive, last)), what="everything ends")
 
 
-@pytest.fixture
-def front_end(nats_server: RunningServer, tmp_path: Path) -> Iterator[str]:
-    """The address of a `dynbus http`."""
+@pytest.fixture(scope="session")
+def front_end(
+    nats_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The address of a `dynbus http`, which all tests share."""
+    folder = tmp_path_factory.mktemp("front_end")
     port = free_port()
-    with (tmp_path / "http.log").open("wb") as log:
+    with (folder / "http.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "dynbus", "http", "--nats", nats_server.url, f"--port={port}"],
             stdout=log,
             stderr=log,
-            cwd=tmp_path,
+            cwd=folder,
         )
     try:
         yield f"http://127.0.0.1:{port}/v1"

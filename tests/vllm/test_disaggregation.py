@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from tests.conditions import eventually
 from tests.vllm.conftest import ENGINE, START_TIMEOUT, Run
-from tests.vllm.test_vllm_worker import GREEDY, Engine, items_of, processes_below, prompt
+from tests.vllm.process_tree import processes_below
+from tests.vllm.test_vllm_worker import GREEDY, Engine, items_of, prompt
 
 from dynbus import Runtime
 from dynbus.bus.errors import InvalidRequest
@@ -24,7 +25,7 @@ from dynbus.kvrouter import block_hashes, open_router
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.llm.disaggregated.messages import PrefillRequest
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
-from dynbus.llm.vllm.handing_over import HandOver, KvIdentity
+from dynbus.llm.vllm.handing_over import HandOver
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 
@@ -264,14 +265,3 @@ def frozen(pid: int) -> Generator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def test_engines_that_differ_are_told_apart() -> None:
-    ours = KvIdentity("0.32.0", "/m", "abc", "torch.float32", "auto", 2, 2, 32, hybrid=True)
-    theirs = msgspec.structs.replace(ours, vllm="0.33.0", dtype="torch.bfloat16")
-    assert ours.differences(ours) == []
-    assert ours.differences(theirs) == [
-        "vllm is '0.32.0' here and '0.33.0' there",
-        "dtype is 'torch.float32' here and 'torch.bfloat16' there",
-    ]
-    assert ours.tag != theirs.tag

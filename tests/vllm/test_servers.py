@@ -120,6 +120,7 @@ def servers(tmp_path: Path, tiny_model: Path) -> Iterator[list[Server]]:
         yield found
 
 
+@pytest.mark.nightly
 async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
     tmp_path: Path, own_server: RunningServer, servers: list[Server], tiny_model: Path
 ) -> None:

@@ -7,7 +7,9 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, Iterator
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,8 @@ import pytest
 from numpy.typing import NDArray
 from openai import AsyncOpenAI
 from tests.conditions import PATIENCE, eventually, wait_until
-from tests.vllm.conftest import START_TIMEOUT, Run, openai_client, running
+from tests.vllm.conftest import ENVIRONMENT, START_TIMEOUT, Run, openai_client, running
+from tests.vllm.process_tree import is_alive, processes_below, title_of
 from tokenizers import Tokenizer
 
 from dynbus import Runtime, call_options, handler
@@ -320,27 +323,55 @@ async def test_calls_and_answers_have_the_form_that_is_asked_for(
         assert value["wet"] in (True, False)
 
 
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [
-        ("--Engine.max_modl_len=7", "did you mean max_model_len"),
-        ("--Engine.block_size=16", "a multiple of 32"),
-        ("--Engine.kv_events_config={}", "give kv_events"),
-        ("--Engine.tensor_parallel_size=64", "64"),
-        ("--Engine.pipeline_parallel_size=0", "pipeline_parallel_size: Input should be"),
-        ("--Engine.compilation_config={broken", "compilation-config/-cc: 1 validation error"),
-    ],
-)
+@pytest.mark.nightly
 async def test_a_start_that_fails_says_why(
-    tmp_path: Path, nats_server: RunningServer, tiny_model: Path, option: str, reason: str
+    tmp_path: Path, nats_server: RunningServer, tiny_model: Path
 ) -> None:
+    option = "--Engine.pipeline_parallel_size=0"
     with running(tmp_path, nats_server.url, tiny_model, option) as run:
         code = await asyncio.to_thread(run.process.wait, START_TIMEOUT)
     told = run.output.splitlines()[-1]
     assert code != 0
-    assert reason in told, run.output[-3000:]
-    if "Input should be" in reason:
-        assert "Traceback" not in run.output, run.output[-3000:]
+    assert "pipeline_parallel_size: Input should be" in told, run.output[-3000:]
+    assert "Traceback" not in run.output, run.output[-3000:]
+
+
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "max_modl_len": (7, "did you mean max_model_len"),
+    "block_size": (16, "a multiple of 32"),
+    "tensor_parallel_size": (64, "64"),
+    "pipeline_parallel_size": (0, "pipeline_parallel_size: Input should be"),
+    "compilation_config": ("{broken", "compilation-config/-cc: 1 validation error"),
+}
+REFUSING = """
+import json, sys
+from dynbus.bus.errors import ConfigError
+from dynbus.llm.vllm.starting import EngineFolder, check_arguments, start_vllm
+
+for name, value in json.loads(sys.argv[2]).items():
+    try:
+        check_arguments({name: value})
+        start_vllm(sys.argv[1], {name: value}, EngineFolder(), kv_events=True, stat_logger=object)
+    except ConfigError as refused:
+        print(f"refused {name}: {refused}")
+"""
+
+
+def test_what_vllm_has_against_its_arguments_is_told(tiny_model: Path) -> None:
+    arguments = {name: value for name, (value, _) in REFUSED.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSING, str(tiny_model), json.dumps(arguments)],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT,
+        check=False,
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("refused ")]
+    assert len(told) == len(REFUSED), done.stdout + done.stderr
+    for line, (name, (_, reason)) in zip(told, REFUSED.items(), strict=True):
+        assert line.startswith(f"refused {name}: ")
+        assert reason in line
 
 
 TOKENS = 700
@@ -413,21 +444,17 @@ async def outlive(runtime: Runtime, client: AsyncOpenAI, title: str) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("title", ["EngineCore", pytest.param("worker", marks=pytest.mark.nightly)])
 async def test_answers_outlive_an_engine_that_dies_which_is_withdrawn_and_starts_again(
-    tmp_path: Path, own_server: RunningServer, tiny_model: Path
+    fleet: Run, nats_server: RunningServer, title: str
 ) -> None:
-    """First a process of vLLM's is killed, then a worker: nothing of either is left."""
-    with running(tmp_path, own_server.url, tiny_model, "--Engine.workers=2") as run:
-        async with (
-            calling(run, own_server.url, 2) as (runtime, _),
-            openai_client(runtime) as (front, client),
-        ):
-            await eventually(lambda: front.shared.models.served, what="the model is served")
-            for title in ("EngineCore", "worker"):
-                await outlive(runtime, client, title)
-        last = processes_below(run.process.pid, "")
-        assert run.stop() == 0
-    wait_until(lambda: not any(map(is_alive, last)), what="everything ends")
+    """A process of vLLM's is killed, or a worker: nothing of it is left."""
+    async with (
+        calling(fleet, nats_server.url, 2) as (runtime, _),
+        openai_client(runtime) as (front, client),
+    ):
+        await eventually(lambda: front.shared.models.served, what="the model is served")
+        await outlive(runtime, client, title)
 
 
 async def test_a_start_that_is_interrupted_leaves_nothing(
@@ -446,33 +473,3 @@ async def test_a_start_that_is_interrupted_leaves_nothing(
     wait_until(lambda: not any(map(is_alive, processes)), what="everything ends")
     assert not list(files.glob("dynbus-vllm-*"))
     assert "Traceback" not in run.output
-
-
-def processes_below(pid: int, title: str) -> list[int]:
-    """Running processes that descend from another one, and have such a title."""
-    found: list[int] = []
-    for line in children_of(pid):
-        found += [line, *processes_below(line, "")]
-    return [one for one in found if title in title_of(one)]
-
-
-def children_of(pid: int) -> Iterator[int]:
-    try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            yield from map(int, (thread / "children").read_text().split())
-    except OSError:
-        return
-
-
-def title_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
