@@ -21,6 +21,7 @@ from dynbus.bus.nats.server_process import RunningServer, run_server
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("tests"), max_examples=10)
 settings.load_profile("tests")
 
 

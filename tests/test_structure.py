@@ -6,6 +6,7 @@ Imports are read from the source, wherever they stand: at the top, in a function
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -198,3 +199,15 @@ def test_whatever_is_listed_as_public_exists(module: str) -> None:
     modules = {name for name in public_names(module) or () if f"{module}.{name}" in trees()}
 
     assert (public_names(module) or set()) - has - (modules if is_package else set()) == set()
+
+
+def test_each_example_is_checked_as_a_program_of_its_own() -> None:
+    """Else pyright takes the `actors.py` of one for that of another."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    roots = [one["root"] for one in settings["executionEnvironments"]]
+
+    found = sorted(path.parent for path in ROOT.glob("examples/*/actors.py"))
+
+    assert [root for root in roots if root.startswith("examples/")] == [
+        path.relative_to(ROOT).as_posix() for path in found
+    ]

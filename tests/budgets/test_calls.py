@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import uvloop
-from pydantic import BaseModel
+from benchmarks.request_plane.echo import make_item, make_request
+from benchmarks.request_plane.systems.dynbus_actors import Item, Request
 from tests.conditions import eventually
 
 from dynbus import Actor, Relay, Reply, Runtime, handler, push_each
@@ -24,28 +25,13 @@ STREAMS = 64
 STEPS = 60
 
 
-class Request(BaseModel):
-    """A request as an engine gets it."""
-
-    token_ids: list[int]
-    text: str
-    max_tokens: int
-
-
-class Item(BaseModel):
-    """A token."""
-
-    token_ids: list[int]
-    text: str
-    index: int
-
-
-ASKED = Request(token_ids=[1, 2, 3], text="prompt", max_tokens=ITEMS)
-TOKEN = Item(token_ids=[1], text="tok", index=0)
+ASKED = Request(**make_request(ITEMS))
+TOKEN = Item(**make_item(1))
 
 
 class Budgeted(Actor, namespace="budget"):
-    """Answers in each of the ways that are counted."""
+    """The benchmark's echo without what it computes: the handlers cost nothing, and its steps are
+    the test's."""
 
     def __init__(self) -> None:
         self.replies: list[Reply[Item]] = []

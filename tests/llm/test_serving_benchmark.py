@@ -92,6 +92,7 @@ async def test_an_answer_that_is_an_error_fails_the_measurement(answer: bytes) -
         await one.ended()
 
 
+@pytest.mark.nightly
 def test_a_short_run_finds_its_figures(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = ["-m", "benchmarks.serving", "--only", "cpu", "--runs", "1", "--seconds", "0.3"]

@@ -120,10 +120,11 @@ SHORT = ((1, 7, 25.0), (4, 8, 35.0))
 AN_HOUR = ((4, time.time_ns(), 3600.0),)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "lives",
     [
-        pytest.param(SHORT, marks=pytest.mark.nightly),
+        SHORT,
         pytest.param(AN_HOUR, marks=[pytest.mark.soak, pytest.mark.timeout(3900)]),
     ],
     ids=["half a minute", "an hour"],

@@ -1,10 +1,4 @@
-"""Wrong calls of typed clients, each refused by both type checkers.
-
-A comment says so at each line, to both: one that is in vain is itself an error, for mypy as it is
-configured, for pyright by the line below.
-"""
-
-# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+"""Wrong calls of typed clients: both checkers refuse each line that says that it is ignored."""
 
 from __future__ import annotations
 
