@@ -14,7 +14,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.endpoint import MAX_SECONDS
 from dynbus.bus.protocol.names import check_token
 
-from .around_yield import waits_in_yield
+from .generators import opening_generator
 
 MAX_METADATA: Final = 32
 MAX_METADATA_BYTES: Final = 8192
@@ -122,11 +122,11 @@ class OptionsBlock:
             raise ConfigError(
                 "these call_options are in force already: call call_options(...) for each block"
             )
-        generator = waits_in_yield(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        generator = opening_generator(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         if generator is not None:
             raise ConfigError(
-                f"{generator} opens call_options around a yield: they would hold for whatever "
-                "runs while it waits there, other callers' calls too; give them to a client "
+                f"{generator} is a generator and opens call_options, which would hold for whatever "
+                "runs while it waits in a yield, other callers' calls too; give them to a client "
                 "instead, as in with_options(client, timeout=2.0)"
             )
         options = combined(self._given, current_options())
@@ -152,8 +152,8 @@ def call_options(**options: Unpack[CallOptions]) -> OptionsBlock:
 
     They go before those of the client (`with_options`, `runtime.client`, `depends`), and those
     before what the handler declares; an inner block goes before an outer one, and metadata
-    adds up. A handler's own generator may have the block around its `yield`. In any other
-    generator the options would hold for whatever runs while it waits there: that is refused.
+    adds up. A handler's own generator may have the block, around its `yield` too. Any other
+    generator is refused: while it waits in a `yield`, they would hold for whatever runs.
     None says nothing, as if the option was not given; for `timeout` it is no limit.
 
     Args:
@@ -169,8 +169,8 @@ def call_options(**options: Unpack[CallOptions]) -> OptionsBlock:
         metadata: keys and values that reach the handler and every sub-call.
 
     Raises:
-        ConfigError: there is no such option, a value is not usable, or the block would be open
-            around a `yield`.
+        ConfigError: there is no such option, a value is not usable, or a generator opens the
+            block.
     """
     return OptionsBlock(checked_options(options, "call_options(...)"))
 

@@ -1,4 +1,4 @@
-"""A block that a generator enters is known to be open at one of its `yield`s, or not."""
+"""The generator that opens a block is found, through context managers of whatever kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.actors.calling.around_yield import waits_in_yield
+from dynbus.actors.calling.generators import opening_generator
 
 found: list[str | None] = []
 
@@ -19,7 +19,7 @@ class Block:
     """A context manager that asks who enters it."""
 
     def __enter__(self) -> None:
-        found.append(waits_in_yield(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
+        found.append(opening_generator(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
 
     def __exit__(
         self,
@@ -54,32 +54,9 @@ async def nothing() -> int:
     return 1
 
 
-async def numbers() -> AsyncGenerator[int, None]:
-    yield 1
-
-
 async def around() -> AsyncGenerator[int, None]:
     with Block():
         yield 1
-
-
-async def around_in_a_loop_with_cleanup() -> AsyncGenerator[int, None]:
-    with Block():
-        try:
-            await nothing()
-            async for number in numbers():
-                if number:
-                    yield number
-        finally:
-            await nothing()
-
-
-async def around_in_an_except_clause() -> AsyncGenerator[int, None]:
-    with Block():
-        try:
-            raise KeyError
-        except KeyError:
-            yield 1
 
 
 async def among_others() -> AsyncGenerator[int, None]:
@@ -120,40 +97,10 @@ def plain_around() -> Generator[int, None, None]:
         yield 1
 
 
-def delegating() -> Generator[int, None, None]:
-    with Block():
-        yield from (1, 2)
-
-
-async def before_and_after() -> AsyncGenerator[int, None]:
-    yield 0
+async def before_it_yields() -> AsyncGenerator[int, None]:
     with Block():
         number = await nothing()
-        async for _ in numbers():
-            pass
     yield number
-
-
-async def in_a_branch() -> AsyncGenerator[int, None]:
-    for number in range(2):
-        if number:
-            with Block():
-                if await nothing():
-                    continue
-        try:
-            yield number
-        finally:
-            await nothing()
-
-
-async def beside() -> AsyncGenerator[int, None]:
-    async with wrapped_async():
-        await nothing()
-    with wrapped():
-        pass
-    with Wrapper():
-        pass
-    yield 1
 
 
 def plain_before() -> Generator[int, None, None]:
@@ -190,8 +137,6 @@ async def asked(generator: Any) -> set[str | None]:
     "generator",
     [
         around,
-        around_in_a_loop_with_cleanup,
-        around_in_an_except_clause,
         among_others,
         wrapped_around,
         wrapped_async_around,
@@ -199,26 +144,22 @@ async def asked(generator: Any) -> set[str | None]:
         stack_around,
         async_stack_around,
         plain_around,
-        delegating,
+        before_it_yields,
+        plain_before,
     ],
     ids=lambda one: one.__name__,
 )
-async def test_a_block_around_a_yield_is_told_with_its_generator(generator: Any) -> None:
+async def test_a_generator_that_opens_a_block_is_told(generator: Any) -> None:
     assert await asked(generator()) == {generator.__name__}
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    "generator",
-    [before_and_after, in_a_branch, beside, plain_before, calls_a_coroutine],
-    ids=lambda one: one.__name__,
-)
-async def test_a_block_without_a_yield_inside_is_none(generator: Any) -> None:
-    assert await asked(generator()) == {None}
+async def test_what_a_generator_awaits_may_open_one() -> None:
+    assert await asked(calls_a_coroutine()) == {None}
 
 
 @pytest.mark.anyio
-async def test_a_coroutine_has_no_yield() -> None:
+async def test_a_coroutine_is_no_generator() -> None:
     found.clear()
 
     await coroutine()
