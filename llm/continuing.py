@@ -1,12 +1,13 @@
-"""The default resume of token endpoints: the rest of a request that an engine has broken off."""
+"""Outputs of engines that were broken off: the request for the rest, and what comes once more."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from dynbus import ResumeMismatch, ResumeParts
 from dynbus.kvrouter import token_rule
 
 from .generation import Generated, GenerateRequest
@@ -14,8 +15,9 @@ from .generation import Generated, GenerateRequest
 
 def resume(
     request: GenerateRequest, items: Sequence[Generated | dict[str, Any]]
-) -> GenerateRequest | None:
-    """The request that goes on with a stream; None where nothing is left to come.
+) -> GenerateRequest | ResumeParts | None:
+    """The request that goes on with a stream; None where nothing is left to come, and one for each
+    of several continuations that have more to come.
 
     With the same seed every engine of the same model gives the rest that was to come.
 
@@ -24,34 +26,45 @@ def resume(
         items: all that have come of it, over all attempts.
 
     Raises:
-        StreamLost: several of its continuations are unfinished, with which one request cannot go
-            on: see `unfinished`. Or an item is of another request.
+        StreamLost: an item is of another request.
     """
     rest = token_rule.resume(msgspec.to_builtins(request), msgspec.to_builtins(items))
+    if isinstance(rest, ResumeParts):
+        return ResumeParts([msgspec.convert(one, type(request)) for one in rest.requests])
     return None if rest is None else msgspec.convert(rest, type(request))
 
 
-def unfinished(
-    request: GenerateRequest,
-    items: Sequence[Generated | dict[str, Any]],
-    *,
-    eos_token_ids: Collection[int] = (),
-    context_length: int | None = None,
-) -> list[GenerateRequest]:
-    """The requests that go on with the continuations that have more to come, by their index.
+class Again:
+    """An output that is made once more from its beginning, on its way to somebody who has a part of
+    it: what comes again is compared, and left out.
 
     Args:
-        request, items: see `resume`.
-        eos_token_ids: with which the model ends its text.
-        context_length: the most tokens that a prompt and its output may have; None for unknown.
-
-    Raises:
-        StreamLost: an item is of another request.
+        token_ids: that came before.
     """
-    left = token_rule.unfinished(
-        msgspec.to_builtins(request),
-        msgspec.to_builtins(items),
-        eos_token_ids=eos_token_ids,
-        context_length=context_length,
-    )
-    return [msgspec.convert(rest, type(request)) for rest in left]
+
+    __slots__ = ("_at", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._at = 0
+
+    def new_of(self, item: Generated) -> Generated | None:
+        """What is new of the next item; None for nothing.
+
+        Raises:
+            ResumeMismatch: something else comes than came before.
+        """
+        expected = self._token_ids[self._at : self._at + len(item.token_ids)]
+        count = len(expected)
+        same = item.token_ids[:count] == list(expected)
+        self._at += count
+        if not same or (item.finish_reason is not None and self._at < len(self._token_ids)):
+            raise ResumeMismatch(
+                "the output was made once more from its beginning, and comes out otherwise: "
+                f"of {len(self._token_ids)} tokens that had come, one of the first {self._at} "
+                "differs. Ask for it anew; temperature 0 or a seed make them the same"
+            )
+        if count == len(item.token_ids) and item.finish_reason is None:
+            return None
+        logprobs = None if item.logprobs is None else item.logprobs[count:]
+        return msgspec.structs.replace(item, token_ids=item.token_ids[count:], logprobs=logprobs)

@@ -7,7 +7,7 @@ with `token_ids`, the last of which has a `finish_reason`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -143,7 +143,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int = 0
     structured: StructuredOutput | None = None
 
-    def continued(self, token_ids: Sequence[int], index: int = 0) -> GenerateRequest:
+    def continued(self, token_ids: Sequence[int], index: int = 0) -> Self:
         """The request for the rest of one continuation that was broken off.
 
         Args:
@@ -158,14 +158,33 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         came = len(token_ids)
         if self.max_tokens is not None and came >= self.max_tokens:
             raise ValueError(f"{came} tokens have come of max_tokens = {self.max_tokens}: all")
+        # Whoever only makes requests needs no router.
+        from dynbus.kvrouter import token_rule
+
+        rest = token_rule.rest(msgspec.to_builtins(self), index, token_ids)
+        return msgspec.convert(rest, type(self))
+
+    @property
+    def output(self) -> list[int]:
+        """What has come of the output that this request continues; nothing where it begins one."""
+        return self.token_ids[len(self.token_ids) - self.generated :]
+
+    def from_its_beginning(self) -> Self:
+        """The request for the whole of the output that this one continues, with no end in what has
+        come: for an engine that makes an output from its beginning alone. See `Again`.
+
+        Raises:
+            ValueError: it has several continuations.
+        """
+        if self.n > 1:
+            raise ValueError(f"n = {self.n}: one output is made once more at a time; ask for each")
+        came = self.generated
         return msgspec.structs.replace(
             self,
-            token_ids=[*self.token_ids, *token_ids],
-            generated=self.generated + came,
-            max_tokens=None if self.max_tokens is None else self.max_tokens - came,
-            min_tokens=max(0, self.min_tokens - came),
-            n=1,
-            index=index,
+            token_ids=self.token_ids[: len(self.token_ids) - came],
+            max_tokens=None if self.max_tokens is None else self.max_tokens + came,
+            min_tokens=self.min_tokens + came,
+            generated=0,
         )
 
 

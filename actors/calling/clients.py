@@ -143,14 +143,21 @@ class EndpointClient:
     def __repr__(self) -> str:
         return f"<EndpointClient {self.endpoint} [{len(self.instance_ids())} instances]>"
 
-    def generate(self, request: Any = None, *, routed_as: Any = None) -> Call:
+    def generate(
+        self, request: Any = None, *, routed_as: Any = None, after: Sequence[bytes] = ()
+    ) -> Call:
         """Call the endpoint on the instance that the client's routing picks.
 
         Args:
             routed_as: what a router looks at in place of the request, such as the token ids of its
                 text; None for the request itself.
+            after: encoded items of the stream that came to somebody else before: what is left is
+                asked for, as the client's `resume` says.
+
+        Raises:
+            ConfigError: there is something to go on after, and nothing says how.
         """
-        return self._call(request, self._router, routed_as=routed_as)
+        return self._call(request, self._router, routed_as=routed_as, after=after)
 
     def random(self, request: Any = None) -> Call:
         """Call any instance."""
@@ -212,7 +219,13 @@ class EndpointClient:
         return made
 
     def _call(
-        self, request: Any, router: Router, *, instance: str = "", routed_as: Any = None
+        self,
+        request: Any,
+        router: Router,
+        *,
+        instance: str = "",
+        routed_as: Any = None,
+        after: Sequence[bytes] = (),
     ) -> Call:
         options = combined(current_options(), self._options)
         if instance:
@@ -229,6 +242,7 @@ class EndpointClient:
             timeout=None,
             migration_limit=self._migration_limit,
             resume=self._resume,
+            after=after,
             options=options,
         )
         return Call(invocation)

@@ -1,9 +1,19 @@
-"""How a stream goes on at another instance: what its caller keeps of it, and asks for next.
+"""A stream that goes on elsewhere: what was accepted of it, and what is asked for next.
 
-A continuation stands between a call and its attempts. It is shown the items of each attempt, says
-which of them the reader gets, and makes the request of the next attempt when one is lost. It waits
-for nothing and looks at no clock: `RetryPolicy` says whether another attempt follows, `Invocation`
-carries both out.
+One object for each stream knows both, its `Continuation`; everybody else calls it:
+
+- The call (`Invocation`) shows it the items of each attempt, gives its reader what it lets through,
+  and asks it what follows when an attempt is lost. Nothing: the stream was whole. One request: that
+  of the next attempt. Several: the stream goes on in `Parts`, each a call with a continuation of
+  its own, as a prompt does whose outputs one request cannot go on with.
+- A handler or a client says by `resume=` how the next request is made: the same once more
+  (`Replay`), or one for the rest (`Resuming`) by a function, which may give `ResumeParts`. A
+  `ResumeRule` says of each request besides whether its stream goes on at all.
+- A stream that another process began is a call of `EndpointClient.generate(after=)`: the items that
+  were accepted there are accepted here, before anything is sent.
+
+It waits for nothing and looks at no clock: `RetryPolicy` says whether another attempt follows,
+`Invocation` carries both out.
 """
 
 from __future__ import annotations
@@ -11,10 +21,10 @@ from __future__ import annotations
 from array import array
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
-from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
+from dynbus.actors.declaring.resume import ResumeParts, ResumeRule
 from dynbus.bus.errors import DynbusError, ResumeMismatch, StreamLost, describe_exception
 
 RESUME_BYTES: Final = 4 << 20
@@ -36,10 +46,13 @@ class NextRequest(NamedTuple):
     Attributes:
         data: the encoded request.
         request: the same for routers, decoded.
+        part: what is known of the part of the stream that it goes on with, where it is one of
+            several requests.
     """
 
     data: bytes
     request: Any
+    part: Continuation | None = None
 
 
 class Continuation(Protocol):
@@ -66,10 +79,11 @@ class Continuation(Protocol):
         """
         ...
 
-    def next_request(self) -> NextRequest | None:
-        """What the next attempt sends; None when nothing is left to come, and the stream ends well.
+    def next_requests(self) -> Sequence[NextRequest]:
+        """What is sent next; nothing when nothing is left to come, and the stream ends well.
 
-        The items that follow are taken for those of the next attempt.
+        Of one, the items that follow are those of the next attempt. Of several, each goes on with a
+        part of the stream, and nothing follows here.
 
         Raises:
             DynbusError: the stream cannot go on; it says why.
@@ -77,12 +91,13 @@ class Continuation(Protocol):
         ...
 
 
-Resume = Callable[[bytes, Any], Continuation]
+Resume = Callable[[bytes, Any], Continuation | None]
 """How the streams of a handler or a client go on: makes the continuation of a call, of its encoded
-request and the same decoded. `Replay` is one, and `resume_by` makes others."""
+request and the same decoded; None for one that does not go on. `Replay` is one, and `resume_by`
+makes others."""
 
-MakeRequest = Callable[[bytes, Sequence[bytes]], NextRequest | None]
-"""Makes the next request of the first one and all accepted items, both encoded."""
+MakeRequests = Callable[[bytes, Sequence[bytes]], Sequence[NextRequest]]
+"""Makes the next requests of the first one and all accepted items, both encoded."""
 
 
 class Replay:
@@ -139,10 +154,10 @@ class Replay:
                 f"{self.accepted} had been delivered"
             )
 
-    def next_request(self) -> NextRequest:
+    def next_requests(self) -> Sequence[NextRequest]:
         self._position = 0
         self._replayed = b""
-        return NextRequest(self._data, self._request)
+        return (NextRequest(self._data, self._request),)
 
     def _compare(self, items: Sequence[bytes]) -> None:
         digest, position, stride, marks = self._replayed, self._position, self._stride, self._marks
@@ -174,14 +189,15 @@ class Resuming:
 
     Args:
         make: called when an attempt is lost.
+        accepted: items of the whole stream, where this is a part of one.
     """
 
     __slots__ = ("_data", "_items", "_make", "_sizes", "accepted")
 
-    def __init__(self, make: MakeRequest, data: bytes, request: Any) -> None:
+    def __init__(self, make: MakeRequests, data: bytes, accepted: int = 0) -> None:
         self._make = make
         self._data = data
-        self.accepted = 0
+        self.accepted = accepted
         # One after the other, since an object for each would be larger than most of them; None
         # once there are too many.
         self._items: bytearray | None = bytearray()
@@ -205,7 +221,7 @@ class Resuming:
     def check_end(self) -> None:
         return
 
-    def next_request(self) -> NextRequest | None:
+    def next_requests(self) -> Sequence[NextRequest]:
         if self._items is None:
             raise StreamLost(
                 f"its {self.accepted} items are more than the {RESUME_BYTES >> 20} MiB that are "
@@ -216,7 +232,10 @@ class Resuming:
         for size in self._sizes:
             items.append(bytes(self._items[begin : begin + size]))
             begin += size
-        return self._make(self._data, items)
+        made = self._make(self._data, items)
+        if len(made) < 2:
+            return made
+        return [one._replace(part=Resuming(self._make, one.data, self.accepted)) for one in made]
 
 
 def resume_by(
@@ -230,16 +249,18 @@ def resume_by(
     """How streams go on by a function of the user's, of the decoded values.
 
     Args:
-        function: of the request and the accepted items; None when nothing is left to come.
+        function: of the request and the accepted items; None when nothing is left to come, and
+            `ResumeParts` for several requests. Of a `ResumeRule` alone not each stream goes on.
         label: how errors name it.
         decode, encode: of requests.
         decode_many: of items.
     """
 
-    def make(data: bytes, items: Sequence[bytes]) -> NextRequest | None:
+    def make(data: bytes, items: Sequence[bytes]) -> Sequence[NextRequest]:
         try:
-            request = function(decode(data), decode_many(items))
-            return None if request is None else NextRequest(encode(request), request)
+            made = function(decode(data), decode_many(items))
+            requests: Sequence[Any] = made.requests if isinstance(made, ResumeParts) else (made,)
+            return [NextRequest(encode(one), one) for one in requests if one is not None]
         except DynbusError:
             raise
         except (Exception, GeneratorExit, CancelledError, SystemExit) as error:
@@ -247,7 +268,12 @@ def resume_by(
             # of the handler's author: one in the handler does not end the caller's program either.
             raise StreamLost(f"{label} raised {describe_exception(error)}") from error
 
-    return partial(Resuming, make)
+    def begin(data: bytes, request: Any) -> Continuation | None:
+        if isinstance(function, ResumeRule) and not function.applies(request):
+            return None
+        return Resuming(make, data)
+
+    return begin
 
 
 def _next_digest(digest: bytes, item: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """The generator that opens a `with` block, where one does.
 
 What a block changes for its task would hold for whatever runs while the generator waits in a
-`yield`, and be taken back by whoever closes it, maybe another task. Whether there is a `yield` inside
-is not asked: nobody who reads the code has to find out either.
+`yield`, and be taken back by whoever closes it, maybe another task. Whether there is a `yield`
+inside is not asked: nobody who reads the code has to find out either.
 """
 
 from __future__ import annotations

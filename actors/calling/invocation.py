@@ -7,8 +7,9 @@ both are carried out here, and telemetry observes the call as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
@@ -18,6 +19,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.errors import (
     Cancelled,
+    ConfigError,
     DeadlineExceeded,
     Draining,
     DynbusError,
@@ -36,8 +38,9 @@ from dynbus.bus.protocol.tokens import jitter, random_id
 
 from .attempt import Attempt
 from .client_side import ClientSide
-from .continuation import RESUME_WAIT, Continuation, Resume
+from .continuation import RESUME_WAIT, Continuation, NextRequest, Resume
 from .options import CallOptions
+from .parts import Parts
 from .retry_policy import (
     FailedAttempt,
     GiveUp,
@@ -70,6 +73,11 @@ class OfInvocation:
         """The instance that serves the call; empty before it is chosen."""
         return self._invocation.instance_id
 
+    @property
+    def instance_ids(self) -> list[str]:
+        """The instances that serve it now: several where a stream goes on in parts."""
+        return self._invocation.instance_ids
+
 
 class Invocation:
     """A call from its options to its end. Made when the call is written, sent when awaited.
@@ -79,6 +87,8 @@ class Invocation:
         streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
         resume: how a stream goes on at another instance; None where it does not.
+        after: items of the stream that were accepted elsewhere, so that the rest is asked for; with
+            `resume`.
         schemas: of the client's class, to be compared with those of instances; None for a client
             that has none.
         options: of this very call.
@@ -93,15 +103,16 @@ class Invocation:
         "_fields",
         "_idempotent",
         "_left",
-        "_lost",
         "_metadata",
         "_migration_limit",
         "_observation",
         "_parent",
+        "_parts",
         "_priority",
         "_retry_policy",
         "_schemas",
         "_selection",
+        "_taken_over",
         "_wait_until",
         "_why_not",
         "data",
@@ -127,6 +138,7 @@ class Invocation:
         idempotent: bool = False,
         migration_limit: int = 0,
         resume: Resume | None = None,
+        after: Sequence[bytes] = (),
         schemas: HandlerSchemas | None = None,
         options: CallOptions,
         parent: Context | None = None,
@@ -155,14 +167,22 @@ class Invocation:
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._continuation: Continuation | None = None
+        # The calls that go on with a stream in its place.
+        self._parts: Parts | None = None
+        # Whether the rest of what came elsewhere is asked for, and not the whole.
+        self._taken_over = False
         # Why a stream would not go on.
         self._why_not = "its caller knows no resume"
         if resume is not None:
-            self._why_not = "its migration_limit is 0"
-            if migration_limit:
+            if migration_limit or after:
                 self._continuation = resume(data, request)
-        # How the last attempt ended that may have started; None where none has.
-        self._lost: DynbusError | None = None
+            if not migration_limit:
+                self._why_not = "its migration_limit is 0"
+            if after and self._continuation is not None:
+                self._continuation.take(after)
+                self._taken_over = True
+        if after and not self._taken_over:
+            raise ConfigError(f"{endpoint}: nothing says how a stream goes on that others began")
         self._left = False
         self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
@@ -182,6 +202,18 @@ class Invocation:
     def call(self) -> PendingCall | None:
         """What is open at the instance of the present attempt; None between two of them."""
         return self._attempt.pending if self._attempt is not None else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something open at an instance."""
+        return self.call is not None or self._parts is not None
+
+    @property
+    def instance_ids(self) -> list[str]:
+        """The instances that serve the call now."""
+        if self._parts is not None:
+            return self._parts.instance_ids
+        return [self.instance_id] if self.instance_id else []
 
     @property
     def is_direct(self) -> bool:
@@ -377,15 +409,14 @@ class Invocation:
         Raises:
             DynbusError: how the call ended.
         """
+        if self._parts is not None:
+            return await self._items_of_parts(self._parts)
         call = self.call or await self.open()
-        while True:
+        while call is not None:
             try:
                 items = await call.items()
             except DynbusError as error:
-                again = await self.open_again(error)
-                if again is None:
-                    return []
-                call = again
+                call = await self.open_again(error)
                 continue
             except BaseException as error:
                 self._end(error)
@@ -398,14 +429,40 @@ class Invocation:
             shown = self.arrived(items)
             if shown:
                 return shown
+        return [] if self._parts is None else await self._items_of_parts(self._parts)
 
-    async def open(self) -> PendingCall:
+    async def _items_of_parts(self, parts: Parts) -> list[bytes]:
+        try:
+            items = await parts.items()
+        except BaseException as error:
+            self._end(error)
+            raise
+        if not items:
+            self._end(None)
+        elif self._observation is not None:
+            self._observation.items(len(items))
+        return items
+
+    def consumed(self, size: int) -> None:
+        """The reader of `items` took so many bytes of them."""
+        if self.call is not None:
+            self.call.consumed(size)
+
+    async def open(self) -> PendingCall | None:
         """Send the request of a stream, over as many attempts as are safe.
+
+        Returns:
+            What is open at its instance. None where nothing is: `items` has what follows, which is
+            the end of a stream of which nothing is left to come, or what parts of it give.
 
         Raises:
             DynbusError: it could not be sent.
         """
         try:
+            if self._taken_over:
+                self._taken_over = False
+                if not self._go_on():
+                    return None
             while True:
                 try:
                     return await self._begin()
@@ -417,7 +474,7 @@ class Invocation:
 
     async def open_again(self, error: DynbusError) -> PendingCall | None:
         """Send the request of a stream once more, or the one that it goes on with, after `error`
-        ended it; None when nothing is left to come, and the stream has ended well.
+        ended it; see `open`.
 
         Raises:
             DynbusError: the error itself, when it may not be; or that of a later attempt.
@@ -429,8 +486,7 @@ class Invocation:
         has_begun = self.has_begun
         try:
             await self._prepare_retry(error)
-            if has_begun and not self._take_next_request():
-                self._end(None)
+            if has_begun and not self._go_on():
                 return None
         except BaseException as last:
             self._end(last)
@@ -480,7 +536,8 @@ class Invocation:
                 error = mismatch
         elif error is not None and error.is_loss and not self.may_follow:
             # That the instance asks for another one is of no use to a reader who has items.
-            error = self._stream_lost(error, self._why_not)
+            error = self._policy.stream_lost(error, self._why_not, own=self._is_own(error))
+            error.request_id = error.request_id or self.request_id
         self._end(error)
         return error
 
@@ -491,6 +548,12 @@ class Invocation:
             error: why, when the call failed and was not merely left.
         """
         self._left = True
+        if self._parts is not None:
+            self._parts.abandon(error)
+            if error is None and self._observation is not None:
+                self._observation.cancelled()
+            self._end(error)
+            return
         call = self.call
         if call is None:
             # Between two attempts, if any: who awaits the next one ends with `Cancelled`.
@@ -508,7 +571,8 @@ class Invocation:
     @property
     def _moves(self) -> bool:
         """Whether it is a stream that has lost an instance, and goes on at another."""
-        return self._lost is not None and self.continues
+        policy = self._retry_policy
+        return policy is not None and policy.lost is not None and self.continues
 
     def _taken(self, continuation: Continuation, items: list[bytes]) -> list[bytes]:
         try:
@@ -526,22 +590,44 @@ class Invocation:
         error.request_id = error.request_id or self.request_id
         error.hop = error.hop or self.endpoint.hop(self.instance_id)
 
-    def _take_next_request(self) -> bool:
-        """Go on with the next request of a stream; False when nothing is left to come.
+    def _go_on(self) -> bool:
+        """Take what a stream goes on with; False where it is nothing, or several calls.
 
         Raises:
             DynbusError: it cannot go on.
         """
-        assert self._continuation is not None, "nothing goes on"
+        continuation = self._continuation
+        assert continuation is not None, "nothing goes on"
         try:
-            following = self._continuation.next_request()
+            following = continuation.next_requests()
         except StreamLost as error:
             raise self._given_up(error, error.message) from error
-        if following is None:
+        if not following:
+            self._end(None)
             return False
+        if len(following) > 1:
+            parts = [self._part(one) for one in following]
+            self._parts = Parts(parts, self.side.bus.background)
+            return False
+        self._ask(following[0], continuation)
+        return True
+
+    def _part(self, following: NextRequest) -> Invocation:
+        """The call that goes on with a part of the stream, as this one would with the whole."""
+        assert following.part is not None, "it is one of several requests"
+        part = copy(self)
+        part._selection = copy(self._selection)
+        part._retry_policy = copy(self._retry_policy)
+        # It is observed for itself.
+        part._fields = part._observation = None
+        part._ask(following, following.part)
+        return part
+
+    def _ask(self, following: NextRequest, continuation: Continuation) -> None:
         self.data = following.data
         self._selection.ask_for(following.request)
-        return True
+        # One that was taken over may still be for this process alone.
+        self._continuation = continuation if self._migration_limit else None
 
     def _given_up(self, error: DynbusError, why: str) -> DynbusError:
         """What the call ends with when no attempt follows one that ended with `error`.
@@ -551,31 +637,32 @@ class Invocation:
         """
         continuation = self._continuation
         delivered = continuation is not None and continuation.accepted > 0
-        if isinstance(error, StreamLost):
-            error.retryable = self._idempotent or not delivered
-        if not delivered or not (error.retryable or isinstance(error, StreamLost)):
-            return error
-        return self._stream_lost(error, why or error.message)
+        end = self._policy.given_up(error, why, own=self._is_own(error), delivered=delivered)
+        end.request_id = end.request_id or self.request_id
+        return end
 
     def _is_own(self, error: DynbusError) -> bool:
         """Whether it says something of the instance that was called, not of one that this called in
         its turn."""
         return error.hop in {"", self.endpoint.hop(self.instance_id)}
 
-    def _stream_lost(self, error: DynbusError, why: str) -> StreamLost:
-        """What a stream ends with of which its reader has items, when it cannot go on."""
-        lost = self._lost or error
-        if not self._is_own(error):
-            if isinstance(error, StreamLost):
-                # It says what keeps that one from going on.
-                error.retryable = self._idempotent
-                return error
-            why = "a call that its handler made was given up"
-        text = f"{lost.message or lost.code}; the stream cannot go on: {why}"
-        failure = StreamLost(text, hop=lost.hop, request_id=self.request_id)
-        failure.retryable = self._idempotent
-        failure.__cause__ = error
-        return failure
+    @property
+    def _policy(self) -> RetryPolicy:
+        policy = self._retry_policy
+        if policy is None:
+            # Most calls need none.
+            policy = self._retry_policy = RetryPolicy(
+                idempotent=self._idempotent,
+                retries=self.options.get("retries"),
+                migration_limit=self._migration_limit,
+                continues=self.continues,
+            )
+        return policy
+
+    @property
+    def _has_started(self) -> bool:
+        """Whether an attempt has failed that may have started."""
+        return self._retry_policy is not None and self._retry_policy.lost is not None
 
     async def _prepare_retry(self, error: DynbusError) -> None:
         """Return when another attempt may follow, after a pause where one is due.
@@ -591,20 +678,13 @@ class Invocation:
             attempt.end(error)
         if self._left:
             raise error
+        self._policy.note(error)
         if error.started:
-            self._lost = error
             # There was an instance: for the next one the caller waits anew.
             self._wait_until = None
         answered = attempt is not None and attempt.was_answered(error)
         failed = self._failed(error, attempt, answered=answered)
-        if self._retry_policy is None:
-            self._retry_policy = RetryPolicy(
-                idempotent=self._idempotent,
-                retries=self.options.get("retries"),
-                migration_limit=self._migration_limit,
-                continues=self.continues,
-            )
-        decision = self._retry_policy.decide(failed)
+        decision = self._policy.decide(failed)
         if isinstance(decision, PauseThenRetry) and not decision.counted:
             await self._pause(decision, error)
             self._attempts -= 1
@@ -702,14 +782,15 @@ class Invocation:
             raise Cancelled(
                 f"the caller left before {self.endpoint} was called",
                 request_id=self.request_id,
-                started=self._lost is not None,
+                started=self._has_started,
             )
         if self.side.bus.cancels.has(self.endpoint.namespace, self.request_id):
-            raise Cancelled(OPERATOR, request_id=self.request_id, started=self._lost is not None)
+            raise Cancelled(OPERATOR, request_id=self.request_id, started=self._has_started)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the observers how the call ended, once."""
-        if self._lost is not None and isinstance(error, DynbusError):
+        policy = self._retry_policy
+        if policy is not None and policy.lost is not None and isinstance(error, DynbusError):
             # The last attempt may not have, and an earlier one has.
             error.started = True
         observation, self._observation = self._observation, None

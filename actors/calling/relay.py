@@ -19,10 +19,10 @@ from dynbus.bus.errors import (
     DynbusError,
     ResumeMismatch,
     Unavailable,
-    describe_exception,
 )
 
 from .invocation import Invocation, OfInvocation
+from .parts import ending_of
 from .stream import Stream, decode_to_misfit
 
 logger = logging.getLogger(__name__)
@@ -189,6 +189,8 @@ class RelayedStream(OfInvocation, Generic[K]):
         "_gathering",
         "_is_direct",
         "_over",
+        "_raw",
+        "_room",
         "_undelivered",
         "_waiting",
         "_work",
@@ -222,6 +224,9 @@ class RelayedStream(OfInvocation, Generic[K]):
         self.unread_bytes = 0
         # How it ended while no call was open, where nobody has been told so.
         self._undelivered: Arrival[K, Any] | None = None
+        # What has come where no call is open here, and what says that there is room for more.
+        self._raw: list[bytes] = []
+        self._room: asyncio.Event | None = None
         # What makes the next attempt.
         self._work: Work | None = None
         self._error: BaseException | None = None
@@ -281,27 +286,37 @@ class RelayedStream(OfInvocation, Generic[K]):
     async def begin(self) -> None:
         """Send the request."""
         try:
-            self._listen(await self._invocation.open())
+            call = await self._invocation.open()
         except BaseException as error:
             self._finish(error)
             raise
+        if call is not None:
+            self._listen(call)
+        elif not self.is_over and not self._read_on():
+            closed = Cancelled("the runtime is closed", request_id=self.id)
+            self._finish(closed)
+            raise closed
 
     def take(self) -> Arrival[K, Any] | None:
         """What has arrived since the last time, and its end; None for nothing."""
         call = self._call
-        if call is None:
-            return self._take_undelivered()
         items: Sequence[Any] = ()
-        reader = call.reader
-        raw = reader.ready
-        if raw:
-            reader.ready = []
-            if not self._is_direct:
-                try:
-                    raw = self._invocation.arrived(raw)
-                except ResumeMismatch as mismatch:
-                    self._finish(mismatch)
-                    return Arrival(self, (), True, mismatch)
+        if call is None:
+            raw = self._raw
+            if not raw or self.is_over:
+                return self._take_undelivered()
+            self._raw = []
+        else:
+            reader = call.reader
+            raw = reader.ready
+            if raw:
+                reader.ready = []
+                if not self._is_direct:
+                    try:
+                        raw = self._invocation.arrived(raw)
+                    except ResumeMismatch as mismatch:
+                        self._finish(mismatch)
+                        return Arrival(self, (), True, mismatch)
         if raw:
             try:
                 if len(raw) == 1:
@@ -315,10 +330,12 @@ class RelayedStream(OfInvocation, Generic[K]):
                 if failure is not None:
                     self.cancel(failure)
                     return Arrival(self, items, True, failure)
+        if call is None:
+            return _arrival((self, items, False, None))
         error = call.error
-        if error is None and reader.terminal is None:
+        if error is None and call.reader.terminal is None:
             return _arrival((self, items, False, None)) if items else None
-        if error is not None and self._invocation.may_follow and self._begin_again(error):
+        if error is not None and self._invocation.may_follow and self._read_on(error):
             self._call = None
             # The next writer has credit of its own.
             self.unread_bytes = 0
@@ -345,7 +362,11 @@ class RelayedStream(OfInvocation, Generic[K]):
 
     def delivered(self) -> None:
         """What was taken counts as consumed, unless the stream is paused."""
-        if self.unread_bytes and not self.is_paused:
+        if self.is_paused:
+            return
+        if self._room is not None:
+            self._room.set()
+        if self.unread_bytes:
             if self._call is not None:
                 self._call.consumed(self.unread_bytes)
             self.unread_bytes = 0
@@ -361,35 +382,44 @@ class RelayedStream(OfInvocation, Generic[K]):
         self._is_direct = self._invocation.is_direct
         call.gathering, call.member = self._gathering, self
 
-    def _begin_again(self, error: DynbusError) -> bool:
-        """Make the call once more beside all else; False where no work is begun any longer."""
+    def _read_on(self, error: DynbusError | None = None) -> bool:
+        """Make the call once more, or read what comes in its place, beside all else; False where
+        no work is begun any longer.
+
+        Args:
+            error: how the last attempt ended, where another follows.
+        """
         try:
             self._work = self._invocation.side.bus.background.start(
-                self._again, error, name=f"another attempt at stream {self.id}"
+                self._reading_on, error, name=f"another attempt at stream {self.id}"
             )
         except (RuntimeError, Unavailable):
             return False
         return True
 
-    async def _again(self, error: DynbusError) -> None:
-        """Make the call once more, where nothing has come of it or it goes on elsewhere."""
+    async def _reading_on(self, error: DynbusError | None) -> None:
         end: DynbusError | None = None
         try:
-            call = await self._invocation.open_again(error)
-            if call is not None:
-                self._listen(call)
-                return
-        except DynbusError as last:
-            end = last
-        except asyncio.CancelledError:
-            # The runtime is closed, or what a router of the user's waited for was cancelled.
-            end = Cancelled("the stream was not tried again", request_id=self.id)
-        except Exception as raised:
-            # Whatever of the user's raises here ends this stream, and not the work beside it.
-            logger.exception("%r could not be tried again", self)
-            end = DynbusError(describe_exception(raised), request_id=self.id)
+            if error is not None:
+                call = await self._invocation.open_again(error)
+                if call is not None:
+                    self._listen(call)
+                    return
+            await self._read_parts()
+        except (Exception, asyncio.CancelledError) as raised:  # noqa: BLE001 - it ends the stream
+            end = ending_of(raised, self.id)
         self._undelivered = Arrival(self, (), True, end)
         self._gathering.add(self)
+
+    async def _read_parts(self) -> None:
+        """Read what goes on in the call's place, to its end."""
+        # Each piece is told that was delivered.
+        self.grain = 0
+        while self._invocation.is_open and (raw := await self._invocation.items()):
+            self._raw, self._room = raw, asyncio.Event()
+            self._gathering.add(self)
+            await self._room.wait()
+        self._room = None
 
     def _finish(self, error: BaseException | None) -> None:
         self.is_over = True

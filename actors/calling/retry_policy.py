@@ -1,4 +1,4 @@
-"""What follows a failed attempt at a call: another one, now or after a pause, or the error.
+"""What follows a failed attempt at a call: another one, now or after a pause, or its end.
 
 A failed attempt is repeated by itself only when the request provably did not start, and the
 error says that it is retryable: any other would come again from the next instance. Beyond that a
@@ -19,6 +19,7 @@ from dynbus.bus.errors import (
     Migrate,
     NoInstances,
     Overloaded,
+    StreamLost,
 )
 
 MAX_ATTEMPTS: Final = 8
@@ -111,7 +112,7 @@ Decision = RetryNow | PauseThenRetry | Move | GiveUp
 
 
 class RetryPolicy:
-    """Decides for one call, over all its attempts.
+    """Decides for one call, over all its attempts, and says what it ends with.
 
     Args:
         idempotent: whether the call may be carried out twice.
@@ -121,6 +122,9 @@ class RetryPolicy:
             stream goes on.
         continues: whether it is a stream that can go on elsewhere. Any other call moves only where
             a handler or a drain asks for that, and begins again.
+
+    Attributes:
+        lost: how the last attempt ended that may have started; None where none has.
     """
 
     __slots__ = (
@@ -131,6 +135,7 @@ class RetryPolicy:
         "_migrations",
         "_repeated",
         "_retries",
+        "lost",
     )
 
     def __init__(
@@ -141,6 +146,7 @@ class RetryPolicy:
         migration_limit: int,
         continues: bool = False,
     ) -> None:
+        self.lost: DynbusError | None = None
         self._continues = continues
         self._idempotent = idempotent
         self._retries = retries
@@ -151,6 +157,11 @@ class RetryPolicy:
 
     def __repr__(self) -> str:
         return f"<RetryPolicy [{self._repeated} retries, {self._migrations} migrations]>"
+
+    def note(self, error: DynbusError) -> None:
+        """An attempt has ended so."""
+        if error.started:
+            self.lost = error
 
     def decide(self, failed: FailedAttempt) -> Decision:
         """What follows; to be asked once per failed attempt that delivered nothing, or of a stream
@@ -180,6 +191,36 @@ class RetryPolicy:
         self._repeated += 1
         least = error.retry_after if isinstance(error, Overloaded) else 0.0
         return PauseThenRetry(backoff, least)
+
+    def given_up(self, error: DynbusError, why: str, *, own: bool, delivered: bool) -> DynbusError:
+        """What the call ends with where no attempt follows one that ended with an error.
+
+        Args:
+            why: what keeps a stream from going on; empty for the error itself.
+            own: see `FailedAttempt`.
+            delivered: whether its reader has items.
+        """
+        if isinstance(error, StreamLost):
+            error.retryable = self._idempotent or not delivered
+        if not delivered or not (error.retryable or isinstance(error, StreamLost)):
+            return error
+        return self.stream_lost(error, why or error.message, own=own)
+
+    def stream_lost(self, error: DynbusError, why: str, *, own: bool) -> StreamLost:
+        """What a stream ends with of which its reader has items, when it cannot go on; `given_up`
+        says what of."""
+        if not own:
+            if isinstance(error, StreamLost):
+                # It says what keeps that one from going on.
+                error.retryable = self._idempotent
+                return error
+            why = "a call that its handler made was given up"
+        lost = self.lost or error
+        text = f"{lost.message or lost.code}; the stream cannot go on: {why}"
+        failure = StreamLost(text, hop=lost.hop, request_id=lost.request_id)
+        failure.retryable = self._idempotent
+        failure.__cause__ = error
+        return failure
 
     def _move_on(self, failed: FailedAttempt) -> Decision:
         if not failed.routed:

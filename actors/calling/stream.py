@@ -136,7 +136,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
         Raises:
             RuntimeError: it was iterated over already, or is closed.
         """
-        if self._closed or self._invocation.call is not None:
+        if self._closed or self._invocation.is_open:
             raise RuntimeError(f"{self!r} is read already: make another call")
         self._closed = True
         return self._invocation, self._decode, self._decode_many
@@ -146,7 +146,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
         self._close()
 
     def __del__(self) -> None:
-        if self._closed or self._invocation.call is None:
+        if self._closed or not self._invocation.is_open:
             return
         try:
             # Garbage is collected on whatever thread happens to allocate, the lane's too.
@@ -162,8 +162,8 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
                 raise failure
             raise StopAsyncIteration
         invocation = self._invocation
-        if self._size and invocation.call is not None:
-            invocation.call.consumed(self._size)
+        if self._size:
+            invocation.consumed(self._size)
             self._size = 0
         try:
             raw = await invocation.items()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Final, Literal, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from dynbus.bus.errors import ConfigError
 
@@ -15,8 +16,28 @@ MIGRATION_LIMIT: Final = 3
 """How often a stream moves that says how it goes on, unless it says how often."""
 
 ResumeFunction = Callable[[Any, list[Any]], Any]
-"""Of the request and the accepted items: the request to go on with, or None when nothing is left
-to come."""
+"""Of the request and the accepted items: the request to go on with, `ResumeParts` of several, or
+None when nothing is left to come."""
+
+
+class ResumeParts(NamedTuple):
+    """Requests that go on with a stream together, each with a part of it; their items come as they
+    are made."""
+
+    requests: Sequence[Any]
+
+
+class ResumeRule(ABC):
+    """A `ResumeFunction` for a client of which not each stream goes on."""
+
+    @abstractmethod
+    def __call__(self, request: Any, items: list[Any]) -> Any:
+        """The request to go on with; see `ResumeFunction`."""
+
+    @abstractmethod
+    def applies(self, request: Any) -> bool:
+        """Whether the stream of a request goes on, asked before it is sent."""
+
 
 ClientResume = Literal["replay"] | ResumeFunction
 

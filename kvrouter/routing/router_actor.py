@@ -20,6 +20,7 @@ from dynbus import (
     Option,
     Relay,
     RelayedStream,
+    ResumeRule,
     Stream,
     context,
     handler,
@@ -55,6 +56,19 @@ class RouterActorOptions(RouterConfig):
     ] = MIGRATION_LIMIT
 
 
+class _RestOfTokens(ResumeRule):
+    """Streams of tokens go on whose caller could go on with them as well.
+
+    An engine that drains leaves such a stream at once: it is for those who go on with it.
+    """
+
+    def __call__(self, request: Any, items: list[Any]) -> Any:
+        return token_rule.resume(request, items)
+
+    def applies(self, request: Any) -> bool:
+        return context().continues and token_rule.can_resume(request)
+
+
 class RouterActor(Actor, abstract=True):
     """Forwards streaming calls to the instance that suits each best: one hop, shared by all.
 
@@ -72,7 +86,6 @@ class RouterActor(Actor, abstract=True):
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
-        self._continuing: EndpointClient | None = None
         self._streams: Relay[ReplyPort, bytes] = Relay(self._deliver)
 
     async def on_start(self) -> None:
@@ -85,14 +98,12 @@ class RouterActor(Actor, abstract=True):
             )
             # Its caller's deadline holds; there is none beside it.
             target = runtime.endpoint(self._target)
-            self._client = self._continuing = await target.client(routing=router, timeout=None)
-            if self._options.migration_limit:
-                self._continuing = await target.client(
-                    routing=router,
-                    timeout=None,
-                    migration_limit=self._options.migration_limit,
-                    resume=token_rule.resume,
-                )
+            self._client = await target.client(
+                routing=router,
+                timeout=None,
+                migration_limit=self._options.migration_limit,
+                resume=_RestOfTokens(),
+            )
             known = runtime.discovery.view.everything()
             found = [
                 one
@@ -170,12 +181,9 @@ class RouterActor(Actor, abstract=True):
         stream.resume()
 
     async def _call(self, request: Any) -> Stream[bytes] | bytes:
-        if self._client is None or self._continuing is None:
+        if self._client is None:
             raise RuntimeError("the router was not started")
-        # An engine that drains leaves such a stream at once: it is for those who go on with it.
-        continues = context().continues and token_rule.can_resume(request)
-        client = self._continuing if continues else self._client
-        found: Stream[bytes] | bytes = await client.generate(request).raw()
+        found: Stream[bytes] | bytes = await self._client.generate(request).raw()
         return found
 
     @handler(idempotent=True)

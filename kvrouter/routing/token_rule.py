@@ -2,7 +2,8 @@
 
 A request is a JSON object with `token_ids`; its items are objects with `token_ids`, and the last
 one of each continuation has a `finish_reason`. The rest of a continuation is asked for by its
-prompt and the tokens that came, with so much less to come. Nothing here knows an engine.
+prompt and the tokens that came, with so much less to come; several of one prompt are asked for each
+by a request of its own. Nothing here knows an engine.
 """
 
 from __future__ import annotations
@@ -12,21 +13,20 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynbus import StreamLost
+from dynbus import ResumeParts, StreamLost
 
 
 class _Form(msgspec.Struct):
     """What tells of a request whether its stream can be continued."""
 
     token_ids: msgspec.Raw = msgspec.Raw(b"")
-    n: Any = 1
 
 
 _read_form: Final = msgspec.json.Decoder(_Form).decode
 
 
 def can_resume(request: object) -> bool:
-    """Whether a stream can be continued by `resume` at any moment, as far as its request tells.
+    """Whether a stream can be continued by `resume`, as far as its request tells.
 
     Args:
         request: also as JSON.
@@ -36,8 +36,8 @@ def can_resume(request: object) -> bool:
             form = _read_form(request)
         except msgspec.MsgspecError:
             return False
-        return form.n in (1, None) and bytes(memoryview(form.token_ids)[:1]) == b"["
-    return _takes_tokens(request) and cast("Mapping[str, Any]", request).get("n", 1) in (1, None)
+        return bytes(memoryview(form.token_ids)[:1]) == b"["
+    return _takes_tokens(request)
 
 
 def _takes_tokens(request: object) -> bool:
@@ -52,45 +52,16 @@ def resume(
     *,
     eos_token_ids: Collection[int] = (),
     context_length: int | None = None,
-) -> dict[str, Any] | None:
-    """The request that goes on with a stream; None where nothing is left to come.
-
-    Args:
-        request: the one that was sent first.
-        items: all that have come of it, over all attempts.
-        eos_token_ids, context_length: see `unfinished`.
-
-    Raises:
-        StreamLost: it is no request for tokens, an item is none of it, or several of its
-            continuations are unfinished.
-    """
-    left = unfinished(request, items, eos_token_ids=eos_token_ids, context_length=context_length)
-    if not left:
-        return None
-    if len(left) == 1:
-        return left[0]
-    if not items:
-        return dict(cast("Mapping[str, Any]", request))
-    raise StreamLost(
-        f"the request has n = {request['n']}, and {len(left)} of its continuations are unfinished: "
-        "one request goes on with one of them; ask for each by a request of its own, with its index"
-    )
-
-
-def unfinished(
-    request: Any,
-    items: Sequence[Any],
-    *,
-    eos_token_ids: Collection[int] = (),
-    context_length: int | None = None,
-) -> list[dict[str, Any]]:
-    """The requests that go on with the continuations that have more to come, by their index.
+) -> dict[str, Any] | ResumeParts | None:
+    """The request that goes on with a stream; None where nothing is left to come, and a request for
+    each where several of its continuations have more to come.
 
     A continuation has ended with its finish reason, with the last of `max_tokens`, with a stop
     token after `min_tokens`, and where the context is full.
 
     Args:
-        request, items: see `resume`.
+        request: the one that was sent first.
+        items: all that have come of it, over all attempts.
         eos_token_ids: with which the model ends its text.
         context_length: the most tokens that a prompt and its output may have; None for unknown.
 
@@ -115,11 +86,14 @@ def unfinished(
     if not asked.get("ignore_eos"):
         stops.update(eos_token_ids)
     room = None if context_length is None else context_length - len(asked["token_ids"])
-    return [
-        _rest(asked, index, token_ids)
+    left = [
+        rest(asked, index, token_ids)
         for index, token_ids in came.items()
         if index not in ended and not _is_whole(asked, token_ids, stops, room)
     ]
+    if len(left) > 1:
+        return ResumeParts(left) if items else dict(asked)
+    return left[0] if left else None
 
 
 def _read(item: Any) -> tuple[int, Sequence[int], object]:
@@ -157,10 +131,10 @@ def _is_whole(
     return count > least and token_ids[-1] in stops
 
 
-def _rest(request: Mapping[str, Any], index: int, token_ids: list[int]) -> dict[str, Any]:
-    """The request for what is left of one continuation."""
+def rest(request: Mapping[str, Any], index: int, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The request for what is left of one continuation, of which these tokens have come."""
     count = len(token_ids)
-    rest = {
+    left = {
         **_lowered(request, count),
         "token_ids": [*request["token_ids"], *token_ids],
         "generated": (request.get("generated") or 0) + count,
@@ -169,8 +143,8 @@ def _rest(request: Mapping[str, Any], index: int, token_ids: list[int]) -> dict[
     }
     *_, limits = _limits(request)
     if limits is not request:
-        rest["stop_conditions"] = _lowered(limits, count)
-    return rest
+        left["stop_conditions"] = _lowered(limits, count)
+    return left
 
 
 def _lowered(limits: Mapping[str, Any], count: int) -> dict[str, Any]:

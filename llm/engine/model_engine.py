@@ -260,17 +260,17 @@ class ModelEngine:
         stops: frozenset[int],
     ) -> _Sequence:
         sequence = self._tokens(request, prompt)
+        stop_ids = sorted(stops)
         constraint: Constraint | None = None
         if request.structured is not None and self._grammars is not None:
-            came = request.token_ids[len(request.token_ids) - request.generated :]
-            constraint = self._grammars.constraint(request.structured, sorted(stops), came)
+            constraint = self._grammars.constraint(request.structured, stop_ids, request.output)
         sequence.sampler = Sampler(
             request.sampling,
             seed=seed,
             index=index,
             prompt=request.token_ids,
             generated=request.generated,
-            stop_token_ids=sorted(stops),
+            stop_token_ids=stop_ids,
             min_tokens=request.min_tokens,
             constraint=constraint,
         )

@@ -46,7 +46,7 @@ from dynbus.llm.resumable.records import (
     next_step,
 )
 from dynbus.llm.resumable.running import AnswerClock, RunningStream, stored_arrival, take_stored
-from dynbus.spi import StoredMessage, WrongLastSequence, monotonic, unix_time
+from dynbus.spi import StoredMessage, WrongLastSequence, monotonic
 
 from .exchange import Exchange, Receive, Scope
 from .shared import Caller, Shared
@@ -345,7 +345,7 @@ class StreamExchange(Exchange):
         """Go on with it from here."""
         streams = self._shared.resumable
         begun, completion = rebuilt.begun, rebuilt.completion
-        done = completion.go_on_after(rebuilt.items)
+        completion.go_on_after(rebuilt.items)
         context = Context(
             begun.request_id,
             deadline=monotonic() + self._log.begun_at + begun.seconds - streams.store.server_time(),
@@ -366,7 +366,6 @@ class StreamExchange(Exchange):
             streams.count,
             self._cut,
             streams.left,
-            [Piece(unix_time(), part, [], True) for part in done],
         )
         self._work = stream
         self._writer.when_writable = completion.resume

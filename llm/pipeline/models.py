@@ -338,7 +338,7 @@ class Models:
             migration_limit=card.migration_limit,
             resume=_resume_of(card),
         )
-        return OpenModel(card, text, limits, client, router, self._relay, self._background, prompts)
+        return OpenModel(card, text, limits, client, router, self._relay, prompts)
 
     async def _prompt_reader(
         self, card: ModelCard, endpoint: EndpointName, instances: list[Instance]
@@ -403,8 +403,8 @@ async def _try_template(text: TextModel) -> None:
 
 
 def _resume_of(card: ModelCard) -> Callable[[Any, list[Any]], Any] | None:
-    """How a stream of a model goes on at another instance; None where it cannot."""
-    if card.input is ModelInput.Text or not card.migration_limit:
+    """How a stream of a model goes on; None where it cannot."""
+    if card.input is ModelInput.Text:
         return None
     return partial(
         token_rule.resume, eos_token_ids=card.eos_token_ids, context_length=card.context_length

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
 from dynbus import Draining, EndpointClient, Relay
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
-from dynbus.llm.continuing import unfinished
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.text.text_model import TextModel
-from dynbus.spi import Background, random_id
+from dynbus.spi import random_id
 
 from .embedding import Embeddings, TextEmbeddings, prepare_embeddings
 from .preparing import ModelLimits, prepare
 from .routed_prompts import PromptReader, routed_prompt
-from .serving import Completion, Part, RequestTiming, Rests, Sink, TextCompletion, TokenCompletion
+from .serving import Completion, Part, RequestTiming, Sink, TextCompletion, TokenCompletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,6 @@ class OpenModel:
 
     Args:
         text: of a model that takes tokens; None for one that takes text.
-        background: of what is left of requests whose engine is lost.
         prompts: reads the tokens of requests for a router, where that model takes text.
 
     Attributes:
@@ -67,7 +64,6 @@ class OpenModel:
         client: EndpointClient,
         router: KvRouter | None,
         relay: Relay[Part, bytes],
-        background: Background,
         prompts: PromptReader | None = None,
     ) -> None:
         self.card = card
@@ -75,16 +71,8 @@ class OpenModel:
         self._text = text
         self._client = client
         self._relay = relay
-        self._background = background
         self._limits = limits
         self._prompts = prompts
-        self._rests: Rests | None = None
-        if card.migration_limit:
-            self._rests = partial(
-                unfinished,
-                eos_token_ids=card.eos_token_ids,
-                context_length=card.context_length,
-            )
 
     def __repr__(self) -> str:
         return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
@@ -139,7 +127,7 @@ class OpenModel:
             shortens=inquiry.shortens,
             new_id=inquiry.new_id,
         )
-        return TokenCompletion(prepared, sink, timing, self._rests)
+        return TokenCompletion(prepared, sink, timing)
 
     async def prepare_embeddings(
         self,
@@ -197,7 +185,7 @@ class OpenModel:
             DynbusError: it could not be sent.
         """
         try:
-            await completion.begin(self._relay, self._client, self._background)
+            await completion.begin(self._relay, self._client)
         except Draining as error:
             raise self._going_away() from error
 

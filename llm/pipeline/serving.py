@@ -11,8 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -27,16 +26,13 @@ from dynbus import (
     Relay,
     RelayedStream,
     StreamLost,
-    Unavailable,
-    with_options,
 )
 from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
-from dynbus.llm.continuing import unfinished
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 from dynbus.llm.openai.reading import read_answer
-from dynbus.spi import RESUME_WAIT, Background, describe_exception
+from dynbus.spi import describe_exception
 
 from .preparing import Prepared
 
@@ -146,7 +142,10 @@ class Completion(ABC):
     Attributes:
         timing: when its tokens came.
         taker: what takes its streams: itself, unless somebody stands before it.
+        why_not_elsewhere: why another process could not go on with it; empty where one could.
     """
+
+    why_not_elsewhere: ClassVar[str] = ""
 
     # The fields of completions are read for each token of each of very many streams.
     __slots__ = ("_format", "_is_over", "_is_unstarted", "_sink", "_streams", "taker", "timing")
@@ -181,21 +180,16 @@ class Completion(ABC):
     @property
     def instances(self) -> list[str]:
         """The ids of the engines that work for it."""
-        return [stream.instance_id for stream in self._streams]
+        return [one for stream in self._streams for one in stream.instance_ids]
 
-    async def begin(
-        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
-    ) -> None:
+    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
         """Send it to engines.
-
-        Args:
-            background: sends what is left of it, where an engine is lost.
 
         Raises:
             DynbusError: it could not be sent; what was sent is cancelled.
         """
         try:
-            await self._send(relay, client, background)
+            await self._send(relay, client)
         except BaseException as error:
             # The hearer of it may still have to tell the sink.
             self._leave_streams()
@@ -204,9 +198,7 @@ class Completion(ABC):
             raise
 
     @abstractmethod
-    async def _send(
-        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
-    ) -> None:
+    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
         """Open a stream for each of its prompts."""
 
     @abstractmethod
@@ -217,11 +209,6 @@ class Completion(ABC):
         """The sink takes more again."""
         for stream in self._streams:
             stream.resume()
-
-    @property
-    def why_not_elsewhere(self) -> str:
-        """Why another process could not go on with it; empty where one could."""
-        return "its engine takes text"
 
     def cancel(self, error: DynbusError | None = None) -> None:
         """Leave it: engines stop, and the sink is told nothing more."""
@@ -269,98 +256,21 @@ class Completion(ABC):
                 stream.pause()
 
 
-Rests = Callable[[GenerateRequest, Sequence[Generated]], list[GenerateRequest]]
-"""Makes the requests that go on with what is unfinished of one, of it and of its items."""
-
-
-class _Continuations:
-    """A prompt with several continuations. When its engine is lost, each goes on with a request of
-    its own; the client moves a stream of one continuation by itself.
-
-    Attributes:
-        items: that have come, of all of them.
-        open: how many streams bring them: one at first.
-    """
-
-    __slots__ = (
-        "_background",
-        "_client",
-        "_context",
-        "_relay",
-        "_request",
-        "_rests",
-        "items",
-        "open",
-    )
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        rests: Rests,
-        relay: Relay[Part, bytes],
-        client: EndpointClient,
-        background: Background,
-    ) -> None:
-        self.items: list[Generated] = []
-        self.open = 1
-        self._request = request
-        self._rests: Rests | None = rests
-        self._relay = relay
-        self._background = background
-        # Of the request: its id, deadline and metadata are those of what is left of it.
-        self._context = copy_context()
-        self._client = with_options(client, wait=RESUME_WAIT)
-
-    def go_on(self, part: Part, error: DynbusError) -> bool:
-        """Send what is left after its stream was lost; False where that cannot be.
-
-        Raises:
-            StreamLost: what has come is of another request.
-        """
-        rests, self._rests = self._rests, None
-        if rests is None or not self.items or not error.is_loss:
-            return False
-        for rest in rests(self._request, self.items):
-            call = self._context.run(self._client.generate, rest).raw()
-            try:
-                self._background.start(self._open, part, call, name="a continuation that goes on")
-            except (RuntimeError, Unavailable):
-                # Everything is closed.
-                return False
-            self.open += 1
-        return True
-
-    async def _open(self, part: Part, call: Call) -> None:
-        completion, number = part.completion, part.number
-        try:
-            await completion.open(self._relay, call, number)
-        except DynbusError as error:
-            completion.end(error)
-        except Exception as error:
-            # Whatever of the user's raises here ends this completion, and not the work beside it.
-            logger.exception("a continuation could not go on")
-            completion.end(DynbusError(describe_exception(error)))
-
-
 class TokenCompletion(Completion):
     """A request whose engine takes and gives tokens.
 
     Args:
         prepared: what is asked of engines, and what their tokens come to.
-        rests: see `Rests`; None where a request ends with its engine.
     """
 
-    __slots__ = ("_continuations", "_requests", "_rests", "_transcript")
+    __slots__ = ("_came", "_requests", "_transcript")
 
-    def __init__(
-        self, prepared: Prepared, sink: Sink, timing: RequestTiming, rests: Rests | None = None
-    ) -> None:
+    def __init__(self, prepared: Prepared, sink: Sink, timing: RequestTiming) -> None:
         transcript = prepared.transcript
         super().__init__(transcript.format, sink, timing, streams=transcript.is_streamed)
         self._transcript = transcript
-        self._requests: list[GenerateRequest | None] = [*prepared.requests]
-        self._rests = rests
-        self._continuations: dict[int, _Continuations] = {}
+        self._requests: Sequence[GenerateRequest] = prepared.requests
+        self._came: Mapping[int, Sequence[bytes]] = {}
 
     @staticmethod
     def told(error: DynbusError) -> DynbusError:
@@ -374,59 +284,29 @@ class TokenCompletion(Completion):
     def finish_reasons(self) -> list[str]:
         return self._transcript.finish_reasons
 
-    @property
-    def why_not_elsewhere(self) -> str:
-        several = any(request is not None and request.n > 1 for request in self._requests)
-        return "it has more than one output" if several else ""
-
-    def go_on_after(self, items: Mapping[int, Sequence[bytes]]) -> list[int]:
+    def go_on_after(self, items: Mapping[int, Sequence[bytes]]) -> None:
         """Have `begin` ask for what is left after these items, which were taken already.
 
         Args:
             items: what an engine has made of each prompt, by its number.
-
-        Returns:
-            The prompts of which nothing is left to be made, although their outputs are open.
-
-        Raises:
-            DynbusError: what has come is of another request.
         """
-        done: list[int] = []
-        rests = self._rests or unfinished
-        for number, request in enumerate(self._requests):
-            self._requests[number] = None
-            if request is None or self._transcript.is_prompt_finished(number):
-                continue
-            came = [_decode(item) for item in items.get(number, ())]
-            left = rests(request, came) if came else [request]
-            if left:
-                [self._requests[number]] = left
-            else:
-                done.append(number)
-        return done
+        self._came = items
 
-    async def _send(
-        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
-    ) -> None:
+    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
         for number, request in enumerate(self._requests):
-            if request is None:
+            if self._transcript.is_prompt_finished(number):
                 continue
-            if request.n > 1 and self._rests is not None:
-                self._continuations[number] = _Continuations(
-                    request, self._rests, relay, client, background
-                )
-            call = client.generate(request).raw()
+            call = client.generate(request, after=self._came.get(number, ())).raw()
             if len(request.token_ids) > LONG_PROMPT:
                 # It was encoded, and will be hashed: the streams of others come between.
                 await asyncio.sleep(0)
             await self.open(relay, call, number)
-        self._requests = []
+        self._requests, self._came = (), {}
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:
             return
         transcript = self._transcript
-        continuations = self._continuations.get(part) if self._continuations else None
         chunks: list[bytes] = []
         error = arrival.error
         tokens, open_outputs = transcript.tokens, transcript.open_outputs
@@ -436,17 +316,7 @@ class TokenCompletion(Completion):
                 if item.finish_reason == "cancelled":
                     raise Cancelled("the engine cancelled the request")
                 transcript.take(part, item, chunks)
-                if continuations is not None:
-                    continuations.items.append(item)
-            if continuations is not None and arrival.ended:
-                continuations.open -= 1
-                if error is not None and continuations.go_on(arrival.stream.key, error):
-                    error = None
-            if (
-                arrival.ended
-                and error is None
-                and (continuations is None or not continuations.open)
-            ):
+            if arrival.ended and error is None:
                 transcript.end_prompt(part, chunks)
         except msgspec.MsgspecError as misfit:
             self._fail(chunks, InvalidResponse(f"an item of the engine does not fit: {misfit}"))
@@ -491,6 +361,8 @@ class TextCompletion(Completion):
 
     __slots__ = ("_frame", "_merged", "_outputs", "_request", "_routed_as", "_usage")
 
+    why_not_elsewhere = "its engine takes text"
+
     def __init__(
         self,
         request: msgspec.Raw,
@@ -517,9 +389,7 @@ class TextCompletion(Completion):
     def usage(self) -> Usage | None:
         return self._usage
 
-    async def _send(
-        self, relay: Relay[Part, bytes], client: EndpointClient, background: Background
-    ) -> None:
+    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
         call = client.generate(self._request, routed_as=self._routed_as).raw()
         await self.open(relay, call, 0)
 

@@ -20,9 +20,9 @@ from dynbus.llm.pipeline.serving import Completion, Part
 from dynbus.spi import WrongLastSequence, describe_exception, monotonic, unix_time
 
 from .events import NumberedSink
+from .readers import Readers
 from .records import (
     KEPT_SECONDS,
-    READ_INTERVAL,
     Came,
     Owned,
     Piece,
@@ -36,16 +36,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks whether anybody reads."""
-
-UNREAD_SECONDS: Final = 10.0
-"""Seconds that a stream which nobody reads goes on before it is paused: a client whose connection
-broke finds it where it would be."""
-
-UNREAD_BYTES: Final = 64 * 1024
-"""How much of one is stored in that time, before it is paused earlier."""
-
-SEEN_SECONDS: Final = 2 * READ_INTERVAL
-"""Seconds that a reader at another front end counts as one after it has asked."""
 
 QUIET_INTERVAL: Final = KEPT_SECONDS / 4
 """Seconds without a record after which an empty one is stored. Once its owner is dead, the age of a
@@ -117,7 +107,6 @@ class RunningStream:
         counted: told what became of it.
         on_lost: called when another front end goes on with it, so that nothing more is told here.
         on_left: called with the stream when its reader here has left.
-        started: pieces that are to be stored first, which came of no engine.
 
     Attributes:
         is_logged: whether another front end could go on with it.
@@ -138,7 +127,6 @@ class RunningStream:
         counted: Callable[[str], object],
         on_lost: Callable[[], object],
         on_left: Callable[[RunningStream], object],
-        started: Sequence[Piece] = (),
     ) -> None:
         self.key = key
         self.tenant = tenant
@@ -154,12 +142,9 @@ class RunningStream:
         self._counted = counted
         self._on_lost = on_lost
         self._on_left = on_left
-        self._waiting = [_Waiting(one, stored_arrival(one), 0.0) for one in started]
+        self._waiting: list[_Waiting] = []
         self._news = asyncio.Event()
-        # Until when somebody is known to have read it, and what was stored of it by then.
-        self._read_until = monotonic()
-        self._read_size = log.size
-        self._is_asked_to_pause = False
+        self._readers = Readers(monotonic(), log.size)
         self._stored_at = monotonic()
         self._runs = True
         self._when_done: Callable[[], object] | None = None
@@ -197,7 +182,7 @@ class RunningStream:
         """Its reader has left: it goes on for a while, for whoever comes."""
         if self._sink.to is not None:
             self._sink.to = None
-            self._read(monotonic())
+            self._readers.left(monotonic(), self._log.size)
             self._news.set()
             self._on_left(self)
 
@@ -210,20 +195,16 @@ class RunningStream:
 
     def seen(self) -> None:
         """Somebody reads it at another front end, or asks for it."""
-        self._read(monotonic() + SEEN_SECONDS)
-
-    def _read(self, until: float) -> None:
-        self._read_until = max(self._read_until, until)
-        self._read_size = self._log.size
+        self._readers.seen(monotonic(), self._log.size)
 
     @property
     def is_unread(self) -> bool:
         """Whether nobody reads it."""
-        return self._sink.to is None and monotonic() >= self._read_until
+        return self._sink.to is None and self._readers.are_gone(monotonic())
 
     def pause(self) -> None:
         """Leave its engine to others: whoever reads it next goes on with it."""
-        self._is_asked_to_pause = True
+        self._readers.ask_to_pause()
         self._news.set()
 
     # What engines send --------------------------------------------------------------------------
@@ -313,12 +294,7 @@ class RunningStream:
     def _is_to_pause(self) -> bool:
         if self._sink.to is not None:
             return False
-        if self._is_asked_to_pause or not self.is_logged:
-            return True
-        return self.is_unread and (
-            monotonic() - self._read_until > UNREAD_SECONDS
-            or self._log.size - self._read_size > UNREAD_BYTES
-        )
+        return not self.is_logged or self._readers.have_it_paused(monotonic(), self._log.size)
 
     async def _store_pieces(self, pieces: list[Piece]) -> bool:
         """Store what is told next, as far as that can be; False when somebody else goes on."""

@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from dynbus import InvalidRequest, Overloaded, ResumeMismatch, Unavailable, context
 from dynbus.kvrouter import DP_RANK_KEY
+from dynbus.llm.continuing import Again
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.engine.interface import (
     NO_EMBEDDINGS,
@@ -34,11 +35,9 @@ from dynbus.spi import describe_exception, monotonic, suggestion, task_group
 from .connector import FREE
 from .requests import (
     FINISH_REASONS,
-    Again,
     PromptRequest,
     ReadingRequest,
     embedded,
-    from_its_beginning,
     generated,
     pooling_params,
     sampling_params,
@@ -437,7 +436,8 @@ class VllmStepper:
         restarts = request.generated > 0
         form = request.structured
         if form is not None and request.generated:
-            request, again = from_its_beginning(request)
+            again = Again(request.output)
+            request = request.from_its_beginning()
             options["prompt"]["prompt_token_ids"] = request.token_ids
             restarts = False
         reasoning = engine.llm.vllm_config.structured_outputs_config.reasoning_parser

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
-from dynbus import ResumeMismatch
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import (
     FinishReason,
@@ -46,62 +43,6 @@ class ReadingRequest(GenerateRequest, frozen=True):
     kv_transfer_params: dict[str, Any] | None = None
     held_until: float = 0.0
     shown: int | None = None
-
-
-class Again:
-    """Output that comes once more, since vLLM knows the form of an output from its beginning alone.
-
-    Args:
-        token_ids: that came before; they are compared and left out.
-    """
-
-    __slots__ = ("_at", "_token_ids")
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self._at = 0
-
-    def new_of(self, item: Generated) -> Generated | None:
-        """What is new of the next item; None for nothing.
-
-        Raises:
-            ResumeMismatch: something else comes than came before.
-        """
-        expected = self._token_ids[self._at : self._at + len(item.token_ids)]
-        count = len(expected)
-        same = item.token_ids[:count] == list(expected)
-        self._at += count
-        if not same or (item.finish_reason is not None and self._at < len(self._token_ids)):
-            raise ResumeMismatch(
-                "vLLM makes an output with a form from its beginning, and this time another one: "
-                f"of {len(self._token_ids)} tokens that had come, one of the first {self._at} "
-                "differs. Ask for it anew; temperature 0 or a seed make them the same"
-            )
-        if count == len(item.token_ids) and item.finish_reason is None:
-            return None
-        logprobs = None if item.logprobs is None else item.logprobs[count:]
-        return msgspec.structs.replace(item, token_ids=item.token_ids[count:], logprobs=logprobs)
-
-
-def from_its_beginning(request: GenerateRequest) -> tuple[GenerateRequest, Again]:
-    """The request that a continued one goes on with, and what of its output came before.
-
-    Raises:
-        ValueError: it has several continuations.
-    """
-    came = request.generated
-    if request.n > 1:
-        raise ValueError("n: vLLM goes on with one output that has a form at a time; ask for each")
-    prompt, output = request.token_ids[:-came], request.token_ids[-came:]
-    whole = msgspec.structs.replace(
-        request,
-        token_ids=prompt,
-        max_tokens=None if request.max_tokens is None else request.max_tokens + came,
-        # What came had no end.
-        min_tokens=request.min_tokens + came,
-        generated=0,
-    )
-    return whole, Again(output)
 
 
 def sampling_params(request: GenerateRequest, number: int, report: str | None) -> Any:

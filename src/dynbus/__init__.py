@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dynbus.actors.declaring.handlers import handler
     from dynbus.actors.declaring.json_object import JsonObject
     from dynbus.actors.declaring.reply import Reply, push_each
+    from dynbus.actors.declaring.resume import ResumeParts, ResumeRule
     from dynbus.actors.declaring.specification import Option, Options, takes
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.bus.config import BusConfig
@@ -86,6 +87,8 @@ __all__ = [
     "RelayedStream",
     "Reply",
     "ResumeMismatch",
+    "ResumeParts",
+    "ResumeRule",
     "Route",
     "RouteObserver",
     "RouteRequest",
@@ -131,5 +134,6 @@ if not TYPE_CHECKING:
         "actors.declaring.handlers",
         "actors.declaring.json_object",
         "actors.declaring.reply",
+        "actors.declaring.resume",
         "actors.declaring.specification",
     )

@@ -27,6 +27,7 @@ from dynbus.actors.calling.continuation import (
     Replay,
     resume_by,
 )
+from dynbus.actors.declaring.resume import ResumeParts, ResumeRule
 
 REQUEST = NextRequest(b'"all"', "all")
 
@@ -48,40 +49,42 @@ def counting(limit: int, function: Any = rest) -> Continuation:
         decode_many=lambda items: [json.loads(item) for item in items],
         encode=lambda value: json.dumps(value).encode(),
     )
-    return resume(str(limit).encode(), limit)
+    made = resume(str(limit).encode(), limit)
+    assert made is not None
+    return made
 
 
 # The same request once more -----------------------------------------------------------------
 
 
 def test_a_replay_shows_what_is_new_and_hides_what_comes_again() -> None:
-    replay = Replay(*REQUEST)
+    replay = Replay(*REQUEST[:2])
 
     first = [replay.take(numbers(1, 2)), replay.take(numbers(3))]
-    asked = replay.next_request()
+    asked = replay.next_requests()
     again = [replay.take(numbers(1)), replay.take(numbers(2, 3, 4)), replay.take(numbers(5))]
     replay.check_end()
 
     assert first == [numbers(1, 2), numbers(3)]
-    assert asked == REQUEST
+    assert list(asked) == [REQUEST]
     assert again == [[], numbers(4), numbers(5)]
     assert replay.accepted == 5
 
 
 @pytest.mark.parametrize("other", [numbers(1, 2, 4), numbers(9), numbers(12, 3), numbers(1, 23)])
 def test_the_first_item_that_differs_ends_a_replay(other: list[bytes]) -> None:
-    replay = Replay(*REQUEST)
+    replay = Replay(*REQUEST[:2])
     replay.take(numbers(1, 2, 3))
-    replay.next_request()
+    replay.next_requests()
 
     with pytest.raises(ResumeMismatch, match=r"of 3, item \d differs"):
         replay.take(other)
 
 
 def test_a_replay_that_ends_too_soon_does_not_fit() -> None:
-    replay = Replay(*REQUEST)
+    replay = Replay(*REQUEST[:2])
     replay.take(numbers(1, 2, 3))
-    replay.next_request()
+    replay.next_requests()
     replay.take(numbers(1, 2))
 
     with pytest.raises(ResumeMismatch, match="ended after 2 items, but 3 had been delivered"):
@@ -89,12 +92,12 @@ def test_a_replay_that_ends_too_soon_does_not_fit() -> None:
 
 
 def test_a_replay_that_is_lost_again_begins_at_the_first_item_once_more() -> None:
-    replay = Replay(*REQUEST)
+    replay = Replay(*REQUEST[:2])
     replay.take(numbers(1, 2, 3))
-    replay.next_request()
+    replay.next_requests()
     replay.take(numbers(1, 2))
 
-    replay.next_request()
+    replay.next_requests()
 
     assert replay.take(numbers(1, 2, 3, 4)) == numbers(4)
 
@@ -103,9 +106,9 @@ def test_a_replay_that_is_lost_again_begins_at_the_first_item_once_more() -> Non
 def test_a_long_stream_is_compared_by_a_bounded_number_of_digests(wrong: int) -> None:
     count = 5 * MOST_MARKS
     items = numbers(*range(count))
-    replay = Replay(*REQUEST)
+    replay = Replay(*REQUEST[:2])
     replay.take(items)
-    replay.next_request()
+    replay.next_requests()
     items[wrong] = b"other"
 
     assert replay.take(items[:wrong]) == []
@@ -126,11 +129,11 @@ def test_the_next_request_is_made_of_the_first_one_and_all_accepted_items() -> N
 
     going = counting(5, note)
 
-    shown = [going.take(numbers(1, 2)), going.next_request(), going.take(numbers(3))]
-    asked = going.next_request()
+    shown = [going.take(numbers(1, 2)), going.next_requests(), going.take(numbers(3))]
+    asked = going.next_requests()
 
-    assert shown == [numbers(1, 2), NextRequest(b"3", 3), numbers(3)]
-    assert asked == NextRequest(b"2", 2)
+    assert shown == [numbers(1, 2), [NextRequest(b"3", 3)], numbers(3)]
+    assert asked == [NextRequest(b"2", 2)]
     assert seen == [(5, [1, 2]), (5, [1, 2, 3])]
 
 
@@ -138,7 +141,7 @@ def test_a_stream_of_which_nothing_is_left_ends_well() -> None:
     going = counting(2)
     going.take(numbers(1, 2))
 
-    assert going.next_request() is None
+    assert going.next_requests() == []
 
 
 def test_what_a_function_raises_ends_the_stream_and_is_told() -> None:
@@ -149,9 +152,9 @@ def test_what_a_function_raises_ends_the_stream_and_is_told() -> None:
         raise Overloaded("not now")
 
     with pytest.raises(StreamLost, match="rest raised KeyError: 'seed'"):
-        counting(2, fail).next_request()
+        counting(2, fail).next_requests()
     with pytest.raises(Overloaded, match="not now"):
-        counting(2, refuse).next_request()
+        counting(2, refuse).next_requests()
 
 
 def test_a_request_that_cannot_be_encoded_ends_the_stream() -> None:
@@ -159,7 +162,7 @@ def test_a_request_that_cannot_be_encoded_ends_the_stream() -> None:
         return object()
 
     with pytest.raises(StreamLost, match="rest raised TypeError"):
-        counting(2, make).next_request()
+        counting(2, make).next_requests()
 
 
 def test_items_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +172,13 @@ def test_items_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for _ in range(1020):
         assert going.take([item]) == [item]
-    kept = going.next_request()
+    kept = going.next_requests()
     for _ in range(10):
         assert going.take([item]) == [item]
 
-    assert kept is not None
+    assert len(kept) == 1
     with pytest.raises(StreamLost, match="its 1030 items are more than the 1 MiB that are kept"):
-        going.next_request()
+        going.next_requests()
 
 
 def test_many_empty_items_are_not_kept_without_end() -> None:
@@ -184,7 +187,47 @@ def test_many_empty_items_are_not_kept_without_end() -> None:
     going.take([b""] * (RESUME_BYTES // 4 + 1))
 
     with pytest.raises(StreamLost, match="4 MiB"):
-        going.next_request()
+        going.next_requests()
+
+
+# In parts ---------------------------------------------------------------------------------------
+
+
+def test_of_several_requests_each_goes_on_with_a_part_by_what_came_of_that() -> None:
+    def halves(request: Any, items: list[Any]) -> Any:
+        left = request - len(items)
+        return ResumeParts([left // 2, left - left // 2]) if request > 5 else left or None
+
+    going = counting(10, halves)
+    going.take(numbers(1, 2, 3))
+
+    parts = going.next_requests()
+    first, second = (one.part for one in parts)
+    assert first is not None
+    assert second is not None
+    first.take(numbers(4))
+
+    assert [(one.data, one.request) for one in parts] == [(b"3", 3), (b"4", 4)]
+    assert first.next_requests() == [NextRequest(b"2", 2)]
+    assert second.next_requests() == [NextRequest(b"4", 4)]
+    # The reader has items of the whole.
+    assert (first.accepted, second.accepted) == (4, 3)
+
+
+def test_a_rule_says_of_each_request_whether_its_stream_goes_on() -> None:
+    class Even(ResumeRule):
+        def __call__(self, request: Any, items: list[Any]) -> Any:
+            return rest(request, items)
+
+        def applies(self, request: Any) -> bool:
+            return bool(request % 2 == 0)
+
+    resume = resume_by(
+        Even(), label="even", decode=json.loads, decode_many=list, encode=lambda value: b""
+    )
+
+    assert resume(b"3", 3) is None
+    assert resume(b"4", 4) is not None
 
 
 # Over any number of attempts ----------------------------------------------------------------
@@ -202,7 +245,7 @@ class Attempts(RuleBasedStateMachine):
         self.source = source
         self.shown: list[bytes] = []
         self.replays = replays
-        self.made = Replay(*REQUEST) if replays else counting(len(source))
+        self.made = Replay(*REQUEST[:2]) if replays else counting(len(source))
         self.rest: Sequence[bytes] = source
         self.is_over = False
 
@@ -220,12 +263,12 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_over)
     @rule()
     def lose(self) -> None:
-        following = self.made.next_request()
-        if following is None:
+        following = self.made.next_requests()
+        if not following:
             self.is_over = True
             assert self.shown == self.source
         else:
-            begun = 0 if self.replays else len(self.source) - following.request
+            begun = 0 if self.replays else len(self.source) - following[0].request
             self.rest = self.source[begun:]
 
     @precondition(lambda self: not self.is_over and not self.rest)
@@ -250,10 +293,10 @@ TestAttempts.settings = settings(max_examples=60, stateful_step_count=30, deadli
 def test_a_replay_never_shows_what_follows_other_items(
     source: list[bytes], data: st.DataObject
 ) -> None:
-    replay = Replay(*REQUEST)
+    replay = Replay(*REQUEST[:2])
     accepted = data.draw(st.integers(0, len(source)))
     replay.take(source[:accepted])
-    replay.next_request()
+    replay.next_requests()
     other = data.draw(SOURCE)
 
     shown: list[bytes] = []

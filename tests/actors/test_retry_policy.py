@@ -97,6 +97,25 @@ def test_the_loss_of_a_call_that_the_handler_made_moves_nothing(error: DynbusErr
         assert policy(migration_limit=3, continues=continues).decide(attempt) == GiveUp()
 
 
+def test_what_a_stream_ends_with_names_its_loss_and_what_keeps_it_from_going_on() -> None:
+    rule = policy(migration_limit=1, continues=True)
+    lost = Migrate("not here", hop="n.C.e@a", request_id="1", started=True)
+    rule.note(lost)
+    late = Overloaded("full", started=False)
+    rule.note(late)
+
+    ends = rule.given_up(late, "it moved once", own=True, delivered=True)
+
+    assert isinstance(ends, StreamLost)
+    assert (ends.message, ends.hop, ends.request_id, ends.retryable, ends.__cause__) == (
+        "not here; the stream cannot go on: it moved once", "n.C.e@a", "1", False, late
+    )  # fmt: skip
+    assert rule.given_up(late, "it moved once", own=True, delivered=False) is late
+    assert "a call that its handler made was given up" in str(
+        rule.stream_lost(lost, "it moved once", own=False)
+    )
+
+
 def test_what_never_started_goes_on_at_the_next_instance_at_once() -> None:
     assert policy().decide(failed(REFUSED, others=True)) == RetryNow()
 
@@ -331,9 +350,9 @@ def test_a_stream_moves_no_more_often_than_it_may_and_is_asked_for_a_bounded_num
         if isinstance(decisions[-1], GiveUp):
             break
 
-    moves = [one.error for one, made in zip(failures, decisions, strict=False) if made == Move()]
-    drains = sum(isinstance(error, Draining) for error in moves)
-    assert len(moves) - drains <= migration_limit
+    moves = [one for one, made in zip(failures, decisions, strict=False) if made == Move()]
+    excused = sum(one.cut_off or isinstance(one.error, Draining) for one in moves)
+    assert len(moves) - excused <= migration_limit
     counted = [one for one in decisions if one != RetryNow(counted=False)]
     assert len(counted) <= MAX_ATTEMPTS + len(moves)
 

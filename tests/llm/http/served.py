@@ -79,7 +79,7 @@ class ScriptedEngine(Actor, namespace="test"):
                 yield Generated(ids * 50)
             yield Generated([], finish_reason="stop")
             return
-        for index in range(request.n):
+        for index in range(request.index, request.index + request.n):
             # What was made elsewhere already is not made again.
             made = [*ids, 2][request.generated :]
             for place, token_id in enumerate(made[:most]):
@@ -95,7 +95,7 @@ class ScriptedEngine(Actor, namespace="test"):
                     [token_id],
                     index=index,
                     finish_reason=reason,
-                    cached_tokens=3 if place == index == 0 else None,
+                    cached_tokens=3 if place == 0 and index == request.index else None,
                     logprobs=[logprob] if wanted is not None else None,
                 )
 

@@ -24,7 +24,7 @@ from dynbus.bus.errors import Unavailable
 from dynbus.llm.http import streams
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
-from dynbus.llm.resumable import records, running, store
+from dynbus.llm.resumable import readers, records, running, store
 from dynbus.llm.resumable.names import STREAM_LOGS, STREAM_LOGS_MARK
 from dynbus.llm.resumable.records import log_key
 from dynbus.llm.resumable.streams import MOST_UNREAD
@@ -192,8 +192,7 @@ async def test_a_stream_goes_on_at_a_front_end_whose_clock_is_wrong(
         before = await reader.post(first.url, body, headers=NAMED, most=4)
         await first.front_end.close()
         real_time = unix_time
-        for module in (streams, running, store):
-            monkeypatch.setattr(module, "unix_time", lambda: real_time() + ahead, raising=False)
+        monkeypatch.setattr(running, "unix_time", lambda: real_time() + ahead)
 
         after = await reader.go_on(second.url, "one", 4)
 
@@ -210,7 +209,7 @@ async def test_a_stream_has_the_time_it_was_given_at_a_front_end_whose_clock_is_
         await reader.post(first.url, asking("endless word"), headers=NAMED, most=4)
         await first.front_end.close()
         real_time = unix_time
-        monkeypatch.setattr(streams, "unix_time", lambda: real_time() + ahead)
+        monkeypatch.setattr(running, "unix_time", lambda: real_time() + ahead)
 
         after = await reader.go_on(second.url, "one", 4)
 
@@ -292,12 +291,31 @@ async def test_each_prompt_of_a_request_goes_on(reader: Reader) -> None:
         assert after.events[-1].endswith("data: [DONE]")
 
 
+@pytest.mark.parametrize("most", [4, 20])
+async def test_each_output_of_a_prompt_goes_on(reader: Reader, most: int) -> None:
+    async with two_front_ends() as (first, second):
+        body = asking(f"slowly {SAID}", n=2)
+        before = await reader.post(first.url, body, headers=NAMED, most=most)
+        await first.front_end.close()
+
+        after = await reader.go_on(second.url, "one", most)
+        again = await reader.go_on(second.url, "one")
+
+        texts = ["", ""]
+        for event in [*before.events, *after.events[:-1]]:
+            [choice] = json.loads(event.rpartition("data: ")[2])["choices"]
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+        assert texts == [SAID, SAID]
+        assert again.events == [*before.events, *after.events]
+        assert after.events[-1].endswith("data: [DONE]")
+
+
 async def test_clients_that_are_cut_at_random_read_each_event_once(
     monkeypatch: Any, reader: Reader
 ) -> None:
     # However busy the machine is, none of them is paused.
     monkeypatch.setattr(LONG_WAIT, PATIENCE)
-    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", PATIENCE)
     async with two_front_ends() as (first, second):
 
         async def read(seed: int) -> None:
@@ -324,14 +342,13 @@ async def test_clients_that_are_cut_at_random_read_each_event_once(
 async def test_what_cannot_be_resumed_says_why(reader: Reader) -> None:
     async with two_front_ends() as (first, second):
         text = await reader.post(first.url, {"model": "text", **asking("hello")})
-        several = await reader.post(first.url, asking(WORDS, n=2))
         unknown = await reader.go_on(second.url, "never")
         await reader.post(first.url, asking(WORDS), headers=NAMED)
         twice = await reader.post(first.url, asking(WORDS), headers=NAMED)
         foreign = await reader.go_on(second.url, "one", headers={"Last-Event-ID": "two.1"})
         beyond = await reader.go_on(second.url, "one", 1000)
 
-        for answer, why in ((text, "takes text"), (several, "one output"), (twice, "already")):
+        for answer, why in ((text, "takes text"), (twice, "already")):
             assert answer.status == 200
             assert answer.headers["dynbus-resumable"] == "0"
             assert why in answer.headers["dynbus-resumable-reason"]
@@ -362,7 +379,7 @@ async def test_a_stream_is_there_for_the_key_that_asked_for_it(
 async def test_a_stream_that_nobody_reads_is_paused_and_goes_on_for_who_comes(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.1)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", 0.1)
     monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
     async with two_front_ends() as (first, second):
         counts = first.front_end.shared.resumable.counts
@@ -381,8 +398,8 @@ async def test_a_stream_that_nobody_reads_is_paused_and_goes_on_for_who_comes(
 async def test_a_stream_that_nobody_reads_is_paused_before_much_of_it_is_stored(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "UNREAD_BYTES", 2_000)
-    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(readers, "UNREAD_BYTES", 2_000)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", PATIENCE)
     async with two_front_ends() as (first, _):
         await reader.post(first.url, asking("endless word"), headers=NAMED, most=5)
 
@@ -394,9 +411,9 @@ async def test_a_stream_that_nobody_reads_is_paused_before_much_of_it_is_stored(
 async def test_a_stream_that_is_read_elsewhere_is_not_paused(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", 0.0)
     monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
-    monkeypatch.setattr(running, "UNREAD_BYTES", 0)
+    monkeypatch.setattr(readers, "UNREAD_BYTES", 0)
     async with two_front_ends() as (first, second), anyio.create_task_group() as tasks:
         followed = second.shared.resumable.counts
         tasks.start_soon(reader.read_on, first.url, asking("endless word"), "one")
@@ -415,7 +432,7 @@ async def test_a_stream_that_is_read_elsewhere_is_not_paused(
 async def test_few_streams_of_a_tenant_go_on_that_nobody_reads(
     monkeypatch: Any, tmp_path: Path, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", PATIENCE)
     monkeypatch.setattr(LONG_WAIT, PATIENCE)
     keys = tmp_path / "keys"
     keys.write_text("ada key-of-ada\nbob key-of-bob\n")
@@ -445,7 +462,7 @@ async def test_few_streams_of_a_tenant_go_on_that_nobody_reads(
 async def test_streams_that_nobody_reads_make_way_for_a_request_that_waits_for_its_first_token(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "UNREAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", PATIENCE)
     monkeypatch.setattr(LONG_WAIT, PATIENCE)
     async with two_front_ends() as (first, _), anyio.create_task_group() as tasks:
         streams = first.front_end.shared.resumable
@@ -500,7 +517,7 @@ async def test_a_tenant_that_stores_much_loses_its_own_streams_and_takes_no_othe
 async def test_a_stream_that_nobody_has_read_for_long_is_gone(
     monkeypatch: Any, reader: Reader
 ) -> None:
-    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "UNREAD_SECONDS", 0.0)
     monkeypatch.setattr(running, "LOOK_INTERVAL", 0.02)
     monkeypatch.setattr(store, "KEPT_SECONDS", 0.1)
     monkeypatch.setattr(store, "SWEEP_INTERVAL", 0.02)
@@ -736,7 +753,8 @@ async def test_a_stream_of_which_nothing_came_for_long_is_gone_on_with_once_its_
         monkeypatch.setattr(running, "QUIET_INTERVAL", PATIENCE)
         monkeypatch.setattr(store, "_owns", _owns_nothing)
         # However long it takes until the other one is asked.
-        monkeypatch.setattr(streams, "unix_time", lambda: last.time + 0.5)
+        its_store = second.shared.resumable.store
+        monkeypatch.setattr(its_store, "server_time", lambda: last.time + 0.5)
 
         tasks.start_soon(reader.go_on, second.url, "one")
 

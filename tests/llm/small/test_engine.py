@@ -121,12 +121,12 @@ def test_a_deterministic_engine_draws_the_same_tokens_in_any_company(
     wanted = {name: tokens_of(items) for name, items in whole.items()}
 
     together = run(engine(tmp_path, replace(options, blocks=24)), requests)
-    rests = {
-        name: resume(request, whole[name][: 9 + int(name)]) for name, request in requests.items()
-    }
-    continued = run(
-        engine(tmp_path, options), {name: rest for name, rest in rests.items() if rest is not None}
-    )
+    rests: dict[str, GenerateRequest] = {}
+    for name, request in requests.items():
+        rest = resume(request, whole[name][: 9 + int(name)])
+        assert isinstance(rest, GenerateRequest)
+        rests[name] = rest
+    continued = run(engine(tmp_path, options), rests)
 
     assert {name: tokens_of(items) for name, items in together.items()} == wanted
     assert {name: tokens_of(items) for name, items in continued.items()} == {
