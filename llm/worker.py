@@ -26,8 +26,7 @@ from .models.origins import ModelUnavailable
 from .models.source import LocalModel
 from .named import LOADING, ModelPath, NamedWorker, ServedModelOptions
 from .small.engine import BLOCKS, SmallConfig, SmallEngine, SmallSize
-from .tiers.lending import MAX_SHARE
-from .tiers.worker import TieredWorker
+from .tiers.worker import MAX_SHARE, TieredWorker
 
 logger = logging.getLogger(__name__)
 

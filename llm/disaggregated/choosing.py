@@ -1,4 +1,4 @@
-"""What a decode instance knows when it decides where a prompt is computed."""
+"""The choice of a decode instance, with all that it knows when it decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.fingerprint import are_same
 
-from .decision import PrefillDecision, PrefillLoad, PromptSize, Saturation, decide
+from .decision import PrefillDecision, PrefillLoad, PromptSize, Saturation, decide, why_it_stays
 from .settings import LiveSettings
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class PrefillChoice:
         own: ids of instances that are this one, which moves no blocks to itself.
         model: the fingerprint of the own model; the blocks of another one mean something else.
             Empty to believe all.
+        forms: see `why_it_stays`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PrefillChoice:
         *,
         own: Set[str] = frozenset(),
         model: str = "",
+        forms: bool = False,
     ) -> None:
         self._router = router
         self._instances = instances
@@ -55,12 +57,18 @@ class PrefillChoice:
         self._live = live
         self._own = own
         self._model = model
+        self._forms = forms
         self._told_of: set[str] = set()
         self._saturation = Saturation()
         self._is_alone = False
 
     def __repr__(self) -> str:
         return f"<PrefillChoice {self._live.current.mode}>"
+
+    @property
+    def goes_by_queue(self) -> bool:
+        """Whether prompts that are computed elsewhere are put into the work queue."""
+        return self._live.current.through == "queue"
 
     def cached_tokens(self, metadata: Mapping[str, str]) -> int:
         """Tokens of a prompt that are in the own cache, as the router of its call has said."""
@@ -97,7 +105,7 @@ class PrefillChoice:
         load, limits = self._runner.load, self._runner.limits
         decision = decide(
             self._live.current,
-            PromptSize(len(request.token_ids), cached),
+            PromptSize(len(request.token_ids), cached, why_it_stays(request, forms=self._forms)),
             PrefillLoad(
                 len(instances),
                 # Of those that were sent, each instance computes one.

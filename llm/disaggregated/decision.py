@@ -1,4 +1,4 @@
-"""Where a prompt is computed: here, beside the tokens that are decoded, or on a prefill instance.
+"""The place where a prompt is computed: here, beside the tokens that are decoded, or elsewhere.
 
 Pure: it knows the request, the load as it was last seen, and what it found saturated before.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import Final, NamedTuple
+
+from dynbus.llm.generation import GenerateRequest
 
 from .settings import DisaggregationSettings
 
@@ -24,6 +26,12 @@ class PrefillReason(StrEnum):
     """The settings say so."""
     REMOTE_MODE = "remote_mode"
     """The settings say so."""
+    SEVERAL_CONTINUATIONS = "several_continuations"
+    """They go on from one prompt, which is handed over once."""
+    ADAPTER = "adapter"
+    """Its blocks are those of a LoRA adapter, which the prefill instances may not have."""
+    STRUCTURED = "structured"
+    """Its output has a form, which this engine makes from the beginning only."""
     NO_PREFILL = "no_prefill"
     """No prefill instance is there."""
     SHORT_PROMPT = "short_prompt"
@@ -46,10 +54,12 @@ class PromptSize(NamedTuple):
     Attributes:
         prompt_tokens: all of the prompt.
         cached_tokens: of its beginning that the own cache holds.
+        stays: why it cannot be computed elsewhere; None where it can.
     """
 
     prompt_tokens: int
     cached_tokens: int = 0
+    stays: PrefillReason | None = None
 
     @property
     def uncached_tokens(self) -> int:
@@ -131,10 +141,27 @@ def decide(
     return PrefillDecision(remote, reason, prompt, load, now)
 
 
+def why_it_stays(request: GenerateRequest, *, forms: bool) -> PrefillReason | None:
+    """Why the prompt of a request cannot be computed elsewhere; None where it can.
+
+    Args:
+        forms: whether the own engine makes an output that has a form behind a prompt of another.
+    """
+    if request.n != 1:
+        return PrefillReason.SEVERAL_CONTINUATIONS
+    if request.lora_name:
+        return PrefillReason.ADAPTER
+    if request.structured is not None and (request.generated or not forms):
+        return PrefillReason.STRUCTURED
+    return None
+
+
 def _choose(
     settings: DisaggregationSettings, prompt: PromptSize, load: PrefillLoad, now: Saturation
 ) -> tuple[bool, PrefillReason]:
     uncached = prompt.uncached_tokens
+    if prompt.stays is not None:
+        return False, prompt.stays
     if settings.mode == "local":
         return False, PrefillReason.LOCAL_MODE
     if load.instances <= 0:

@@ -11,10 +11,9 @@ import anyio
 import msgspec
 
 from dynbus import DynbusError, Job, NoInstances, StreamLost, Taker, UnknownOutcome, WorkQueue
+from dynbus.llm.hand_over.messages import Offer, OfferAnswer, PrefillJob
 from dynbus.llm.weights.fingerprint import are_same
 from dynbus.spi import Background, Work, task_group
-
-from .messages import Offer, OfferAnswer, PrefillJob
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ RETRY_DELAY: Final = 1.0
 """Seconds after which a queue that cannot be taken from is tried again."""
 
 OTHERS_DELAY: Final = 0.2
-"""Seconds after which a job for another model is taken again, by whoever is the first then."""
+"""Seconds after which a job for another model may be taken by another instance."""
 
 
 class Offers(Protocol):
@@ -130,7 +129,7 @@ class JobTaker:
                         Offer(wanted.hand_over, self._instance), wanted.instance
                     )
                 except (NoInstances, UnknownOutcome, StreamLost) as error:
-                    # Its decode instance is gone, and with it whoever asked.
+                    # Its decode instance is gone, and with it the request.
                     logger.info("the prefill job %s has nobody: %s", wanted.hand_over, error)
         except DynbusError as error:
             logger.warning("the prefill job %s failed: %s", wanted.hand_over, error)

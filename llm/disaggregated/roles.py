@@ -1,5 +1,5 @@
-"""What an instance serves: each of its roles is found under a component of its own, and comes and
-goes while the engine runs."""
+"""The roles of an instance: each is found under a component of its own, and comes and goes while
+the engine runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Final, Literal, TypeAlias
 
 import anyio
+import msgspec
 
 from dynbus import InstanceName, Runtime
 from dynbus.kvrouter import CacheMirror, KvEvent, KvEventPublisher
 from dynbus.spi import Endpoint, ServedInstance, monotonic
 
-from .messages import Role, RoleState
-
 logger = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode", "both"]
+"""What an instance serves: the prompts of others, requests of front ends, or both."""
 
 Duty: TypeAlias = Literal["prefill", "decode", "control"]
 """What is served apart from the rest; `control` is for instances among themselves, always."""
@@ -26,6 +28,32 @@ DUTIES: Final[Mapping[Role, tuple[Duty, ...]]] = {
     "decode": ("control", "decode"),
     "both": ("control", "prefill", "decode"),
 }
+
+
+class RoleChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an instance is to serve from now on.
+
+    Attributes:
+        grace: seconds that calls have to finish of what is given up, before other instances take
+            them over; `drain_grace` of the process unless given.
+    """
+
+    role: Role
+    grace: float | None = None
+
+
+class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an instance serves.
+
+    Attributes:
+        role: that was asked for last.
+        serves: what it is found for now.
+        draining: what it is not found for any more, while calls of it still run.
+    """
+
+    role: Role
+    serves: list[Literal["prefill", "decode"]] = []
+    draining: list[Literal["prefill", "decode"]] = []
 
 
 class RoleEvents:

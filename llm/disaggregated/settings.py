@@ -1,4 +1,4 @@
-"""What may be tuned in disaggregated serving while it runs: one record of the bus, which workers
+"""The settings of disaggregated serving, tuned while it runs: one record of the bus, which workers
 watch."""
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
-    contextmanager,
     suppress,
 )
 from dataclasses import dataclass
@@ -18,54 +17,40 @@ from functools import partial
 from itertools import count
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
-import msgspec
-
 from dynbus import (
     ComponentName,
     ConfigError,
-    DynbusError,
     EndpointName,
-    Instance,
     InstanceName,
     InvalidRequest,
-    NoInstances,
     Option,
     Reply,
-    Route,
-    RouteObserver,
-    RouteRequest,
     WorkQueue,
     context,
     handler,
     takes,
     with_options,
 )
-from dynbus.kvrouter import KvRouter, open_router
+from dynbus.kvrouter import open_router
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.hand_over.messages import Offer, OfferAnswer, Prefilled, PrefillRequest
+from dynbus.llm.hand_over.mover import AgentMover, Reader
+from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch, TransferSpans
+from dynbus.llm.hand_over.sink import Limits, Sink
+from dynbus.llm.hand_over.source import Granter, Leases, Source
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
-from dynbus.spi import ServedInstance, make_endpoint, random_id
-from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
+from dynbus.spi import ServedInstance, make_endpoint
+from dynbus.transfer import KvMemory, Settling, open_agent
 
 from .choosing import FIELDS, PrefillChoice
-from .messages import (
-    Offer,
-    OfferAnswer,
-    Prefilled,
-    PrefillJob,
-    PrefillRequest,
-    Role,
-    RoleChange,
-    RoleState,
-)
-from .observing import HandOverFigures, HandOverWatch, TransferSpans
+from .prefilling import PrefillInstances, PrefillRouting
 from .queued import JobTaker
-from .receiving import Limits, Mover, Receiver, Receiving
-from .roles import Duty, RoleEvents, RoleInstance, Roles
-from .sending import Granter, Sender
+from .remote_prefill import RemotePrefill
+from .roles import Duty, Role, RoleChange, RoleEvents, RoleInstance, Roles, RoleState
 from .settings import (
     DisaggregationOption,
     DisaggregationSettings,
@@ -84,7 +69,7 @@ _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
 }
 
 
-class BlockAgent(Mover, Granter, Protocol):
+class BlockAgent(Reader, Granter, Protocol):
     """What moves blocks, and leases them to others; `TransferAgent` is one."""
 
 
@@ -133,9 +118,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     _exits_of_roles: AsyncExitStack | None = None
     _agent: BlockAgent | None = None
     _roles: Roles | None = None
-    _sender: Sender | None = None
-    _receiver: Receiver | None = None
-    _choice: PrefillChoice | None = None
+    _remote: RemotePrefill | None = None
     _settings: LiveSettings
     _queue: WorkQueue
     _control: InstanceName
@@ -302,13 +285,13 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         assert self._agent is not None
         assert self._settling is not None
         self._control = role.instance.name
-        self._sender = Sender(
+        self._source = Source(
             self._running(),
-            self._agent,
-            self._settling,
+            Leases.of(self._agent, self._settling),
             self.figures,
             instance=role.instance.id,
             lease=self.hand_over_limits.lease,
+            model=self._fingerprint,
         )
         yield
 
@@ -343,7 +326,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     @asynccontextmanager
     async def _decoding(self, role: RoleInstance) -> AsyncGenerator[None]:
         """Have prompts computed by others, and the model found by front ends."""
-        runtime, name = self.runtime, role.instance.name
+        runtime, runner, name = self.runtime, self._running(), role.instance.name
         assert self._agent is not None
         prefill = self._component(self.prefill_node)
         async with open_router(
@@ -356,12 +339,12 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             choice = PrefillChoice(
                 router,
                 lambda: runtime.known_instances(prefill),
-                self._running(),
+                runner,
                 self._settings,
                 own=self._ids,
                 model=self._fingerprint,
             )
-            routing = _PrefillRouting(router, choice)
+            routing = PrefillRouting(router, choice)
             client = runtime.client(
                 type(self),
                 node=prefill.component,
@@ -369,21 +352,25 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 routing=routing,
                 wait=0.0,
             )
-            receiver = Receiver(
-                self._running(),
+            limits, control = self.hand_over_limits, self._control_client()
+            mover = AgentMover(
                 self._agent,
-                _PrefillClient(client, routing, self._control_client(), self._fingerprint),
-                runtime.background,
-                self.hand_over_limits,
-                self.figures,
-                TransferSpans(runtime.bus.telemetry, name),
-                instance=self._control.instance_id,
-                put=self._put,
+                runner.memory,
+                lambda one, instance: with_options(control, instance=instance).settle(one),
                 compares=self.checksums,
+                patience=limits.settle,
+            )
+            remote = RemotePrefill(
+                Sink(runner, runtime.background, TransferSpans(runtime.bus.telemetry, name)),
+                choice,
+                PrefillInstances(client, routing, mover, limits, self.figures, self._fingerprint),
+                queue=self._queue,
+                instance=self._control.instance_id,
+                model=self._fingerprint,
             )
             ended = asyncio.Event()
             try:
-                self._receiver, self._choice = receiver, choice
+                self._remote = remote
                 await self.register_model(
                     self._limits_of_engine,
                     self._target(name, "generate", ended),
@@ -392,12 +379,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 yield
             finally:
                 ended.set()
-                if self._receiver is receiver:
-                    self._receiver = self._choice = None
-
-    async def _put(self, job: PrefillJob, deadline: float) -> None:
-        data = msgspec.json.encode(msgspec.structs.replace(job, model=self._fingerprint))
-        await self._queue.put(data, job_id=job.hand_over, deadline=deadline)
+                if self._remote is remote:
+                    self._remote = None
 
     def _control_client(self) -> DisaggregatedWorker:
         """All instances, whatever they serve."""
@@ -440,63 +423,21 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     async def serve_request(
         self, name: str, request: GenerateRequest, reply: Reply[Generated]
     ) -> None:
-        receiver, choice = self._receiver, self._choice
-        reason = _stays(request)
-        if reason or receiver is None or choice is None:
-            self.figures.computed_here(reason or "no_prefill")
-            if receiver is not None:
-                receiver.spans.decided(f"local: {reason.replace('_', ' ')}")
-            await super().serve_request(name, request, reply)
-            return
-        queued = self._settings.current.through == "queue"
-        jobs = await self._waiting_jobs() if queued else 0
-
-        def is_remote(cached: int) -> bool:
-            decision = choice.decide(request, cached, jobs=jobs)
-            receiver.spans.decided(decision.describe())
-            if not decision.remote:
-                self.figures.computed_here(str(decision.reason))
-            return decision.remote
-
-        expected = choice.cached_tokens(context().metadata)
-        if not is_remote(expected):
-            await super().serve_request(name, request, reply)
-            return
-
-        def is_worth(cached: int) -> bool:
-            return cached <= expected or is_remote(cached)
-
-        running = context()
-        receiving = Receiving(
-            receiver,
-            name,
-            random_id(),
-            request,
-            reply,
-            queued=queued,
-            is_worth=is_worth,
-            time_left=running.time_left(),
-        )
-        unlink = running.link(lambda _: receiver.runner.cancel(name))
-        try:
-            if not running.is_stopped():
-                await receiving.run()
-        finally:
-            unlink()
-
-    async def _waiting_jobs(self) -> int:
-        """Prompts in the queue that nobody has taken; 0 where the server does not say."""
-        with suppress(DynbusError):
-            return (await self._queue.depth()).waiting
-        return 0
+        here = partial(super().serve_request, name, request, reply)
+        if self._remote is not None:
+            await self._remote.serve(name, request, reply, here)
+        else:
+            # The decode role is given up.
+            self.figures.computed_here("no_prefill")
+            await here()
 
     @handler(concurrency=None)
     async def offer(self, offer: Offer) -> OfferAnswer:
         """A prefill instance has taken a job of this one: it ends when the prompt is handed over,
         or when nobody waits for it."""
-        if self._receiver is None:
+        if self._remote is None:
             return OfferAnswer(done=False, reason="this instance decodes no longer")
-        return await self._receiver.offer(offer, is_own=offer.instance in self._ids)
+        return await self._remote.sink.offer(offer, is_own=offer.instance in self._ids)
 
     # Prefill --------------------------------------------------------------------------------
 
@@ -504,49 +445,16 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[Prefilled]:
         """How far a prompt is computed, with leases on its blocks, and its first token at last.
 
-        It ends when all leases are settled; whoever leaves it before has all freed at once.
+        It ends when all leases are settled; a caller that leaves it before has all freed at once.
 
         Raises:
             InvalidRequest: the caller computes another model.
         """
-        assert self._sender is not None
-        self.check_same_model(request.model)
-        async for item in self._sender.prefill(self._new_name(), request, context()):
-            yield item
-
-
-class _PrefillClient:
-    """The prefill instances; see `Peers`.
-
-    Args:
-        routing: by which `prefill` calls.
-        model: the fingerprint of the decode instance's.
-    """
-
-    def __init__(
-        self,
-        prefill: DisaggregatedWorker,
-        routing: _PrefillRouting,
-        control: DisaggregatedWorker,
-        model: str,
-    ) -> None:
-        self._prefill = prefill
-        self._routing = routing
-        self._control = control
-        self._model = model
-
-    async def prefill(
-        self, request: PrefillRequest, instance: str
-    ) -> AsyncGenerator[Prefilled, None]:
-        request = msgspec.structs.replace(request, model=self._model)
-        with self._routing.taken(request.hand_over, instance):
-            items: Any = self._prefill.prefill(request)
-            async with aclosing(items):
-                async for item in items:
-                    yield item
-
-    async def settle(self, settlement: Settlement, instance: str) -> Settled:
-        return await with_options(self._control, instance=instance).settle(settlement)
+        assert self._source is not None
+        items: Any = self._source.prefill(self._new_name(), request, context())
+        async with aclosing(items):
+            async for item in items:
+                yield item
 
 
 class _DecodeClient:
@@ -557,71 +465,3 @@ class _DecodeClient:
 
     async def offer(self, offer: Offer, instance: str) -> OfferAnswer:
         return await with_options(self._control, instance=instance, timeout=None).offer(offer)
-
-
-class _PrefillRouting:
-    """A router of prompts that are computed while their first items come.
-
-    Args:
-        choice: knows who can compute prompts for this instance.
-    """
-
-    route_timeout: float | None = None
-
-    def __init__(self, router: KvRouter, choice: PrefillChoice) -> None:
-        self._router = router
-        self._choice = choice
-        self._takers: dict[str, str] = {}
-
-    @contextmanager
-    def taken(self, hand_over: str, instance: str) -> Generator[None]:
-        """Have the instance compute a prompt that has taken its job; any where it is empty. The
-        router learns of it, and can say why."""
-        if instance:
-            self._takers[hand_over] = instance
-        try:
-            yield
-        finally:
-            self._takers.pop(hand_over, None)
-
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
-        """See `Router.route`.
-
-        Raises:
-            NoInstances: there is none that can compute prompts for this one.
-        """
-        usable = self._choice.usable(instances)
-        wanted: PrefillRequest = request.request
-        if taker := self._takers.get(wanted.hand_over):
-            usable = [one for one in usable if one.id == taker]
-        if not usable:
-            raise NoInstances(f"no other instance serves {request.endpoint}", started=False)
-        route = await self._router.route(request, usable)
-        return route if route.observer is None else route._replace(observer=_Whole(route.observer))
-
-
-class _Whole:
-    """Says nothing of first items: the prompt is computed when the call is over."""
-
-    def __init__(self, observer: RouteObserver) -> None:
-        self._observer = observer
-
-    def started(self) -> None:
-        self._observer.started()
-
-    def first_item(self) -> None:
-        """Its prompt is not computed yet."""
-
-    def ended(self, error: DynbusError | None) -> None:
-        self._observer.ended(error)
-
-
-def _stays(request: GenerateRequest) -> str:
-    """Why a prompt cannot be computed elsewhere; empty where it can."""
-    if request.n != 1:
-        return "several_continuations"
-    if request.structured is not None:
-        return "structured"
-    if request.lora_name:
-        return "adapter"
-    return ""

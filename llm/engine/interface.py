@@ -439,6 +439,23 @@ class Stepper(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldingStepper(Stepper, Protocol):
+    """A stepper of an engine that holds blocks for others; see `TransferringEngine` for what it is
+    told. What is not done is refused to the listener."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether its engine does so."""
+        ...
+
+    def reserve(self, request_id: str, request: GenerateRequest) -> None: ...
+    def deliver(self, request_id: str, computed: int, first: Generated | None) -> None: ...
+    def add_held(self, request_id: str, request: GenerateRequest) -> None: ...
+    def hold(self, hold_id: str, request: GenerateRequest) -> None: ...
+    def release(self, hold_id: str) -> None: ...
+
+
 class RunningEngine(ABC):
     """An engine that steps itself, in processes of its own.
 

@@ -43,13 +43,14 @@ from .interface import (
     EngineLoad,
     EngineRequest,
     Held,
+    HoldingStepper,
     PreparingEngine,
     RunningEngine,
     Step,
     StepFailed,
     TransferringEngine,
 )
-from .stepping import EngineStepper, stepper_of
+from .stepping import stepper_of
 from .tracing import EngineTrace
 
 if TYPE_CHECKING:
@@ -267,7 +268,10 @@ class EngineRunner(Openable):
         self._by_reply: dict[Reply[Generated], _Stream] = {}
         self._texts: dict[str, _Text] = {}
         self._holds: dict[str, _Hold] = {}
-        self._stepper = stepper_of(engine, self)
+        self._stepper = stepper = stepper_of(engine, self)
+        self._holder: HoldingStepper | None = None
+        if isinstance(stepper, HoldingStepper) and stepper.holds:
+            self._holder = stepper
         # One at a time: the others' tokens need the cores.
         one = ThreadPoolExecutor(1, thread_name_prefix="dynbus-preparing")
         self._preparing = TenantThreads(one, 1)
@@ -337,6 +341,7 @@ class EngineRunner(Openable):
         self, request_id: str, request: GenerateRequest, reply: Reply[Generated]
     ) -> None:
         stream = _Stream(self._submitted + 1, request_id, reply, request)
+        stream.is_single |= len(request.token_ids) + 1 >= self.limits.context_length
         self._streams[request_id] = self._by_reply[reply] = stream
 
     async def embed(self, request_id: str, request: EmbedRequest) -> Embedded:
@@ -382,15 +387,14 @@ class EngineRunner(Openable):
         Raises:
             InvalidRequest: its blocks stay where they are: it is no `TransferringEngine`.
         """
-        self._transferring()
-        assert isinstance(self._engine, TransferringEngine)
+        self._holding()
+        assert isinstance(self._engine, TransferringEngine), "others move their blocks themselves"
         return self._engine.memory
 
-    def _transferring(self) -> EngineStepper:
-        if not isinstance(self._engine, TransferringEngine):
+    def _holding(self) -> HoldingStepper:
+        if self._holder is None:
             raise InvalidRequest(f"the blocks of {self._engine!r} cannot be transferred")
-        assert isinstance(self._stepper, EngineStepper), "no engine that steps itself transfers"
-        return self._stepper
+        return self._holder
 
     def reserve(self, request_id: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
         """Have a request served whose prompt is computed elsewhere: see `TransferringEngine`.
@@ -403,12 +407,12 @@ class EngineRunner(Openable):
             Unavailable: the engine was stopped, or it failed.
             ValueError: the id is in use.
         """
-        stepper = self._transferring()
+        stepper = self._holding()
         self._check_new(request_id)
         self._open_stream(request_id, request, reply)
         self._holds[request_id] = _Hold(self._submitted + 1, is_request=False)
         self._count(request_id, request)
-        stepper.take_in(request_id, lambda engine: engine.reserve(request_id, request))
+        stepper.reserve(request_id, request)
 
     def show_first(self, request_id: str, first: Generated) -> bool:
         """Send the first token of a reserved request, as the `first` of another engine gave it.
@@ -434,9 +438,7 @@ class EngineRunner(Openable):
         Args:
             first: what `show_first` has sent, and said to go on.
         """
-        self._transferring().tell(
-            request_id, lambda engine: engine.deliver(request_id, computed, first)
-        )
+        self._holding().deliver(request_id, computed, first)
 
     def add_held(self, request_id: str, request: GenerateRequest) -> None:
         """Have the prompt and the first token of a request computed: see `TransferringEngine`.
@@ -449,11 +451,11 @@ class EngineRunner(Openable):
             Unavailable: the engine was stopped, or it failed.
             ValueError: the id is in use.
         """
-        stepper = self._transferring()
+        stepper = self._holding()
         self._check_new(request_id)
         self._holds[request_id] = _Hold(self._submitted + 1, is_request=True)
         self._count(request_id, request)
-        stepper.take_in(request_id, lambda engine: engine.add_held(request_id, request))
+        stepper.add_held(request_id, request)
 
     async def first(self, request_id: str) -> Generated:
         """The first token of a request that `add_held` took in.
@@ -479,10 +481,10 @@ class EngineRunner(Openable):
             Unavailable: the engine was stopped, or it failed.
             ValueError: the id is in use.
         """
-        stepper = self._transferring()
+        stepper = self._holding()
         self._check_new(hold_id)
         hold = self._holds[hold_id] = _Hold(self._submitted, is_request=False)
-        stepper.tell(hold_id, lambda engine: engine.hold(hold_id, request))
+        stepper.hold(hold_id, request)
         try:
             return await hold.next()
         except BaseException:
@@ -514,12 +516,12 @@ class EngineRunner(Openable):
         hold.fail(Cancelled("its blocks were released"))
         if self._failure is not None:
             return
-        stepper = self._transferring()
+        stepper = self._holding()
         if hold.first is not None:
             stepper.cancel(hold_id)
             if self._trace is not None:
                 self._trace.ended(hold_id)
-        stepper.tell(hold_id, lambda engine: engine.release(hold_id))
+        stepper.release(hold_id)
 
     # Ends -----------------------------------------------------------------------------
 

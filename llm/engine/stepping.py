@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import anyio
 
-from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import describe_exception, monotonic
 
 from .interface import (
@@ -58,8 +58,11 @@ def stepper_of(engine: Engine | RunningEngine, listener: Listener) -> Stepper:
 class EngineStepper(ABC):
     """Steps an engine, and has it do before its next step what it is told, in that order.
 
-    A `ValueError` is told as a refusal; what else a request raises fails the engine.
+    A `ValueError` is told as a refusal; what else a request raises fails the engine. Of a
+    `TransferringEngine` it is a `HoldingStepper`.
     """
+
+    _engine: Engine
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         self._put(request_id, lambda engine: _add(engine, request_id, request), is_request=True)
@@ -67,13 +70,33 @@ class EngineStepper(ABC):
     def cancel(self, request_id: str) -> None:
         self._put(request_id, lambda engine: engine.cancel(request_id), is_request=False)
 
-    def take_in(self, request_id: str, command: Command[TransferringEngine]) -> None:
-        """Have a `TransferringEngine` take in a request in a way of its own."""
-        self._put(request_id, _transferring(command), is_request=True)
+    @property
+    def holds(self) -> bool:
+        return isinstance(self._engine, TransferringEngine)
 
-    def tell(self, hold_id: str, command: Command[TransferringEngine]) -> None:
-        """Have a `TransferringEngine` do what takes in no request."""
-        self._put(hold_id, _transferring(command), is_request=False)
+    def reserve(self, request_id: str, request: GenerateRequest) -> None:
+        self._tell(request_id, lambda engine: engine.reserve(request_id, request), is_request=True)
+
+    def deliver(self, request_id: str, computed: int, first: Generated | None) -> None:
+        self._tell(request_id, lambda engine: engine.deliver(request_id, computed, first))
+
+    def add_held(self, request_id: str, request: GenerateRequest) -> None:
+        self._tell(request_id, lambda engine: engine.add_held(request_id, request), is_request=True)
+
+    def hold(self, hold_id: str, request: GenerateRequest) -> None:
+        self._tell(hold_id, lambda engine: engine.hold(hold_id, request))
+
+    def release(self, hold_id: str) -> None:
+        self._tell(hold_id, lambda engine: engine.release(hold_id))
+
+    def _tell(
+        self, name: str, command: Command[TransferringEngine], *, is_request: bool = False
+    ) -> None:
+        def run(engine: Engine) -> None:
+            assert isinstance(engine, TransferringEngine), "whoever tells it so has looked"
+            command(engine)
+
+        self._put(name, run, is_request=is_request)
 
     @abstractmethod
     def _put(self, name: str, command: Command[Engine], *, is_request: bool) -> None:
@@ -82,14 +105,6 @@ class EngineStepper(ABC):
     @abstractmethod
     async def run(self) -> None:
         """Step until cancelled; see `Stepper`."""
-
-
-def _transferring(command: Command[TransferringEngine]) -> Command[Engine]:
-    def run(engine: Engine) -> None:
-        assert isinstance(engine, TransferringEngine), "its caller has looked"
-        command(engine)
-
-    return run
 
 
 def _is_idle(engine: Engine) -> bool:
@@ -208,7 +223,7 @@ class _ThreadStepper(EngineStepper):
 
     # On the event loop ----------------------------------------------------------------
 
-    def _tell(
+    def _report(
         self,
         step: Step,
         load: EngineLoad,
@@ -286,5 +301,5 @@ class _ThreadStepper(EngineStepper):
             step = _step(engine, added) if engine.has_work else Step(())
             idle_after = None if engine.has_work or not _is_idle(engine) else taken
             self._loop.call_soon_threadsafe(
-                self._tell, step, engine.load, began, refused, idle_after
+                self._report, step, engine.load, began, refused, idle_after
             )

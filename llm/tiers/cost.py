@@ -1,4 +1,4 @@
-"""Whether it is faster to bring the blocks of a prefix from elsewhere than to compute them.
+"""The cost of bringing the blocks of a prefix from elsewhere, and of computing them.
 
 Rates are measured: each prefill, copy and transfer moves the estimate of its kind. Until there is a
 first one, computing is taken to be fast and moving to be slow, so that blocks are moved only where

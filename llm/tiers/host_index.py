@@ -1,10 +1,10 @@
-"""Which blocks a host store keeps, at which places, and which of them goes for another one.
+"""The index of a host store: its blocks, their places, and the order in which they go.
 
 A block is of no use without those before it. So the store is closed under prefixes: each block
 that it keeps follows one that it keeps, too, or begins a prompt. A block goes only when nothing in
 the store follows it: of these the one that was used the longest ago.
 
-A place is a number from 0 on. Whoever reads a block from outside pins its place, and as long as it
+A place is a number from 0 on. A reader of a block from outside pins its place, and as long as it
 is pinned the block stays where it is.
 """
 

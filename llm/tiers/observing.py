@@ -1,17 +1,17 @@
-"""What operators see of the blocks that are kept and fetched: status and metrics."""
+"""Blocks that are kept and fetched, as operators see them: status and metrics."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from dynbus import InstanceName
+from dynbus.llm.hand_over.source import Source
 from dynbus.llm.watching import InstanceWatch
 from dynbus.spi import Bus, Metrics, Readings
 from dynbus.transfer import ChecksumMismatch
 
 from .fetching import PrefixFetcher
 from .host_store import HostStore
-from .lending import Lender
 
 STATUS_KEY: Final = "kv_tiers"
 
@@ -20,7 +20,7 @@ class TierWatch(InstanceWatch):
     """Shows a host store and an instance's fetches to operators, while in the `async with`.
 
     Args:
-        store, fetcher, lender: None for what the instance does not have.
+        store, fetcher, source: None for what the instance does not have.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class TierWatch(InstanceWatch):
         name: InstanceName,
         store: HostStore | None,
         fetcher: PrefixFetcher | None,
-        lender: Lender | None,
+        source: Source | None,
     ) -> None:
         super().__init__(bus, name, "tiers", _readings)
-        self._store, self._fetcher, self._lender = store, fetcher, lender
+        self._store, self._fetcher, self._lends = store, fetcher, source
 
     def look(self) -> None:
         """Show how it is now."""
@@ -48,9 +48,9 @@ class TierWatch(InstanceWatch):
             self.put_by("fetches", "dynbus.result", fetched.results)
             self.put("bytes", fetched.bytes)
             self.put("seconds", fetched.seconds)
-        if self._lender is not None:
-            moved["lent"] = self._lender.lent_blocks
-            self.put("loans", self._lender.loans)
+        if self._lends is not None:
+            moved["lent"] = self._lends.lent_blocks
+            self.put("loans", self._lends.loans)
         self.put_by("moved", "dynbus.kind", moved)
 
     def _text(self) -> str:
@@ -58,9 +58,9 @@ class TierWatch(InstanceWatch):
         if self._store is not None:
             kept = self._store.statistics
             told.append(f"{kept.blocks} of {kept.places} blocks on the host")
-        if self._fetcher is not None and self._lender is not None:
+        if self._fetcher is not None and self._lends is not None:
             fetched = self._fetcher.statistics
-            told.append(f"{fetched.blocks} fetched, {self._lender.lent_blocks} lent")
+            told.append(f"{fetched.blocks} fetched, {self._lends.lent_blocks} lent")
             if damaged := fetched.results[ChecksumMismatch.code]:
                 told.append(f"{damaged} fetches damaged on the way")
         return ", ".join(told)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -14,17 +15,22 @@ from dynbus.kvrouter import profiles
 from dynbus.llm.engine import ModelEngine
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.hand_over.messages import LendRequest, Lent
+from dynbus.llm.hand_over.mover import AgentMover
+from dynbus.llm.hand_over.observing import TransferSpans
+from dynbus.llm.hand_over.sink import Sink
+from dynbus.llm.hand_over.source import MAX_SECONDS, Leases, Source
 from dynbus.llm.named import NamedWorker
-from dynbus.llm.weights.fingerprint import are_same, fingerprint
+from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
 
 from .cost import Rates
-from .fetching import PrefixFetcher
+from .fetching import MOST_PATIENCE, PrefixFetcher
 from .host_store import HostStore
-from .lending import MAX_SHARE, Lender
-from .messages import LendRequest, Lent
 from .observing import TierWatch
 
+MAX_SHARE: Final = 0.5
+"""Of the cache that is lent at a time: the rest stays for the requests that run here."""
 LENDS_NONE: Final = "this instance lends no blocks: set fetch_prefixes"
 
 
@@ -51,7 +57,7 @@ class TieredWorker(NamedWorker, abstract=True):
     _rates: Rates | None = None
     _store: HostStore | None = None
     _settling: Settling | None = None
-    _lender: Lender | None = None
+    _source: Source | None = None
     _fetcher: PrefixFetcher | None = None
     _tier_exits: AsyncExitStack | None = None
 
@@ -79,7 +85,7 @@ class TieredWorker(NamedWorker, abstract=True):
             if self.fetches_prefixes:
                 await self._open_fetching(exits, limits)
             watch = TierWatch(
-                self.runtime.bus, self.__dynbus_name__, self._store, self._fetcher, self._lender
+                self.runtime.bus, self.__dynbus_name__, self._store, self._fetcher, self._source
             )
             await exits.enter_async_context(watch)
             await super().on_engine(limits)
@@ -103,22 +109,30 @@ class TieredWorker(NamedWorker, abstract=True):
         )
         client = runtime.client(type(self), node=own.component, namespace=own.namespace, wait=0.0)
         settling = self._settling = Settling(memory, agent.leases)
-        self._lender = Lender(
-            runner,
+        spans = TransferSpans(runtime.bus.telemetry, own)
+        sink = Sink(runner, runtime.bus.background, spans)
+
+        def peer(instance: str) -> TieredWorker:
+            return with_options(client, instance=instance)
+
+        mover = AgentMover(
             agent,
-            settling,
-            limits.block_size,
-            max(1, int(self.lends_share * limits.blocks)),
+            memory,
+            lambda settlement, instance: peer(instance).settle(settlement),
+            compares=self.checksums,
+            patience=MOST_PATIENCE,
         )
         self._fetcher = PrefixFetcher(
+            sink, mover, rates, peer=peer, agent_of=self._agent_of, model=self._fingerprint
+        )
+        self._source = Source(
             runner,
-            agent,
-            rates,
-            peer=lambda instance: with_options(client, instance=instance),
-            agent_of=self._agent_of,
+            Leases.of(agent, settling),
+            self._fetcher.figures,
+            instance=own.instance_id,
+            lease=MAX_SECONDS,
+            most_lent=max(1, int(self.lends_share * limits.blocks)),
             model=self._fingerprint,
-            background=runtime.bus.background,
-            compares=self.checksums,
         )
 
     async def read_fingerprint(self) -> str:
@@ -129,19 +143,6 @@ class TieredWorker(NamedWorker, abstract=True):
         """
         self._fingerprint = await asyncio.to_thread(fingerprint, self.found.path)
         return self._fingerprint
-
-    def check_same_model(self, theirs: str) -> None:
-        """Check that a peer computes this model, by its fingerprint; one without is believed.
-
-        Raises:
-            InvalidRequest: it computes another one, whose blocks mean something else.
-        """
-        if not are_same(self._fingerprint, theirs):
-            raise InvalidRequest(
-                f"this instance computes {self.found.path.name} of fingerprint "
-                f"{self._fingerprint[:8]}, and the one that asks a model of {theirs[:8]}: give "
-                "both the same files"
-            )
 
     def check_checksums(self, memory: KvMemory) -> None:
         """See that blocks of this memory can be compared, where they are to be.
@@ -172,7 +173,7 @@ class TieredWorker(NamedWorker, abstract=True):
         told = dict(super().instance_metadata())
         if self._fetcher is not None:
             told[profiles.FETCHES_KEY] = "true"
-            told[profiles.LENDS_KEY] = str(self._lending().most_blocks)
+            told[profiles.LENDS_KEY] = str(self._lending().most_lent)
         if self._fingerprint:
             told[profiles.MODEL_KEY] = self._fingerprint
         return told
@@ -182,41 +183,21 @@ class TieredWorker(NamedWorker, abstract=True):
     async def serve_request(
         self, name: str, request: GenerateRequest, reply: Reply[Generated]
     ) -> None:
-        fetcher, running = self._fetcher, context()
-        fetch = None
-        if fetcher is not None:
-            fetch = fetcher.plan(request, running.metadata, running.deadline)
-        if fetcher is None or fetch is None:
-            await super().serve_request(name, request, reply)
-            return
-        runner = self._running()
-        await runner.prepare(request)
-        unlink = running.link(lambda _: runner.cancel(name))
-        try:
-            if running.is_stopped():
-                return
-            runner.reserve(name, request, reply)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(fetcher.fetch, name, request, fetch)
-                await reply.ended()
-                # Of a request that has ended early nothing is fetched any more.
-                tasks.cancel_scope.cancel()
-        finally:
-            unlink()
-            runner.forget(name)
+        here = partial(super().serve_request, name, request, reply)
+        if self._fetcher is None:
+            await here()
+        else:
+            await self._fetcher.serve(name, request, reply, here)
 
     # Lending --------------------------------------------------------------------------
 
     @handler(concurrency=None)
     async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
         """Lease the cached blocks of a prefix to another instance, until the call ends."""
-        self.check_same_model(request.model)
-        lending: Any = self._lending().lend(request, context().link)
-        try:
+        lending: Any = self._lending().lend(request, context())
+        async with aclosing(lending):
             async for lent in lending:
                 yield lent
-        finally:
-            await lending.aclose()
 
     @handler(concurrency=None)
     async def settle(self, settlement: Settlement) -> Settled:
@@ -225,7 +206,7 @@ class TieredWorker(NamedWorker, abstract=True):
             raise Unavailable(LENDS_NONE)
         return await self._settling.settle(settlement)
 
-    def _lending(self) -> Lender:
-        if self._lender is None:
+    def _lending(self) -> Source:
+        if self._source is None:
             raise Unavailable(LENDS_NONE)
-        return self._lender
+        return self._source

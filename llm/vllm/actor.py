@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -13,10 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import anyio
 import anyio.to_thread
 import msgspec
-from msgspec.structs import replace
 
 from dynbus import (
-    Cancelled,
     ComponentName,
     ConfigError,
     InvalidRequest,
@@ -28,23 +31,24 @@ from dynbus import (
     takes,
 )
 from dynbus.kvrouter import profiles
-from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
-from dynbus.llm.disaggregated.observing import HandOverFigures, HandOverWatch
+from dynbus.llm.disaggregated.roles import Role
 from dynbus.llm.disaggregated.settings import DisaggregationOption, DisaggregationSettings
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.options import KvEvents
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
+from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch
+from dynbus.llm.hand_over.source import Source
 from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker, ServedModelOptions
 from dynbus.spi import monotonic, task_group
 
-from .engine import Held, VllmEngine
-from .handing_over import HandedOver, HandOver, KvIdentity
-from .requests import PromptRequest
+from .engine import VllmEngine
+from .handing_over import ConnectorKeeper, HandedOver, HandOver, KvIdentity
 from .starting import (
     EngineFolder,
     HandOverSettings,
@@ -57,8 +61,7 @@ from .starting import (
 
 if TYPE_CHECKING:
     from dynbus.kvrouter import EngineEvents, KvRouter
-
-    from .remote_prefill import RemotePrefill
+    from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +72,6 @@ TOLD_EVERY: Final = 15.0
 
 MIN_LEASE: Final = 6
 """vLLM renews a lease six times, in whole seconds."""
-
-Role = Literal["none", "prefill", "decode"]
 
 _ROLES: Final[Mapping[str, Role]] = {"prefill": "prefill", "decode": "decode"}
 """What engines are that run as nodes of these names."""
@@ -110,19 +111,6 @@ class WakeUp(msgspec.Struct, frozen=True):
     """What of a sleeping engine comes back, such as `weights` and `kv_cache`; None for all."""
 
     tags: list[str] | None = None
-
-
-@dataclass(slots=True)
-class _Computed:
-    """A prompt that is computed for a decode engine.
-
-    Attributes:
-        name: of its request in the engine.
-        held: what was handed over; None where nothing was.
-    """
-
-    name: str
-    held: Held | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,15 +180,16 @@ class VllmWorker(NamedWorker, namespace="llm"):
             # The form of an output begins behind its reasoning.
             self._arguments = {"reasoning_parser": named, **self._arguments}
         self._kv_events = options.kv_events
-        self._asked_role: Role | Literal["auto"] = options.role
+        self._asked_role: Role | Literal["auto", "none"] = options.role
         self._prefill_node = options.prefill_node
         self._settings = DisaggregationSettings().changed(options.disaggregation or {})
         self._lease = options.kv_lease
-        self._role: Role = "none"
+        self._role: Role | None = None
         self._identity: KvIdentity | None = None
         self._remote: RemotePrefill | None = None
         self.figures = HandOverFigures()
-        self._computed: dict[str, _Computed] = {}
+        self._keeper: ConnectorKeeper | None = None
+        self._source: Source | None = None
         self._exits = AsyncExitStack()
         self._vllm: VllmEngine | None = None
         self._folder: EngineFolder | None = None
@@ -211,19 +200,19 @@ class VllmWorker(NamedWorker, namespace="llm"):
     async def find_model(self) -> LocalModel | None:
         self._role = self._role_here()
         # Before gigabytes are had in vain.
-        check = partial(check_arguments, self._arguments, hands_over=self._role != "none")
+        check = partial(check_arguments, self._arguments, hands_over=self._role is not None)
         await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
         return await super().find_model()
 
-    def _role_here(self) -> Role:
-        """What this engine does of a request.
+    def _role_here(self) -> Role | None:
+        """What this engine does of a request; None for all of it.
 
         Raises:
             ConfigError: something that it is to do does not go together.
         """
-        role: Role = _ROLES.get(self.__dynbus_name__.component, "none")
+        role = _ROLES.get(self.__dynbus_name__.component)
         if self._asked_role != "auto":
-            role = self._asked_role
+            role = None if self._asked_role == "none" else self._asked_role
         if role == "prefill" and self._lora_modules:
             raise ConfigError("lora_modules: a prefill engine serves no adapters, decode ones do")
         return role
@@ -233,7 +222,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         logger.info("vLLM starts for %s", self.found.origin)
         folder = self._folder = EngineFolder()
         hand_over = None
-        if self._role != "none":
+        if self._role is not None:
             host = reachable_address(self.runtime.bus.data.server_name)
             hand_over = HandOverSettings(self._role == "prefill", self._lease, host)
         self._vllm = VllmEngine.start(
@@ -304,7 +293,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         return self._engine().only_embeds
 
     async def on_engine(self, limits: EngineLimits) -> None:
-        if self._role != "none" and self.only_embeds:
+        if self._role is not None and self.only_embeds:
             raise ConfigError("a model that makes embeddings has no prompts to hand over")
         try:
             await self._take_role()
@@ -317,13 +306,23 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     async def _take_role(self) -> None:
         """Begin with what the engine does beside serving requests from beginning to end."""
-        if self._role == "none":
+        name, role, engine = self.__dynbus_name__, self._role, self._engine()
+        if role is None:
             return
-        name = self.__dynbus_name__
-        watch = HandOverWatch(self.runtime.bus, name, self.figures, lambda: self._role)
+        watch = HandOverWatch(self.runtime.bus, name, self.figures, lambda: role)
         await self._exits.enter_async_context(watch)
-        if self._role == "decode":
+        if role == "decode":
             self._remote = await self._exits.enter_async_context(self._remote_prefill())
+        else:
+            self._keeper = ConnectorKeeper(engine)
+            self._source = Source(
+                self._running(),
+                self._keeper.keep,
+                self.figures,
+                instance=self.instance_id,
+                lease=engine.lease,
+                in_parts=False,
+            )
 
     async def _register(self, limits: EngineLimits) -> None:
         """Have front ends find the model, and those of its adapters."""
@@ -398,77 +397,35 @@ class VllmWorker(NamedWorker, namespace="llm"):
     async def serve_request(
         self, name: str, request: GenerateRequest, reply: Reply[Generated]
     ) -> None:
-        remote, serve = self._remote, super().serve_request
-        if remote is None or not remote.wants(request):
-            await serve(name, request, reply)
-            return
-        await remote.serve(name, request, reply, lambda one: serve(name, one, reply))
+        here = partial(super().serve_request, name, request, reply)
+        if self._remote is None:
+            await here()
+        else:
+            await self._remote.serve(name, request, reply, here)
 
     @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
-    async def prefill(self, request: PrefillRequest, reply: Reply[Prefilled]) -> None:
+    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[Prefilled]:
         """Compute a prompt and its first token for a decode engine, and hold what is computed while
         the call is open: until it is handed over, and then for its lease."""
-        self._check_role("prefill")
-        engine, runner, running = self._engine(), self._running(), context()
-        if request.hand_over in self._computed:
-            raise InvalidRequest(f"hand-over {request.hand_over!r} is there already")
-        name = self._new_name()
-        computed = self._computed[request.hand_over] = _Computed(name)
-
-        def tell(first: Generated) -> Prefilled:
-            reason = engine.holding[name].finish_reason
-            first = replace(first, finish_reason=reason)
-            return Prefilled(len(request.request.token_ids), instance=self.instance_id, first=first)
-
-        unlink = running.link(lambda _: reply.fail(Cancelled("the call was stopped")))
-        self.figures.held += 1
-        try:
-            fields = {
-                one: getattr(request.request, one) for one in request.request.__struct_fields__
-            }
-            runner.submit(name, PromptRequest(**fields), reply.converting(tell))
-            await reply.ended()
-        finally:
-            unlink()
-            runner.forget(name)
-            self.figures.held -= 1
-            self.figures.served["lost" if computed.held is None else "done"] += 1
-            engine.holding.pop(name, None)
-            if computed.held is None:
-                del self._computed[request.hand_over]
-                self._free(name)
+        if self._source is None:
+            raise self._has_another_role()
+        items: Any = self._source.prefill(self._new_name(), request, context())
+        async with aclosing(items):
+            async for item in items:
+                yield item
 
     @handler(concurrency=None)
     async def hand_over(self, request: HandOver) -> HandedOver:
         """Hand over a prompt that is held; from now on the caller's vLLM says when it has it."""
-        self._check_role("prefill")
-        computed = self._computed.get(request.hand_over)
-        held = None if computed is None else self._engine().holding.pop(computed.name, None)
-        if computed is None or held is None:
-            raise InvalidRequest(f"nothing is held for hand-over {request.hand_over!r}")
-        computed.held = held
-        now = monotonic()
-        for key, one in list(self._computed.items()):
-            if one.held is not None and one.held.until < now:
-                del self._computed[key]
-        return HandedOver(held.kv_transfer_params, max(0.0, held.until - now))
+        if self._keeper is None:
+            raise self._has_another_role()
+        return self._keeper.hand_over(request.hand_over)
 
     @handler(concurrency=None, idempotent=True)
     async def give_back(self, request: HandOver) -> None:
         """Free a prompt that was handed over, and that nobody reads."""
-        computed = self._computed.pop(request.hand_over, None)
-        if computed is not None and computed.held is not None:
-            self._free(computed.name)
-
-    def _free(self, name: str) -> None:
-        async def free() -> None:
-            try:
-                await self._engine().free(name)
-            except Exception:
-                # They are free when their lease is over.
-                logger.exception("%s: its blocks cannot be freed now", name)
-
-        self.runtime.background.start(free, name=f"free the prompt of {name}")
+        if self._keeper is not None:
+            self._keeper.give_back(request.hand_over)
 
     @handler(concurrency=None, idempotent=True)
     async def kv_identity(self) -> KvIdentity:
@@ -479,12 +436,11 @@ class VllmWorker(NamedWorker, namespace="llm"):
             )
         return self._identity
 
-    def _check_role(self, wanted: Role) -> None:
-        if self._role != wanted:
-            raise InvalidRequest(
-                f"{self.__dynbus_name__} runs with role={self._role}: ask one that runs "
-                f"with role={wanted}"
-            )
+    def _has_another_role(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"{self.__dynbus_name__} runs with role={self._role or 'none'}: ask one that runs "
+            "with role=prefill"
+        )
 
     # What operators do ------------------------------------------------------------------
 

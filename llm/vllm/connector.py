@@ -4,7 +4,7 @@ It is loaded in the processes of an engine, by its path, and adds four things to
 
 - blocks that a prefill engine may have given to others by the time that their read ends are not
   taken: vLLM itself would go on with whatever it has read;
-- a prompt that is held for others can be freed by whoever holds it;
+- a prompt that is held for others can be freed by the engine that holds it;
 - an idle agent uses no core: NIXL's own thread of progress would poll without a pause;
 - the address at which other engines ask for its agents is one that they can reach, and has a port
   that is free.

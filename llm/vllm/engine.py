@@ -23,13 +23,14 @@ from dynbus.llm.engine.interface import (
     EngineLimits,
     EngineLoad,
     EngineRequest,
+    Held,
     Listener,
     Prefill,
     RunningEngine,
     Step,
 )
 from dynbus.llm.engine.requests import check_embedding, check_request
-from dynbus.llm.generation import FinishReason, Generated, GenerateRequest
+from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import describe_exception, monotonic, suggestion, task_group
 
 from .connector import FREE
@@ -58,17 +59,15 @@ STOP_TIMEOUT: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A prompt that an engine has computed, and holds for another.
+class ConnectorTicket:
+    """What another vLLM needs to read a prompt that this one has computed, and holds for it.
 
     Attributes:
-        kv_transfer_params: for vLLM of the other.
-        finish_reason: "stop" where its first token ends the output.
-        until: how long at least, on the monotonic clock.
+        kv_transfer_params: for its connector.
+        until: how long it is held at least, on the monotonic clock.
     """
 
     kv_transfer_params: dict[str, Any]
-    finish_reason: FinishReason
     until: float
 
 
@@ -88,7 +87,7 @@ class VllmEngine(RunningEngine):
         unloaded: when adapters were unloaded that are not loaded now, by their names.
         report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
         lease: seconds for which it holds the blocks of a prompt for another engine.
-        holding: what it holds for other engines, by the ids of its requests.
+        hands_over: whether it reads and holds such blocks at all.
     """
 
     def __init__(self, llm: Any, folder: EngineFolder, counts: list[RankLoad]) -> None:
@@ -102,7 +101,6 @@ class VllmEngine(RunningEngine):
         self.adapters: dict[str, Any] = {}
         self.unloaded: dict[str, float] = {}
         self.report_mode: Callable[[], str] | None = None
-        self.holding: dict[str, Held] = {}
         self.limits = EngineLimits(
             block_size=cache.block_size,
             # Of all ranks together, each of which has so many.
@@ -114,6 +112,7 @@ class VllmEngine(RunningEngine):
             vocabulary=model.get_vocab_size(),
         )
         transfer = config.kv_transfer_config
+        self.hands_over = transfer is not None
         self.lease: float = (
             0.0 if transfer is None else transfer.get_from_extra_config("kv_lease_duration", 0)
         )
@@ -194,32 +193,22 @@ class VllmEngine(RunningEngine):
 
     # KV caches that are handed over ---------------------------------------------------
 
-    async def own_output(self, request_id: str) -> bool:
-        """Wait until it has made something for a request, or has it no longer.
+    @property
+    def steps(self) -> VllmStepper:
+        """What gives it requests.
 
-        Returns:
-            Whether it has made something, and so has read what it will read.
+        Raises:
+            Unavailable: it is not started.
         """
-        asked = None if self._stepper is None else self._stepper.find(request_id)
-        if asked is None:
-            return False
-        await asked.decided.wait()
-        return asked.has_output
+        if self._stepper is None:
+            raise Unavailable("vLLM is not started")
+        return self._stepper
 
     async def aborted(self, request_id: str) -> None:
         """Wait until nothing is used any more that is read for a request which was given up."""
-        if self._stepper is not None:
-            await self._stepper.left(request_id)
+        await self.steps.left(request_id)
         # Whatever it was told before, it has done when it answers.
         await self.llm.is_sleeping()
-
-    def compute(self, request_id: str) -> bool:
-        """Compute the prompt of a request that waits for what another engine has computed.
-
-        Returns:
-            Whether it waited. Blocks that may still be written into are not used for others.
-        """
-        return self._stepper is not None and self._stepper.compute(request_id)
 
     async def free(self, request_id: str) -> None:
         """Free the prompt of a request that was computed for another engine, where it is held; one
@@ -345,6 +334,10 @@ class VllmStepper:
         self._outputs: list[tuple[str, Generated]] = []
         self._prefilled: list[Prefill] = []
         self._failures: list[tuple[str, str]] = []
+        self._held: list[Held] = []
+        self._reserved: dict[str, GenerateRequest] = {}
+        # Prompts that are computed for others: what is held of them is None before.
+        self._prompts: dict[str, ConnectorTicket | None] = {}
         self._embedded: list[tuple[str, Embedded]] = []
         self._aborted: list[str] = []
         self._news = asyncio.Event()
@@ -361,30 +354,109 @@ class VllmStepper:
             self._begin(self._tasks, request_id)
 
     def cancel(self, request_id: str) -> None:
+        self._reserved.pop(request_id, None)
         asked = self._end(request_id)
         if asked is not None:
             self._abort(*asked.sampling)
 
-    def find(self, request_id: str) -> _Asked | None:
-        """A request that vLLM has."""
-        return self._asked.get(request_id)
+    # Prompts that others compute, and that are computed for others ----------------------------
+
+    @property
+    def holds(self) -> bool:
+        return self._engine.hands_over
+
+    def reserve(self, request_id: str, request: GenerateRequest) -> None:
+        """Have a request wait for `read` or `deliver`: vLLM finds its blocks when it reads."""
+        try:
+            check_request(request, self._engine.limits)
+            sampling_params(request, 0, None)
+        except Exception as error:  # noqa: BLE001 - a client's mistake, as vLLM sees it too
+            self._listener.on_refused(request_id, error)
+            return
+        self._reserved[request_id] = request
+        self._hold(Held(request_id, (), 0, 0))
+
+    def read(
+        self, request_id: str, ticket: ConnectorTicket, seed: int, shown: Generated | None
+    ) -> None:
+        """Have a request that waits read what another engine has computed, and go on from there.
+
+        Args:
+            ticket: of that engine, by the clock of this one.
+            seed: of its draws where it has none, and is none of a CPU's.
+            shown: the first token of its output, which was sent already.
+        """
+        request = self._reserved.pop(request_id, None)
+        if request is not None:
+            self.add(request_id, _reading(drawn_alike(request, seed, self._engine), ticket, shown))
+
+    def deliver(self, request_id: str, computed: int, first: Generated | None) -> None:
+        """Have a request go on that waits, or that reads and has not read all: its prompt is
+        computed here. Blocks that may still be written into are not used for others."""
+        request = self._reserved.pop(request_id, None)
+        asked = self._asked.get(request_id)
+        if request is not None:
+            self.add(request_id, _reading(request, None, first))
+        elif asked is not None and asked.reads and not asked.has_output:
+            reading = cast("ReadingRequest", asked.request)
+            self._begin_anew(
+                request_id, asked, msgspec.structs.replace(reading, kv_transfer_params=None)
+            )
+
+    def add_held(self, request_id: str, request: GenerateRequest) -> None:
+        self._prompts[request_id] = None
+        self.add(request_id, PromptRequest(**_fields(request)))
+
+    def hold(self, hold_id: str, request: GenerateRequest) -> None:
+        self._listener.on_refused(hold_id, ValueError("vLLM lends nothing of its cache"))
+
+    def take(self, request_id: str) -> ConnectorTicket | None:
+        """The ticket of a prompt that was computed for another engine, once: from now on that one
+        says when it has read it. None where nothing is held."""
+        ticket = self._prompts.get(request_id)
+        if ticket is not None:
+            del self._prompts[request_id]
+        return ticket
+
+    def release(self, hold_id: str) -> None:
+        """Free what was computed for another engine, and not taken by it."""
+        if hold_id in self._prompts:
+            del self._prompts[hold_id]
+            self.free(hold_id)
+
+    def free(self, request_id: str) -> None:
+        """Free what was computed for another engine, soon."""
+        assert self._tasks is not None, "it was computed"
+        self._tasks.start_soon(self._free, request_id)
+
+    async def _free(self, request_id: str) -> None:
+        try:
+            await self._engine.free(request_id)
+        except Exception:
+            # They are free when their lease is over.
+            logger.exception("%s: its blocks cannot be freed now", request_id)
+
+    def _hold(self, held: Held) -> None:
+        self._held.append(held)
+        self._news.set()
+
+    async def own_output(self, request_id: str) -> bool:
+        """Wait until vLLM has made something for a request, or has it no longer.
+
+        Returns:
+            Whether it has made something, and so has read what it will read.
+        """
+        asked = self._asked.get(request_id)
+        if asked is None:
+            return False
+        await asked.decided.wait()
+        return asked.has_output
 
     async def left(self, request_id: str) -> None:
         """Wait until vLLM says nothing more of a request, as it was given it first."""
         followed = self._followed.get(f"{request_id}-0")
         if followed is not None:
             await followed.wait()
-
-    def compute(self, request_id: str) -> bool:
-        """Give vLLM a request anew that waits for blocks; whether it did."""
-        asked = self._asked.get(request_id)
-        if asked is None or asked.has_output or not asked.reads:
-            return False
-        request = cast("ReadingRequest", asked.request)
-        self._begin_anew(
-            request_id, asked, msgspec.structs.replace(request, kv_transfer_params=None)
-        )
-        return True
 
     async def run(self) -> None:
         engine = self._engine
@@ -412,7 +484,8 @@ class VllmStepper:
         prefilled, self._prefilled = self._prefilled, []
         failures, self._failures = self._failures, []
         embedded, self._embedded = self._embedded, []
-        step = Step(outputs, failures=failures, prefilled=prefilled, embedded=embedded)
+        held, self._held = self._held, []
+        step = Step(outputs, failures=failures, prefilled=prefilled, embedded=embedded, held=held)
         self._listener.on_step(step, self._engine.load, monotonic())
 
     def _prepare(self, request_id: str, request: EngineRequest) -> _Asked:
@@ -620,10 +693,8 @@ class VllmStepper:
                 self._fail(request_id, "vLLM does not hold what it has computed")
                 return
             until = monotonic() + self._engine.lease
-            held = Held(output.kv_transfer_params, item.finish_reason, until)
-            self._engine.holding[request_id] = held
-            # It is open for as long as somebody may read what is held.
-            item = msgspec.structs.replace(item, finish_reason=None)
+            self._prompts[request_id] = ConnectorTicket(output.kv_transfer_params, until)
+            self._held.append(Held(request_id, (), len(request.token_ids), cached or 0))
         self._outputs.append((request_id, item))
         self._news.set()
         if reason is not None:
@@ -663,6 +734,33 @@ class VllmStepper:
     def _abort(self, *names: str) -> None:
         self._aborted += names
         self._news.set()
+
+
+def _fields(request: GenerateRequest) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in GenerateRequest.__struct_fields__}
+
+
+def _reading(
+    request: GenerateRequest, ticket: ConnectorTicket | None, shown: Generated | None
+) -> ReadingRequest:
+    """The request of which another engine has computed the prompt, or was to."""
+    return ReadingRequest(
+        **_fields(request),
+        kv_transfer_params=None if ticket is None else ticket.kv_transfer_params,
+        held_until=0.0 if ticket is None else ticket.until,
+        shown=None if shown is None else shown.token_ids[0],
+    )
+
+
+def drawn_alike(request: GenerateRequest, seed: int, engine: VllmEngine) -> GenerateRequest:
+    """The request with a seed, where two engines would draw different first tokens without one.
+
+    On CPUs it has none: vLLM fails there with a seeded request whose prompt takes several steps.
+    """
+    sampling = request.sampling
+    if engine.is_cpu or sampling.temperature == 0 or sampling.seed is not None:
+        return request
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, seed=seed))
 
 
 def _without_first(item: Generated) -> Generated:

@@ -1,17 +1,24 @@
-"""What prefill and decode engines say to each other, and whether their KV caches are the same."""
+"""The prefill side of vLLM's hand-overs: what its connector keeps, and for whom it is of use."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import msgspec
 
-from .starting import vllm_module, weight_files
+from dynbus import InvalidRequest
+from dynbus.llm.weights.fingerprint import fingerprint
+from dynbus.spi import monotonic
 
-_SAMPLES: Final = 64
-_SAMPLE_BYTES: Final = 4096
+from .engine import VllmEngine
+from .starting import vllm_module
+
+SAMPLES: Final = 64
+"""Of each file of weights, for the fingerprint: vLLM's models may be of any size."""
 
 
 class HandOver(msgspec.Struct, frozen=True):
@@ -61,7 +68,7 @@ class KvIdentity(msgspec.Struct, frozen=True):
         return cls(
             vllm=vllm_module("").__version__,
             model=str(model.model),
-            weights=fingerprint(path),
+            weights=fingerprint(path, samples=SAMPLES),
             dtype=str(model.dtype),
             kv_cache_dtype=str(cache.cache_dtype),
             layers=model.get_total_num_hidden_layers(),
@@ -84,16 +91,76 @@ class KvIdentity(msgspec.Struct, frozen=True):
         ]
 
 
-def fingerprint(path: Path) -> str:
-    """Of a model's files: the whole of its configuration, and samples of each file of weights."""
-    digest = hashlib.sha256()
-    config = path / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    for name, size in weight_files(path).items():
-        digest.update(size.to_bytes(8, "big"))
-        with open(name, "rb") as file:
-            for at in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+class ConnectorKeeper:
+    """Has vLLM's connector keep prompts for their readers.
+
+    A prompt is kept while the call that asked for it is open, and from when it is handed over until
+    its lease is over, or it is given back.
+    """
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self._kept: dict[str, _Kept] = {}
+
+    def __repr__(self) -> str:
+        return f"<ConnectorKeeper [{len(self._kept)} prompts]>"
+
+    def keep(self, name: str, hand_over: str) -> _Kept:
+        """Begin to keep a prompt; see `Keep`.
+
+        Raises:
+            InvalidRequest: a prompt of this id is kept.
+        """
+        if hand_over in self._kept:
+            raise InvalidRequest(f"the hand-over {hand_over!r} is going on already")
+        kept = self._kept[hand_over] = _Kept(self._kept, name, hand_over)
+        return kept
+
+    def hand_over(self, hand_over: str) -> HandedOver:
+        """Hand over a prompt; from now on the reader's vLLM says when it has it.
+
+        Raises:
+            InvalidRequest: none of this id is held.
+        """
+        kept = self._kept.get(hand_over)
+        ticket = None if kept is None else self._engine.steps.take(kept.name)
+        if kept is None or ticket is None:
+            raise InvalidRequest(f"nothing is held for hand-over {hand_over!r}")
+        now = monotonic()
+        for key, one in list(self._kept.items()):
+            if one.is_read and one.until < now:
+                del self._kept[key]
+        kept.is_read, kept.until = True, ticket.until
+        return HandedOver(ticket.kv_transfer_params, max(0.0, ticket.until - now))
+
+    def give_back(self, hand_over: str) -> None:
+        """Free a prompt that was handed over, and that nobody reads."""
+        kept = self._kept.get(hand_over)
+        if kept is not None and kept.is_read:
+            del self._kept[hand_over]
+            self._engine.steps.free(kept.name)
+
+
+class _Kept:
+    """A prompt that is kept; see `Keeping`. It counts as read when it is handed over."""
+
+    def __init__(self, all_kept: dict[str, _Kept], name: str, hand_over: str) -> None:
+        self.name = name
+        self.is_read = False
+        self.until = 0.0
+        self._all = all_kept
+        self._hand_over = hand_over
+        self._left = anyio.Event()
+
+    def offer(self, blocks: Sequence[int], tokens: int, seconds: float) -> None:
+        """The reader asks for it by its id."""
+
+    async def over(self) -> None:
+        await self._left.wait()
+
+    def leave(self) -> None:
+        self._left.set()
+
+    def release(self) -> None:
+        if not self.is_read:
+            del self._all[self._hand_over]

@@ -74,7 +74,7 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
         ignore_eos=request.ignore_eos,
         max_tokens=most,
         min_tokens=least,
-        # Whoever asks turns tokens into text, and applies stop strings to it.
+        # The front end turns tokens into text, and applies stop strings to it.
         detokenize=False,
         output_kind=module.RequestOutputKind.DELTA,
         extra_args={**extra, **_transfer(request)} or None,

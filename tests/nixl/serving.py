@@ -21,13 +21,13 @@ from dynbus import Runtime, with_options
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.llm.disaggregated.messages import Role, RoleChange
+from dynbus.llm.disaggregated.roles import Role, RoleChange
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.page.state import InstanceSurvey
 
 ACTORS = """
-from dynbus.llm.disaggregated.receiving import Limits
+from dynbus.llm.hand_over.sink import Limits
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 
 

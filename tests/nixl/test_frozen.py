@@ -27,13 +27,13 @@ from tests.scenarios.observation import Prefer
 from dynbus import Runtime, with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.llm.disaggregated.messages import Prefilled, PrefillRequest
-from dynbus.llm.disaggregated.receiving import Limits, Mover, Moving, Peers
 from dynbus.llm.disaggregated.worker import BlockAgent, DisaggregatedWorker
+from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
+from dynbus.llm.hand_over.mover import Moving, Part
+from dynbus.llm.hand_over.sink import Limits, Origin
 from dynbus.llm.worker import ModelWorker
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import LeaseTable, Ticket
-from dynbus.transfer.settling import Settled, Settlement
 
 TIME = 10.0
 """Seconds that a request may take; half of it is for its hand-over, the rest for what follows."""
@@ -56,7 +56,7 @@ class Phases:
 
 
 class WatchedAgent:
-    """An agent of NIXL that says when something begins."""
+    """An agent of NIXL that says when it grants a lease."""
 
     def __init__(self, agent: BlockAgent, phases: Phases) -> None:
         self._agent = agent
@@ -71,22 +71,20 @@ class WatchedAgent:
         return self._agent.grant(blocks, tokens=tokens, seconds=seconds)
 
     def start(self, *args: Any, **options: Any) -> Moving:
-        self._phases.reached("reading")
-        mover: Mover = self._agent
-        return mover.start(*args, **options)
+        return self._agent.start(*args, **options)
 
 
-class WatchedPeers:
-    """Prefill instances of which it is told what they say."""
+class WatchedOrigin:
+    """Prefill instances of which it is told what they say, and what is read of them."""
 
-    def __init__(self, peers: Peers, phases: Phases) -> None:
-        self._peers = peers
+    def __init__(self, origin: Origin, phases: Phases) -> None:
+        self.limits, self.figures, self.ended = origin.limits, origin.figures, origin.ended
+        self.mover = self
+        self._origin = origin
         self._phases = phases
 
-    async def prefill(
-        self, request: PrefillRequest, instance: str
-    ) -> AsyncGenerator[Prefilled, None]:
-        items = self._peers.prefill(request, instance)
+    async def ask(self, request: PrefillRequest, instance: str) -> AsyncGenerator[Prefilled, None]:
+        items = self._origin.ask(request, instance)
         try:
             async for item in items:
                 self._phases.reached("taken in")
@@ -98,9 +96,13 @@ class WatchedPeers:
         finally:
             await items.aclose()
 
-    async def settle(self, settlement: Settlement, instance: str) -> Settled:
+    def start(self, part: Part, deadline: float) -> Moving:
+        self._phases.reached("reading")
+        return self._origin.mover.start(part, deadline)
+
+    async def settled(self, part: Part) -> bool:
         self._phases.reached("settling")
-        return await self._peers.settle(settlement, instance)
+        return await self._origin.mover.settled(part)
 
 
 class Engine(DisaggregatedWorker, namespace="killed"):
@@ -202,9 +204,9 @@ def test_a_request_is_right_and_in_time_in_whatever_phase_its_prefill_instance_f
             await whole.stop()
             decode = await one.start(Engine, node="decode", disaggregation=REMOTE, **model)
             here = engine_of(decode)
-            receiver = here._receiver  # pyright: ignore[reportPrivateUsage]
-            assert receiver is not None
-            receiver.peers = WatchedPeers(receiver.peers, here.phases)
+            remote = here._remote  # pyright: ignore[reportPrivateUsage]
+            assert remote is not None
+            remote.origin = WatchedOrigin(remote.origin, here.phases)
             ended = here.figures.ended
 
             def hand_over_ended(reason: str) -> None:

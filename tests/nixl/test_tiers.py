@@ -19,10 +19,11 @@ from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.llm.engine.interface import EngineLoad
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.hand_over.mover import Part
+from dynbus.llm.hand_over.source import Source
 from dynbus.llm.tiers import fetching
 from dynbus.llm.tiers.cost import Estimate
 from dynbus.llm.tiers.fetching import PrefixFetcher
-from dynbus.llm.tiers.lending import Lender
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit
 from dynbus.transfer.layout import KvMemory
@@ -56,9 +57,9 @@ class Worker(ModelWorker, namespace="llm"):
         return self._settling
 
     @property
-    def lender(self) -> Lender:
-        assert self._lender is not None
-        return self._lender
+    def source(self) -> Source:
+        assert self._source is not None
+        return self._source
 
     @property
     def memory(self) -> KvMemory:
@@ -134,8 +135,8 @@ async def at_rest(*workers: Worker) -> None:
 
     def rests() -> bool:
         return all(
-            worker.lender.loans == 0
-            and worker.fetcher.statistics.running == 0
+            worker.source.loans == 0
+            and worker.fetcher.figures.open == 0
             and worker.engine_load.active_blocks == 0
             for worker in workers
         )
@@ -155,7 +156,7 @@ def test_a_prefix_that_a_peer_holds_is_read_from_it_and_gives_the_same_tokens(mo
             assert tokens_of(fetched) == tokens_of(again) == tokens_of(computed)
             # What was fetched was not found in the cache, as its router expects.
             assert [items[0].cached_tokens for items in (fetched, again)] == [0, 12 * SIZE]
-            assert other.fetcher.statistics.blocks == one.lender.lent_blocks == 12
+            assert other.fetcher.statistics.blocks == one.source.lent_blocks == 12
             await at_rest(one, other)
 
     asyncio.run(story())
@@ -170,24 +171,21 @@ def test_blocks_with_other_checksums_than_the_peer_has_are_computed(
             one = await start(kit, model, "one")
             other = await start(kit, model, "other", checksums=True)
             computed = await generate(kit, "one", PROMPT)
-            peer, memory = other.fetcher.peer, other.memory
+            mover, memory = other.fetcher.mover, other.memory
 
             class Damaging:
                 """Flips a bit of what was read, before the peer is asked for checksums."""
 
-                def __init__(self, instance: str) -> None:
-                    self._peer = peer(instance)
-                    self.lend_prefix = self._peer.lend_prefix
+                start = staticmethod(mover.start)
 
-                async def settle(self, settlement: Settlement) -> Settled:
-                    assert settlement.wanted is not None
+                async def settled(self, part: Part) -> bool:
                     if damages:
                         for region in memory.regions:
                             for at in range(0, region.size, memory.layout.token_bytes):
                                 ctypes.c_uint8.from_address(region.address + at).value ^= 1
-                    return await self._peer.settle(settlement)
+                    return await mover.settled(part)
 
-            other.fetcher.peer = Damaging
+            other.fetcher.mover = Damaging()
 
             fetched = await generate(kit, "other", PROMPT, peer="one")
 
@@ -263,19 +261,15 @@ def test_a_caller_that_leaves_in_the_middle_of_a_fetch_has_all_freed(model: str)
             await generate(kit, "one", PROMPT)
             settling = asyncio.Event()
 
-            async def never(settlement: Settlement) -> Settled:
-                settling.set()
-                await asyncio.Event().wait()
-                return Settled(held=True)
-
-            peer = other.fetcher.peer
-
             class Silent:
-                def __init__(self, instance: str) -> None:
-                    self.lend_prefix = peer(instance).lend_prefix
-                    self.settle = never
+                start = staticmethod(other.fetcher.mover.start)
 
-            other.fetcher.peer = Silent
+                async def settled(self, part: Part) -> bool:
+                    settling.set()
+                    await asyncio.Event().wait()
+                    return True
+
+            other.fetcher.mover = Silent()
             call = asyncio.create_task(generate(kit, "other", PROMPT, peer="one"))
             await settling.wait()
             call.cancel()

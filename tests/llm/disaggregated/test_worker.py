@@ -30,16 +30,11 @@ from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.work_queue import JobEnd
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.disaggregated import worker
-from dynbus.llm.disaggregated.messages import (
-    PrefillJob,
-    PrefillRequest,
-    Role,
-    RoleChange,
-    RoleState,
-)
-from dynbus.llm.disaggregated.receiving import Limits
+from dynbus.llm.disaggregated.roles import Role, RoleChange, RoleState
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.hand_over.messages import PrefillJob, PrefillRequest
+from dynbus.llm.hand_over.sink import Limits
 from dynbus.llm.models.records import read_cards
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
@@ -143,9 +138,9 @@ def engine_of(instance: ActorInstance) -> Engine:
 
 def router_of(instance: ActorInstance) -> KvRouter:
     """By which a decode instance sends prompts to prefill instances."""
-    choice = engine_of(instance)._choice  # pyright: ignore[reportPrivateUsage]
-    assert choice is not None
-    return choice._router  # pyright: ignore[reportPrivateUsage]
+    remote = engine_of(instance)._remote  # pyright: ignore[reportPrivateUsage]
+    assert remote is not None
+    return remote.choice._router  # pyright: ignore[reportPrivateUsage]
 
 
 async def takes_no_jobs(instance: ActorInstance) -> None:

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 from tests.llm.text.tiny_tokenizer import tiny_json
-from tests.llm.weights.tiny_models import TINY_MODELS, TinyModel
+from tests.llm.weights.tiny_models import TINY_MODELS
 from tests.transfer.kv_blocks import small_layout
 
 from dynbus.actors.declaring.arguments import build_arguments
-from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
+from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.hand_over.messages import LendRequest
 from dynbus.llm.tiers.cost import Rates
 from dynbus.llm.tiers.host_store import HostStore
-from dynbus.llm.tiers.messages import LendRequest
-from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 from dynbus.transfer.layout import KvMemory, Region
@@ -98,20 +97,10 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], told: st
         Worker(**options)  # type: ignore[arg-type]  # bad on purpose
 
 
-def test_blocks_are_lent_only_to_readers_with_the_same_model(tmp_path: Path) -> None:
-    worker = Worker(model=str(TINY_MODELS["llama"].write_folder(tmp_path / "one")))
-    other = fingerprint(TinyModel("tuned", "llama").write_folder(tmp_path / "other"))
-
+def test_a_worker_that_fetches_no_prefixes_lends_none() -> None:
     async def story() -> None:
-        worker._found = await worker.find_model()  # pyright: ignore[reportPrivateUsage]
-        own = await worker.read_fingerprint()
-
-        worker.check_same_model(own)
-        worker.check_same_model("")
-        with pytest.raises(InvalidRequest, match="give both the same files"):
-            await anext(worker.lend_prefix(LendRequest([1] * 16, 1.0, model=other)))
         with pytest.raises(Unavailable, match="lends no blocks"):
-            await anext(worker.lend_prefix(LendRequest([1] * 16, 1.0, model=own)))
+            await anext(Worker().lend_prefix(LendRequest([1] * 16, 1.0)))
 
     run(story())
 

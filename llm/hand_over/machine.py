@@ -1,10 +1,10 @@
-"""How one request gets its prompt from a prefill instance: what follows from what happens.
+"""The states of a request whose prompt's blocks come from elsewhere, and what follows from events.
 
 `HandOver` is told what has happened and answers what is to be done; it has no I/O and no clock.
 These are its promises, whatever comes in whatever order:
 
-- the request has exactly one first token: that of the prefill instance, shown at most once, or the
-  one that the own engine draws;
+- the request has exactly one first token: that of the source, shown at most once, or the one that
+  the own engine draws;
 - the engine is told of no token of the prompt whose bytes were not settled;
 - the engine goes on exactly once, unless the request has ended before;
 - the blocks are released, once, when nothing can write into them any more.
@@ -34,7 +34,6 @@ Reason = Literal[
     "transfer_failed",
     "too_slow",
     "queue_failed",
-    "role_changed",
 ]
 """Why a prompt that was to come from elsewhere is computed here; empty where it came."""
 
@@ -69,7 +68,7 @@ class Enqueue:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Ask an instance to compute the prompt from this token on; any where it is empty."""
+    """Ask an instance for the blocks from this token on; any where it is empty."""
 
     instance: str
     cached: int
@@ -109,7 +108,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class EndCall:
-    """Leave the prefill instance: what it holds for the request is free."""
+    """Leave the source: what it holds for the request is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +144,14 @@ class _Part:
 
 
 class HandOver:
-    """One request whose prompt is computed elsewhere.
+    """One request whose prompt's blocks come from elsewhere.
 
     Args:
-        prompt_tokens: of the request.
+        tokens: of the prompt that are wanted, from the first on: all of one that is computed.
+        is_computed: whether the source computes the prompt, and draws the first token. Otherwise it
+            lends what it has of it, which may be less than is wanted.
+        has_tickets: whether parts come with tickets. Otherwise all is one part, which can be read
+            when the first token is there.
         queued: whether a prefill instance takes the job out of the work queue, in place of being
             chosen.
         vocabulary: of the own model; token ids are below it.
@@ -161,14 +164,22 @@ class HandOver:
     """
 
     def __init__(
-        self, prompt_tokens: int, *, queued: bool = False, vocabulary: int = ANY_TOKENS
+        self,
+        tokens: int,
+        *,
+        is_computed: bool = True,
+        has_tickets: bool = True,
+        queued: bool = False,
+        vocabulary: int = ANY_TOKENS,
     ) -> None:
         self.phase = Phase.LOCAL
         self.reason: Reason = ""
         self.detail = ""
         self.cached = self.settled = 0
         self.first: Generated | None = None
-        self._prompt_tokens = prompt_tokens
+        self._tokens = tokens
+        self._is_computed = is_computed
+        self._has_tickets = has_tickets
         self._queued = queued
         self._vocabulary = vocabulary
         self._parts: list[_Part] = []
@@ -178,12 +189,18 @@ class HandOver:
         self._has_ended = False
 
     def __repr__(self) -> str:
-        return f"<HandOver [{self.phase.value}, {self.settled}/{self._prompt_tokens} settled]>"
+        return f"<HandOver [{self.phase.value}, {self.settled}/{self._tokens} settled]>"
 
     @property
     def waits(self) -> bool:
         """Whether the engine waits for what is delivered."""
         return self.phase in WAITS
+
+    @property
+    def outcome(self) -> str:
+        """What became of it: nothing where the prompt came, the reason, or `cancelled`."""
+        has_come = self.first is not None or self.phase is Phase.DECODING
+        return self.reason or ("" if has_come else "cancelled")
 
     def begin(self) -> list[Action]:
         """Blocks are being reserved."""
@@ -197,7 +214,7 @@ class HandOver:
 
         Args:
             cached: tokens of the prompt that are in them.
-            is_worth: whether the rest is enough to be computed elsewhere.
+            is_worth: whether the rest is enough to come from elsewhere.
         """
         if self.phase is not Phase.RESERVING:
             return []
@@ -220,7 +237,7 @@ class HandOver:
         return [Call(instance, self.cached)]
 
     def came(self, item: Prefilled) -> list[Action]:
-        """The prefill instance says how far it is."""
+        """The source says how far it is."""
         if self.phase not in (Phase.QUEUED, Phase.PREFILLING) or not self._calls:
             return []
         wrong = self._wrong_in(item)
@@ -231,26 +248,31 @@ class HandOver:
         if item.first is not None:
             # Before all else: somebody waits for it.
             self.first = item.first
-            self.phase = Phase.READING
             actions.append(Show(item.first))
-        if item.ticket is not None:
+        if item.first is not None or not self._is_computed:
+            self.phase = Phase.READING
+        if self._has_blocks(item):
             self._offered = item.computed
             self._parts.append(_Part(item.start, item.computed))
             actions.append(Read(len(self._parts) - 1, item.start, item.computed, item))
         return actions + self._advance()
 
+    def _has_blocks(self, item: Prefilled) -> bool:
+        """Whether there is something to be read with an item."""
+        return item.ticket is not None or not (self._has_tickets or item.first is None)
+
     def _wrong_in(self, item: Prefilled) -> str:
         """What speaks against an item; empty where nothing does."""
         end = self._offered
-        if item.ticket is not None:
+        if self._has_blocks(item):
             if item.start != end or not end < item.computed:
                 return f"tokens {item.start} to {item.computed} came after {end}"
             end = item.computed
-        if not end <= item.computed <= self._prompt_tokens:
-            return f"{item.computed} tokens are said to be computed of {self._prompt_tokens}"
+        if not end <= item.computed <= self._tokens:
+            return f"{item.computed} tokens are said to be computed of {self._tokens}"
         if item.first is not None:
-            if end != self._prompt_tokens:
-                return f"only {end} tokens came of {self._prompt_tokens}"
+            if end != self._tokens:
+                return f"only {end} tokens came of {self._tokens}"
             if len(item.first.token_ids) != 1 or item.first.finish_reason == "cancelled":
                 return "the first token is not one"
             if not 0 <= item.first.token_ids[0] < self._vocabulary:
@@ -270,10 +292,6 @@ class HandOver:
             return self._release_if_quiet()
         one.is_read = True
         return [Settle(part), *self._advance()]
-
-    def read_failed(self, part: int, detail: str) -> list[Action]:
-        """A part will not arrive, or not as a whole; something of it still may."""
-        return self.fall_back("transfer_failed", detail)
 
     def quiet(self, part: int) -> list[Action]:
         """Nothing of a part can arrive any more."""
@@ -297,7 +315,7 @@ class HandOver:
         return self._advance()
 
     def call_ended(self, reason: Reason = "", detail: str = "") -> list[Action]:
-        """The prefill instance says nothing more.
+        """The source says nothing more.
 
         Args:
             reason: why, where it has not ended well.
@@ -307,9 +325,9 @@ class HandOver:
         self._calls = False
         actions: list[Action] = []
         if self.phase in (Phase.QUEUED, Phase.PREFILLING):
-            actions = self.fall_back(reason or "bad_answer", detail or "its answer has no token")
+            actions = self.fall_back(reason or "bad_answer", detail or "its answer is not complete")
         elif self.waits and reason:
-            # Whoever is gone settles no lease.
+            # A source that is gone settles no lease.
             actions = self.fall_back(reason, detail)
         return actions + self._end_if_done()
 
@@ -336,13 +354,13 @@ class HandOver:
         """Go on to what the last item and the reads that are over allow."""
         if self.phase is Phase.READING and all(one.is_read for one in self._parts):
             self.phase = Phase.SETTLING
-        if self.phase is Phase.SETTLING and self.settled == self._prompt_tokens:
+        if self.phase is Phase.SETTLING and self.settled == self._offered:
             self.phase = Phase.DECODING
             return [Deliver(self.settled, self.first), *self._leave()]
         return []
 
     def _leave(self) -> list[Action]:
-        """Have nothing more to do with the prefill instance."""
+        """Have nothing more to do with the source."""
         actions: list[Action] = []
         if self._calls and not self._leaves:
             self._leaves = True

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynbus.llm.disaggregated.hand_over import (
+from dynbus.llm.generation import Generated
+from dynbus.llm.hand_over.machine import (
     Abandon,
     Action,
     Call,
@@ -23,8 +24,7 @@ from dynbus.llm.disaggregated.hand_over import (
     Settle,
     Show,
 )
-from dynbus.llm.disaggregated.messages import Prefilled
-from dynbus.llm.generation import Generated
+from dynbus.llm.hand_over.messages import Prefilled
 from dynbus.transfer.leases import Ticket
 
 FIRST = Generated([7], finish_reason="length")
@@ -265,7 +265,7 @@ def test_the_promises_hold_whatever_comes_in_whatever_order(
                     quiet.add(part)
                     take(one.read(part))
             case "read_failed" if part is not None:
-                take(one.read_failed(part, "the link"))
+                take(one.fall_back("transfer_failed", "the link"))
             case "quiet" if part is not None and Abandon(part) in done:
                 quiet.add(part)
                 take(one.quiet(part))

@@ -1,4 +1,4 @@
-"""What operators see of hand-overs: figures in the process's status, metrics, and spans."""
+"""Hand-overs as operators see them: figures in the status of the process, metrics, and spans."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""What prefill and decode instances say to each other."""
+"""Messages between instances of which one goes on with a prompt that another computes or has."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.transfer import Ticket
-
-Role = Literal["prefill", "decode", "both"]
-"""What an instance serves: the prompts of others, requests of front ends, or both."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,27 +84,33 @@ class OfferAnswer(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class RoleChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance is to serve from now on.
+class LendRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The question for the blocks of a prefix.
 
     Attributes:
-        grace: seconds that calls have to finish of what is given up, before other instances take
-            them over; `drain_grace` of the process unless given.
+        token_ids: of the prefix: whole blocks, from the beginning of the prompt on. Only tokens
+            that are the same have the same blocks, whatever their hashes are.
+        start: how many of these tokens the reader has already; whole blocks.
+        seconds: for how long the blocks are wanted at most.
+        lora_name, cache_salt: of the request, without which the blocks are others.
+        model: the fingerprint of the reader's, which has to be the same; empty where it has none.
     """
 
-    role: Role
-    grace: float | None = None
+    token_ids: list[int]
+    seconds: float
+    start: int = 0
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    model: str = ""
 
 
-class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance serves.
+class Lent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Blocks that stay where they are until the call ends, or the lease.
 
     Attributes:
-        role: that was asked for last.
-        serves: what it is found for now.
-        draining: what it is not found for any more, while calls of it still run.
+        tokens: of the prefix that are there, from the beginning of the prompt on.
+        ticket: for those from `start` on; None where there are none.
     """
 
-    role: Role
-    serves: list[Literal["prefill", "decode"]] = []
-    draining: list[Literal["prefill", "decode"]] = []
+    tokens: int
+    ticket: Ticket | None = None
