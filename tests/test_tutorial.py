@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -79,7 +79,7 @@ class Reader:
         (self._folder / name).write_text(self._with_ports(text))
 
     @contextmanager
-    def serving(self, command: str, shows: str) -> Iterator[None]:
+    def serving(self, command: str, shows: str) -> Generator[None]:
         """Have the first terminal serve, once it has shown what it is to show."""
         log = self._folder / "log"
         words = shlex.split(self._with_ports(command))

@@ -280,7 +280,9 @@ class Worker:
         return exit_codes.OK
 
     def _connected(self, runtime: Runtime) -> None:
-        runtime.bus.status.announcer = lambda *text: self._channel.send(Announced(*text))
+        runtime.bus.status.announcer = lambda line, details: self._channel.send(
+            Announced(line, details)
+        )
         lane = runtime.bus.lane
         # On the lane, as what loads a model may hold this loop.
         lane.call(

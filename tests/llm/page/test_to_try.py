@@ -21,7 +21,7 @@ async def test_each_model_is_told_once_and_the_first_one_with_ways_to_chat() -> 
     first, second = CARDS["tiny"], CARDS["bare"]
     async with TestKit() as kit:
         await kit.start(ScriptedEngine)
-        kit.caller.bus.status.announcer = lambda *text: told.append(text)
+        kit.caller.bus.status.announcer = lambda line, details: told.append((line, details))
         catalog = FixedCatalog({"tiny": first})
 
         async with HttpFrontEnd(kit.caller, catalog, HttpSettings(port=0, grace=1.0)) as front:
