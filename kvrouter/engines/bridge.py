@@ -374,16 +374,17 @@ class RankStream:
             return
         self._bridge.count_events(batch.events)
         events: list[KvEvent] = []
+        translation, known = self.translation, self._known
         for event in batch.events:
-            orphans = self.translation.unknown_parents
+            orphans = translation.unknown_parents
             try:
-                events += self.translation.translate(event)
+                events += translation.translate(event)
             except Quarantined as quarantined:
                 self._quarantine(quarantined)
             if isinstance(event, EngineCleared):
-                self._known.begin_anew(None)
-            elif self._known.history is None:
-                self._known.orphans += self.translation.unknown_parents - orphans
+                known.begin_anew(None)
+            elif known.history is None:
+                known.orphans += translation.unknown_parents - orphans
         if self._known.asks_reports and self.translation.turned_over:
             self._known.turned_over()
         if self.translation.mismatch is not None:

@@ -25,7 +25,16 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .holdings import cut, forget, mark, remove_copy, split_detached
-from .runs import MOST_NAMED, NAME_BYTES, Holder, NamedBlocks, Run, common_bytes, pack_name
+from .runs import (
+    MOST_NAMED,
+    NAME_BYTES,
+    Holder,
+    NamedBlocks,
+    Run,
+    common_bytes,
+    find_name,
+    pack_name,
+)
 
 MOST_LOOKED_AT: Final = 200_000
 """Runs to look at for the holes that a message makes and fills: a fifth of a second at most."""
@@ -324,7 +333,7 @@ class PrefixTree:
             if named is None:
                 unknown += 1
                 continue
-            depth = named.depth_of(engine_hash)
+            depth = named.start + find_name(named.names, pack_name(engine_hash))
             run = named.run
             if depth >= run.end:
                 run = run_at(run, depth)

@@ -92,6 +92,17 @@ class Stretch(msgspec.Struct, eq=False, gc=False):
         """The block hash at a place."""
         return self.blocks[place * NAME_BYTES : (place + 1) * NAME_BYTES]
 
+    def drop(self, place: int) -> None:
+        """A block is held no longer."""
+        at = place * NAME_BYTES
+        if place < self.pinned or at + NAME_BYTES < len(self.names):
+            self.gone |= 1 << place
+            return
+        del self.names[at:]
+        del self.blocks[at:]
+        if self.gone:
+            self.trim()
+
     def trim(self) -> None:
         """Give up the places at the end that nobody needs."""
         end = len(self.names) // NAME_BYTES
@@ -347,11 +358,10 @@ class _TierMirror:
             self._old_names += pack_name(name)
             self._old_blocks += stretch.block_at(place)
             stretch.held -= 1
-            stretch.gone |= 1 << place
-            if not stretch.held and not stretch.below:
+            if stretch.held or stretch.below:
+                stretch.drop(place)
+            else:
                 self._give_up(stretch)
-            elif (place + 1) * NAME_BYTES == len(stretch.names):
-                stretch.trim()
         if len(self._old_names) >= FOLD_BYTES:
             self.make_digest()
 
