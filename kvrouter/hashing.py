@@ -136,11 +136,16 @@ def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray
     Returns:
         An array of the shape of `block_hashes`.
     """
+    return np.array(hash_prefixes(block_hashes), dtype=np.uint64)
+
+
+def hash_prefixes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> list[int]:
+    """The same as a list."""
     if not len(block_hashes):
-        return np.empty(0, dtype=np.uint64)
+        return []
     before, *others = np.asarray(block_hashes, dtype=np.uint64).tolist()
     pack, digest, seed = _pack_pair, xxh3_64_intdigest, SEED
+    found = [before]
     # A function for each step would take longer than what it does.
-    chained = [before]
-    chained += [before := digest(pack(before, block), seed) for block in others]
-    return np.array(chained, dtype=np.uint64)
+    found += [before := digest(pack(before, block), seed) for block in others]
+    return found

@@ -63,9 +63,9 @@ class Run:
         return f"<Run {self.id} [{self.start}:{self.end} | holders: {len(self.ends)}]>"
 
 
-def find_name(names: bytearray, packed: bytes, start: int = 0) -> int:
-    """The place of a name among names that have it, from place `start` on."""
-    at = names.find(packed, start * NAME_BYTES)
+def find_name(names: bytearray, packed: bytes) -> int:
+    """The place of a name among names that have it."""
+    at = names.find(packed)
     while at % NAME_BYTES:
         # It is the end of one name and the beginning of the next.
         at = names.find(packed, at + 1)

@@ -313,7 +313,9 @@ class _Held:
             if before.start >= before.end:
                 self.prompts.pop(before, None)
         guess = _Guess(array("Q", sequence_hashes), gone_at, 0, count)
-        self.blocks.update(dict.fromkeys(sequence_hashes, guess))
+        blocks = self.blocks
+        for block in sequence_hashes:
+            blocks[block] = guess
         if count:
             self.prompts[guess] = None
 
@@ -411,11 +413,10 @@ class ApproximateIndex:
         held.gone_at = gone_at = inf if self._ttl is None else now + self._ttl
         told = held.told
         held.use(sequence_hashes, gone_at)
-        if told:
-            again = [
-                block for block in sequence_hashes[start:] if told.pop(block, None) is not None
-            ]
-            held.reversals += bool(again)
+        if told and not told.keys().isdisjoint(guessed := sequence_hashes[start:]):
+            for block in guessed:
+                told.pop(block, None)
+            held.reversals += 1
         held.tell(sequence_hashes, start)
         held.shrink(DEFAULT_CAPACITY if capacity is None else capacity)
         while self._ranks and next(iter(self._ranks.values())).gone_at <= now:

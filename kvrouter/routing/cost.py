@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.kvrouter.hashing import Tokens, block_hashes, sequence_hashes, token_bytes
+from dynbus.kvrouter.hashing import Tokens, block_hashes, hash_prefixes, token_bytes
 from dynbus.kvrouter.radix.index import Overlap, Rank
 
 NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
@@ -111,7 +111,7 @@ class RequestShape:
 
     def hash_prefixes(self) -> list[int]:
         """Make the sequence hashes now; they are kept."""
-        found = self._sequence_hashes = cast(list[int], sequence_hashes(self.block_hashes).tolist())
+        found = self._sequence_hashes = hash_prefixes(self.block_hashes)
         return found
 
     @property
@@ -340,17 +340,15 @@ class Popularity:
     def __repr__(self) -> str:
         return f"<Popularity [{len(self._now) + len(self._before)} prefixes]>"
 
-    def note(self, block_hashes: NDArray[np.uint64]) -> PrefixCounts:
+    def note(self, sequence_hashes: Sequence[int]) -> PrefixCounts:
         """Count a request, and say how many others begin as it does."""
         if self._requests >= self._window:
             self._before, self._now, self._requests = self._now, {}, 0
         self._requests += 1
-        content = block_hashes.tobytes()
-        size = block_hashes.itemsize
         found: list[tuple[int, int]] = []
         blocks = 1
-        while blocks * size <= len(content):
-            key = hash(content[: blocks * size])
+        while blocks <= len(sequence_hashes):
+            key = sequence_hashes[blocks - 1]
             count = self._now[key] = self._now.get(key, 0) + 1
             count += self._before.get(key, 0)
             if count > 1:

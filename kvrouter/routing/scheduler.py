@@ -364,7 +364,7 @@ class KvScheduler:
     def _decide(self, request: SchedulingRequest, now: float) -> Decision:
         shape = request.shape
         block_size = shape.block_size
-        shape.popularity = self._popularity.note(shape.block_hashes)
+        shape.popularity = self._popularity.note(shape.sequence_hashes)
         candidates, predicted, lenders = self._candidates(request, now)
         costs = self._costs(request, candidates)
         at, reason = self._choose(request, candidates, costs, now)

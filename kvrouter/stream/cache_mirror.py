@@ -80,7 +80,8 @@ class Stretch(msgspec.Struct, eq=False, gc=False):
         place = find_name(names, packed)
         while self.gone >> place & 1:
             # The same name was here before, at another place.
-            place = find_name(self.names, packed, place + 1)
+            place += 1
+            place += find_name(names[place * NAME_BYTES :], packed)
         return place
 
     def name_at(self, place: int) -> int:

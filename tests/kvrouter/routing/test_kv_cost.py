@@ -87,7 +87,7 @@ def chosen(popularity: Popularity, blocks: list[int], held: dict[str, int]) -> s
         Candidate(Rank(name, 0), Overlap(count, 0, 0, 0), active_blocks=100.0 * (name == "a"))
         for name, count in held.items()
     ]
-    request.popularity = popularity.note(request.block_hashes)
+    request.popularity = popularity.note(request.sequence_hashes)
     costs = KvCost()(request, candidates)
     return candidates[costs.index(min(costs))].rank.instance
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from dynbus.kvrouter.hashing import hash_prefixes
 from dynbus.kvrouter.routing.cost import Popularity, next_length
 
 
-def prompt(*blocks: int) -> NDArray[np.uint64]:
-    return np.array(blocks, dtype=np.uint64)
+def prompt(*blocks: int) -> list[int]:
+    return hash_prefixes(blocks)
 
 
 def test_a_prefix_that_nobody_had_before_is_not_listed() -> None:
