@@ -56,7 +56,7 @@ class Stretch(msgspec.Struct, eq=False, gc=False):
         held: how many of the blocks are held.
         gone: a bit for each place whose block is not held.
         below: how many stretches hang from it.
-        pinned: behind the last place from which one of them hangs.
+        pinned: behind the last place from which one of them hangs, or hung.
     """
 
     number: int
@@ -398,8 +398,20 @@ class _TierMirror:
             self._old_names, self._old_blocks = bytearray(), bytearray()
         return self._digest
 
+    def _trim(self) -> None:
+        """Give up the places from which nothing hangs any longer, though something else does from
+        the same stretch."""
+        ends: dict[int, int] = {}
+        for one in self._stretches.values():
+            ends[one.above] = max(ends.get(one.above, 0), one.above_at + 1)
+        for one in self._stretches.values():
+            one.pinned = ends.get(one.number, 0)
+            if one.gone:
+                one.trim()
+
     def note(self) -> Iterator[KvEvent]:
         """What is held at this moment, as events."""
+        self._trim()
         stretches = list(self._stretches.values())
         names = _names(b"".join([one.names for one in stretches])).copy()
         blocks = _blocks(b"".join([one.blocks for one in stretches]))

@@ -87,6 +87,18 @@ def test_a_child_whose_parent_was_removed_is_told_behind_a_hole() -> None:
     assert index_digest(index, RANK) == mirror.digest()
 
 
+def test_a_removed_block_is_told_only_while_others_are_below_it() -> None:
+    mirror = CacheMirror()
+    mirror.apply([stored(1, 2, 3), stored(8, parent=2), stored(9, parent=1)])
+
+    mirror.apply([BlockRemoved([3]), BlockRemoved([2])])
+    with_a_link = list(mirror.state())
+    mirror.apply([BlockRemoved([8])])
+
+    assert [len(each) for each in engine_hashes(with_a_link)] == [3, 1]
+    assert engine_hashes(list(mirror.state())) == [[1], [9]]
+
+
 def test_a_chain_without_its_parent_is_left_out_and_counted() -> None:
     mirror = CacheMirror()
 
