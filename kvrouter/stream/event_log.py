@@ -204,6 +204,11 @@ class EventLog:
         )
 
     @property
+    def has_more(self) -> bool:
+        """Whether something waits, or a batch is to be repeated."""
+        return bool(self._begins_anew or self._waiting or self._next_of_state or self.must_repeat)
+
+    @property
     def must_repeat(self) -> bool:
         """Whether a batch in flight failed, so that nothing new goes out before it is repeated."""
         return any(batch.state is BatchState.FAILED for batch in self._in_flight)

@@ -123,6 +123,9 @@ class BatchSender:
                 scope = anyio.CancelScope()
                 self._sending[batch] = (log, scope)
                 tasks.start_soon(self._publish, log, batch, scope)
+                if not log.has_more:
+                    # What comes while others have their turn waits for more to share a message.
+                    break
                 # A resend has many batches, and each takes some milliseconds to encode.
                 await asyncio.sleep(0)
                 if self.retry_at > now or not self.is_connected:

@@ -96,7 +96,7 @@ def test_a_removed_block_is_told_only_while_others_are_below_it() -> None:
     mirror.apply([BlockRemoved([8])])
 
     assert [len(each) for each in engine_hashes(with_a_link)] == [3, 1]
-    assert engine_hashes(list(mirror.state())) == [[1], [9]]
+    assert engine_hashes(list(mirror.state())) == [[1, 9]]
 
 
 def test_a_chain_without_its_parent_is_left_out_and_counted() -> None:
