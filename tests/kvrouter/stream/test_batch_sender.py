@@ -74,6 +74,30 @@ def test_every_rank_s_batches_are_stored_under_its_subject() -> None:
     assert told == len(subjects) > 4
 
 
+def test_what_comes_while_batches_are_sent_waits_for_more_to_share_its_message() -> None:
+    async def story() -> list[int]:
+        async with begun() as sending:
+            log = sending.logs[0]
+
+            async def talk() -> None:
+                for number in range(3, 30):
+                    log.append([stored(number)], 1.0)
+                    await asyncio.sleep(0)
+
+            await sending.send()
+            await eventually(lambda: sending.is_idle)
+            log.append([stored(1)], 1.0)
+            sending.tasks.start_soon(talk)
+            await sending.send()
+            first = log.in_flight
+            await eventually(lambda: not log.in_flight)
+            await sending.send()
+            await eventually(lambda: sending.is_idle)
+            return [first, log.statistics.batches]
+
+    assert run(story()) == [1, 3]
+
+
 def test_a_failure_is_told_and_puts_everything_off_for_a_while() -> None:
     async def story() -> tuple[str, bool, float]:
         async with begun() as sending:

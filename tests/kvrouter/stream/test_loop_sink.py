@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -42,20 +41,6 @@ def test_what_is_said_on_the_loop_is_what_the_index_holds() -> None:
             return agrees, follower.lookup([1, 2, 4])
 
     assert run(story()) == (True, {"a": 3})
-
-
-def test_what_an_engine_says_turn_by_turn_shares_a_message() -> None:
-    async def story() -> int:
-        async with EventBus().publisher() as publisher:
-            await publisher.flush()
-            before = publisher.status().ranks[0].statistics.batches
-            for number in range(1, 100):
-                say(publisher.loop_sink(), [stored(number)])
-                await asyncio.sleep(0)
-            await publisher.flush()
-            return publisher.status().ranks[0].statistics.batches - before
-
-    assert run(story()) <= 3
 
 
 def test_what_follows_a_reset_in_the_same_turn_is_kept() -> None:
