@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import pytest
 from dynbus import cli
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 
-COMMANDS = sorted(cli.OWN)
+COMMANDS = sorted(name for texts in cli.SECTIONS.values() for name in texts)
+
+LAB_GROUP = "dynbus.commands.lab"
 
 NOT_A_COMMAND = "no command"
 
@@ -37,18 +40,19 @@ def failing(kind: str) -> None:
     raise errors[kind]
 
 
-def entry_point(name: str, value: str) -> metadata.EntryPoint:
-    return metadata.EntryPoint(name, f"{__name__}:{value}", cli.GROUP)
+def entry_point(name: str, value: str, group: str = cli.GROUP) -> metadata.EntryPoint:
+    return metadata.EntryPoint(name, f"{__name__}:{value}", group)
 
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Registers entry points beside those of dynbus itself."""
-    own = [each for found in cli.registered().values() for each in found]
+    groups = {each: cli.registered(each) for each in (cli.GROUP, LAB_GROUP)}
+    own = {each: [one for found in groups[each].values() for one in found] for each in groups}
 
     def register(*entry_points: metadata.EntryPoint) -> None:
-        def found(**group: str) -> list[metadata.EntryPoint]:
-            return [*own, *entry_points]
+        def found(*, group: str) -> list[metadata.EntryPoint]:
+            return [*own[group], *(each for each in entry_points if each.group == group)]
 
         monkeypatch.setattr(metadata, "entry_points", found)
 
@@ -71,6 +75,7 @@ def test_help_lists_every_command_and_all_of_them_can_be_loaded(
     assert code == 0
     assert [name for name in COMMANDS if f"  {name} " in text] == COMMANDS
     assert "not usable" not in text
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["Options", *cli.SECTIONS]
     words = " ".join(text.split())
     assert "Exit codes: 0 well" in words
     assert "`run` ends with 0 when Ctrl-C or SIGTERM drained it." in words
@@ -80,7 +85,10 @@ def paths_of(command: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
     """A command and all below it, by their names."""
     yield path
     if isinstance(command, click.Group):
-        for name, each in command.commands.items():
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            each = command.get_command(context, name)
+            assert each is not None
             yield from paths_of(each, *path, name)
 
 
@@ -109,6 +117,19 @@ def test_a_plug_in_registers_a_command(
 
     assert code == 0
     assert capsys.readouterr().out == "the plug-in ran\n"
+
+
+def test_a_plug_in_may_add_to_the_lab(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins(entry_point("probe", "plugin", LAB_GROUP))
+
+    listed, ran, elsewhere = run("lab", "--help"), run("lab", "probe"), run("probe")
+
+    told = capsys.readouterr()
+    assert (listed, ran, elsewhere) == (0, 0, 2)
+    assert "Of other packages:\n  probe  A plug-in that works." in told.out
+    assert told.out.endswith("the plug-in ran\n")
 
 
 def test_a_plug_in_that_cannot_be_imported_is_listed_with_its_error_beside_the_others(
@@ -235,6 +256,7 @@ def test_python_m_dynbus_is_the_same_command() -> None:
 
 def test_dynbus_itself_registers_the_commands_that_its_list_describes() -> None:
     assert sorted(cli.registered()) == COMMANDS
+    assert sorted(cli.registered(LAB_GROUP)) == sorted(cli.LAB)
 
 
 @pytest.mark.parametrize("argument", ["version", "--help"])

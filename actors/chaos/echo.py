@@ -1,4 +1,4 @@
-"""The graph that `dynbus chaos` serves when it is given none: its items are known beforehand."""
+"""The graph that `dynbus lab chaos` serves when it is given none: its items are known before."""
 
 from __future__ import annotations
 

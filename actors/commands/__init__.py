@@ -1,4 +1,4 @@
-"""Commands that start or call actors: `run`, `call` and `bench`."""
+"""The commands that start, change or call actors."""
 
 from typing import TYPE_CHECKING
 

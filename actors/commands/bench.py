@@ -1,4 +1,4 @@
-"""`dynbus bench`: what the user's own server and machine can do.
+"""`dynbus lab bench`: what the user's own server and machine can do.
 
 Every figure is taken after a warm-up, on one event loop.
 """
@@ -54,8 +54,8 @@ _HELP: Final = """Measure calls and streams over your own server.
     loopback URL, dynbus starts an embedded one.
 
     \b
-    dynbus bench
-    dynbus bench --nats nats://bus.example:4222 --duration 5 --json
+    dynbus lab bench
+    dynbus lab bench --nats nats://bus.example:4222 --duration 5 --json
     """
 
 

@@ -1,4 +1,4 @@
-"""`dynbus chaos`: break what a graph runs on, on purpose, and say whether its promises held."""
+"""`dynbus lab chaos`: break what a graph runs on, on purpose, and say whether its promises held."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _HELP: Final = """Break what the actors of TARGETs run on, and check every call 
       silence               the whole link of an instance or of the callers, without a word
 
     \b
-    dynbus chaos --minutes 1
-    dynbus chaos --minutes 10 --seed 7 --kinds kill,freeze --pause 0.5-2 --json found.json
-    dynbus chaos --servers 3 --kinds leader --pause 8
-    dynbus chaos actors.py --call demo.Shouter.shout='"a b"' --minutes 2
+    dynbus lab chaos --minutes 1
+    dynbus lab chaos --minutes 10 --seed 7 --kinds kill,freeze --pause 0.5-2 --json found.json
+    dynbus lab chaos --servers 3 --kinds leader --pause 8
+    dynbus lab chaos actors.py --call demo.Shouter.shout='"a b"' --minutes 2
 
     A call of a graph that is answered twice in the same way, while nothing is wrong, must be
     answered so always. Ctrl-C ends the faults, and what was found until then is told.

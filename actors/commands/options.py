@@ -1,4 +1,4 @@
-"""The command line of `dynbus run`, and what of it `graph` and `docs` take, checked."""
+"""The command line of `dynbus run`, and what of it `schema` and `chaos` take, checked."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class RunOptions:
     """The command line of `dynbus run`.
 
     Attributes:
+        graph: how the run is drawn, which starts nothing.
         node_options: `--Actor.key=value`.
     """
 
@@ -83,6 +84,7 @@ class RunOptions:
     reload: bool
     fresh: bool
     dry_run: bool
+    graph: str | None
     as_json: bool
     log_format: LogFormat | None
     log_level: str
@@ -113,6 +115,11 @@ def check_options(options: RunOptions) -> None:
         raise ConfigError(
             "--reload replaces the processes of single instances, and --in-process has one for "
             "all: leave one of the two out"
+        )
+    if options.graph is not None and (options.dry_run or options.as_json):
+        raise ConfigError(
+            "--graph prints the drawing and nothing else: leave --dry-run and --json out, or write "
+            "--graph json"
         )
     if options.health is not None:
         health_address(options.health, public=options.health_public)

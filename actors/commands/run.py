@@ -52,6 +52,7 @@ from dynbus.bus.lane import new_event_loop
 from dynbus.bus.telemetry.health import HealthServer, Status, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
+from .graph import FORMATS
 from .interrupts import Interrupts
 from .options import (
     RunOptions,
@@ -95,6 +96,7 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
     dynbus run actors.py --namespace staging
     dynbus run actors.py --reload --log-level debug
     dynbus run actors.py --dry-run
+    dynbus run actors.py --graph tree
 
     \b
     config.yaml:
@@ -125,6 +127,11 @@ logger = logging.getLogger(__name__)
 @click.option("--reload", is_flag=True, help="Replace the instances that a changed file affects.")
 @click.option("--fresh", is_flag=True, help="Empty the embedded server's data first.")
 @click.option("--dry-run", is_flag=True, help="Only print what the run would start.")
+@click.option(
+    "--graph",
+    type=click.Choice(list(FORMATS)),
+    help="Only draw who calls whom; svg needs Graphviz.",
+)
 @terminal.json_option
 @click.option(
     "--log-format",
@@ -170,6 +177,10 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
     check_options(options)
     if options.dry_run:
         _show_plan(options)
+        return None, exit_codes.OK
+    if options.graph is not None:
+        nodes = load_run(options.request, os.environ).plan().nodes
+        click.echo(FORMATS[options.graph](nodes))
         return None, exit_codes.OK
     if options.in_process:
         run = load_run(options.request, os.environ)

@@ -1,4 +1,4 @@
-"""Commands that need no actor, `ps`, `doctor` and `version`, and what all commands share."""
+"""The commands that need no actor, and what all commands share."""
 
 from typing import TYPE_CHECKING
 

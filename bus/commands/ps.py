@@ -1,14 +1,16 @@
-"""`dynbus ps`: the instances that are there, by their records and by their own answers."""
+"""`dynbus ps`: the instances that are there, by their records and by their own answers, and what
+they do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
 from dynbus.bus import exit_codes
 
+from .rates import SortKey
 from .terminal import terminal
 
 if TYPE_CHECKING:
@@ -31,8 +33,21 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
 
     With --requests the oldest requests that run or wait at them, whose ids `dynbus cancel` takes.
 
+    With --watch or --rates what they do:
+
+    \b
+    CALLS/S  calls that ended, of which ERRORS/S failed
+    RUN      calls that run, of which STREAMS are streams; QUEUE: calls that wait
+    ITEMS/S  items that streams sent; of an engine, the tokens that it made
+    LATENCY  how long the calls that ended took, on average
+    KV       how much of an engine's KV cache is in use
+    HITS     how much of the prompts was in it
+
+    Columns without room are left out. With --json --watch prints a line for each look.
+
     \b
     dynbus ps --namespace demo
+    dynbus ps --watch --sort calls
     dynbus ps --requests --namespace demo
     dynbus ps --json | jq '.[] | select(.state == "silent")'
     """
@@ -41,9 +56,54 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
 @click.option("--requests", is_flag=True, help="List requests at the instances, by their ids.")
+@click.option("-w", "--watch", is_flag=True, help="Show what they do, again and again.")
+@click.option("--rates", is_flag=True, help="Show it once, after one interval.")
+@click.option(
+    "-n",
+    "--interval",
+    type=terminal.number(0.2, 3600),
+    metavar="SECONDS",
+    help="Between two looks. Default: 1.",
+)
+@click.option(
+    "--sort", type=click.Choice(get_args(SortKey)), help="What is highest first. Default: name."
+)
 @terminal.json_option
 @terminal.nats_option
-def ps(namespace: str | None, requests: bool, as_json: bool, nats: str | None) -> None:
+@click.pass_context
+def ps(
+    ctx: click.Context,
+    /,
+    *,
+    namespace: str | None,
+    requests: bool,
+    watch: bool,
+    rates: bool,
+    interval: float | None,
+    sort: SortKey | None,
+    as_json: bool,
+    nats: str | None,
+) -> None:
+    if watch or rates:
+        if requests or (watch and rates):
+            raise click.UsageError("give one of --requests, --watch and --rates")
+        from .watching import watch as watch_instances
+
+        code = watch_instances(
+            terminal.settings(nats),
+            namespace=namespace,
+            interval=interval or 1.0,
+            sort=sort or "name",
+            once=rates,
+            as_json=as_json,
+        )
+        ctx.exit(code)
+    if interval is not None or sort is not None:
+        raise click.UsageError("--interval and --sort are for --watch and --rates")
+    _list(namespace, requests, as_json, nats)
+
+
+def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from dynbus.bus.clock import unix_time

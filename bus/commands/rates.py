@@ -1,6 +1,6 @@
 """What instances did between two looks at them, and which of it a terminal has room for.
 
-Pure: `top.py` looks and draws.
+Pure: `watching.py` looks and draws.
 """
 
 from __future__ import annotations

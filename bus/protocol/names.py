@@ -183,9 +183,20 @@ def work_subject(queue: EndpointName) -> str:
     return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}"
 
 
+_WORK_STREAM: Final = "DYNBUS_WORK_"
+
+
 def work_stream(queue: EndpointName) -> str:
     """The stream of an endpoint's jobs; `+` is in no token, so no two endpoints share one."""
-    return f"DYNBUS_WORK_{queue.namespace}+{queue.component}+{queue.endpoint}"
+    return f"{_WORK_STREAM}{queue.namespace}+{queue.component}+{queue.endpoint}"
+
+
+def queue_of_stream(stream: str) -> EndpointName | None:
+    """The endpoint whose jobs a stream has; None for a stream of something else."""
+    names = stream.removeprefix(_WORK_STREAM).split("+")
+    if not stream.startswith(_WORK_STREAM) or len(names) != 3:
+        return None
+    return EndpointName(*names)
 
 
 def holder_subject(queue: EndpointName, taker: str) -> str:

@@ -1,5 +1,5 @@
 """The status of a process: texts for people, shown by `dynbus ps`, `$SRV.STATS` and `/ready`,
-figures of single instances, shown by `dynbus top`, and its start, shown by `dynbus run`.
+figures of single instances, shown by `dynbus ps --watch`, and its start, shown by `dynbus run`.
 """
 
 from __future__ import annotations

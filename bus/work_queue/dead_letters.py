@@ -1,4 +1,4 @@
-"""Jobs that nobody could do: kept with the reason, to be looked at, tried again or dropped."""
+"""Jobs that nobody could do: kept with the reason, to be looked at, put back or discarded."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ class DeadLetters:
             if found:
                 return found[-1]
         raise NoDeadLetter(
-            f"{letter_id!r} is no dead letter of {self.namespace}: dynbus dlq list "
+            f"{letter_id!r} is no dead letter of {self.namespace}: dynbus queue dead "
             f"{self.namespace} names them"
         )
 
-    async def retry(self, letter: DeadLetter) -> None:
-        """Put the job into its queue again, without its deadline and with all its tries, and drop
-        the letter.
+    async def redrive(self, letter: DeadLetter) -> None:
+        """Put the job into its queue again, without its deadline and with all its tries, and
+        discard the letter.
 
         Raises:
             PayloadTooLarge: the letter has not what the job says; it stays.
@@ -186,7 +186,7 @@ class DeadLetters:
             raise PayloadTooLarge(
                 f"the dead letter {letter.letter_id} has nothing of job {letter.job_id}: its "
                 f"{letter.lost_bytes} bytes were too many to keep; put the job again from where it "
-                "came, and purge the letter"
+                "came, and discard the letter"
             )
         fields = {**letter.headers, header_names.JOB: letter.job_id}
         try:
@@ -200,10 +200,10 @@ class DeadLetters:
             )
         except StreamFull:
             raise StreamFull(f"the queue {letter.queue} is full: try again later") from None
-        await self.purge(letter)
+        await self.discard(letter)
 
-    async def purge(self, letter: DeadLetter) -> None:
-        """Drop a letter; one that is gone is no error, and a later one of the same job stays."""
+    async def discard(self, letter: DeadLetter) -> None:
+        """Discard a letter; one that is gone is no error, and a later one of the same job stays."""
         subject = dead_letter_subject(*letter.queue, letter.letter_id)
         await self._jetstream.purge(self._stream, subject, up_to=letter.sequence)
 

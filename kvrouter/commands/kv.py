@@ -27,23 +27,7 @@ _HELP: Final = """Look into the index of KV-cache events.
     """
 
 
-class KvCommands(click.Group):
-    """A group whose help lists the options of its commands too."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
-        records: dict[str, str] = {}
-        for name in self.list_commands(ctx):
-            command = self.get_command(ctx, name)
-            for parameter in command.params if command is not None else ():
-                record = parameter.get_help_record(ctx)
-                if record is not None and isinstance(parameter, click.Option):
-                    records.setdefault(*record)
-        with formatter.section("Options of the commands"):
-            formatter.write_dl(sorted(records.items()))
-
-
-@click.group(cls=KvCommands, help=_HELP, epilog=terminal.EXIT_CODES)
+@click.group(help=_HELP, epilog=terminal.EXIT_CODES)
 def kv() -> None:
     pass
 

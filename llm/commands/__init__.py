@@ -1,1 +1,1 @@
-"""The commands `dynbus chat`, `http`, `models` and `replay`."""
+"""The commands about models: `chat`, `http`, `models`, `setup` and `lab replay`."""

@@ -1,4 +1,4 @@
-"""`dynbus models`: which models are served, and by whom."""
+"""`dynbus models`: the models that are served, by whom, under which names, and how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import click
 import msgspec
 
 from dynbus.spi import terminal
+
+from .tuning import tune
 
 if TYPE_CHECKING:
     from dynbus import Runtime
@@ -27,6 +29,7 @@ _HELP: Final = """List the models that are served.
     dynbus models rm my-model
     dynbus models bind my-model demo.Engine
     dynbus models unbind my-model
+    dynbus models tune demo.Decode local_prompt_tokens=256
     """
 
 
@@ -156,6 +159,9 @@ def unbind(name: str, nats: str | None) -> None:
     from dynbus.llm.models.names import Names
 
     _run(lambda runtime: Names(runtime.bus.data.jetstream).unbind(name), nats)
+
+
+models.add_command(tune)
 
 
 def _run(work: Callable[[Runtime], Awaitable[T]], nats: str | None) -> T:

@@ -1,4 +1,4 @@
-"""`dynbus replay`: what a routing policy would have made of a trace."""
+"""`dynbus lab replay`: what a routing policy would have made of a trace."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
     returns one cost for each. A module is looked for in the current folder first.
 
     \b
-    dynbus replay trace.jsonl --instances 8 --policy round_robin,dynamo,kv --speed 4
-    dynbus replay trace.jsonl --policy dynamo,my_costs:cost --plot ttft.svg
+    dynbus lab replay trace.jsonl --instances 8 --policy round_robin,dynamo,kv --speed 4
+    dynbus lab replay trace.jsonl --policy dynamo,my_costs:cost --plot ttft.svg
     """
 
 

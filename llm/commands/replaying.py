@@ -1,4 +1,4 @@
-"""What `dynbus replay` does."""
+"""What `dynbus lab replay` does."""
 
 from __future__ import annotations
 

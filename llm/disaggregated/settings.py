@@ -222,7 +222,7 @@ def _read(stored: StoredMessage | None) -> StoredSettings:
         component = stored.subject.removeprefix(f"$KV.{BUCKET}.")
         raise ConfigError(
             f"the record {stored.subject} is no JSON object: {error}: "
-            f"`dynbus disagg unset {component} --all` removes it"
+            f"`dynbus models tune {component} --reset` removes it"
         ) from None
     others = {name: found.pop(name) for name in found.keys() - set(_KNOWN)}
     return StoredSettings(found, stored.sequence, others)

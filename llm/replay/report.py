@@ -70,7 +70,7 @@ class Report:
     preempted: int
 
     def as_json(self) -> dict[str, Any]:
-        """The figures that `dynbus replay --json` prints."""
+        """The figures that `dynbus lab replay --json` prints."""
         return {
             "policy": self.policy,
             "requests": self.requests,

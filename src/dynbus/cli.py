@@ -1,4 +1,5 @@
-"""The `dynbus` command: finds its subcommands through the entry-point group `dynbus.commands`.
+"""The `dynbus` command: finds its subcommands through the entry-point group `dynbus.commands`, and
+those of `dynbus lab` through `dynbus.commands.lab`.
 
 A subcommand is imported when it is run. To be listed, those of plug-ins are imported too; one that
 cannot be is listed with its error: it fails only when it is run, and never takes the others with
@@ -24,32 +25,46 @@ from dynbus.bus.errors import DynbusError
 GROUP: Final = "dynbus.commands"
 DISTRIBUTION: Final = "dynbus"
 
-OWN: Final[Mapping[str, str]] = {
-    "bench": "Measure your own server.",
-    "call": "Call an endpoint.",
-    "cancel": "End requests by their ids.",
-    "chaos": "Break it on purpose, and check.",
-    "chat": "Talk to a model.",
-    "disagg": "Tune disaggregated serving.",
-    "dlq": "Look after jobs that failed for good.",
-    "docs": "Document what actors read and write.",
-    "doctor": "Check the server and this machine.",
-    "graph": "Draw who calls whom.",
-    "http": "Answer OpenAI's requests over HTTP.",
-    "kv": "Look into KV caches.",
-    "models": "List the models.",
-    "ps": "List the instances.",
-    "replay": "Compare routing policies.",
-    "restart": "Replace the instances of a run.",
-    "run": "Serve the actors of files and modules.",
-    "scale": "Change how many instances a run has.",
-    "setup": "Make the streams of a namespace.",
-    "stop": "End a run.",
-    "top": "Show what the instances do.",
-    "version": "Print the versions that matter.",
-    "why": "Say why a request went where it went.",
+Texts = Mapping[str, str]
+"""What the list of commands says of each."""
+
+SECTIONS: Final[Mapping[str, Texts]] = {
+    "Serve": {
+        "run": "Serve the actors of files and modules.",
+        "http": "Answer OpenAI's requests over HTTP.",
+        "stop": "End a run.",
+        "restart": "Replace the instances of a run.",
+        "scale": "Change how many instances a run has.",
+    },
+    "Ask": {
+        "call": "Call an endpoint.",
+        "chat": "Talk to a model.",
+        "cancel": "End requests by their ids.",
+    },
+    "Look": {
+        "ps": "List the instances, and what they do.",
+        "why": "Say why a request went where it went.",
+        "kv": "Look into KV caches.",
+        "models": "List the models; name and tune them.",
+        "queue": "Look after jobs that wait or failed.",
+    },
+    "Develop": {
+        "schema": "Write what actors read and write; check changes.",
+        "lab": "Measure, break on purpose, simulate.",
+    },
+    "Operate": {
+        "doctor": "Check the server and this machine.",
+        "setup": "Make the streams of a namespace.",
+        "version": "Print the versions that matter.",
+    },
 }
-"""What the list of commands says of dynbus's own, so that none of them is imported for it."""
+"""dynbus's own commands, with their texts so that none of them is imported for the list."""
+
+LAB: Final[Texts] = {
+    "bench": "Measure calls over your own server.",
+    "chaos": "Break what actors run on, and check.",
+    "replay": "Compare routing policies on a trace.",
+}
 
 _EPILOG: Final = (
     f"{exit_codes.GENERAL} `run` ends with 0 when Ctrl-C or SIGTERM drained it. "
@@ -98,7 +113,19 @@ class _ReaderGone(Exception):
 
 
 class Commands(click.Group):
-    """Commands by the name of their entry point."""
+    """Commands by the name of their entry point.
+
+    Args:
+        entry_points: the group of entry points.
+        sections: the texts of dynbus's own, by the headings under which they are listed.
+    """
+
+    def __init__(
+        self, *args: Any, entry_points: str, sections: Mapping[str, Texts], **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self._entry_points = entry_points
+        self._sections = sections
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -107,16 +134,21 @@ class Commands(click.Group):
             raise _ReaderGone from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(registered())
+        return sorted(registered(self._entry_points))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = registered().get(cmd_name, [])
+        found = registered(self._entry_points).get(cmd_name, [])
         return _load(cmd_name, found) if found else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, OWN.get(name) or self._short_help(ctx, name)) for name in registered()]
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows))
+        own = {name for texts in self._sections.values() for name in texts}
+        others = {
+            name: self._short_help(ctx, name) for name in self.list_commands(ctx) if name not in own
+        }
+        for title, texts in (*self._sections.items(), ("Of other packages", others)):
+            if texts:
+                with formatter.section(title):
+                    formatter.write_dl(list(texts.items()))
 
     def _short_help(self, ctx: click.Context, name: str) -> str:
         command = self.get_command(ctx, name)
@@ -184,12 +216,12 @@ def _owner(entry_point: metadata.EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist is not None else entry_point.value
 
 
-def registered() -> dict[str, list[metadata.EntryPoint]]:
-    """The entry points by name; dynbus's own come before a plug-in's of the same name."""
-    found = list(metadata.entry_points(group=GROUP))
+def registered(group: str = GROUP) -> dict[str, list[metadata.EntryPoint]]:
+    """The entry points of a group by name; dynbus's own hide those of plug-ins of the same name."""
+    found = list(metadata.entry_points(group=group))
     own = [each for each in found if _is_own(each)]
     if not own:
-        own = _of_checkout()
+        own = _of_checkout(group)
         found += own
     names = {each.name for each in own}
     seen: Counter[tuple[str, str]] = Counter()
@@ -203,18 +235,28 @@ def registered() -> dict[str, list[metadata.EntryPoint]]:
     return by_name
 
 
-def _of_checkout() -> list[metadata.EntryPoint]:
+def _of_checkout(group: str) -> list[metadata.EntryPoint]:
     """The entry points of a source checkout that is on the path without being installed."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     try:
-        declared = tomllib.loads(project.read_text())["project"]["entry-points"][GROUP]
+        declared = tomllib.loads(project.read_text())["project"]["entry-points"][group]
     except (OSError, KeyError, tomllib.TOMLDecodeError):
         return []
-    return [metadata.EntryPoint(name, value, GROUP) for name, value in declared.items()]
+    return [metadata.EntryPoint(name, value, group) for name, value in declared.items()]
+
+
+lab: Final = Commands(
+    "lab",
+    entry_points=f"{GROUP}.lab",
+    sections={"Commands": LAB},
+    help="Measure, break on purpose, and simulate: for those who build on dynbus or plan a fleet.",
+)
 
 
 @click.group(
     cls=Commands,
+    entry_points=GROUP,
+    sections=SECTIONS,
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

@@ -324,7 +324,7 @@ def test_a_graph_is_drawn_with_the_addresses_of_the_run(
     from dynbus import cli
 
     with pytest.raises(SystemExit):
-        cli.main(["graph", "space_one.py", *APART, "--namespace", "staging", "--json"])
+        cli.main(["run", "space_one.py", *APART, "--namespace", "staging", "--graph", "json"])
 
     drawn = {node["address"]: node["calls"] for node in json.loads(capsys.readouterr().out)}
     assert drawn["staging.Homeless"] == ["staging.prefill", "staging.Engine", "apart.Engine"]

@@ -149,7 +149,7 @@ async def test_a_job_that_is_tried_again_from_a_dead_letter_is_of_its_trace_stil
     async with queue.take() as taker:
         await (await anext(taker)).bury("no paper")
         [letter] = await letters.find()
-        await letters.retry(letter)
+        await letters.redrive(letter)
 
         await (await anext(taker)).ack()
 

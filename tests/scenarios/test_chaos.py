@@ -60,7 +60,7 @@ async def test_chaos_of_a_graph_touches_no_other_server_and_ctrl_c_ends_it_and_a
 ) -> None:
     kinds, call = "kill,freeze,server", 'demo.Splitter.split="a b"'
     run = folder.begin(
-        *("chaos", "actors.py:Splitter", "--seed", "3", "--kinds", kinds, "--call", call)
+        *("lab", "chaos", "actors.py:Splitter", "--seed", "3", "--kinds", kinds, "--call", call)
     )
     folder.wait_for(lambda: len(folder.workers()) >= 2)
     assert not (folder.path / ".dynbus").exists()
@@ -76,7 +76,7 @@ async def test_chaos_of_a_graph_touches_no_other_server_and_ctrl_c_ends_it_and_a
 async def test_a_graph_of_which_nothing_can_be_called_is_refused_before_anything_is_broken(
     folder: Folder,
 ) -> None:
-    refused = folder.dynbus_in_a_process("chaos", "actors.py:Splitter", "--minutes", "60")
+    refused = folder.dynbus_in_a_process("lab", "chaos", "actors.py:Splitter", "--minutes", "60")
 
     assert refused.returncode == 3
     assert "every endpoint needs a request; give --call ENDPOINT=JSON" in refused.stderr
@@ -84,7 +84,7 @@ async def test_a_graph_of_which_nothing_can_be_called_is_refused_before_anything
 
 @pytest.mark.soak
 async def test_nothing_is_left_of_chaos_that_is_killed_while_it_freezes(folder: Folder) -> None:
-    run = folder.begin("chaos", "--kinds", "freeze", "--pause", "0.1", "--instances", "2")
+    run = folder.begin("lab", "chaos", "--kinds", "freeze", "--pause", "0.1", "--instances", "2")
 
     def frozen() -> list[psutil.Process]:
         return [each for each in folder.workers() if each.status() == psutil.STATUS_STOPPED]

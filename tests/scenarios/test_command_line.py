@@ -305,7 +305,7 @@ def test_doctor_finds_nothing_wrong_with_the_embedded_server(folder: Folder) -> 
 def test_bench_measures_the_users_server_and_leaves_nothing(folder: Folder) -> None:
     before = {process.pid for process in folder.processes()}
 
-    ended = folder.dynbus("bench", "--duration", "0.2", "--json")
+    ended = folder.dynbus("lab", "bench", "--duration", "0.2", "--json")
 
     figures = json.loads(ended.stdout)
     assert ended.returncode == 0, ended.stderr

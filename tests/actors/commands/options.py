@@ -17,6 +17,7 @@ def run_options(**changed: Any) -> RunOptions:
         "reload": False,
         "fresh": False,
         "dry_run": True,
+        "graph": None,
         "as_json": False,
         "log_format": None,
         "log_level": "info",

@@ -1,4 +1,4 @@
-"""`dynbus bench` prints the figures that were measured, and says why it cannot measure.
+"""`dynbus lab bench` prints the figures that were measured, and says why it cannot measure.
 
 The figures themselves come from real processes: `tests/scenarios/test_command_line.py`.
 """

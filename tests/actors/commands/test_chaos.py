@@ -1,4 +1,4 @@
-"""`dynbus chaos` refuses what it cannot do before it starts anything, and tells what was found."""
+"""`dynbus lab chaos` refuses what it cannot do before it starts anything, and tells its finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dynbus graph` draws what a file would run, and starts nothing."""
+"""`dynbus run --graph` draws what a file would run, and starts nothing."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
-        cli.main(["graph", "drawn_actors.py", *arguments])
+        cli.main(["run", "drawn_actors.py", *arguments])
     return int(end.value.code or 0)
 
 
 def test_the_tree_shows_the_settings_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code = run("--Splitter.workers=3")
+    code = run("--Splitter.workers=3", "--graph", "tree")
 
     assert code == 0
     assert capsys.readouterr().out == ("drawn.Shouter  (shout)\n└── drawn.Splitter x3  (split*)\n")
 
 
 def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--json")
+    run("--graph", "json")
 
     assert json.loads(capsys.readouterr().out) == [
         {
@@ -82,10 +82,10 @@ def test_a_picture_needs_graphviz_and_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", "")
 
-    code = run("--format", "svg")
+    code = run("--graph", "svg")
 
     assert code == exit_codes.CONFIG_ERROR
-    assert "install the package graphviz, or use --format mermaid" in capsys.readouterr().err
+    assert "install the package graphviz, or use --graph mermaid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,17 @@ def test_a_picture_is_what_graphviz_makes_of_it(
     (folder / "dot").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
-    assert run("--format", "svg") == code
+    assert run("--graph", "svg") == code
 
     told = capsys.readouterr()
     assert out in told.out
     assert err in told.err
+
+
+@pytest.mark.parametrize("other", ["--dry-run", "--json"])
+def test_a_run_is_drawn_or_told_and_not_both(
+    other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--graph", "tree", other) == exit_codes.CONFIG_ERROR
+
+    assert "leave --dry-run and --json out" in capsys.readouterr().err

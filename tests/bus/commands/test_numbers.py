@@ -26,7 +26,7 @@ def test_nan_is_no_number_in_a_range(given: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("chaos", "--minutes=nan"),
+        ("lab", "chaos", "--minutes=nan"),
         ("cancel", "some-id", "--wait=nan"),
         ("call", "demo.A.f", "--timeout=nan"),
         ("http", "--grace=nan"),

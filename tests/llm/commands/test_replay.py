@@ -1,4 +1,4 @@
-"""`dynbus replay` compares policies, for people and for programs."""
+"""`dynbus lab replay` compares policies, for people and for programs."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_file_that_is_no_trace_is_wrong_input_with_its_line(
     path = tmp_path / "x.jsonl"
     path.write_bytes(text.encode("latin-1"))
 
-    ended = refused("replay", str(path), at=tmp_path)
+    ended = refused("lab", "replay", str(path), at=tmp_path)
 
     assert (ended.code, ended.out) == (3, "")
     assert "dynbus: ConfigError: " in ended.err
@@ -207,7 +207,8 @@ def guide(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("own", ["my_costs:cost", "my_costs.py:cost", "./my_costs.py:cost"])
 def test_the_guides_cost_function_in_the_current_folder_is_a_policy(own: str, guide: Path) -> None:
-    ended = dynbus("replay", "trace.jsonl", "--policy", f"round_robin, {own}", "--json", at=guide)
+    policies = f"round_robin, {own}"
+    ended = dynbus("lab", "replay", "trace.jsonl", "--policy", policies, "--json", at=guide)
 
     assert ended.returncode == 0, ended.stderr
     assert [one["policy"] for one in json.loads(ended.stdout)] == ["round_robin", "my_costs:cost"]
@@ -231,7 +232,7 @@ def test_a_policy_that_cannot_be_used_is_one_line_that_says_why(
     (guide / "dynbus.py").write_text("def cost(request, candidates): ...\n")
     (guide / "broken.py").write_text("def cost(request, candidates):\n    return {}['weights']\n")
 
-    ended = refused("replay", "trace.jsonl", "--policy", policy, at=guide)
+    ended = refused("lab", "replay", "trace.jsonl", "--policy", policy, at=guide)
 
     assert (ended.code, ended.out) == (3, "")
     last = ended.err.splitlines()[-1]

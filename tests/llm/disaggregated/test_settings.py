@@ -22,7 +22,7 @@ from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.leases import ensure_bucket, record_subject
-from dynbus.llm.commands.disagg import disagg
+from dynbus.llm.commands.tuning import tune
 from dynbus.llm.disaggregated.settings import (
     NOTHING_STORED,
     SETTINGS_STREAM,
@@ -235,7 +235,7 @@ def test_the_command_tells_the_workers_own_values_from_those_that_hold(
     component = f"n{secrets.token_hex(4)}.decode"
 
     def command(*arguments: str) -> Result:
-        return CliRunner().invoke(disagg, [*arguments, "--nats", nats_server.url])
+        return CliRunner().invoke(tune, [*arguments, "--nats", nats_server.url])
 
     async def announce() -> None:
         async with terminal.server(BusConfig(servers=(nats_server.url,)), "test") as server:
@@ -245,12 +245,12 @@ def test_the_command_tells_the_workers_own_values_from_those_that_hold(
                 own = DisaggregationSettings(local_prompt_tokens=tokens)
                 await js.publish(*announced(component, instance, own))
 
-    nobody = command("set", component, "max_queue_length=9").stderr
+    nobody = command(component, "max_queue_length=9").stderr
     asyncio.run(announce())
-    table = command("set", component, "mode=local")
-    typed = command("set", f"{component}r", "mode=local").stderr
-    told = json.loads(command("show", component, "--json").stdout)
-    command("unset", f"{component}r", "--all")
+    table = command(component, "mode=local")
+    typed = command(f"{component}r", "mode=local").stderr
+    told = json.loads(command(component, "--json").stdout)
+    command(f"{component}r", "--reset")
 
     assert f"no decode instance of {component} is there" in nobody
     assert table.stderr == ""
@@ -270,17 +270,15 @@ def test_the_command_shows_and_changes_settings(nats_server: RunningServer) -> N
     component = f"n{secrets.token_hex(4)}.Decode"
 
     def command(*arguments: str) -> Result:
-        return CliRunner().invoke(disagg, [*arguments, "--nats", nats_server.url])
+        return CliRunner().invoke(tune, [*arguments, "--nats", nats_server.url])
 
-    before = json.loads(command("show", component, "--json").stdout)
-    after = json.loads(
-        command("set", component, "max_queue_length=9", "mode=local", "--json").stdout
-    )
-    listed = json.loads(command("show", "--json").stdout)
-    table = command("show", component).stdout
-    unset = json.loads(command("unset", component, "mode", "--json").stdout)
-    refused = command("set", component, "max_queue_length=nine")
-    unknown = command("unset", component, "maximum")
+    before = json.loads(command(component, "--json").stdout)
+    after = json.loads(command(component, "max_queue_length=9", "mode=local", "--json").stdout)
+    listed = json.loads(command("--json").stdout)
+    table = command(component).stdout
+    unset = json.loads(command(component, "mode=", "--json").stdout)
+    refused = command(component, "max_queue_length=nine")
+    unknown = command(component, "maximum=")
 
     assert (before["changed"], before["settings"]["max_queue_length"]) == ([], 4)
     assert after["changed"] == ["max_queue_length", "mode"]
@@ -293,9 +291,9 @@ def test_the_command_shows_and_changes_settings(nats_server: RunningServer) -> N
     assert (unset["changed"], unset["settings"]["mode"]) == (["max_queue_length"], "auto")
     assert isinstance(refused.exception, ConfigError)
     assert isinstance(unknown.exception, ConfigError)
-    assert json.loads(command("show", component, "--json").stdout) == unset
-    assert command("set", component, "mode").exit_code == 2
-    assert command("unset", component).exit_code == 2
-    assert command("unset", component, "mode", "--all").exit_code == 2
-    assert command("unset", component, "--all").exit_code == 0
-    assert component not in json.loads(command("show", "--json").stdout)
+    assert json.loads(command(component, "--json").stdout) == unset
+    assert command(component, "mode").exit_code == 2
+    assert command(component, "mode=", "--reset").exit_code == 2
+    assert command("--reset").exit_code == 2
+    assert command(component, "--reset").exit_code == 0
+    assert component not in json.loads(command("--json").stdout)

@@ -1,4 +1,4 @@
-"""`dynbus dlq` lists, shows, retries and drops dead letters."""
+"""`dynbus queue` lists queues and dead letters, and redrives or discards these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dynbus.bus.bus import Bus
-from dynbus.bus.commands.dlq import dlq
+from dynbus.bus.commands.queue import queue as command_group
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.nats.server_process import RunningServer
@@ -20,7 +20,7 @@ from dynbus.bus.work_queue import NoDeadLetter, WorkQueue, WorkQueueConfig
 pytestmark = pytest.mark.anyio
 
 
-async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
+async def test_dead_letters_are_listed_shown_redriven_and_discarded(
     nats_server: RunningServer,
 ) -> None:
     namespace = f"n{secrets.token_hex(6)}"
@@ -32,33 +32,41 @@ async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
     async def command(*arguments: str) -> Result:
         # In a thread: the command has a loop of its own.
         return await asyncio.to_thread(
-            CliRunner().invoke, dlq, [*arguments, "--nats", nats_server.url]
+            CliRunner().invoke, command_group, [*arguments, "--nats", nats_server.url]
         )
 
-    nothing = await command("list", namespace)
+    nothing, no_queue = await command("dead", namespace), await command("ls", namespace)
     for job_id in ("one", "two", "three"):
         await queue.put(b"page \x1b[31m", job_id=job_id, headers={"colour": "red"})
     async with queue.take() as taker:
         for _ in range(3):
             await (await anext(taker)).bury("no [paper]")
-    listed = json.loads((await command("list", f"{namespace}.Printer.print", "--json")).output)
-    table = (await command("list", namespace)).output
+    listed = json.loads((await command("dead", f"{namespace}.Printer.print", "--json")).output)
+    table = (await command("dead", namespace)).output
     one, two, three = (letter["letter"] for letter in listed)
-    shown = (await command("show", namespace, one)).output
-    as_json = json.loads((await command("show", namespace, one, "--json")).output)
+    shown = (await command("dead", namespace, one)).output
+    as_json = json.loads((await command("dead", namespace, one, "--json")).output)
     await bus.data.jetstream.publish(
         work_subject(queue.name), bytes(bus.data.jetstream.max_payload - 100), message_id="large"
     )
     async with queue.take() as taker:
         await (await anext(taker)).bury("too large")
-    *_, large = json.loads((await command("list", namespace, "--json")).output)
-    empty = await command("retry", namespace, large["letter"])
-    retried = await command("retry", namespace, one)
-    dropped = await command("purge", namespace, two)
-    rest = await command("purge", namespace, "--all")
-    again = await command("retry", namespace, one)
+    queues = json.loads((await command("ls", f"{namespace}.Printer", "--json")).output)
+    other = await command("ls", f"{namespace}.Other")
+    *_, large = json.loads((await command("dead", namespace, "--json")).output)
+    empty = await command("redrive", namespace, large["letter"])
+    retried = await command("redrive", namespace, one)
+    dropped = await command("discard", namespace, two)
+    rest = await command("discard", namespace, "--all")
+    again = await command("redrive", namespace, one)
+    [row] = (await command("ls", namespace)).output.splitlines()[1:]
 
     assert "has no dead letters" in nothing.output
+    assert no_queue.output == f"{namespace} has no queue\n"
+    assert other.output == f"{namespace}.Other has no queue\n"
+    assert queues == [
+        {"queue": f"{namespace}.Printer.print", "waiting": 0, "held": 0, "dead": 4},
+    ]
     assert [letter["job"] for letter in listed] == ["one", "two", "three"]
     assert listed[0]["error"] == "no [paper]"
     assert (listed[0]["headers"], listed[0]["bytes"]) == ({"colour": "red"}, 10)
@@ -66,22 +74,22 @@ async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
     assert "queue: " + f"{namespace}.Printer.print" in shown
     assert "\x1b" not in shown
     assert as_json["data"] == "page \x1b[31m"
-    assert retried.output == f"retried: {one} one\n"
-    assert dropped.output == f"dropped: {two} two\n"
-    assert rest.output == f"dropped: {three} three\ndropped: {large['letter']} large\n"
+    assert retried.output == f"redriven: {one} one\n"
+    assert dropped.output == f"discarded: {two} two\n"
+    assert rest.output == f"discarded: {three} three\ndiscarded: {large['letter']} large\n"
     assert isinstance(empty.exception, PayloadTooLarge)
     assert large["lost_bytes"] == bus.data.jetstream.max_payload - 100
     assert isinstance(again.exception, NoDeadLetter)
-    assert (await queue.depth(max_age=0.0)).waiting == 1
+    assert row.split() == [f"{namespace}.Printer.print", "1", "0", "0"]
     await bus.close()
 
 
 def test_what_is_no_queue_or_no_letter_is_refused(nats_server: RunningServer) -> None:
     def command(*arguments: str) -> Result:
-        return CliRunner().invoke(dlq, [*arguments, "--nats", nats_server.url])
+        return CliRunner().invoke(command_group, [*arguments, "--nats", nats_server.url])
 
     for where in ("a.b.c.d", "a.>", "*", ""):
-        assert isinstance(command("list", where).exception, ConfigError), where
-    assert isinstance(command("show", "demo", "*").exception, NoDeadLetter)
-    assert command("purge", "demo").exit_code == 2
-    assert command("purge", "demo", "0123456789abcdef", "--all").exit_code == 2
+        assert isinstance(command("ls", where).exception, ConfigError), where
+    assert isinstance(command("dead", "demo", "*").exception, NoDeadLetter)
+    assert command("discard", "demo").exit_code == 2
+    assert command("discard", "demo", "0123456789abcdef", "--all").exit_code == 2

@@ -1,9 +1,9 @@
-"""`dynbus disagg`: shows and changes when prompts are computed on prefill instances."""
+"""`dynbus models tune`: the settings by which prompts are computed on prefill instances."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -17,36 +17,65 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@click.group(epilog=terminal.EXIT_CODES)
-def disagg() -> None:
-    """Tune disaggregated serving while it runs.
+_HELP: Final = """Tune disaggregated serving while it runs.
 
-    Workers follow the record of their decode component within a second. What it does not say is
-    each worker's own:
-
-    \b
-    dynbus disagg show demo.Decode
-    dynbus disagg set demo.Decode local_prompt_tokens=256 through=queue
-    dynbus disagg unset demo.Decode local_prompt_tokens
-    dynbus disagg unset demo.Decode --all
-    """
-
-
-@disagg.command()
-@click.argument("component", metavar="[NAMESPACE.COMPONENT]", required=False)
-@terminal.json_option
-@terminal.nats_option
-def show(component: str | None, as_json: bool, nats: str | None) -> None:
-    """Show what holds: of one component, or which components have a record.
+    Shows what holds: of one component, or which components have a record. NAME=VALUE changes
+    settings, which workers of this decode component follow within a second; NAME= leaves one to
+    each worker again. A setting that does not exist, or a value that it cannot have, is refused and
+    changes nothing.
 
     LIVE is what its decode instances go by now; OWN is what they have of their own, which holds
     where the record says nothing.
-    """
-    from dynbus.llm.disaggregated.settings import read_settings, stored_components
 
-    if component is not None:
+    \b
+    dynbus models tune demo.Decode
+    dynbus models tune demo.Decode local_prompt_tokens=256 through=queue
+    dynbus models tune demo.Decode local_prompt_tokens=
+    dynbus models tune demo.Decode --reset
+    """
+
+
+@click.command(help=_HELP)
+@click.argument("component", metavar="[NAMESPACE.COMPONENT]", required=False)
+@click.argument("changes", metavar="[NAME=[VALUE]]...", nargs=-1)
+@click.option("--reset", is_flag=True, help="Remove the record, even one of no JSON.")
+@terminal.json_option
+@terminal.nats_option
+def tune(
+    component: str | None, changes: Sequence[str], reset: bool, as_json: bool, nats: str | None
+) -> None:
+    from dynbus.llm.disaggregated.settings import (
+        change_settings,
+        parse_changes,
+        read_settings,
+        remove_settings,
+    )
+
+    if reset and (changes or component is None):
+        raise click.UsageError("--reset takes a component, and nothing else")
+    if component is None:
+        _list(as_json, nats)
+    elif reset:
+        _carry_out(component, remove_settings, as_json, nats)
+    elif not changes:
         _carry_out(component, read_settings, as_json, nats)
-        return
+    else:
+        texts = dict(map(_split, changes))
+        unset = [name for name, text in texts.items() if not text]
+        values = parse_changes({name: text for name, text in texts.items() if text})
+        _carry_out(component, lambda js, at: change_settings(js, at, values, unset), as_json, nats)
+
+
+def _split(change: str) -> tuple[str, str]:
+    name, equals, value = change.partition("=")
+    if not equals:
+        raise click.BadParameter(f"{change!r} is not NAME=VALUE", param_hint="NAME=VALUE")
+    return name, value
+
+
+def _list(as_json: bool, nats: str | None) -> None:
+    from dynbus.llm.disaggregated.settings import stored_components
+
     found = [str(name) for name in _run(stored_components, nats)]
     if as_json:
         terminal.print_json(found)
@@ -54,48 +83,6 @@ def show(component: str | None, as_json: bool, nats: str | None) -> None:
         terminal.notice("no component has a record")
     else:
         terminal.print_table(("COMPONENT",), [(terminal.plain(name),) for name in found])
-
-
-@disagg.command(name="set")
-@click.argument("component", metavar="NAMESPACE.COMPONENT")
-@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, required=True)
-@terminal.json_option
-@terminal.nats_option
-def set_(component: str, changes: Sequence[str], as_json: bool, nats: str | None) -> None:
-    """Change settings of a component.
-
-    A setting that does not exist, or a value that it cannot have, is refused and changes nothing.
-    """
-    from dynbus.llm.disaggregated.settings import change_settings, parse_changes
-
-    texts: dict[str, str] = {}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{change!r} is not NAME=VALUE", param_hint="NAME=VALUE")
-        texts[name] = value
-    values = parse_changes(texts)
-    _carry_out(component, lambda js, at: change_settings(js, at, values), as_json, nats)
-
-
-@disagg.command()
-@click.argument("component", metavar="NAMESPACE.COMPONENT")
-@click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--all", "take_all", is_flag=True, help="Remove the record, even one of no JSON.")
-@terminal.json_option
-@terminal.nats_option
-def unset(
-    component: str, names: Sequence[str], take_all: bool, as_json: bool, nats: str | None
-) -> None:
-    """Leave settings to each worker again; a record that says nothing is removed."""
-    from dynbus.llm.disaggregated.settings import change_settings, remove_settings
-
-    if take_all == bool(names):
-        raise click.UsageError("name settings, or give --all")
-    if take_all:
-        _carry_out(component, remove_settings, as_json, nats)
-    else:
-        _carry_out(component, lambda js, at: change_settings(js, at, {}, names), as_json, nats)
 
 
 def _carry_out(
@@ -177,7 +164,7 @@ def _run(work: Callable[[JetStream], Awaitable[T]], nats: str | None) -> T:
     config = terminal.settings(nats)
 
     async def ask() -> T:
-        async with terminal.server(config, "dynbus-disagg") as server:
+        async with terminal.server(config, "dynbus-models") as server:
             return await work(server.connection.jetstream)
 
     return asyncio.run(ask())

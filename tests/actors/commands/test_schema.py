@@ -1,4 +1,4 @@
-"""`dynbus docs` writes what a file's actors read and write, and starts nothing."""
+"""`dynbus schema` writes what a file's actors read and write, and starts nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
-        cli.main(["docs", "written_actors.py", *arguments])
+        cli.main(["schema", "write", "written_actors.py", *arguments])
     return int(end.value.code or 0)
 
 
@@ -83,7 +83,7 @@ def test_files_are_the_same_each_time(
 ) -> None:
     # This process has another seed, by chance.
     elsewhere = subprocess.run(
-        [sys.executable, "-m", "dynbus", "docs", "written_actors.py", "--schemas", "s1"],
+        [sys.executable, "-m", "dynbus", "schema", "write", "written_actors.py", "--schemas", "s1"],
         env={**os.environ, "PYTHONHASHSEED": "1"},
         capture_output=True,
         check=True,

@@ -1,4 +1,4 @@
-"""`dynbus top` tells what instances do, fits its terminal, and leaves it as it was."""
+"""`dynbus ps --watch` tells what instances do, fits its terminal, and leaves it as it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conditions import PATIENCE
 
 from dynbus.bus.commands.rates import Activity, Column, activities, columns, counted, fitting
 from dynbus.bus.commands.survey import Counts, InstanceReport
-from dynbus.bus.commands.top import View, show
+from dynbus.bus.commands.watching import View, show
 from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
@@ -182,7 +182,7 @@ async def test_a_server_that_is_lost_is_told_and_looked_at_again_when_it_is_back
 def test_the_terminal_is_left_as_it_was(own_server: RunningServer, number: signal.Signals) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "dynbus", "top", "--nats", own_server.url],
+        [sys.executable, "-m", "dynbus", "ps", "--watch", "--nats", own_server.url],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -1,4 +1,4 @@
-"""`dynbus docs`: write what actors read and write as AsyncAPI and JSON Schema."""
+"""`dynbus schema`: what actors read and write, as AsyncAPI and JSON Schema."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.schemas import json_text, schema_file
 from dynbus.actors.running.planning import load_run
+from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
 
@@ -33,7 +34,7 @@ def as_yaml(document: Any) -> str:
     return yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=100)
 
 
-def write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a file.
 
     Raises:
@@ -46,7 +47,16 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"{path} cannot be written: {reason}") from None
 
 
-@click.command(
+@click.group(epilog=exit_codes.GENERAL)
+def schema() -> None:
+    """Write what actors read and write.
+
+    \b
+    dynbus schema write actors.py -o asyncapi.yaml
+    """
+
+
+@schema.command(
     cls=TargetsCommand,
     help="""Document the actors of TARGETs: an AsyncAPI 3.0 document of all endpoints, as YAML.
 
@@ -54,9 +64,9 @@ def write(path: Path, text: str) -> None:
     the same actors, so that it can be committed and compared.
 
     \b
-    dynbus docs actors.py -o asyncapi.yaml
-    dynbus docs actors.py --json
-    dynbus docs actors.py -o asyncapi.yaml --schemas schemas/
+    dynbus schema write actors.py -o asyncapi.yaml
+    dynbus schema write actors.py --json
+    dynbus schema write actors.py -o asyncapi.yaml --schemas schemas/
     """,
 )
 @targets_argument
@@ -86,7 +96,7 @@ def write(path: Path, text: str) -> None:
 )
 @terminal.json_option
 @click.pass_context
-def docs(
+def write(
     ctx: click.Context,
     /,
     *,
@@ -99,7 +109,6 @@ def docs(
     api_version: str,
     as_json: bool,
 ) -> None:
-    """`dynbus docs`."""
     if output is not None and output.suffix == ".py":
         raise ConfigError(f"-o {output} is a Python file: name the document asyncapi.yaml")
     run = load_run(plan_request(ctx, targets, config_files, namespace), os.environ)
@@ -113,9 +122,9 @@ def docs(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--schemas {folder} cannot be made: {error}") from None
-        for place, schema in schemas.items():
-            write(folder / f"{place}.json", schema_file(schema))
+        for place, each in schemas.items():
+            write_file(folder / f"{place}.json", schema_file(each))
     if output is not None:
-        write(output, text)
+        write_file(output, text)
     else:
         click.echo(text, nl=False)

@@ -1,4 +1,4 @@
-"""`dynbus top`: what all instances do, refreshed in the terminal."""
+"""The view of `dynbus ps --watch`: what all instances do, refreshed in the terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
-
-import click
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dynbus.bus import exit_codes
 
@@ -30,26 +28,6 @@ _STYLES: Final = {"draining": "yellow", "silent": "red", "unlisted": "yellow"}
 _LEFT: Final = ("COMPONENT", "INSTANCE", "STATE")
 FEWEST_ROWS: Final = 3
 
-_HELP: Final = """Show what all instances do, again and again.
-
-    \b
-    STATE    as of `dynbus ps`; a frozen instance is silent
-    CALLS/S  calls that ended, of which ERRORS/S failed
-    RUN      calls that run, of which STREAMS are streams; QUEUE: calls that wait
-    ITEMS/S  items that streams sent; of an engine, the tokens that it made
-    LATENCY  how long the calls that ended took, on average
-    KV       how much of an engine's KV cache is in use
-    HITS     how much of the prompts was in it
-
-    Columns without room are left out. Where the output is no terminal, or with --once, it is shown
-    once.
-
-    \b
-    dynbus top --namespace demo --sort calls
-    dynbus top --once
-    dynbus top --json -n 5
-    """
-
 
 class View(NamedTuple):
     """What is shown at one moment.
@@ -63,42 +41,25 @@ class View(NamedTuple):
     notice: str
 
 
-@click.command(help=_HELP, epilog=exit_codes.GENERAL)
-@click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
-@click.option(
-    "-n",
-    "--interval",
-    type=terminal.number(0.2, 3600),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Between two looks.",
-)
-@click.option(
-    "--sort",
-    type=click.Choice(get_args(SortKey)),
-    default="name",
-    show_default=True,
-    help="What is highest comes first.",
-)
-@click.option("--once", is_flag=True, help="Show it once, after one interval.")
-@terminal.json_option
-@terminal.nats_option
-@click.pass_context
-def top(
-    ctx: click.Context,
-    /,
+def watch(
+    config: BusConfig,
     *,
     namespace: str | None,
     interval: float,
     sort: SortKey,
     once: bool,
     as_json: bool,
-    nats: str | None,
-) -> None:
+) -> int:
+    """Show what instances do: refreshed in a terminal, line by line as JSON, or once.
+
+    Args:
+        once: also where there is no terminal to refresh it in, and no JSON is asked for.
+
+    Returns:
+        The exit code.
+    """
     import anyio
 
-    config = terminal.settings(nats)
     console = terminal.console()
     is_live = console.is_terminal and not (console.is_dumb_terminal or once or as_json)
     screen: AbstractContextManager[object] | None = None
@@ -126,7 +87,7 @@ def top(
             return exit_codes.OK
         return exit_codes.TERMINATED
 
-    ctx.exit(asyncio.run(run()))
+    return asyncio.run(run())
 
 
 async def show(
@@ -161,7 +122,7 @@ async def show(
 
     before: dict[InstanceName, Counts] | None = None
     shown: list[Activity] = []
-    async with terminal.server(config, "dynbus-top") as server:
+    async with terminal.server(config, "dynbus-ps") as server:
         with screen or nullcontext():
             while True:
                 begun = monotonic()

@@ -1,0 +1,301 @@
+"""`dynbus queue`: queues of jobs, and the jobs that failed for good."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import click
+
+from dynbus.bus import exit_codes
+
+from .terminal import terminal
+
+if TYPE_CHECKING:
+    from dynbus.bus.nats.jetstream import NatsJetStream
+    from dynbus.bus.work_queue import DeadLetter, DeadLetters
+
+T = TypeVar("T")
+
+API_SECONDS: Final = 5.0
+
+
+class Place(NamedTuple):
+    """The queues that a command is about; `*` for all."""
+
+    namespace: str
+    component: str = "*"
+    endpoint: str = "*"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """What NAMESPACE[.COMPONENT[.ENDPOINT]] says.
+
+        Raises:
+            ConfigError: it names no queues.
+        """
+        from dynbus.bus.errors import ConfigError
+        from dynbus.bus.protocol.names import check_token
+
+        names = text.split(".")
+        if len(names) > 3:
+            raise ConfigError(f"{text!r} is not a queue: write namespace.component.endpoint")
+        for kind, name in zip(cls._fields, names, strict=False):
+            check_token(kind, name)
+        return cls(*names)
+
+
+class QueueRow(NamedTuple):
+    """One queue.
+
+    Attributes:
+        waiting, held: see `QueueDepth`.
+        dead: jobs of it that failed for good.
+    """
+
+    queue: str
+    waiting: int
+    held: int
+    dead: int
+
+
+place_argument = click.argument("where", metavar="NAMESPACE[.COMPONENT[.ENDPOINT]]")
+namespace_argument = click.argument("namespace")
+letters_argument = click.argument("letters", metavar="[LETTER]...", nargs=-1)
+all_option = click.option("--all", "take_all", is_flag=True, help="All of the namespace.")
+
+
+@click.group(epilog=exit_codes.GENERAL)
+def queue() -> None:
+    """Look after queues of jobs.
+
+    A job that failed five times, or that its taker refused, is a dead letter. It is kept for 14
+    days:
+
+    \b
+    dynbus queue ls demo
+    dynbus queue dead demo
+    dynbus queue dead demo 0123456789abcdef
+    dynbus queue redrive demo 0123456789abcdef
+    dynbus queue discard demo --all
+    """
+
+
+@queue.command()
+@place_argument
+@terminal.json_option
+@terminal.nats_option
+def ls(where: str, as_json: bool, nats: str | None) -> None:
+    """List queues, with how many jobs they hold.
+
+    \b
+    WAITING  jobs that nobody has yet
+    HELD     jobs with a taker, or given back and to be tried again
+    DEAD     jobs that failed for good
+    """
+    place = Place.parse(where)
+    found = _run(nats, lambda jetstream: list_queues(jetstream, place))
+    if as_json:
+        terminal.print_json([row._asdict() for row in found])
+    elif not found:
+        terminal.notice(f"{where} has no queue")
+    else:
+        terminal.print_table(
+            ("QUEUE", "WAITING", "HELD", "DEAD"),
+            [
+                (terminal.plain(row.queue), str(row.waiting), str(row.held), str(row.dead))
+                for row in found
+            ],
+        )
+
+
+async def list_queues(jetstream: NatsJetStream, place: Place) -> list[QueueRow]:
+    """The queues of a place by name, those too of which only dead letters are left.
+
+    Raises:
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    from dynbus.bus.protocol.names import (
+        EndpointName,
+        dead_letter_stream,
+        dead_letter_subject,
+        queue_of_stream,
+        work_subject,
+    )
+    from dynbus.bus.transport import NoStream
+    from dynbus.bus.work_queue import WorkQueueConfig, takers_config
+
+    takers = takers_config(WorkQueueConfig()).name
+    rows: dict[EndpointName, QueueRow] = {}
+    asked = {"subject": work_subject(EndpointName(*place))}
+    async for page in _pages(jetstream, "STREAM.NAMES", asked):
+        for stream in page["streams"] or ():
+            name = queue_of_stream(stream)
+            if name is None:
+                continue
+            with suppress(NoStream):  # deleted meanwhile
+                info = await jetstream.consumer_info(stream, takers, timeout=API_SECONDS)
+                rows[name] = QueueRow(str(name), info.pending, info.ack_pending, 0)
+    asked = {"subjects_filter": dead_letter_subject(*place)}
+    with suppress(NoStream):
+        call = f"STREAM.INFO.{dead_letter_stream(place.namespace)}"
+        async for page in _pages(jetstream, call, asked):
+            for subject, count in (page["state"].get("subjects") or {}).items():
+                namespace, component, _, endpoint, _ = subject.split(".")
+                name = EndpointName(namespace, component, endpoint)
+                row = rows.get(name, QueueRow(str(name), 0, 0, 0))
+                rows[name] = row._replace(dead=row.dead + count)
+    return [rows[name] for name in sorted(rows)]
+
+
+async def _pages(
+    jetstream: NatsJetStream, call: str, asked: Mapping[str, Any]
+) -> AsyncGenerator[dict[str, Any]]:
+    """All that the server lists, page by page."""
+    begin, total = 0, 1
+    while begin < total:
+        page = await jetstream.api(call, {**asked, "offset": begin}, timeout=API_SECONDS)
+        yield page
+        total = int(page.get("total") or 0)
+        begin += int(page.get("limit") or total)
+
+
+@queue.command()
+@place_argument
+@click.argument("letter", required=False)
+@terminal.json_option
+@terminal.nats_option
+def dead(where: str, letter: str | None, as_json: bool, nats: str | None) -> None:
+    """List dead letters, or show one.
+
+    The oldest come first. LETTER is the id of one, which is shown with what its job says.
+    """
+    place = Place.parse(where)
+    if letter is None:
+        _list_dead(_letters(place, nats, lambda at: at.find(*place[1:])), where, as_json)
+        return
+    found = _letters(place, nats, lambda at: at.get(letter))
+    data = found.data.decode("utf-8", "replace")
+    if as_json:
+        terminal.print_json({**_json(found), "data": data})
+        return
+    for name, value in _json(found).items():
+        click.echo(f"{name}: {terminal.printable(str(value))}")
+    click.echo(f"\n{terminal.printable(data)}")
+
+
+def _list_dead(found: Sequence[DeadLetter], where: str, as_json: bool) -> None:
+    from dynbus.bus.clock import unix_time
+
+    if as_json:
+        terminal.print_json([_json(letter) for letter in found])
+    elif not found:
+        terminal.notice(f"{where} has no dead letters")
+    else:
+        terminal.print_table(
+            ("LETTER", "QUEUE", "JOB", "TRIES", "REASON", "AGE", "ERROR"),
+            [
+                (
+                    letter.letter_id,
+                    f"{letter.queue.component}.{letter.queue.endpoint}",
+                    terminal.plain(letter.job_id),
+                    str(letter.tries),
+                    terminal.plain(letter.reason),
+                    terminal.duration(max(0.0, unix_time() - letter.died_at)),
+                    terminal.plain(letter.error),
+                )
+                for letter in found
+            ],
+        )
+
+
+@queue.command()
+@namespace_argument
+@letters_argument
+@all_option
+@terminal.nats_option
+def redrive(namespace: str, letters: Sequence[str], take_all: bool, nats: str | None) -> None:
+    """Put dead letters into their queues again.
+
+    They have all their tries, and no deadline. A letter whose job was too large to keep is refused;
+    with --all the others are redriven.
+    """
+    _each(namespace, letters, take_all, nats, "redriven", lambda at, one: at.redrive(one))
+
+
+@queue.command()
+@namespace_argument
+@letters_argument
+@all_option
+@terminal.nats_option
+def discard(namespace: str, letters: Sequence[str], take_all: bool, nats: str | None) -> None:
+    """Discard dead letters."""
+    _each(namespace, letters, take_all, nats, "discarded", lambda at, one: at.discard(one))
+
+
+def _each(
+    namespace: str,
+    named: Sequence[str],
+    take_all: bool,
+    nats: str | None,
+    done: str,
+    act: Callable[[DeadLetters, DeadLetter], Awaitable[None]],
+) -> None:
+    from dynbus.bus.errors import PayloadTooLarge
+    from dynbus.bus.protocol.names import check_token
+
+    if take_all == bool(named):
+        raise click.UsageError("name dead letters, or give --all")
+
+    async def work(letters: DeadLetters) -> int:
+        found = await letters.find() if take_all else [await letters.get(one) for one in named]
+        refused: PayloadTooLarge | None = None
+        for letter in found:
+            try:
+                await act(letters, letter)
+            except PayloadTooLarge as error:
+                refused = refused or error
+                continue
+            click.echo(f"{done}: {letter.letter_id} {terminal.printable(letter.job_id)}")
+        if refused is not None:
+            raise refused
+        return len(found)
+
+    check_token("namespace", namespace)
+    if not _letters(Place(namespace), nats, work):
+        terminal.notice(f"{namespace} has no dead letters")
+
+
+def _json(letter: DeadLetter) -> dict[str, Any]:
+    return {
+        "letter": letter.letter_id,
+        "queue": str(letter.queue),
+        "job": letter.job_id,
+        "reason": letter.reason,
+        "error": letter.error,
+        "tries": letter.tries,
+        "queued_at": letter.queued_at,
+        "died_at": letter.died_at,
+        "headers": dict(letter.headers),
+        "bytes": len(letter.data),
+        "lost_bytes": letter.lost_bytes,
+    }
+
+
+def _letters(place: Place, nats: str | None, work: Callable[[DeadLetters], Awaitable[T]]) -> T:
+    from dynbus.bus.work_queue import DeadLetters
+
+    return _run(nats, lambda jetstream: work(DeadLetters(jetstream, place.namespace)))
+
+
+def _run(nats: str | None, work: Callable[[NatsJetStream], Awaitable[T]]) -> T:
+    import asyncio
+
+    config = terminal.settings(nats)
+
+    async def ask() -> T:
+        async with terminal.server(config, "dynbus-queue") as server:
+            return await work(server.connection.jetstream)
+
+    return asyncio.run(ask())
