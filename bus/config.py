@@ -28,7 +28,7 @@ DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 MAX_BYTES: Final = 2**40
 """A terabyte: more than the memory of any machine that would hold it."""
 MAX_SERVERS: Final = 5
-SCHEMA_CHECKS: Final = ("refuse", "warn", "off")
+SCHEMA_CHECKS: Final = ("warn", "off")
 _PREFIX: Final = "DYNBUS_"
 GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
 """The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
@@ -84,8 +84,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         embedded_open: whether an embedded server that is started takes any program of this machine,
             and not those of its user alone.
         debug: send a handler's traceback to its caller.
-        schema_check: what a typed client does about an instance of another version of its class
-            that cannot serve it: `refuse` to call it, `warn`, or `off`.
+        schema_check: what a typed client does about an instance of another version of its class:
+            `warn`, or `off` for nothing.
     """
 
     servers: tuple[str, ...] = (DEFAULT_URL,)

@@ -37,10 +37,7 @@ class ClientSide:
         self.discovery = Discovery(bus, self.caller.is_heard, self.caller.silent_since)
         self.caller.on_heard_again(self.discovery.hear)
         self.migrations = Migrations()
-        check = bus.config.schema_check
-        self.schema_check = (
-            None if check == "off" else SchemaCheck(self.caller, refuses=check == "refuse")
-        )
+        self.schema_check = SchemaCheck() if bus.config.schema_check == "warn" else None
         self._connected = asyncio.Event()
         self._connected.set()
         self._closed = False

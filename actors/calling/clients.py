@@ -522,7 +522,7 @@ def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocati
     default = spec.default
     has_default = default is not Parameter.empty
     streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
-    migration_limit, schemas = spec.migration_limit, spec.schemas
+    migration_limit, schema_hash = spec.migration_limit, spec.schemas.hash
 
     def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
         # A client's own attributes are private: every other name is a handler's.
@@ -558,7 +558,7 @@ def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocati
             idempotent=idempotent,
             migration_limit=migration_limit,
             resume=resume,
-            schemas=schemas,
+            schema_hash=schema_hash,
             options=combined(options, own) if own else options,
             parent=parent,
         )

@@ -13,7 +13,6 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
-from dynbus.actors.declaring.schemas import HandlerSchemas
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
@@ -89,8 +88,8 @@ class Invocation:
         resume: how a stream goes on at another instance; None where it does not.
         after: items of the stream that were accepted elsewhere, so that the rest is asked for; with
             `resume`.
-        schemas: of the client's class, to be compared with those of instances; None for a client
-            that has none.
+        schema_hash: of the client's class, to be compared with those of instances; empty for a
+            client that has none.
         options: of this very call.
     """
 
@@ -110,7 +109,7 @@ class Invocation:
         "_parts",
         "_priority",
         "_retry_policy",
-        "_schemas",
+        "_schema_hash",
         "_selection",
         "_taken_over",
         "_wait_until",
@@ -139,7 +138,7 @@ class Invocation:
         migration_limit: int = 0,
         resume: Resume | None = None,
         after: Sequence[bytes] = (),
-        schemas: HandlerSchemas | None = None,
+        schema_hash: str = "",
         options: CallOptions,
         parent: Context | None = None,
     ) -> None:
@@ -163,7 +162,7 @@ class Invocation:
             self.request_id = parent.id if parent else random_id()
         self._migration_limit = migration_limit
         self._parent = parent
-        self._schemas = schemas
+        self._schema_hash = schema_hash
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._continuation: Continuation | None = None
@@ -296,9 +295,9 @@ class Invocation:
             streaming=streaming,
             declared=self._declared,
         )
-        own = self._schemas
-        if own is not None and theirs and theirs != own.hash:
-            await self._check_schemas(own, theirs)
+        own = self._schema_hash
+        if own and theirs and theirs != own and side.schema_check is not None:
+            side.schema_check.differs(self.endpoint, self.instance_id, own, theirs)
         if attempt.metadata is not None:
             fields = {**fields, headers.METADATA: attempt.metadata}
         if self._continuation is not None and streaming and not self.options.get("instance"):
@@ -343,24 +342,6 @@ class Invocation:
                 f"the deadline passed before {self.endpoint} was called again",
                 request_id=self.request_id,
             ) from None
-
-    async def _check_schemas(self, own: HandlerSchemas, theirs: str) -> None:
-        """See to it that the chosen instance can serve, although its class is another version.
-
-        Raises:
-            InvalidRequest: it cannot; another instance may.
-            DeadlineExceeded: that was not found out in time.
-            Cancelled: the call was left.
-        """
-        check = self.side.schema_check
-        if check is None or not own.hash:
-            return
-        await check.check(
-            *(self.endpoint, self.instance_id, own, theirs),
-            left=self._time_left(),
-            request_id=self.request_id,
-        )
-        self._check_not_left()
 
     async def unary(self, decode: Callable[[bytes], Any]) -> Any:
         """The result of a unary call, over as many attempts as are safe.

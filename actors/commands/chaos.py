@@ -61,12 +61,7 @@ _EPILOG: Final = (
 )
 
 
-class _ChaosCommand(TargetsCommand):
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["[OPTIONS] [--Actor.ARGUMENT=VALUE]... [TARGET]..."]
-
-
-@click.command(cls=_ChaosCommand, help=_HELP, epilog=_EPILOG)
+@click.command(cls=TargetsCommand, help=_HELP, epilog=_EPILOG)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
 @file_option
 @namespace_option

@@ -35,7 +35,8 @@ class TargetsCommand(click.Command):
             ) from None
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["[OPTIONS] [--Actor.ARGUMENT=VALUE]... TARGET..."]
+        options, *arguments = super().collect_usage_pieces(ctx)
+        return [options, "[--Actor.ARGUMENT=VALUE]...", *arguments]
 
 
 targets_argument = click.argument("targets", nargs=-1, required=True, metavar="TARGET...")

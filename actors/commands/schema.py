@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
+from dynbus.actors.documents.compatibility import changes
+from dynbus.actors.documents.schema_difference import Verdict
 from dynbus.actors.documents.schemas import json_text, schema_file
+from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import load_run
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
@@ -49,10 +52,11 @@ def write_file(path: Path, text: str) -> None:
 
 @click.group(epilog=exit_codes.GENERAL)
 def schema() -> None:
-    """Write what actors read and write.
+    """Write what actors read and write, and check changes of it.
 
     \b
     dynbus schema write actors.py -o asyncapi.yaml
+    dynbus schema check asyncapi.yaml actors.py
     """
 
 
@@ -111,8 +115,7 @@ def write(
 ) -> None:
     if output is not None and output.suffix == ".py":
         raise ConfigError(f"-o {output} is a Python file: name the document asyncapi.yaml")
-    run = load_run(plan_request(ctx, targets, config_files, namespace), os.environ)
-    actors = [DocumentedActor(each.address, each.actor) for each in run.assignments]
+    actors = _actors(plan_request(ctx, targets, config_files, namespace))
     schemas = message_schemas(actors)
     names = ", ".join(sorted(str(one.address) for one in actors))
     document = asyncapi(actors, schemas, title=title or names, version=api_version)
@@ -128,3 +131,78 @@ def write(
         write_file(output, text)
     else:
         click.echo(text, nl=False)
+
+
+def _actors(request: PlanRequest) -> list[DocumentedActor]:
+    run = load_run(request, os.environ)
+    return [DocumentedActor(each.address, each.actor) for each in run.assignments]
+
+
+_WORDS: Final = {
+    Verdict.COMPATIBLE: "fits",
+    Verdict.UNCLEAR: "[yellow]may break[/]",
+    Verdict.INCOMPATIBLE: "[red]breaks[/]",
+}
+
+
+@schema.command(
+    cls=TargetsCommand,
+    help="""Check that clients of the document OLD can go on with the actors of TARGETs.
+
+    OLD is what `dynbus schema write` wrote, for example the file of the main branch. A client may
+    send all that it allows, and counts on all that it says of answers. A change "may break" where
+    it depends on the values whether it is understood. To accept a change, write OLD anew.
+
+    \b
+    dynbus schema check asyncapi.yaml actors.py
+    git show main:asyncapi.yaml | dynbus schema check - actors.py --json
+    """,
+    epilog="Exit codes: 0 clients can go on, 1 some cannot or may not, 2 wrong usage, 3 wrong "
+    "configuration, or OLD is no document.",
+)
+@click.argument("old", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
+@targets_argument
+@file_option
+@namespace_option
+@terminal.json_option
+@click.pass_context
+def check(
+    ctx: click.Context,
+    /,
+    *,
+    old: str,
+    targets: tuple[str, ...],
+    config_files: tuple[str, ...],
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    actors = _actors(plan_request(ctx, targets, config_files, namespace))
+    new = asyncapi(actors, message_schemas(actors), title="", version="")
+    try:
+        found = changes(_read(old), new)
+    except ConfigError as error:
+        raise ConfigError(f"{old}: {error}") from None
+    if as_json:
+        terminal.print_json([{**one._asdict(), "verdict": one.verdict.name.lower()} for one in found])
+    elif found:
+        terminal.print_table(
+            ("CHANGE", "ENDPOINT", "WHAT"),
+            [(_WORDS[one.verdict], terminal.plain(one.endpoint), terminal.plain(one.what)) for one in found],
+        )
+    if any(one.verdict is not Verdict.COMPATIBLE for one in found):
+        ctx.exit(exit_codes.FAILURE)
+
+
+def _read(path: str) -> Any:
+    """A document in YAML or JSON; - is standard input.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    import yaml
+
+    try:
+        with click.open_file(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"it is no YAML: {error}") from None

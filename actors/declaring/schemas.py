@@ -77,18 +77,17 @@ _PLAIN: Final = frozenset(
 
 
 class HandlerSchemas(NamedTuple):
-    """What crosses at an endpoint, in canonical JSON schemas.
+    """What an instance reads and writes at an endpoint, in canonical JSON schemas.
 
     Attributes:
-        hash: the same for handlers with the same schemas; empty where one has none.
-        request_read, request_written: None for a handler without a request.
+        hash: the same for handlers that read and write the same, as instances and as clients;
+            empty where a type has no schema.
+        request_read: None for a handler without a request.
         request_has_default: whether the handler is called without one too.
     """
 
     hash: str
     request_read: Any = None
-    request_written: Any = None
-    reply_read: Any = None
     reply_written: Any = None
     request_has_default: bool = False
 
@@ -112,10 +111,8 @@ def schemas_of(
         logger.debug("no schema hash for %r: %s", reply.annotation, error)
         return UNKNOWN
     digest = hashlib.blake2b(data, digest_size=HASH_BYTES).hexdigest()
-    request_read, request_written, reply_read, reply_written = canonical
-    return HandlerSchemas(
-        digest, request_read, request_written, reply_read, reply_written, request_has_default
-    )
+    request_read, _, _, reply_written = canonical
+    return HandlerSchemas(digest, request_read, reply_written, request_has_default)
 
 
 def schema_of(codec: AnyCodec, *, written: bool = False) -> dict[str, Any]:
@@ -146,26 +143,6 @@ def encode_schemas(schemas: HandlerSchemas) -> bytes:
         schemas.hash, schemas.reply_written, schemas.request_read, schemas.request_has_default
     )
     return msgspec.json.encode(told, order="sorted")
-
-
-def decode_schemas(data: bytes, endpoint: str) -> HandlerSchemas | None:
-    """What an instance said of an endpoint; None for anything else.
-
-    Args:
-        data: an object of what `encode_schemas` makes, by endpoint.
-    """
-    try:
-        told = msgspec.json.decode(data, type=dict[str, _Told]).get(endpoint)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    if told is None:
-        return None
-    return HandlerSchemas(
-        told.hash,
-        request_read=told.request,
-        reply_written=told.reply,
-        request_has_default=told.request_has_default,
-    )
 
 
 def canonical_schema(schema: Any) -> Any:

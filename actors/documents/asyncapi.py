@@ -25,7 +25,8 @@ REQUEST_HEADERS: Final = "dynbus.RequestHeaders"
 ERROR_HEADERS: Final = "dynbus.ErrorHeaders"
 ERROR: Final = "dynbus.error"
 END: Final = "dynbus.end"
-_NOTHING: Final[Mapping[str, Any]] = {"description": "Empty."}
+NOTHING: Final[Mapping[str, Any]] = {"description": "Empty."}
+MAY_BE_EMPTY: Final = "May be empty: the handler's default is taken then."
 
 
 class DocumentedActor(NamedTuple):
@@ -148,13 +149,13 @@ def _messages(
         "contentType": JSON_TYPE,
         "headers": {"$ref": f"#/components/schemas/{REQUEST_HEADERS}"},
         "correlationId": {"location": f"$message.header#/{headers.REQUEST_ID}"},
-        "payload": _NOTHING,
+        "payload": NOTHING,
     }
     if spec.request_codec is not None:
         request |= _body(spec.request_codec.annotation)
         request["payload"] = components.payload(SchemaUse(address, spec.name, "request"))
         if spec.parameter is not None and spec.default is not inspect.Parameter.empty:
-            request["description"] = "May be empty: the handler's default is taken then."
+            request["description"] = MAY_BE_EMPTY
     answer: dict[str, Any] = {
         "name": f"{subject}.{result}",
         "title": f"{'Item of' if spec.streaming else 'Reply of'} {spec.name}",
@@ -172,7 +173,7 @@ _END: Final[Mapping[str, Any]] = {
     "name": END,
     "title": "End of a stream",
     "description": "An empty message without a reply subject.",
-    "payload": _NOTHING,
+    "payload": NOTHING,
 }
 
 
@@ -182,7 +183,7 @@ def _error() -> dict[str, Any]:
         "title": "Error",
         "description": "An empty message whose headers say what went wrong. It ends the call.",
         "headers": {"$ref": f"#/components/schemas/{ERROR_HEADERS}"},
-        "payload": _NOTHING,
+        "payload": NOTHING,
     }
 
 

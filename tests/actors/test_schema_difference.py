@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.actors.declaring.schema_difference import (
+from dynbus.actors.declaring.schemas import canonical_schema
+from dynbus.actors.documents.schema_difference import (
     MAX_DIFFERENCES,
     Difference,
     Verdict,
     compare,
-    compare_handlers,
     worst,
 )
-from dynbus.actors.declaring.schemas import HandlerSchemas, canonical_schema
 
 INTEGER = {"type": "integer"}
 NUMBER = {"type": "number"}
@@ -214,18 +213,6 @@ def test_a_request_that_only_one_side_has_fits_where_it_may_be_null(
     client: Any, server: Any, verdict: Verdict
 ) -> None:
     assert worst(compare(client, server, "request")) is verdict
-
-
-def test_a_client_without_a_request_calls_a_handler_whose_request_has_a_default() -> None:
-    client = HandlerSchemas("a", reply_read=INTEGER)
-    server = HandlerSchemas(
-        "b", request_read=STRING, reply_written=INTEGER, request_has_default=True
-    )
-
-    assert compare_handlers(client, server) == []
-    assert worst(compare_handlers(client, server._replace(request_has_default=False))) is (
-        Verdict.INCOMPATIBLE
-    )
 
 
 def test_schemas_that_hold_themselves_are_compared_to_the_end() -> None:

@@ -398,9 +398,9 @@ async def test_a_job_that_is_refused_is_a_dead_letter_and_can_be_tried_again(
         assert await letters.find("Printer", "other") == []
         assert await letters.get(one.letter_id) == one
 
-        await letters.retry(one)
-        await letters.retry(one)
-        await letters.purge(two)
+        await letters.redrive(one)
+        await letters.redrive(one)
+        await letters.discard(two)
         job = await next_job(taker)
         await job.ack()
 
@@ -428,10 +428,10 @@ async def test_a_letter_of_a_job_that_was_too_large_to_keep_is_not_tried_again_e
     assert (letter.data, letter.lost_bytes) == (b"", size)
     assert letter.error == f"(its {size} bytes were too many to keep) no paper"
     with pytest.raises(PayloadTooLarge, match="put the job again from where it came"):
-        await letters.retry(letter)
+        await letters.redrive(letter)
     assert [one.letter_id for one in await letters.find()] == [letter.letter_id]
     assert (await queue.depth(max_age=0.0)).jobs == 0
-    await letters.purge(letter)
+    await letters.discard(letter)
     assert await letters.find() == []
 
 
@@ -443,11 +443,11 @@ async def test_a_job_that_dies_again_before_its_letter_is_dropped_has_a_letter_s
     async with queue.take() as taker:
         await (await next_job(taker)).bury("the page is not there")
         [first] = await letters.find()
-        await letters.retry(first)
+        await letters.redrive(first)
         await (await next_job(taker)).bury("it is not there either")
 
     # Whoever was slow to drop the letter that was tried again drops none that came since.
-    await letters.purge(first)
+    await letters.discard(first)
 
     [second] = await letters.find()
     assert second.error == "it is not there either"

@@ -124,12 +124,6 @@ class Processes:
         """
         return self._start("taker", url, str(ledger), str(ack_wait), str(seconds))
 
-    async def version(self, url: str, version: str, instance_id: str) -> Process:
-        """A process that serves one of `versions.VERSIONS`, once it is announced."""
-        process = self._start("versions", url, version, instance_id)
-        await process.says("ready")
-        return process
-
     def end_all(self) -> None:
         """End them all.
 

@@ -46,6 +46,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
         reload=False,
         fresh=False,
         dry_run=False,
+        graph=None,
         as_json=False,
         log_format=None,
         log_level="info",

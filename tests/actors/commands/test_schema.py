@@ -56,6 +56,12 @@ def run(*arguments: str) -> int:
     return int(end.value.code or 0)
 
 
+def check(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["schema", "check", *arguments, "written_actors.py"])
+    return int(end.value.code or 0)
+
+
 def test_the_document_is_yaml_of_all_actors_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--namespace", "staging", "--title", "Mine", "--api-version", "3") == 0
 
@@ -125,3 +131,48 @@ def test_a_place_that_cannot_be_written_to_is_named(
     assert run(*arguments) == exit_codes.exit_code(ConfigError(message))
 
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_check_passes_where_nothing_changes(
+    folder: Path, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    run("-o", "old", *(["--json"] if as_json else []))
+
+    assert check("old") == exit_codes.OK
+
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_check_fails_where_clients_cannot_go_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("-o", "old.yaml")
+    (folder / "written_actors.py").write_text(ACTORS.replace("text: str\n", "text: int\n", 1))
+    monkeypatch.delitem(sys.modules, "written_actors")
+
+    codes = check("old.yaml", "--json"), check("old.yaml")
+
+    told = capsys.readouterr().out
+    first = json.JSONDecoder().raw_decode(told)[0]
+    assert codes == (exit_codes.FAILURE, exit_codes.FAILURE)
+    assert first == [
+        {
+            "endpoint": "written.Splitter.split",
+            "verdict": "incompatible",
+            "what": "field 'text' of the request has another type: the client sends string, the "
+            "instance reads integer",
+        }
+    ]
+    assert "breaks  written.Splitter.split  field 'text' of the request" in told
+
+
+@pytest.mark.parametrize("text", ["{", "a: 1", "[]", ""])
+def test_what_is_no_document_is_named(
+    text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "old.yaml").write_text(text)
+
+    assert check("old.yaml") == exit_codes.CONFIG_ERROR
+
+    assert "old.yaml: it is no" in capsys.readouterr().err

@@ -14,15 +14,14 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 import msgspec
 
-from .brief_repr import brief_repr
-from .schemas import HandlerSchemas
+from dynbus.actors.declaring.brief_repr import brief_repr
 
 Direction = Literal["request", "reply"]
 
 MAX_DEPTH: Final = 64
 """Of nested schemas; what is deeper is not compared."""
 MAX_STEPS: Final = 2_000
-"""Pairs of schemas that are compared: what an instance says is not to hold its clients up."""
+"""Pairs of schemas that are compared: written out, one may be without end."""
 MAX_ALTERNATIVES: Final = 64
 MAX_DIFFERENCES: Final = 100
 MAX_TEXT: Final = 120
@@ -84,14 +83,6 @@ def compare(client: Any, server: Any, direction: Direction) -> list[Difference]:
         verdict = Verdict.UNCLEAR if _may_be_null(other) else Verdict.INCOMPATIBLE
         return [Difference(verdict, direction, "", sends, takes, what)]
     return _Comparison(written, read, direction).all()[:MAX_DIFFERENCES]
-
-
-def compare_handlers(client: HandlerSchemas, server: HandlerSchemas) -> list[Difference]:
-    """How the handlers of two versions differ, for calls from one to the other."""
-    reply = compare(client.reply_read, server.reply_written, "reply")
-    if client.request_written is None and server.request_has_default:
-        return reply
-    return [*compare(client.request_written, server.request_read, "request"), *reply]
 
 
 def _may_be_null(schema: Any) -> bool:
