@@ -53,7 +53,7 @@ def print_plan(
             "instances": a.service.workers,
             "on_crash": a.service.on_crash,
             "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},
-            "service": shown("", a.service),
+            "service": shown(a.service),
             "arguments": _shown(_effective(a), origins),
             "extra": _shown(
                 {name: a.arguments[name] for name in extra_keys(a.actor, a.arguments)}, origins
@@ -140,7 +140,7 @@ def _effective(assignment: Assignment) -> dict[str, Any]:
 
 def _shown(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
     return {
-        name: HIDDEN if is_from_file(name, origins.get(name, "")) else shown(name, value)
+        name: HIDDEN if is_from_file(name, origins.get(name, "")) else shown(value)
         for name, value in values.items()
     }
 

@@ -20,7 +20,7 @@ from dynbus.bus.telemetry.logs import HIDDEN
 
 from .codec import explain, holds_struct
 from .handlers import resolve_annotations
-from .redaction import holds_secret, shown
+from .redaction import shown, takes_secret
 
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -74,7 +74,7 @@ def read_text(text: str, source: str) -> Any:
 
 
 def is_from_file(name: str, origin: str) -> bool:
-    """Whether a value was read from a file, so that it is hidden whatever its name is."""
+    """Whether a value was read from a file, which marks it as a secret."""
     return origin.endswith(f"{name}{FILE_SUFFIX}")
 
 
@@ -268,9 +268,8 @@ def _validate(name: str, value: Any, annotation: Any, sources: Mapping[str, str]
         for key in path:
             part = part[key]
         source = sources[".".join((name, *path))]
-        last = path[-1] if path else name
-        hides = holds_secret(name, value) or is_from_file(name, source)
-        told = HIDDEN if is_from_file(name, source) else shown(last, part)
+        hides = takes_secret(annotation) or is_from_file(name, source)
+        told = HIDDEN if hides else shown(part)
         raise ConfigError(
             f"{source} = {told!r}: {_remedy(annotation, error, hides=hides)}"
         ) from None

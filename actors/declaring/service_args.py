@@ -129,7 +129,7 @@ def _variable(name: str, value: Any, source: str, below: Mapping[str, str]) -> M
     if value is None:
         return {known: each for known, each in below.items() if known != name}
     if not isinstance(value, str) and not _is_plain_number(value):
-        told = brief_repr(shown(name, value))
+        told = brief_repr(shown(value))
         raise ConfigError(f"{source} = {told}: write it as text, in quotes")
     text = str(value)
     if len(text) > MAX_VARIABLE or "\0" in text:

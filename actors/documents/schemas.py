@@ -180,7 +180,7 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
         if keyword in SCHEMAS_BY_NAME and isinstance(value, Mapping):
             named = cast("Mapping[str, Any]", value)
             if keyword == "properties":
-                named = {name: _without_secret(name, one) for name, one in named.items()}
+                named = {name: _without_secret(one) for name, one in named.items()}
             made[keyword] = {name: _mapped(one, change) for name, one in named.items()}
         elif keyword in _SCHEMA_LISTS and isinstance(value, list):
             made[keyword] = [_mapped(one, change) for one in cast("Sequence[Any]", value)]
@@ -191,14 +191,15 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
     return change(made)
 
 
-def _without_secret(name: str, schema: Any) -> Any:
+def _without_secret(schema: Any) -> Any:
     """The schema of a property, without a default or examples that would tell a secret."""
     if not isinstance(schema, Mapping):
         return schema
     given = dict(cast("Mapping[str, Any]", schema))
     for keyword in ("default", "examples", "const"):
         value = given.get(keyword)
-        if value is not None and shown(name, value) != value:
+        # Of a `SecretStr`, or with credentials in a URL.
+        if value is not None and (given.get("writeOnly") or shown(value) != value):
             del given[keyword]
     return given
 

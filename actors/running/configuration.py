@@ -451,7 +451,7 @@ def _content(path: Any, source: str) -> str:
     """
     remedy = "give the path of a file that holds the value"
     if not isinstance(path, str) or not is_text(path) or "\0" in path:
-        raise ConfigError(f"{source} = {shown('', path)!a}: {remedy}")
+        raise ConfigError(f"{source} = {shown(path)!a}: {remedy}")
     try:
         # A pipe without a writer would keep us waiting.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from dynbus.actors.declaring.arguments import Text, read_text
-from dynbus.actors.declaring.redaction import shown
 from dynbus.bus.errors import ConfigError
 
 
@@ -110,15 +109,15 @@ def _of_one_kind(lower: Entry, upper: Entry, key: str) -> Entry:
         if upper.value is None or isinstance(upper.value, Text):
             return upper
         raise ConfigError(
-            f"{upper.source} = {shown(key, upper.value)!r}, but {lower.source} is a mapping: give "
-            "a mapping, or null, which takes that away"
+            f"{upper.source} is no mapping, and {lower.source} is one: give a mapping, or null, "
+            "which takes that away"
         )
     assert isinstance(lower, Leaf)
     if lower.value is None:
         return upper
     raise ConfigError(
-        f"{upper.source} is a mapping, but {lower.source} = {shown(key, lower.value)!r}: give the "
-        "same kind of value in both places"
+        f"{upper.source} is a mapping, and {lower.source} is none: give the same kind of value "
+        "in both places"
     )
 
 

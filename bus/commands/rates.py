@@ -1,4 +1,4 @@
-"""What instances did between two looks at them, and which of it a terminal has room for.
+"""The activity of instances between two looks at them, and the columns of it that fit a terminal.
 
 Pure: `watching.py` looks and draws.
 """

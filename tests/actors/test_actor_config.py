@@ -218,10 +218,9 @@ async def test_a_key_without_a_prefix_that_the_class_takes_is_refused() -> None:
 
 
 def test_a_configuration_does_not_show_its_secrets() -> None:
-    shown = repr(ActorConfig("A", {"api_key": "hidden", "lib_args": ["--hf-token", "hidden"]}))
-
-    assert "hidden" not in shown
-    assert shown.startswith("<ActorConfig of A: {")
+    assert repr(ActorConfig("A", {"api_key": "hidden", "size": 1})) == (
+        "<ActorConfig of A: api_key, size>"
+    )
 
 
 @pytest.mark.parametrize("given", [("",), 3, ("a", 3), [""], ""])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, SecretStr, field_validator
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
 from dynbus.actors.declaring.service_args import ServiceArgs
@@ -44,11 +44,11 @@ class Strict(Actor, namespace="demo"):
 
 
 class Guarded(Actor, namespace="demo"):
-    def __init__(self, api_keys: list[int]) -> None: ...
+    def __init__(self, codes: list[int | SecretStr]) -> None: ...
 
 
 class Auth(BaseModel):
-    private_key: str
+    private_key: SecretStr
     usr: str
 
     @field_validator("usr")
@@ -244,17 +244,9 @@ def test_a_part_that_does_not_fit_is_named_within_its_argument() -> None:
 
 def test_a_secret_that_does_not_fit_is_not_quoted() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(Guarded, options=(option("api_keys", '["hidden", 5]', "Guarded"),))
+        settings(Guarded, options=(option("codes", '["hidden", [5]]', "Guarded"),))
 
-    assert str(caught.value).startswith("--Guarded.api_keys = '***': give list[int]: ")
-    assert "hidden" not in str(caught.value)
-
-
-def test_a_secret_within_a_value_that_does_not_fit_is_not_quoted() -> None:
-    with pytest.raises(ConfigError) as caught:
-        settings(options=(option("limits", '{"size": "x", "password": "hidden"}'),))
-
-    assert '"password": "***"' in str(caught.value)
+    assert str(caught.value).startswith("--Guarded.codes = '***': give list[int | ")
     assert "hidden" not in str(caught.value)
 
 

@@ -36,7 +36,7 @@ class Prompt(BaseModel):
     words: set[str] = {"d", "c", "b", "a"}
     pair: tuple[int, str] = (1, "a")
     most: float = float("inf")
-    api_key: str = "hunter2"
+    api_key: SecretStr = Field(SecretStr("hunter2"), examples=["hunter5"])
     token: SecretStr = SecretStr("hunter3")
     url: str = "nats://ada:hunter4@localhost"
 

@@ -543,13 +543,13 @@ ARGUMENTS = "limits, sides, pool, options, texts, api_key, untyped, number, whol
         ),
         (
             {"files": ["Typed: {options: {a: 1}}", "Typed: {options: [1]}"]},
-            "2.yaml: Typed.options = [1], but 1.yaml: Typed.options is a mapping: give a mapping, "
-            "or null, which takes that away",
+            "2.yaml: Typed.options is no mapping, and 1.yaml: Typed.options is one: give a "
+            "mapping, or null, which takes that away",
         ),
         (
             {"files": ["Typed: {lib_x: [1]}", "Typed: {lib_x: {a: 1}}"]},
-            "2.yaml: Typed.lib_x is a mapping, but 1.yaml: Typed.lib_x = [1]: give the same kind "
-            "of value in both places",
+            "2.yaml: Typed.lib_x is a mapping, and 1.yaml: Typed.lib_x is none: give the same "
+            "kind of value in both places",
         ),
         (
             {"files": ["Typed: {limits: {size: 1}}"], "words": ["--Typed.limits.size=many"]},

@@ -133,18 +133,13 @@ def test_a_part_may_be_given_over_a_json_object_that_was_given_as_text() -> None
         (
             {"a": {"x": 1}},
             {"a": [1]},
-            "high.a = [1], but low.a is a mapping: give a mapping, or null, which takes that away",
+            "high.a is no mapping, and low.a is one: give a mapping, or null, which takes that "
+            "away",
         ),
         (
             {"a": [1]},
             {"a": {"x": 1}},
-            "high.a is a mapping, but low.a = [1]: give the same kind of value in both places",
-        ),
-        (
-            {"a": {"api_key": "hidden"}},
-            {"a": {"api_key": {"x": "hidden"}}},
-            "high.a.api_key is a mapping, but low.a.api_key = '***': give the same kind of value "
-            "in both places",
+            "high.a is a mapping, and low.a is none: give the same kind of value in both places",
         ),
     ],
 )

@@ -26,16 +26,17 @@ from .options import run_options
 
 ACTORS = """
 from pathlib import Path
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from dynbus import Actor, depends, handler
 
 class Store(BaseModel):
     url: str = "redis://me:hunter2@h/1"
-    options: dict[str, str] = {"password": "hunter2"}
+    options: dict[str, SecretStr] = {"password": SecretStr("hunter2")}
 
 class Splitter(Actor, namespace="planned"):
     def __init__(
-        self, separator: str = " ", count: int = 1, api_key: str = "x", place: Path = Path("a"),
+        self, separator: str = " ", count: int = 1,
+        api_key: SecretStr = SecretStr("hunter2"), place: Path = Path("a"),
         store: Store = Store(),
     ) -> None: ...
 
