@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 EXTRAS: Final = {
-    "http": ("httptools", "starlette", "uvicorn"),
+    "http": ("httptools", "uvicorn"),
     "llm": ("huggingface_hub", "jinja2", "packaging", "tokenizers"),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
     "metrics": ("opentelemetry.sdk", "opentelemetry.exporter.prometheus", "prometheus_client"),

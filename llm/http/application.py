@@ -6,12 +6,11 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from starlette.middleware.cors import CORSMiddleware
 
 from dynbus import DynbusError, PermissionDenied
 from dynbus.llm.messages.api import MessagesApi
@@ -61,6 +60,18 @@ OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 PAGE_PATHS: Final = frozenset(("/", "/docs", "/openapi.json", "/metrics"))
 """Which people open: the browser asks them for the key, and sends it as a password from then on."""
 
+EXPOSED: Final = (
+    "x-request-id",
+    "request-id",
+    "traceparent",
+    "retry-after",
+    "idempotent-replayed",
+    "x-should-retry",
+    RESUMABLE,
+    RESUMABLE_REASON,
+)
+"""Headers of answers that pages of other origins may read."""
+
 _DEFAULTS: Final = (
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),
@@ -92,6 +103,81 @@ Page = Callable[[Caller], Awaitable[Response]]
 """What answers a GET."""
 
 
+METHODS: Final = ("GET", "POST")
+"""That pages of other origins may ask with."""
+REMEMBERED_SECONDS: Final = 600
+"""For which a browser may keep what it was told before a request."""
+
+
+class Origins:
+    """The origins whose pages a browser lets read answers, as the Fetch standard says.
+
+    Whose pages may ask at all is for `Shared.check_site`.
+
+    Args:
+        origins: such as `https://example.com`; `*` is all.
+        exposed: headers of answers that pages may read.
+    """
+
+    def __init__(self, origins: Sequence[str], exposed: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+        self._exposed = ", ".join(exposed)
+
+    def preflight(self, headers: Mapping[str, str]) -> Response:
+        """The answer to a browser that asks what it may ask.
+
+        Args:
+            headers: of the request, their names in lower case.
+        """
+        allowed = self._allowed(headers["origin"])
+        asked = headers["access-control-request-method"]
+        told = {
+            "vary": "Origin, Access-Control-Request-Headers",
+            "access-control-allow-methods": ", ".join(METHODS),
+            "access-control-max-age": str(REMEMBERED_SECONDS),
+        }
+        if allowed:
+            told["access-control-allow-origin"] = allowed
+        if wanted := headers.get("access-control-request-headers"):
+            told["access-control-allow-headers"] = wanted
+        refused = [] if allowed else ["origin"]
+        if asked not in METHODS:
+            refused.append("method")
+        if refused:
+            text = f"Disallowed CORS {', '.join(refused)}"
+            return Response(400, text.encode(), raw_headers(told))
+        return Response(200, b"OK", raw_headers(told))
+
+    def sending(self, headers: Mapping[str, str], send: Send) -> Send:
+        """A `send` that tells the browser in the headers of an answer who may read it."""
+        told = {} if "*" in self._origins else {"vary": "Origin"}
+        origin = headers.get("origin")
+        allowed = self._allowed(origin) if origin is not None else ""
+        if allowed:
+            told["access-control-allow-origin"] = allowed
+            told["access-control-expose-headers"] = self._exposed
+        more = raw_headers(told)
+
+        def send_told(message: MutableMapping[str, Any]) -> Coroutine[Any, Any, None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *more]
+            return send(message)
+
+        return send_told
+
+    def _allowed(self, origin: str) -> str:
+        """What allows an origin; empty where nothing does."""
+        if "*" in self._origins:
+            return "*"
+        return origin if origin in self._origins else ""
+
+
+def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
+    """Whether a browser asks what it may ask."""
+    names = ("origin", "access-control-request-method")
+    return method == "OPTIONS" and all(name in headers for name in names)
+
+
 class Application:
     """An ASGI application.
 
@@ -110,36 +196,24 @@ class Application:
             "/v1/models": self._models,
             **pages,
         }
-        self._answer: Any = self._route
         origins = shared.settings.cors_origins
-        if origins:
-            routed: Any = self._route
-            self._answer = CORSMiddleware(
-                routed,
-                allow_origins=list(origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=[
-                    "x-request-id",
-                    "request-id",
-                    "traceparent",
-                    "retry-after",
-                    "idempotent-replayed",
-                    "x-should-retry",
-                    RESUMABLE,
-                    RESUMABLE_REASON,
-                ],
-            )
+        self._origins = Origins(origins, EXPOSED) if origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] == "http":
-            await self._answer(scope, receive, send)
+            await self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
         method, path = scope["method"], scope["path"]
         caller = shared.caller(scope["headers"])
+        if self._origins is not None:
+            if is_preflight(method, caller.headers):
+                response = self._origins.preflight(caller.headers)
+                await self._send(response, method, caller, send)
+                return
+            send = self._origins.sending(caller.headers, send)
         try:
             _check_hosts(scope)
             if path not in OPEN_PATHS:
