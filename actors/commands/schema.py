@@ -183,11 +183,15 @@ def check(
     except ConfigError as error:
         raise ConfigError(f"{old}: {error}") from None
     if as_json:
-        terminal.print_json([{**one._asdict(), "verdict": one.verdict.name.lower()} for one in found])
+        told = [{**one._asdict(), "verdict": one.verdict.name.lower()} for one in found]
+        terminal.print_json(told)
     elif found:
         terminal.print_table(
             ("CHANGE", "ENDPOINT", "WHAT"),
-            [(_WORDS[one.verdict], terminal.plain(one.endpoint), terminal.plain(one.what)) for one in found],
+            [
+                (_WORDS[one.verdict], terminal.plain(one.endpoint), terminal.plain(one.what))
+                for one in found
+            ],
         )
     if any(one.verdict is not Verdict.COMPATIBLE for one in found):
         ctx.exit(exit_codes.FAILURE)

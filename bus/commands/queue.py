@@ -141,7 +141,8 @@ async def list_queues(jetstream: NatsJetStream, place: Place) -> list[QueueRow]:
     with suppress(NoStream):
         call = f"STREAM.INFO.{dead_letter_stream(place.namespace)}"
         async for page in _pages(jetstream, call, asked):
-            for subject, count in (page["state"].get("subjects") or {}).items():
+            counts: dict[str, int] = page["state"].get("subjects") or {}
+            for subject, count in counts.items():
                 namespace, component, _, endpoint, _ = subject.split(".")
                 name = EndpointName(namespace, component, endpoint)
                 row = rows.get(name, QueueRow(str(name), 0, 0, 0))

@@ -13,8 +13,7 @@ from dynbus.llm.http.settings import FrontendOptions
 from dynbus.spi import flags, terminal
 
 if TYPE_CHECKING:
-    from dynbus import BusConfig, Runtime
-    from dynbus.llm.http.frontend import FrontEndRecord
+    from dynbus import BusConfig
 
 _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on the bus.
 
@@ -77,41 +76,26 @@ def _measure() -> Callable[[], object]:
 
 
 async def _serve(config: BusConfig, options: FrontendOptions) -> None:
+    """Serve a front end until a signal ends it."""
     import gc
+    from dataclasses import fields
 
     import anyio
 
-    from dynbus.llm.http.frontend import FrontEndRecord, HttpFrontEnd
-    from dynbus.llm.models.catalog import Catalog
+    from dynbus.llm.http.frontend import Http
     from dynbus.spi import Interrupts, program_runtime
 
+    given = {one.name: getattr(options, one.name) for one in fields(options)}
     ending = anyio.Event()
     with anyio.CancelScope() as scope:
         # The watchdog of the second signal allows for what is shielded.
         with Interrupts(ending.set, scope.cancel, within=5.0):
-            async with (
-                program_runtime("dynbus-http", config) as runtime,
-                Catalog(runtime) as catalog,
-                HttpFrontEnd(
-                    runtime, catalog, options, routing=options.routing, router=options.router
-                ) as front_end,
-            ):
+            async with program_runtime("dynbus-http", config) as runtime:
+                instance = await runtime.start(Http, **given)
                 runtime.bus.status.announcer = terminal.announce
                 # What is imported stays, and no collection need look at it.
                 gc.freeze()
-                click.echo(f"the front end answers at {front_end.url}")
-                async with anyio.create_task_group() as tasks:
-                    # It answers before it can be announced, and where it never can.
-                    tasks.start_soon(_announce, runtime, FrontEndRecord, front_end.url)
-                    await ending.wait()
-                    tasks.cancel_scope.cancel()
-
-
-async def _announce(runtime: Runtime, record: type[FrontEndRecord], url: str) -> None:
-    """Have `dynbus ps` list the front end, where its credentials let it."""
-    from dynbus import PermissionDenied
-
-    try:
-        await runtime.start(record, url=url)
-    except PermissionDenied as error:
-        logging.getLogger(__name__).info("`dynbus ps` does not list this front end: %s", error)
+                assert isinstance(instance.actor, Http)
+                click.echo(f"the front end answers at {instance.actor.url}")
+                await ending.wait()
+                await instance.stop(options.grace)

@@ -1,4 +1,4 @@
-"""A front end from its start to its end: in `dynbus http`, and as an actor of a graph."""
+"""A front end from its start to its end: an actor of a graph, and what `dynbus http` serves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import anyio
 
-from dynbus import Actor, Runtime, handler, takes
+from dynbus import Actor, PermissionDenied, Runtime, Unavailable, handler, takes
 from dynbus.kvrouter import RouterConfig
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
@@ -120,25 +120,6 @@ async def _state(state: PageState, caller: Caller) -> Response:
     return Response(200, await state.read(tenant), [JSON])
 
 
-class FrontEndRecord(Actor, namespace="dynbus", component="http"):
-    """What the bus knows of a front end that is no actor of a graph: `dynbus ps` lists it.
-
-    Args:
-        url: where it answers.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    @handler(idempotent=True)
-    async def address(self) -> str:
-        """Where it answers."""
-        return self._url
-
-    def instance_metadata(self) -> Mapping[str, str]:
-        return {"url": self._url}
-
-
 class Frontend(Actor, abstract=True):
     """OpenAI's interface over HTTP, as an actor of a graph.
 
@@ -171,6 +152,10 @@ class Frontend(Actor, abstract=True):
         return self._front_end.shared.models.names if self._front_end is not None else ()
 
     async def on_start(self) -> None:
+        await self._begin()
+        logger.info("the front end answers at %s", self.url)
+
+    async def _begin(self) -> None:
         runtime = self.runtime
         async with AsyncExitStack() as exits:
             catalog = await exits.enter_async_context(Catalog(runtime))
@@ -184,7 +169,6 @@ class Frontend(Actor, abstract=True):
                 )
             )
             self._exits = exits.pop_all()
-        logger.info("the front end answers at %s", self.url)
 
     async def on_stop(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -192,3 +176,25 @@ class Frontend(Actor, abstract=True):
 
     def instance_metadata(self) -> Mapping[str, str]:
         return {"url": self.url}
+
+
+class Http(Frontend, namespace="dynbus", component="http", enabled=False):
+    """The front end of `dynbus http`: it answers before it can be announced, and where it never
+    can."""
+
+    async def on_start(self) -> None:
+        await self._begin()
+        self.runtime.background.start(self._announce, name=f"the announcement of {self.url}")
+
+    async def _announce(self) -> None:
+        """Have `dynbus ps` list it, where its credentials let it."""
+        endpoints, metadata = {"address": self.address}, self.instance_metadata()
+        try:
+            async with self.runtime.serve_endpoints("dynbus", "http", endpoints, metadata=metadata):
+                await anyio.sleep_forever()
+        except (PermissionDenied, Unavailable) as error:
+            logger.info("`dynbus ps` does not list this front end: %s", error)
+
+    async def __dynbus_drain__(self, grace: float) -> None:
+        # Its requests have the grace of its own settings, however long that is.
+        await self.on_stop()

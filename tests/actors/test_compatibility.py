@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
@@ -183,9 +183,9 @@ def test_what_depends_on_the_values_is_told_apart() -> None:
     )
 )
 def test_what_is_no_document_is_refused(which: str, other: Any) -> None:
-    if isinstance(other, dict) and other.get("operations") == {}:
-        return
-    pair = [documented(Old), other]
+    # One without endpoints is a document all the same.
+    assume("{'operations': {}" not in str(other) and "'operations': {}}" not in str(other))
+    pair: list[Any] = [documented(Old), other]
 
     with pytest.raises(ConfigError, match="it is no document of `dynbus schema write`"):
         changes(*(pair if which == "new" else reversed(pair)))

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from tests.bus.servers import survey_of
 
-from dynbus.bus.commands.ps import MOST_SHOWN, show_requests
+from dynbus.bus.commands.ps import MOST_SHOWN, ps, show_requests
 from dynbus.bus.commands.survey import InstanceReport, Request, join
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
@@ -207,3 +208,30 @@ def test_the_requests_that_are_shown_are_bounded_and_what_is_left_out_is_told(
         "state": "waits",
         "age": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--watch", "--rates"),
+        ("--watch", "--requests"),
+        ("--rates", "--requests"),
+        ("--interval", "2"),
+        ("--sort", "calls"),
+    ],
+)
+def test_options_that_would_be_of_no_use_are_refused(options: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(ps, options).exit_code == 2
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_rates_are_shown_once(nats_server: RunningServer, as_json: bool) -> None:
+    options = ("--rates", "--namespace", "nobody", "-n", "0.2", *(["--json"] if as_json else []))
+
+    ended = CliRunner().invoke(ps, [*options, "--nats", nats_server.url])
+
+    assert ended.exit_code == 0
+    if as_json:
+        assert json.loads(ended.stdout)["instances"] == []
+    else:
+        assert "no instance" in ended.stderr

@@ -20,9 +20,10 @@ from pydantic import BaseModel
 from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import CHATML
 
-from dynbus import Actor, ConfigError, handler
+from dynbus import Actor, ConfigError, Runtime, handler
+from dynbus.bus.errors import PermissionDenied
 from dynbus.llm.http import keys as keys_module
-from dynbus.llm.http.frontend import Frontend
+from dynbus.llm.http.frontend import Frontend, Http
 
 from .served import Served, card, served
 
@@ -605,19 +606,56 @@ async def test_a_request_whose_body_is_not_there_at_the_end_of_the_grace_is_told
 async def test_the_log_of_an_actor_says_where_it_answers_and_of_a_program_its_output_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Http(Frontend, namespace="llm"):
+    class Front(Frontend, namespace="llm"):
         """A front end in a graph."""
 
     caplog.set_level(logging.INFO, "dynbus.llm.http.frontend")
     async with served() as front:
         of_a_program = list(caplog.messages)
-        instance = await front.kit.start(Http, port=0)
+        instance = await front.kit.start(Front, port=0)
         actor = instance.actor
-        assert isinstance(actor, Http)
+        assert isinstance(actor, Front)
         url = actor.url
 
     assert of_a_program == []
     assert caplog.messages == [f"the front end answers at {url}"]
+
+
+async def test_the_front_end_of_the_command_is_listed_and_ends_with_its_requests() -> None:
+    async with served() as front:
+        instance = await front.kit.start(Http, port=0, grace=1.0)
+        actor = instance.actor
+        assert isinstance(actor, Http)
+        client = await front.kit.caller.endpoint("dynbus.http.address").client()
+        await client.wait_for_instances(timeout=30)
+        told = await client.generate()
+        await instance.stop()
+
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", int(actor.url.rpartition(":")[2]))
+
+    assert told == actor.url
+
+
+async def test_the_front_end_of_the_command_answers_where_it_may_not_be_listed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionDenied("not with these credentials", started=False)
+
+    monkeypatch.setattr(Runtime, "serve_endpoints", refuse)
+    caplog.set_level(logging.INFO, "dynbus.llm.http.frontend")
+    async with served() as front:
+        instance = await front.kit.start(Http, port=0, grace=1.0)
+        actor = instance.actor
+        assert isinstance(actor, Http)
+        await eventually(lambda: bool(caplog.messages))
+        _, writer = await asyncio.open_connection("127.0.0.1", int(actor.url.rpartition(":")[2]))
+        writer.close()
+
+    assert caplog.messages == [
+        "`dynbus ps` does not list this front end: not with these credentials"
+    ]
 
 
 async def test_logs_say_how_a_request_went_and_never_what_it_said(
