@@ -29,6 +29,7 @@ from dynbus import (
     NoInstances,
     Runtime,
     call_options,
+    with_options,
 )
 from dynbus.kvrouter import REQUIRED_KEY, KvRouter, open_router
 from dynbus.llm.disaggregated.choosing import FIELDS, PrefillChoice
@@ -136,8 +137,8 @@ class PrefillEngines:
         """See `Origin.ask`."""
         alike = drawn_alike(request.request, seed_of(request.hand_over), self.engine)
         wanted = msgspec.structs.replace(alike, max_tokens=1, stream=True)
-        with call_options(metadata={REQUIRED_KEY: self._identity.tag}, retries=1):
-            stream = self._routed.prefill(PrefillRequest(request.hand_over, wanted))
+        routed = with_options(self._routed, metadata={REQUIRED_KEY: self._identity.tag}, retries=1)
+        stream = routed.prefill(PrefillRequest(request.hand_over, wanted))
         async with aclosing(stream):
             try:
                 async for item in stream:
