@@ -179,11 +179,11 @@ class Supervisor:
             if child.is_leaving and not self.ending.asked.is_set():
                 continue  # it was asked to
             if child.state is not ChildState.READY:
-                doing = ", ".join(map(str, child.steps))
-                why = f": {child.crash or doing}" if child.crash or doing else ""
+                why = f": {child.crash}" if child.crash else ""
                 is_back = child.crash and child.state is not ChildState.ENDED
                 state = ChildState.RESTARTING if is_back else child.state
-                found[child.label] = state.value + why
+                steps = ", ".join(map(str, child.steps))
+                found[child.label] = (steps or state.value) + why
             elif child.problems:
                 found[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
         if self.ending.asked.is_set():

@@ -72,6 +72,12 @@ class Telling(Below, namespace="supervised"):
         await super().on_start()
         self.runtime.bus.status.put("1", "x", {"mode": "slow", "since": "noon"})
 
+class Loading(Below, namespace="supervised"):
+    async def on_start(self) -> None:
+        self.runtime.bus.status.put_step("model", "loading the model", 1, 4)
+        while not (self.folder / "loaded").exists():
+            await asyncio.sleep(0.02)
+
 class Blocked(Below, namespace="supervised"):
     async def on_start(self) -> None:
         self.blocking = asyncio.create_task(self.block())
@@ -206,6 +212,24 @@ async def test_what_the_process_of_a_child_says_of_how_it_is_is_known_here(
 
         assert supervisor.details() == {"supervised.Telling/1": "mode: slow; since: noon"}
         assert supervisor.problems() == {}
+
+
+@pytest.mark.anyio
+async def test_what_a_child_does_before_it_is_ready_is_what_keeps_the_run_from_being_ready(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Loading")
+    supervisor.begin()
+
+    async with running(supervisor):
+        await until(lambda: supervisor.children[0].steps)
+        loading = supervisor.problems()
+        (folder / "loaded").touch()
+        await all_ready(supervisor)
+
+        assert supervisor.problems() == {}
+
+    assert loading == {"supervised.Loading/1": "loading the model (25%)"}
 
 
 def running_now(supervisor: Supervisor) -> list[str]:
