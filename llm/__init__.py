@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Step,
         StepFailed,
     )
-    from .engine.model import Chunk, Model
+    from .engine.model import Chunk, EmbeddingModel, Model
     from .engine.model_engine import ModelEngine
     from .engine.worker import EngineWorker
     from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from .models.card import ModelCard, ModelInput, ModelType
     from .models.catalog import Catalog
     from .models.origins import ModelUnavailable
-    from .models.register import register_llm
+    from .models.register import register_adapter, register_llm
     from .named import NamedWorker
     from .pipeline.processor import Processor
     from .proxy.worker import OpenAiWorker
+    from .small.actor import SmallWorker
     from .small.engine import SmallConfig, SmallEngine
     from .text.text_model import TextModel
     from .vllm.actor import AdapterAt, VllmWorker
@@ -45,6 +46,7 @@ __all__ = [
     "DisaggregatedWorker",
     "EmbedRequest",
     "Embedded",
+    "EmbeddingModel",
     "Engine",
     "EngineLimits",
     "EngineLoad",
@@ -69,11 +71,13 @@ __all__ = [
     "Sampling",
     "SmallConfig",
     "SmallEngine",
+    "SmallWorker",
     "Step",
     "StepFailed",
     "StructuredOutput",
     "TextModel",
     "VllmWorker",
+    "register_adapter",
     "register_llm",
 ]
 
@@ -90,7 +94,7 @@ if not TYPE_CHECKING:
                 *("Engine", "EngineLimits", "EngineLoad", "LoadMetrics", "RequestTooLong"),
                 *("RunningEngine", "Step", "StepFailed"),
             ),
-            "engine.model": ("Chunk", "Model"),
+            "engine.model": ("Chunk", "EmbeddingModel", "Model"),
             "engine.model_engine": ("ModelEngine",),
             "engine.worker": ("EngineWorker",),
             "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),
@@ -99,10 +103,11 @@ if not TYPE_CHECKING:
             "models.card": ("ModelCard", "ModelInput", "ModelType"),
             "models.catalog": ("Catalog",),
             "models.origins": ("ModelUnavailable",),
-            "models.register": ("register_llm",),
+            "models.register": ("register_adapter", "register_llm"),
             "named": ("NamedWorker",),
             "pipeline.processor": ("Processor",),
             "proxy.worker": ("OpenAiWorker",),
+            "small.actor": ("SmallWorker",),
             "small.engine": ("SmallConfig", "SmallEngine"),
             "text.text_model": ("TextModel",),
             "vllm.actor": ("AdapterAt", "VllmWorker"),

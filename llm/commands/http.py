@@ -91,8 +91,8 @@ async def _serve(config: BusConfig, options: FrontendOptions) -> None:
         # The watchdog of the second signal allows for what is shielded.
         with Interrupts(ending.set, scope.cancel, within=5.0):
             async with program_runtime("dynbus-http", config) as runtime:
-                instance = await runtime.start(Http, **given)
                 runtime.bus.status.announcer = terminal.announce
+                instance = await runtime.start(Http, **given)
                 # What is imported stays, and no collection need look at it.
                 gc.freeze()
                 assert isinstance(instance.actor, Http)
