@@ -68,7 +68,7 @@ def takes_secret(annotation: Any) -> bool:
         holds_by_name = issubclass(kind, msgspec.Struct | tuple) or is_typeddict(kind)
         if fields or holds_by_name:
             try:
-                waiting += get_type_hints(kind).values()
+                waiting += get_type_hints(cast("Any", kind)).values()
             except (NameError, TypeError):
                 return True  # nobody knows
     return False
