@@ -1,8 +1,8 @@
 """The calling of actors: clients, options, routing, retries.
 
 `RetryPolicy` and `Continuation` decide what is tried again and how a stream goes on,
-`MigrationLine` which of many streams moves first; `Invocation`, its attempts and `Migrations` carry
-it out.
+`MigrationLine` which of many streams moves first; `Invocation`, for streams `StreamInvocation`,
+their attempts and parts, and `Migrations` carry it out.
 """
 
 from . import clients, continuation, dependencies, options, relay, routing, stream

@@ -24,7 +24,7 @@ from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
 from .client_side import ClientSide
 from .continuation import Replay, Resume, resume_by
-from .invocation import Invocation, OfInvocation
+from .invocation import Invocation, Terms
 from .options import (
     NONE,
     CallOptions,
@@ -36,6 +36,7 @@ from .options import (
 )
 from .routing import Router, Routing, RoutingName, make_router
 from .stream import Stream
+from .stream_invocation import OfInvocation, StreamInvocation
 
 WAIT_TIMEOUT: Final = 60.0
 """Seconds that `wait_for_instances` waits unless told."""
@@ -50,7 +51,7 @@ class Call(OfInvocation):
 
     def __init__(
         self,
-        invocation: Invocation,
+        invocation: StreamInvocation,
         decode: Callable[[bytes], Any] = decode_json,
         decode_many: Callable[[Sequence[bytes]], list[Any]] = decode_json_items,
     ) -> None:
@@ -136,8 +137,13 @@ class EndpointClient:
         self._options = options
         label = f"client of {endpoint}"
         self._given_resume: ClientResume | None = checked_client_resume(label, resume)
-        self._migration_limit = checked_limit(label, migration_limit, resumes=resume is not None)
-        self._resume = _resume_of_client(self._given_resume)
+        self._terms = Terms(
+            None,
+            # The instance keeps the limit that its handler declares.
+            timeout=None,
+            migration_limit=checked_limit(label, migration_limit, resumes=resume is not None),
+            resume=_resume_of_client(self._given_resume),
+        )
         self._routers: dict[RoutingName, Router] = {}
 
     def __repr__(self) -> str:
@@ -212,7 +218,7 @@ class EndpointClient:
             self.endpoint,
             self._router,
             both,
-            self._migration_limit,
+            self._terms.migration_limit,
             self._given_resume,
         )
         made._routers = self._routers
@@ -230,18 +236,14 @@ class EndpointClient:
         options = combined(current_options(), self._options)
         if instance:
             options = combined({"instance": instance}, options)
-        invocation = Invocation(
+        invocation = StreamInvocation(
             self._side,
             self.endpoint,
             router,
             request,
             encode_json(request),
+            self._terms,
             routed_as=routed_as,
-            streaming=None,
-            # The instance keeps the limit that its handler declares.
-            timeout=None,
-            migration_limit=self._migration_limit,
-            resume=self._resume,
             after=after,
             options=options,
         )
@@ -409,6 +411,7 @@ class ActorClient:
 
 A = TypeVar("A", bound=DeclaredActor)
 C = TypeVar("C", bound=DeclaredActor | EndpointClient)
+M = TypeVar("M", bound=Invocation)
 
 
 def with_options(client: C, /, **options: Unpack[CallOptions]) -> C:
@@ -473,7 +476,15 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
     for attribute, spec in actor.__dynbus_handlers__.items():
         spec.check()
         make = _stream_method if spec.streaming else _unary_method
-        method = make(spec, _resume_of(actor, spec))
+        terms = Terms(
+            spec.streaming,
+            spec.timeout,
+            spec.idempotent,
+            spec.migration_limit,
+            _resume_of(actor, spec),
+            spec.schemas.hash,
+        )
+        method = make(spec, terms)
         method.__name__ = attribute
         method.__qualname__ = f"{actor.__name__}.{attribute}"
         method.__doc__ = spec.function.__doc__
@@ -495,9 +506,9 @@ def _resume_of(actor: type[DeclaredActor], spec: HandlerSpec) -> Resume | None:
     )
 
 
-def _unary_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Any]:
+def _unary_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:
     decode = spec.result_codec.decode
-    invoke = _invoker(spec, resume)
+    invoke = _invoker(spec, terms, Invocation)
 
     async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
         return await invoke(self, request, named).unary(decode)
@@ -505,9 +516,9 @@ def _unary_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Any
     return call
 
 
-def _stream_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Any]:
+def _stream_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:
     decode, decode_many = spec.result_codec.decoder(), spec.result_codec.decode_many
-    invoke = _invoker(spec, resume)
+    invoke = _invoker(spec, terms, StreamInvocation)
 
     def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
         return Stream(invoke(self, request, named), decode, decode_many)
@@ -515,16 +526,14 @@ def _stream_method(spec: HandlerSpec, resume: Resume | None) -> Callable[..., An
     return call
 
 
-def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocation]:
+def _invoker(spec: HandlerSpec, terms: Terms, make: type[M]) -> Callable[..., M]:
     """What both kinds of method do first: bind, validate, and make the invocation."""
     name, codec = spec.name, spec.request_codec
     parameter = spec.parameter.name if spec.parameter is not None else ""
     default = spec.default
     has_default = default is not Parameter.empty
-    streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
-    migration_limit, schema_hash = spec.migration_limit, spec.schemas.hash
 
-    def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
+    def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> M:
         # A client's own attributes are private: every other name is a handler's.
         endpoint = client._endpoints[name]  # pyright: ignore[reportPrivateUsage]
         own = client._options  # pyright: ignore[reportPrivateUsage]
@@ -547,18 +556,13 @@ def _invoker(spec: HandlerSpec, resume: Resume | None) -> Callable[..., Invocati
                 data = codec.encode(value)
             except Misfit as error:
                 raise InvalidRequest(f"{endpoint}: {error}", started=False) from None
-        return Invocation(
+        return make(
             client._side,  # pyright: ignore[reportPrivateUsage]
             endpoint,
             client._router,  # pyright: ignore[reportPrivateUsage]
             value,
             data,
-            streaming=streaming,
-            timeout=timeout,
-            idempotent=idempotent,
-            migration_limit=migration_limit,
-            resume=resume,
-            schema_hash=schema_hash,
+            terms,
             options=combined(options, own) if own else options,
             parent=parent,
         )

@@ -2,10 +2,10 @@
 
 One object for each stream knows both, its `Continuation`; everybody else calls it:
 
-- The call (`Invocation`) shows it the items of each attempt, gives its reader what it lets through,
-  and asks it what follows when an attempt is lost. Nothing: the stream was whole. One request: that
-  of the next attempt. Several: the stream goes on in `Parts`, each a call with a continuation of
-  its own, as a prompt does whose outputs one request cannot go on with.
+- The call (`StreamInvocation`) shows it the items of each attempt, gives its reader what it lets
+  through, and asks it what follows when an attempt is lost. Nothing: the stream was whole. One
+  request: that of the next attempt. Several: the stream goes on in `Parts`, each a call with a
+  continuation of its own, as a prompt does whose outputs one request cannot go on with.
 - A handler or a client says by `resume=` how the next request is made: the same once more
   (`Replay`), or one for the rest (`Resuming`) by a function, which may give `ResumeParts`. A
   `ResumeRule` says of each request besides whether its stream goes on at all.
@@ -13,7 +13,7 @@ One object for each stream knows both, its `Continuation`; everybody else calls 
   were accepted there are accepted here, before anything is sent.
 
 It waits for nothing and looks at no clock: `RetryPolicy` says whether another attempt follows,
-`Invocation` carries both out.
+`StreamInvocation` carries both out.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ both are carried out here, and telemetry observes the call as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
@@ -18,14 +18,11 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.errors import (
     Cancelled,
-    ConfigError,
     DeadlineExceeded,
     Draining,
     DynbusError,
     InvalidResponse,
     Migrate,
-    ResumeMismatch,
-    StreamLost,
     Unavailable,
     describe_exception,
 )
@@ -37,9 +34,8 @@ from dynbus.bus.protocol.tokens import jitter, random_id
 
 from .attempt import Attempt
 from .client_side import ClientSide
-from .continuation import RESUME_WAIT, Continuation, NextRequest, Resume
+from .continuation import RESUME_WAIT, Continuation, Resume
 from .options import CallOptions
-from .parts import Parts
 from .retry_policy import (
     FailedAttempt,
     GiveUp,
@@ -55,27 +51,26 @@ if TYPE_CHECKING:
     from dynbus.bus.telemetry.telemetry import CallObservation
 
 
-class OfInvocation:
-    """What callers hold of a call."""
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for all calls of an endpoint by one client.
 
-    __slots__ = ("_invocation",)
+    Attributes:
+        streaming: None when only the instances' records can tell (untyped calls).
+        timeout: seconds used when neither options nor parent give less; None for no limit.
+        idempotent: whether a call may be carried out twice.
+        migration_limit: how often one may move to another instance.
+        resume: how a stream goes on at another instance; None where it does not.
+        schema_hash: of the client's class, to be compared with those of instances; empty for a
+            client that has none.
+    """
 
-    _invocation: Invocation
-
-    @property
-    def id(self) -> str:
-        """The request id."""
-        return self._invocation.request_id
-
-    @property
-    def instance_id(self) -> str:
-        """The instance that serves the call; empty before it is chosen."""
-        return self._invocation.instance_id
-
-    @property
-    def instance_ids(self) -> list[str]:
-        """The instances that serve it now: several where a stream goes on in parts."""
-        return self._invocation.instance_ids
+    streaming: bool | None
+    timeout: float | None = DEFAULT_TIMEOUT
+    idempotent: bool = False
+    migration_limit: int = 0
+    resume: Resume | None = None
+    schema_hash: str = ""
 
 
 class Invocation:
@@ -83,37 +78,27 @@ class Invocation:
 
     Args:
         routed_as: what the router looks at in place of the requests; None for those.
-        streaming: None when only the instances' records can tell (untyped calls).
-        timeout: seconds used when neither options nor parent give less; None for no limit.
-        resume: how a stream goes on at another instance; None where it does not.
-        after: items of the stream that were accepted elsewhere, so that the rest is asked for; with
-            `resume`.
-        schema_hash: of the client's class, to be compared with those of instances; empty for a
-            client that has none.
         options: of this very call.
     """
+
+    # Of streams alone: see `StreamInvocation`.
+    _continuation: Continuation | None = None
 
     __slots__ = (
         "_attempt",
         "_attempts",
-        "_continuation",
         "_deadline",
-        "_declared",
         "_fields",
         "_idempotent",
         "_left",
         "_metadata",
-        "_migration_limit",
         "_observation",
         "_parent",
-        "_parts",
         "_priority",
         "_retry_policy",
-        "_schema_hash",
         "_selection",
-        "_taken_over",
+        "_terms",
         "_wait_until",
-        "_why_not",
         "data",
         "endpoint",
         "instance_id",
@@ -130,15 +115,9 @@ class Invocation:
         router: Router,
         request: Any,
         data: bytes,
+        terms: Terms,
         *,
         routed_as: Any = None,
-        streaming: bool | None,
-        timeout: float | None = DEFAULT_TIMEOUT,
-        idempotent: bool = False,
-        migration_limit: int = 0,
-        resume: Resume | None = None,
-        after: Sequence[bytes] = (),
-        schema_hash: str = "",
         options: CallOptions,
         parent: Context | None = None,
     ) -> None:
@@ -149,39 +128,20 @@ class Invocation:
         self.options = options
         self.request_id = ""
         self.instance_id = ""
-        self.streaming = streaming
-        self._declared = streaming is not None
-        self._idempotent = idempotent
-        limit = timeout
+        self.streaming = terms.streaming
+        self._terms = terms
+        self._idempotent = terms.idempotent
+        limit = terms.timeout
         if options:
             self.request_id = options.get("request_id") or ""
             self.instance_id = options.get("instance") or ""
-            self._idempotent = idempotent or bool(options.get("idempotency_key"))
-            limit = options.get("timeout", timeout)
+            self._idempotent = terms.idempotent or bool(options.get("idempotency_key"))
+            limit = options.get("timeout", limit)
         if not self.request_id:
             self.request_id = parent.id if parent else random_id()
-        self._migration_limit = migration_limit
         self._parent = parent
-        self._schema_hash = schema_hash
         self._attempt: Attempt | None = None
         self._attempts = 0
-        self._continuation: Continuation | None = None
-        # The calls that go on with a stream in its place.
-        self._parts: Parts | None = None
-        # Whether the rest of what came elsewhere is asked for, and not the whole.
-        self._taken_over = False
-        # Why a stream would not go on.
-        self._why_not = "its caller knows no resume"
-        if resume is not None:
-            if migration_limit or after:
-                self._continuation = resume(data, request)
-            if not migration_limit:
-                self._why_not = "its migration_limit is 0"
-            if after and self._continuation is not None:
-                self._continuation.take(after)
-                self._taken_over = True
-        if after and not self._taken_over:
-            raise ConfigError(f"{endpoint}: nothing says how a stream goes on that others began")
         self._left = False
         self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
@@ -201,30 +161,6 @@ class Invocation:
     def call(self) -> PendingCall | None:
         """What is open at the instance of the present attempt; None between two of them."""
         return self._attempt.pending if self._attempt is not None else None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is something open at an instance."""
-        return self.call is not None or self._parts is not None
-
-    @property
-    def instance_ids(self) -> list[str]:
-        """The instances that serve the call now."""
-        if self._parts is not None:
-            return self._parts.instance_ids
-        return [self.instance_id] if self.instance_id else []
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether items may be read from `call` without passing here: nothing looks at them."""
-        return self._continuation is None and not self.is_observed
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether telemetry or the router's observer looks at items."""
-        return self._observation is not None or (
-            self._attempt is not None and self._attempt.sees_items
-        )
 
     @property
     def continues(self) -> bool:
@@ -293,9 +229,9 @@ class Invocation:
         theirs = selection.check_instance(
             attempt.instance or selection.find(attempt.instance_id),
             streaming=streaming,
-            declared=self._declared,
+            declared=self._terms.streaming is not None,
         )
-        own = self._schema_hash
+        own = self._terms.schema_hash
         if own and theirs and theirs != own and side.schema_check is not None:
             side.schema_check.differs(self.endpoint, self.instance_id, own, theirs)
         if attempt.metadata is not None:
@@ -384,144 +320,6 @@ class Invocation:
         failure.__cause__ = None if is_plain else error
         return failure
 
-    async def items(self) -> list[bytes]:
-        """The next items of a stream; empty at its end. The first call sends the request.
-
-        Raises:
-            DynbusError: how the call ended.
-        """
-        if self._parts is not None:
-            return await self._items_of_parts(self._parts)
-        call = self.call or await self.open()
-        while call is not None:
-            try:
-                items = await call.items()
-            except DynbusError as error:
-                call = await self.open_again(error)
-                continue
-            except BaseException as error:
-                self._end(error)
-                raise
-            if not items:
-                ended = self.finish(None)
-                if ended is not None:
-                    raise ended
-                return []
-            shown = self.arrived(items)
-            if shown:
-                return shown
-        return [] if self._parts is None else await self._items_of_parts(self._parts)
-
-    async def _items_of_parts(self, parts: Parts) -> list[bytes]:
-        try:
-            items = await parts.items()
-        except BaseException as error:
-            self._end(error)
-            raise
-        if not items:
-            self._end(None)
-        elif self._observation is not None:
-            self._observation.items(len(items))
-        return items
-
-    def consumed(self, size: int) -> None:
-        """The reader of `items` took so many bytes of them."""
-        if self.call is not None:
-            self.call.consumed(size)
-
-    async def open(self) -> PendingCall | None:
-        """Send the request of a stream, over as many attempts as are safe.
-
-        Returns:
-            What is open at its instance. None where nothing is: `items` has what follows, which is
-            the end of a stream of which nothing is left to come, or what parts of it give.
-
-        Raises:
-            DynbusError: it could not be sent.
-        """
-        try:
-            if self._taken_over:
-                self._taken_over = False
-                if not self._go_on():
-                    return None
-            while True:
-                try:
-                    return await self._begin()
-                except DynbusError as error:
-                    await self._prepare_retry(error)
-        except BaseException as error:
-            self._end(error)
-            raise
-
-    async def open_again(self, error: DynbusError) -> PendingCall | None:
-        """Send the request of a stream once more, or the one that it goes on with, after `error`
-        ended it; see `open`.
-
-        Raises:
-            DynbusError: the error itself, when it may not be; or that of a later attempt.
-        """
-        if not self.may_follow:
-            ended = self.finish(error)
-            assert ended is not None, "an error was given"
-            raise ended
-        has_begun = self.has_begun
-        try:
-            await self._prepare_retry(error)
-            if has_begun and not self._go_on():
-                return None
-        except BaseException as last:
-            self._end(last)
-            raise
-        return await self.open()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether anything of the results has arrived, so that the call is never repeated but by a
-        stream that goes on."""
-        return self._attempt is not None and self._attempt.has_begun
-
-    @property
-    def may_follow(self) -> bool:
-        """Whether another attempt may follow the present one, as far as its items go."""
-        return self.continues or not self.has_begun
-
-    def arrived(self, items: list[bytes]) -> list[bytes]:
-        """Tell the observers of items that have arrived; those that the reader is shown.
-
-        Raises:
-            ResumeMismatch: they contradict what it was shown before. The call is left.
-        """
-        attempt = self._attempt
-        if attempt is not None:
-            attempt.arrived(items)
-        if self._continuation is not None:
-            items = self._taken(self._continuation, items)
-        if self._observation is not None and items:
-            self._observation.items(len(items))
-        return items
-
-    def finish(self, error: DynbusError | None) -> DynbusError | None:
-        """A stream is over, and its last attempt has ended so; once its items were read.
-
-        Returns:
-            What its reader gets; None when it ended well.
-        """
-        attempt, continuation = self._attempt, self._continuation
-        if error is not None and attempt is not None and attempt.was_unreachable(error):
-            self._pass_over(error, unreachable=True)
-        if error is None and continuation is not None:
-            try:
-                continuation.check_end()
-            except ResumeMismatch as mismatch:
-                self._mend(mismatch)
-                error = mismatch
-        elif error is not None and error.is_loss and not self.may_follow:
-            # That the instance asks for another one is of no use to a reader who has items.
-            error = self._policy.stream_lost(error, self._why_not, own=self._is_own(error))
-            error.request_id = error.request_id or self.request_id
-        self._end(error)
-        return error
-
     def abandon(self, error: DynbusError | None = None) -> None:
         """Leave the call: the far side is cancelled, and what was not sent yet never is.
 
@@ -529,12 +327,6 @@ class Invocation:
             error: why, when the call failed and was not merely left.
         """
         self._left = True
-        if self._parts is not None:
-            self._parts.abandon(error)
-            if error is None and self._observation is not None:
-                self._observation.cancelled()
-            self._end(error)
-            return
         call = self.call
         if call is None:
             # Between two attempts, if any: who awaits the next one ends with `Cancelled`.
@@ -554,61 +346,6 @@ class Invocation:
         """Whether it is a stream that has lost an instance, and goes on at another."""
         policy = self._retry_policy
         return policy is not None and policy.lost is not None and self.continues
-
-    def _taken(self, continuation: Continuation, items: list[bytes]) -> list[bytes]:
-        try:
-            shown = list(continuation.take(items))
-        except ResumeMismatch as mismatch:
-            self._mend(mismatch)
-            self.abandon(mismatch)
-            raise
-        if len(shown) < len(items) and self.call is not None:
-            self.call.consumed(sum(map(len, items[: len(items) - len(shown)])))
-        return shown
-
-    def _mend(self, error: DynbusError) -> None:
-        """Say of an error that arose here what is said of those that arrive."""
-        error.request_id = error.request_id or self.request_id
-        error.hop = error.hop or self.endpoint.hop(self.instance_id)
-
-    def _go_on(self) -> bool:
-        """Take what a stream goes on with; False where it is nothing, or several calls.
-
-        Raises:
-            DynbusError: it cannot go on.
-        """
-        continuation = self._continuation
-        assert continuation is not None, "nothing goes on"
-        try:
-            following = continuation.next_requests()
-        except StreamLost as error:
-            raise self._given_up(error, error.message) from error
-        if not following:
-            self._end(None)
-            return False
-        if len(following) > 1:
-            parts = [self._part(one) for one in following]
-            self._parts = Parts(parts, self.side.bus.background)
-            return False
-        self._ask(following[0], continuation)
-        return True
-
-    def _part(self, following: NextRequest) -> Invocation:
-        """The call that goes on with a part of the stream, as this one would with the whole."""
-        assert following.part is not None, "it is one of several requests"
-        part = copy(self)
-        part._selection = copy(self._selection)
-        part._retry_policy = copy(self._retry_policy)
-        # It is observed for itself.
-        part._fields = part._observation = None
-        part._ask(following, following.part)
-        return part
-
-    def _ask(self, following: NextRequest, continuation: Continuation) -> None:
-        self.data = following.data
-        self._selection.ask_for(following.request)
-        # One that was taken over may still be for this process alone.
-        self._continuation = continuation if self._migration_limit else None
 
     def _given_up(self, error: DynbusError, why: str) -> DynbusError:
         """What the call ends with when no attempt follows one that ended with `error`.
@@ -635,7 +372,7 @@ class Invocation:
             policy = self._retry_policy = RetryPolicy(
                 idempotent=self._idempotent,
                 retries=self.options.get("retries"),
-                migration_limit=self._migration_limit,
+                migration_limit=self._terms.migration_limit,
                 continues=self.continues,
             )
         return policy

@@ -21,9 +21,9 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 
-from .invocation import Invocation, OfInvocation
 from .parts import ending_of
 from .stream import Stream, decode_to_misfit
+from .stream_invocation import OfInvocation, StreamInvocation
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class RelayedStream(OfInvocation, Generic[K]):
     def __init__(
         self,
         key: K,
-        invocation: Invocation,
+        invocation: StreamInvocation,
         decode: Callable[[bytes], Any],
         decode_many: Callable[[Sequence[bytes]], list[Any]],
         gathering: Gathering[RelayedStream[K]],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from dynbus.bus.calling.pending_call import PendingCall
 from dynbus.bus.errors import InvalidResponse, ResumeMismatch
 
-from .invocation import Invocation, OfInvocation
+from .stream_invocation import OfInvocation, StreamInvocation
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
 
     def __init__(
         self,
-        invocation: Invocation,
+        invocation: StreamInvocation,
         decode: Callable[[bytes], Any],
         decode_many: Callable[[Sequence[bytes]], list[Any]],
     ) -> None:
@@ -127,7 +127,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
 
     def hand_over(
         self,
-    ) -> tuple[Invocation, Callable[[bytes], Any], Callable[[Sequence[bytes]], list[Any]]]:
+    ) -> tuple[StreamInvocation, Callable[[bytes], Any], Callable[[Sequence[bytes]], list[Any]]]:
         """Close the stream for somebody who reads in its place.
 
         Returns:
@@ -212,7 +212,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
 
 
 def decode_to_misfit(
-    invocation: Invocation,
+    invocation: StreamInvocation,
     decode_many: Callable[[Sequence[bytes]], list[Any]],
     raw: Sequence[bytes],
 ) -> tuple[list[Any], InvalidResponse | None]:
