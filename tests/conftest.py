@@ -47,7 +47,7 @@ class LoopReports(logging.Handler):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts a nats-server or a story's processes; the rest needs Python alone."""
+    """Mark what starts a nats-server or other processes; the rest needs this one alone."""
     for item in items:
         if isinstance(item, pytest.Function) and needs_server(item):
             item.add_marker("server")
@@ -60,7 +60,7 @@ def needs_server(item: pytest.Function) -> bool:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         is_story
-        or not names.isdisjoint({"nats_server", "own_server", "run_server"})
+        or not names.isdisjoint({"nats_server", "own_server", "run_server", "subprocess"})
         or parameters.get("bus_kind") == "nats"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
 }
 
 
+@cache
 def has_tests_of_every_push(path: Path) -> bool:
     """Whether a file has a test that is marked neither `nightly` nor `soak`."""
     tree = ast.parse(path.read_text())
