@@ -29,7 +29,6 @@ from dynbus import (
     NoInstances,
     Runtime,
     call_options,
-    with_options,
 )
 from dynbus.kvrouter import REQUIRED_KEY, KvRouter, open_router
 from dynbus.llm.disaggregated.choosing import FIELDS, PrefillChoice
@@ -137,8 +136,7 @@ class PrefillEngines:
         """See `Origin.ask`."""
         alike = drawn_alike(request.request, seed_of(request.hand_over), self.engine)
         wanted = msgspec.structs.replace(alike, max_tokens=1, stream=True)
-        routed = with_options(self._routed, metadata={REQUIRED_KEY: self._identity.tag}, retries=1)
-        stream = routed.prefill(PrefillRequest(request.hand_over, wanted))
+        stream = self._asked(PrefillRequest(request.hand_over, wanted))
         async with aclosing(stream):
             try:
                 async for item in stream:
@@ -147,6 +145,11 @@ class PrefillEngines:
                 await self._say_what_differs(error)
                 raise
         raise LeaseLost("it is held no longer")
+
+    def _asked(self, request: PrefillRequest) -> AsyncGenerator[Prefilled, None]:
+        """The call of an engine whose blocks can be read here."""
+        with call_options(metadata={REQUIRED_KEY: self._identity.tag}, retries=1):
+            return self._routed.prefill(request)
 
     def ended(self, receiving: Receiving) -> None:
         """See `Origin.ended`."""
