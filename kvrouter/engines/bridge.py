@@ -53,7 +53,7 @@ class KvSink(Protocol):
     """
 
     def publish(self, events: Sequence[KvEvent], *, dp_rank: int) -> None:
-        """Take the next events of a rank."""
+        """Take the next events of a rank that an index can follow."""
         ...
 
     def reset(self, dp_rank: int) -> None:
