@@ -76,11 +76,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the blocks of a ticket into those that are held for `start` to `stop` of the prompt."""
+    """Read what an item tells of into the blocks that are held for it."""
 
     part: int
-    start: int
-    stop: int
     item: Prefilled
 
 
@@ -131,11 +129,11 @@ class _Part:
     """Blocks that come together.
 
     Attributes:
+        stop: behind the last token in them.
         is_left: whether its transfer was given up.
         is_quiet: whether nothing of it can arrive any more.
     """
 
-    start: int
     stop: int
     is_left: bool = False
     is_read: bool = False
@@ -253,8 +251,8 @@ class HandOver:
             self.phase = Phase.READING
         if self._has_blocks(item):
             self._offered = item.computed
-            self._parts.append(_Part(item.start, item.computed))
-            actions.append(Read(len(self._parts) - 1, item.start, item.computed, item))
+            self._parts.append(_Part(item.computed))
+            actions.append(Read(len(self._parts) - 1, item))
         return actions + self._advance()
 
     def _has_blocks(self, item: Prefilled) -> bool:

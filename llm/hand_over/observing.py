@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from dynbus import InstanceName
 from dynbus.llm.watching import InstanceWatch
@@ -56,18 +56,9 @@ class HandOverFigures:
             count for reason, count in self.remote.items() if reason not in ("", *NOT_COUNTED)
         )
 
-    @property
-    def damaged(self) -> int:
-        """Prompts whose blocks had other checksums than those of the prefill instance."""
-        return self.remote["damaged"]
-
     def computed_here(self, reason: str) -> None:
         """A prompt is computed here, without a hand-over."""
         self.local[reason] += 1
-
-    def began(self) -> None:
-        """A hand-over began."""
-        self.open += 1
 
     def ended(self, reason: str) -> None:
         """A hand-over is over; the engine goes on, or the request has ended."""
@@ -82,24 +73,17 @@ class HandOverFigures:
             self.blocks += blocks
             self.seconds += seconds
 
-    def abandoned(self, blocks: int) -> None:
-        """A transfer into these blocks was given up."""
-        self.quarantined += blocks
-
-    def quiet(self, blocks: int) -> None:
-        """Nothing can be written into them any more."""
-        self.quarantined -= blocks
-
     def describe(self) -> str:
         """One line for people."""
         text = (
             f"{self.handed_over} prompts handed over, {self.fell_back} fell back, "
             f"{sum(self.local.values())} local"
         )
-        if self.seconds:
+        if self.bytes and self.seconds:
+            # vLLM does not tell how many bytes it has read.
             text += f", {self.bytes / self.seconds / 1e9:.3g} GB/s"
-        if self.damaged:
-            text += f", {self.damaged} damaged on the way"
+        if damaged := self.remote["damaged"]:
+            text += f", {damaged} damaged on the way"
         if self.quarantined:
             text += f", {self.quarantined} blocks in quarantine"
         if served := sum(self.served.values()):
@@ -145,7 +129,7 @@ class HandOverWatch(InstanceWatch):
                 "transfers_failed": figures.transfers["failed"],
                 "blocks_quarantined": figures.quarantined,
                 "prompts_held": figures.held,
-                "prompts_damaged": figures.damaged,
+                "prompts_damaged": figures.remote["damaged"],
             },
             self._shown(),
         )
@@ -196,61 +180,44 @@ class TransferSpans:
         if telemetry is not None and telemetry.tracer_provider is not None:
             self._tracer = telemetry.tracer_of(name)
 
-    def begin(self) -> TransferSpan:
-        """A transfer begins now, in the task of its call."""
-        return TransferSpan(self._tracer, self._parent())
-
-    def enqueue(self) -> WorkQueueSpan:
-        """A job is put into the work queue now, in the task of its call."""
-        return WorkQueueSpan(self._tracer, self._parent())
+    def begin(self, name: Literal["transfer", "work_queue"]) -> HandOverSpan:
+        """A transfer begins now, in the task of its call, or a job is put into the work queue."""
+        if self._tracer is None or self._telemetry is None:
+            return HandOverSpan(name, None, None)
+        api = self._telemetry.api
+        span = api.current_span()
+        parent = api.with_span(span, api.empty) if span.is_recording() else None
+        return HandOverSpan(name, self._tracer, parent)
 
     def decided(self, decision: str) -> None:
         """The call's own span says where its prompt is computed, and why."""
         if self._tracer is not None and self._telemetry is not None:
             self._telemetry.api.current_span().set_attribute("dynbus.prefill.decision", decision)
 
-    def _parent(self) -> Context | None:
-        if self._tracer is None or self._telemetry is None:
-            return None
-        api = self._telemetry.api
-        span = api.current_span()
-        return api.with_span(span, api.empty) if span.is_recording() else None
 
+class HandOverSpan:
+    """A part of a hand-over, from now until its end."""
 
-class _Span:
-    """From its making until its end."""
+    __slots__ = ("_began", "_name", "_parent", "_tracer")
 
-    __slots__ = ("_began", "_parent", "_tracer")
-
-    name: ClassVar[str]
-
-    def __init__(self, tracer: Tracer | None, parent: Context | None) -> None:
+    def __init__(self, name: str, tracer: Tracer | None, parent: Context | None) -> None:
+        self._name = name
         self._tracer = tracer
         self._parent = parent
         self._began = monotonic()
 
-    def _end(self, attributes: Mapping[str, str | int | float]) -> None:
-        if self._tracer is None or self._parent is None:
+    def end(self, attributes: Mapping[str, str | int | float] | None = None) -> None:
+        """It is over; the first time counts."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is None or self._parent is None:
             return
-        offset = unix_time() - monotonic()
-        span = self._tracer.start_span(
-            self.name,
-            self._parent,
-            attributes=attributes,
-            start_time=int((offset + self._began) * 1e9),
-        )
-        span.end()
-        # It ends once.
-        self._tracer = None
+        start = int((unix_time() - monotonic() + self._began) * 1e9)
+        tracer.start_span(self._name, self._parent, attributes=attributes, start_time=start).end()
 
-
-class TransferSpan(_Span):
-    """`transfer`: one transfer of blocks."""
-
-    name = "transfer"
-
-    def end(self, size: int = 0, blocks: int = 0, seconds: float = 0.0, failed: str = "") -> None:
-        """It is over.
+    def transferred(
+        self, size: int = 0, blocks: int = 0, seconds: float = 0.0, failed: str = ""
+    ) -> None:
+        """A transfer is over.
 
         Args:
             size: in bytes.
@@ -264,18 +231,4 @@ class TransferSpan(_Span):
             attributes["dynbus.transfer.gb_per_s"] = size / seconds / 1e9
         if failed:
             attributes["dynbus.transfer.failed"] = failed
-        self._end(attributes)
-
-
-class WorkQueueSpan(_Span):
-    """`work_queue`: from when a job is put until a prefill instance has taken it."""
-
-    name = "work_queue"
-
-    def end(self, instance: str = "") -> None:
-        """It waits no longer.
-
-        Args:
-            instance: that has taken it; empty where nobody has.
-        """
-        self._end({"dynbus.work_queue.taken_by": instance} if instance else {})
+        self.end(attributes)

@@ -48,7 +48,7 @@ from .machine import (
 )
 from .messages import Offer, OfferAnswer, Prefilled, PrefillRequest
 from .mover import Mover, Moving, Part
-from .observing import NOT_COUNTED, HandOverFigures, TransferSpans, WorkQueueSpan
+from .observing import NOT_COUNTED, HandOverFigures, HandOverSpan, TransferSpans
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Receiving:
         self._has_shown = False
         self._went_on = anyio.Event()
         self._taken_in = anyio.Event()
-        self._waiting: WorkQueueSpan | None = None
+        self._waiting: HandOverSpan | None = None
         # An offer comes by another call: what follows from it belongs to this one all the same,
         # with its deadline and its trace.
         self._context = contextvars.copy_context()
@@ -240,7 +240,7 @@ class Receiving:
         """
         self._runner.reserve(self._name, self._request, self._reply)
         self._sink.open[self._id] = self
-        self._origin.figures.began()
+        self._origin.figures.open += 1
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
@@ -279,7 +279,7 @@ class Receiving:
         if not actions:
             return OfferAnswer(done=False, reason="it is computed already")
         if self._waiting is not None:
-            self._waiting.end(offer.instance)
+            self._waiting.end({"dynbus.work_queue.taken_by": offer.instance})
         self._do(actions)
         await self._went_on.wait()
         return OfferAnswer(done=not self.machine.reason, reason=self.machine.detail)
@@ -300,8 +300,8 @@ class Receiving:
                 self._start(self._enqueue, cached)
             case Call(instance, cached):
                 self._start(self._call, instance, cached)
-            case Read(part):
-                self._parts[part] = self._part_of(action)
+            case Read(part, item):
+                self._parts[part] = self._part_of(item)
                 if not self._start(self._read, part):
                     self._do(self.machine.quiet(part))
             case Settle(part):
@@ -327,12 +327,12 @@ class Receiving:
         self._context.run(self._tasks.start_soon, function, *args)
         return True
 
-    def _part_of(self, action: Read) -> Part:
+    def _part_of(self, item: Prefilled) -> Part:
         assert self._held is not None, "its blocks were there before it was asked for"
         size = self._runner.limits.block_size
-        blocks = self._held.blocks[action.start // size : -(-action.stop // size)]
-        shown = action.item.first if self._has_shown else None
-        return Part(self._name, self._id, action.item, blocks, shown)
+        blocks = self._held.blocks[item.start // size : -(-item.computed // size)]
+        shown = item.first if self._has_shown else None
+        return Part(self._name, self._id, item, blocks, shown)
 
     def _show(self, first: Generated) -> None:
         assert self._held is not None, "its blocks were there before it was asked for"
@@ -352,7 +352,7 @@ class Receiving:
             self._do(self.machine.quiet(part))
             return
         transfer.cancel()
-        self._origin.figures.abandoned(transfer.blocks)
+        self._origin.figures.quarantined += transfer.blocks
         name = f"the end of a transfer for {self._name}"
         # At the end of the process there is none; the memory goes with it.
         with suppress(RuntimeError, Unavailable):
@@ -362,7 +362,7 @@ class Receiving:
         try:
             await transfer.quiet()
         finally:
-            self._origin.figures.quiet(transfer.blocks)
+            self._origin.figures.quarantined -= transfer.blocks
             self._do(self.machine.quiet(part))
 
     # What happens ---------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Receiving:
 
     async def _enqueue(self, cached: int) -> None:
         assert self._put is not None, "only a machine with a queue asks for it"
-        self._waiting = self._sink.spans.enqueue()
+        self._waiting = self._sink.spans.begin("work_queue")
         tokens = len(self._request.token_ids) - cached
         deadline = monotonic() + self._limit(self._origin.limits.queue)
         try:
@@ -437,12 +437,12 @@ class Receiving:
             self._do(self.machine.quiet(number))
             return
         origin = self._origin
-        span = self._sink.spans.begin()
+        span = self._sink.spans.begin("transfer")
         try:
             deadline = monotonic() + self._limit(origin.limits.transfer)
             transfer = origin.mover.start(self._parts[number], deadline)
         except DynbusError as error:
-            span.end(failed=describe_exception(error))
+            span.transferred(failed=describe_exception(error))
             self._fall_back("transfer_failed", error)
             self._do(self.machine.quiet(number))
             return
@@ -450,18 +450,18 @@ class Receiving:
         try:
             await transfer.result()
         except DynbusError as error:
-            span.end(failed=describe_exception(error))
+            span.transferred(failed=describe_exception(error))
             origin.figures.transferred(transfer.seconds, 0, 0, failed=True)
             self._fall_back(
                 "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed", error
             )
         except BaseException:
-            span.end(failed="it was given up")
+            span.transferred(failed="it was given up")
             raise
         else:
             self.read = monotonic()
             self.bytes += transfer.bytes
-            span.end(transfer.bytes, transfer.blocks, transfer.seconds)
+            span.transferred(transfer.bytes, transfer.blocks, transfer.seconds)
             origin.figures.transferred(transfer.seconds, transfer.bytes, transfer.blocks)
             self._do(self.machine.read(number))
 

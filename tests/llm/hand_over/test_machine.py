@@ -61,13 +61,13 @@ def test_a_prompt_that_comes_in_two_parts_is_delivered_when_both_are_settled() -
 
     assert one.begin() == []
     assert one.reserved(16) == [Call("", 16)]
-    assert one.came(chunk(16, 32)) == [Read(0, 16, 32, chunk(16, 32))]
+    assert one.came(chunk(16, 32)) == [Read(0, chunk(16, 32))]
     assert at(one) is Phase.PREFILLING
     assert one.read(0) == [Settle(0)]
     assert one.answered(0, held=True) == []
     assert one.settled == 32
     last = chunk(32, PROMPT, FIRST)
-    assert one.came(last) == [Show(FIRST), Read(1, 32, PROMPT, last)]
+    assert one.came(last) == [Show(FIRST), Read(1, last)]
     assert at(one) is Phase.READING
     assert one.read(1) == [Settle(1)]
     assert at(one) is Phase.SETTLING
@@ -253,7 +253,7 @@ def test_the_promises_hold_whatever_comes_in_whatever_order(
             case "offered":
                 take(one.offered("p"))
             case "part" | "last":
-                start = reads[-1].stop if reads else 16 * cached
+                start = reads[-1].item.computed if reads else 16 * cached
                 stop = PROMPT if event == "last" else start + 16
                 if start < stop <= PROMPT:
                     take(one.came(chunk(start, stop, FIRST if event == "last" else None)))
@@ -270,7 +270,7 @@ def test_the_promises_hold_whatever_comes_in_whatever_order(
                 quiet.add(part)
                 take(one.quiet(part))
             case "held" if part is not None and part in asked:
-                proven |= set(range(reads[part].start, reads[part].stop))
+                proven |= set(range(reads[part].item.start, reads[part].item.computed))
                 take(one.answered(part, held=True))
             case "lost" if part is not None and part in asked:
                 take(one.answered(part, held=False))
