@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from .models.catalog import Catalog
     from .models.origins import ModelUnavailable
     from .models.register import register_adapter, register_llm
-    from .named import NamedWorker
     from .pipeline.processor import Processor
     from .proxy.worker import OpenAiWorker
+    from .served_model import ServedModel, ServedModelOptions
     from .small.actor import SmallWorker
     from .small.engine import SmallConfig, SmallEngine
     from .text.text_model import TextModel
@@ -63,12 +63,13 @@ __all__ = [
     "ModelType",
     "ModelUnavailable",
     "ModelWorker",
-    "NamedWorker",
     "OpenAiWorker",
     "Processor",
     "RequestTooLong",
     "RunningEngine",
     "Sampling",
+    "ServedModel",
+    "ServedModelOptions",
     "SmallConfig",
     "SmallEngine",
     "SmallWorker",
@@ -104,9 +105,9 @@ if not TYPE_CHECKING:
             "models.catalog": ("Catalog",),
             "models.origins": ("ModelUnavailable",),
             "models.register": ("register_adapter", "register_llm"),
-            "named": ("NamedWorker",),
             "pipeline.processor": ("Processor",),
             "proxy.worker": ("OpenAiWorker",),
+            "served_model": ("ServedModel", "ServedModelOptions"),
             "small.actor": ("SmallWorker",),
             "small.engine": ("SmallConfig", "SmallEngine"),
             "text.text_model": ("TextModel",),

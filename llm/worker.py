@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from dynbus import ConfigError, Option, takes
+from dynbus import ConfigError, Option, Reply, handler, takes
+from dynbus.transfer import Settled, Settlement
 
-from .embedding import Pooling
-from .engine.interface import Engine
+from .engine.interface import Engine, EngineLimits
 from .engine.options import SpeedupRatio
-from .generation import GenerateRequest
+from .engine.worker import EngineWorker
+from .generation import Generated, GenerateRequest
+from .hand_over.messages import LendRequest, Lent
 from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
 from .models.origins import ModelUnavailable
 from .models.source import LocalModel
-from .named import LOADING, ModelPath, NamedWorker, ServedModelOptions
+from .served_model import LOADING, ModelPath, ServedModel, ServedModelOptions
 from .small.engine import BLOCKS, SmallConfig, SmallEngine, SmallSize
-from .tiers.worker import MAX_SHARE, TieredWorker
+from .tiers.tiers import MAX_SHARE, Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -155,10 +158,15 @@ class ModelOptions(ModelEngineOptions):
         self.check_tiers("fetch_prefixes", is_asked=self.fetch_prefixes)
 
 
-class ModelWorker(TieredWorker, abstract=True):
+class ModelWorker(EngineWorker, abstract=True):
     """Serves a model under its name by tokens: completions, and chats where it has a template.
 
     A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
+
+    Attributes:
+        engine: `small`, or `mock`.
+        served: the model.
+        tiers: what is kept of its blocks beside the engine's cache.
 
     Raises:
         ConfigError: a value is not usable.
@@ -166,27 +174,28 @@ class ModelWorker(TieredWorker, abstract=True):
 
     @takes(ModelOptions)
     def __init__(self, options: ModelOptions) -> None:
-        self.hold(options)
-        self.fetches_prefixes = options.fetch_prefixes
-        self.lends_share = options.lend_share
+        self.assemble(options, fetches=options.fetch_prefixes, lend_share=options.lend_share)
 
-    def hold(self, options: ModelEngineOptions) -> None:
-        """Hold a model and its engine; for constructors of subclasses that take other options."""
-        NamedWorker.__init__(self, options)
+    def assemble(
+        self, options: ModelEngineOptions, *, fetches: bool = False, lend_share: float = MAX_SHARE
+    ) -> None:
+        """Make the parts of a worker; for constructors of subclasses that take other options."""
         self.engine = options.engine
-        self.fallback = options.fallback
-        self.host_memory = options.host_memory_mib << 20
-        self.checksums = options.checksums
+        self.served = ServedModel(options)
+        self.tiers = Tiers(
+            host_memory=options.host_memory_mib << 20,
+            fetches=fetches,
+            lend_share=lend_share,
+            checksums=options.checksums,
+        )
+        self._model = options.model
+        self._fallback = options.fallback
         self._small = options.small
         self._mock = options.mock
-        self._exits = ExitStack()
-
-    @property
-    def pooling(self) -> Pooling | None:
-        return self._small.pooling if self.engine == "small" else None
+        self._temporary = ExitStack()
 
     async def find_model(self) -> LocalModel | None:
-        """The files of the model; None for a mock, which needs none.
+        """The files of the model; None for `stand_in` to take their place.
 
         Raises:
             ConfigError, ModelUnavailable: it cannot be had.
@@ -194,36 +203,78 @@ class ModelWorker(TieredWorker, abstract=True):
         if self.engine == "mock":
             return None
         try:
-            return await super().find_model()
+            return await self.served.find(self.show_step)
         except ModelUnavailable as error:
-            if self.fallback == "none":
+            if self._fallback == "none":
                 raise
             logger.warning("a mock takes the model's place, since %s", error)
             return None
 
     async def stand_in(self) -> LocalModel:
+        """What a mock serves, which needs no model."""
         self.engine = "mock"
-        self.host_memory, self.fetches_prefixes = 0, False
-        folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-")))
-        await asyncio.to_thread(write_mock_model, folder)
-        return LocalModel(folder, "folder", MOCK_NAME, MOCK_NAME)
+        self.tiers = Tiers()
+        folder = self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-"))
+        await asyncio.to_thread(write_mock_model, Path(folder))
+        return LocalModel(Path(folder), "folder", MOCK_NAME, MOCK_NAME)
+
+    async def before_engine(self) -> None:
+        found = await self.find_model()
+        self.served.files = await self.stand_in() if found is None else found
+        self.show_step(LOADING)
 
     async def on_start(self) -> None:
         # Once the model is registered, what is read of it is in JetStream.
-        with self._exits:
+        with self._temporary:
             await super().on_start()
 
     def make_engine(self) -> Engine:
         if self.engine == "mock":
             return _TalkingMock(self._mock)
-        path = self.found.path
+        path = self.served.files.path
         try:
             engine = SmallEngine(path, self._small, progress=partial(self.show_step, LOADING))
         except (ImportError, OSError, ValueError) as error:
-            raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
-        self.keep_evicted(engine)
+            raise ConfigError(f"the model {self._model!r} cannot be served: {error}") from error
+        self.tiers.keep_evicted(engine)
         logger.info("%s computes %s", engine.backend, path.name)
         return engine
+
+    async def on_engine(self, limits: EngineLimits) -> None:
+        await self.hold(self.tiers.opened(self, self._running(), self.served))
+        await self.register_model(limits, self.generate, self.embed)
+
+    async def register_model(self, limits: EngineLimits, generate: Any, embed: Any) -> None:
+        """Register the model for what serves it: handlers, or their `Target`.
+
+        Raises:
+            ConfigError: another card of the model says otherwise, and in what.
+            Unavailable: JetStream does not answer.
+        """
+        pooling = self._small.pooling if self.engine == "small" else None
+        await self.served.register(limits, generate, embed, pooling=pooling)
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        own = {**self.tiers.metadata(), **self.served.metadata()}
+        return {**super().instance_metadata(), **own}
+
+    async def serve_request(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
+        here = partial(super().serve_request, name, request, reply)
+        await self.tiers.serve(name, request, reply, here)
+
+    @handler(concurrency=None)
+    async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
+        """Lease the cached blocks of a prefix to another instance, until the call ends."""
+        async with aclosing(self.tiers.lend(request)) as lending:
+            async for lent in lending:
+                yield lent
+
+    @handler(concurrency=None)
+    async def settle(self, settlement: Settlement) -> Settled:
+        """Whether a lease on this instance's blocks has held until now, which ends it."""
+        return await self.tiers.settle(settlement)
 
 
 class _TalkingMock(MockEngine):

@@ -29,8 +29,8 @@ class Measured(ModelWorker, namespace="benchmark"):
 
     @property
     def fetch_seconds(self) -> float:
-        assert self._fetcher is not None
-        return self._fetcher.statistics.seconds
+        assert self.tiers.fetcher is not None
+        return self.tiers.fetcher.statistics.seconds
 
 
 class Row(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
 from dynbus import Instance
@@ -47,7 +47,7 @@ class PrefillChoice:
         runner: EngineRunner,
         live: LiveSettings,
         *,
-        own: Set[str] = frozenset(),
+        own: Container[str] = frozenset(),
         model: str = "",
         forms: bool = False,
     ) -> None:

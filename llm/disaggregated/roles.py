@@ -4,9 +4,11 @@ the engine runs."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Final, Literal, TypeAlias
+from itertools import count
+from typing import Final, Literal, Self, TypeAlias
 
 import anyio
 import msgspec
@@ -22,6 +24,9 @@ Role = Literal["prefill", "decode", "both"]
 
 Duty: TypeAlias = Literal["prefill", "decode", "control"]
 """What is served apart from the rest; `control` is for instances among themselves, always."""
+
+ENDED_IDS: Final = 16
+"""Of roles that have ended, which are taken for their instance still."""
 
 DUTIES: Final[Mapping[Role, tuple[Duty, ...]]] = {
     "prefill": ("control", "prefill"),
@@ -54,6 +59,48 @@ class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Role
     serves: list[Literal["prefill", "decode"]] = []
     draining: list[Literal["prefill", "decode"]] = []
+
+
+class RoleIds:
+    """The ids by which the roles of an instance are found; those that have ended for a while yet:
+    others, and what is under way, may name them still.
+
+    Args:
+        own: the name of the instance itself.
+    """
+
+    def __init__(self, own: InstanceName) -> None:
+        self._own = own
+        self._has_given_own = False
+        self._known: set[str] = set()
+        self._ended: deque[str] = deque()
+        self._numbers: Iterator[int] = count()
+
+    def __contains__(self, instance_id: object) -> bool:
+        return instance_id in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def new(self, node: str) -> str:
+        """The id of a role that is to be found under a node; the instance's own for the first one
+        there that has its name.
+
+        Of two that drain and begin at a time, each is another to everybody.
+        """
+        instance_id, number = self._own.instance_id, next(self._numbers)
+        if node != self._own.component or self._has_given_own:
+            instance_id = f"{instance_id}-{number}"
+        else:
+            self._has_given_own = True
+        self._known.add(instance_id)
+        return instance_id
+
+    def ended(self, instance_id: str) -> None:
+        """A role has stopped."""
+        self._ended.append(instance_id)
+        if len(self._ended) > ENDED_IDS:
+            self._known.discard(self._ended.popleft())
 
 
 class RoleEvents:
@@ -266,7 +313,10 @@ class Roles:
             # One that drains already is waited for.
             await one.instance.stopped.wait()
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         """Withdraw what is left at once."""
         self._is_closed = True
         # Leases are settled until nobody reads any more.

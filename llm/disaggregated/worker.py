@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
-    AsyncExitStack,
     aclosing,
     asynccontextmanager,
     suppress,
 )
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from dynbus import (
@@ -42,15 +39,25 @@ from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch, Trans
 from dynbus.llm.hand_over.sink import Limits, Sink
 from dynbus.llm.hand_over.source import Granter, Leases, Source
 from dynbus.llm.models.publishing import Target
+from dynbus.llm.tiers.tiers import check_comparable
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
-from dynbus.spi import ServedInstance, make_endpoint
-from dynbus.transfer import KvMemory, Settling, open_agent
+from dynbus.spi import make_endpoint
+from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
 
 from .choosing import FIELDS, PrefillChoice
 from .prefilling import PrefillInstances, PrefillRouting
 from .queued import JobTaker
 from .remote_prefill import RemotePrefill
-from .roles import Duty, Role, RoleChange, RoleEvents, RoleInstance, Roles, RoleState
+from .roles import (
+    Duty,
+    Role,
+    RoleChange,
+    RoleEvents,
+    RoleIds,
+    RoleInstance,
+    Roles,
+    RoleState,
+)
 from .settings import (
     DisaggregationOption,
     DisaggregationSettings,
@@ -58,9 +65,6 @@ from .settings import (
     announced_settings,
     follow_settings,
 )
-
-ENDED_IDS: Final = 16
-"""Of instances of former roles that are taken for this worker still."""
 
 _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
     "prefill": ("prefill", "load_metrics"),
@@ -115,27 +119,26 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     control_node: ClassVar[str] = "hand_over"
     hand_over_limits: ClassVar[Limits] = Limits()
 
-    _exits_of_roles: AsyncExitStack | None = None
-    _agent: BlockAgent | None = None
-    _roles: Roles | None = None
-    _remote: RemotePrefill | None = None
+    _agent: BlockAgent
+    _settling: Settling
     _settings: LiveSettings
     _queue: WorkQueue
     _control: InstanceName
     _limits_of_engine: EngineLimits
     _first_role: Role
-    figures: HandOverFigures
-    _events: RoleEvents
-    _ids: set[str]
-    _ended_ids: deque[str]
-    _numbers: Iterator[int]
-    _has_own_id: bool
+    _ids: RoleIds
 
     @takes(DisaggregatedOptions)
     def __init__(self, options: DisaggregatedOptions) -> None:
-        self.hold(options)
+        self.assemble(options)
+        self._checksums = options.checksums
         self._asked_role: Role | Literal["auto"] = options.role
         self._own_settings = DisaggregationSettings().changed(options.disaggregation or {})
+        self.figures = HandOverFigures()
+        self._events = RoleEvents()
+        self._roles: Roles | None = None
+        self._source: Source | None = None
+        self._remote: RemotePrefill | None = None
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
@@ -150,12 +153,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
 
     async def on_start(self) -> None:
         self._first_role = self._configured_role()
-        self.figures = HandOverFigures()
-        self._events = RoleEvents()
-        self._ids: set[str] = set()
-        self._ended_ids: deque[str] = deque()
-        self._numbers = count()
-        self._has_own_id = False
+        self._ids = RoleIds(self.__dynbus_name__)
         await super().on_start()
 
     def _configured_role(self) -> Role:
@@ -191,36 +189,23 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 f"{type(self).__name__} cannot hand prompts over: {error}. Serve this engine with "
                 "a ModelWorker, or take engine=small"
             ) from None
-        self.check_checksums(memory)
-        async with AsyncExitStack() as exits:
-            agent = await exits.enter_async_context(self.transfer_agent(memory))
-            self._agent = agent
-            self._settling = Settling(memory, agent.leases)
-            await self.read_fingerprint()
-            self._settings = await exits.enter_async_context(
-                follow_settings(bus, self._component(self.decode_node), self._own_settings)
-            )
-            watch = HandOverWatch(bus, name, self.figures, self._roles_text, self._shown)
-            await exits.enter_async_context(watch)
-            self._limits_of_engine = limits
-            self._queue = WorkQueue(
-                bus, EndpointName(*self._component(self.prefill_node), "prefill")
-            )
-            roles = self._roles = Roles(self.runtime, self._make_role)
-            exits.push_async_callback(roles.close)
-            await roles.change(self._first_role, 0.0)
-            self._exits_of_roles = exits.pop_all()
+        if self._checksums:
+            check_comparable(memory)
+        agent = self._agent = await self.hold(self.transfer_agent(memory))
+        self._settling = Settling(memory, agent.leases)
+        await self.served.read_fingerprint()
+        self._settings = await self.hold(
+            follow_settings(bus, self._component(self.decode_node), self._own_settings)
+        )
+        await self.hold(HandOverWatch(bus, name, self.figures, self._roles_text, self._shown))
+        self._limits_of_engine = limits
+        self._queue = WorkQueue(bus, EndpointName(*self._component(self.prefill_node), "prefill"))
+        self._roles = await self.hold(Roles(self.runtime, self._make_role))
+        await self._roles.change(self._first_role, 0.0)
 
     async def __dynbus_drain__(self, grace: float) -> None:
         if self._roles is not None:
             await self._roles.drain(grace)
-
-    async def on_stop(self) -> None:
-        try:
-            if self._exits_of_roles is not None:
-                await self._exits_of_roles.aclose()
-        finally:
-            await super().on_stop()
 
     def report_broken(self, reason: str) -> None:
         if self._roles is not None:
@@ -240,16 +225,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     # Roles ----------------------------------------------------------------------------------
 
     def _make_role(self, duty: Duty) -> RoleInstance:
-        own = self.__dynbus_name__
         nodes = {"prefill": self.prefill_node, "decode": self.decode_node}
         node = nodes.get(duty, self.control_node)
-        # Of two that drain and begin at a time, each is another to everybody.
-        instance_id, number = own.instance_id, next(self._numbers)
-        if node != own.component or self._has_own_id:
-            instance_id = f"{own.instance_id}-{number}"
-        else:
-            self._has_own_id = True
-        self._ids.add(instance_id)
         handlers = type(self).__dynbus_handlers__
         endpoints = [make_endpoint(getattr(self, name), handlers[name]) for name in _SERVED[duty]]
         lives = {
@@ -260,20 +237,14 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         has_events = duty != "control" and self._limits_of_engine.has_events
         return RoleInstance(
             self.runtime,
-            self._component(node).instance(instance_id),
+            self._component(node).instance(self._ids.new(node)),
             duty,
             map(self.__dynbus_endpoint__, endpoints),
             partial(self._metadata_of, duty),
             self._events if has_events else None,
             lives[duty],
-            self._role_ended,
+            lambda instance: self._ids.ended(instance.id),
         )
-
-    def _role_ended(self, instance: ServedInstance) -> None:
-        """Forget its id, but for a while: others, and what is under way, may name it yet."""
-        self._ended_ids.append(instance.id)
-        if len(self._ended_ids) > ENDED_IDS:
-            self._ids.discard(self._ended_ids.popleft())
 
     def _metadata_of(self, duty: Duty) -> Mapping[str, str]:
         own = self._own_settings.metadata() if duty == "decode" else {}
@@ -282,8 +253,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     @asynccontextmanager
     async def _controlling(self, role: RoleInstance) -> AsyncGenerator[None]:
         """Have leases settled by this instance."""
-        assert self._agent is not None
-        assert self._settling is not None
         self._control = role.instance.name
         self._source = Source(
             self._running(),
@@ -291,7 +260,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             self.figures,
             instance=role.instance.id,
             lease=self.hand_over_limits.lease,
-            model=self._fingerprint,
+            model=self.served.fingerprint,
         )
         yield
 
@@ -303,7 +272,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             _DecodeClient(self._control_client()),
             role.instance.id,
             self._has_jobs,
-            self._fingerprint,
+            self.served.fingerprint,
         )
         work = taker.start(self.runtime.background)
         role.retire = taker.retire
@@ -327,7 +296,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     async def _decoding(self, role: RoleInstance) -> AsyncGenerator[None]:
         """Have prompts computed by others, and the model found by front ends."""
         runtime, runner, name = self.runtime, self._running(), role.instance.name
-        assert self._agent is not None
         prefill = self._component(self.prefill_node)
         async with open_router(
             runtime,
@@ -342,7 +310,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 runner,
                 self._settings,
                 own=self._ids,
-                model=self._fingerprint,
+                model=self.served.fingerprint,
             )
             routing = PrefillRouting(router, choice)
             client = runtime.client(
@@ -357,16 +325,18 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 self._agent,
                 runner.memory,
                 lambda one, instance: with_options(control, instance=instance).settle(one),
-                compares=self.checksums,
+                compares=self._checksums,
                 patience=limits.settle,
             )
             remote = RemotePrefill(
                 Sink(runner, runtime.background, TransferSpans(runtime.bus.telemetry, name)),
                 choice,
-                PrefillInstances(client, routing, mover, limits, self.figures, self._fingerprint),
+                PrefillInstances(
+                    client, routing, mover, limits, self.figures, self.served.fingerprint
+                ),
                 queue=self._queue,
                 instance=self._control.instance_id,
-                model=self._fingerprint,
+                model=self.served.fingerprint,
             )
             ended = asyncio.Event()
             try:
@@ -397,6 +367,11 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             name.instance_id,
             (ended,),
         )
+
+    @handler(concurrency=None)
+    async def settle(self, settlement: Settlement) -> Settled:
+        """Whether a lease on this instance's blocks has held until now, which ends it."""
+        return await self._settling.settle(settlement)
 
     @handler(idempotent=True)
     async def role(self) -> RoleState:

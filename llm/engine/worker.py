@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import count
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -22,6 +22,8 @@ from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
 from .tracing import EngineTrace
+
+P = TypeVar("P")
 
 LONGEST_PREFILL: Final = 120.0
 """Seconds for which a request may be silent while it waits in the engine or is computed."""
@@ -57,6 +59,16 @@ class EngineWorker(Actor, abstract=True):
         have none."""
         return KvEventPublisher.of(self)
 
+    async def hold(self, part: AbstractAsyncContextManager[P]) -> P:
+        """Enter what the worker has beside its engine, for as long as that runs; for `on_engine`
+        of subclasses. What was entered last is left first, and all before the engine is closed.
+
+        Returns:
+            what entering it gives.
+        """
+        assert self._engine_exits is not None, "the engine runs"
+        return await self._engine_exits.enter_async_context(part)
+
     async def on_engine(self, limits: EngineLimits) -> None:
         """The engine runs, and nobody calls it yet; for subclasses, to register its model.
 
@@ -67,7 +79,34 @@ class EngineWorker(Actor, abstract=True):
             Exception: it cannot be served; that stops the engine and the instance.
         """
 
+    async def before_engine(self) -> None:
+        """What has to be there before the engine is made; for subclasses.
+
+        Raises:
+            Exception: it cannot be had; that stops the instance.
+        """
+
+    def show_step(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Show people who wait how far the start is; callable from any thread.
+
+        Args:
+            done, total: in any unit; 0 in both where it is not known.
+        """
+        self.runtime.bus.status.put_step(self._engine_steps, what, done, total)
+
+    @property
+    def _engine_steps(self) -> str:
+        """What `show_step` says is said by this."""
+        return f"start of {self.instance_id}"
+
     async def on_start(self) -> None:
+        try:
+            await self.before_engine()
+            await self._start_engine()
+        finally:
+            self.runtime.bus.status.remove(self._engine_steps)
+
+    async def _start_engine(self) -> None:
         self._engine_numbers = count()
         # Who stops the start does not wait for the thread: loading may take minutes.
         engine = await anyio.to_thread.run_sync(self._make_engine, abandon_on_cancel=True)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
-    AsyncExitStack,
     aclosing,
     asynccontextmanager,
 )
@@ -36,7 +35,7 @@ from dynbus.llm.disaggregated.settings import DisaggregationOption, Disaggregati
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.options import KvEvents
 from dynbus.llm.engine.runner import EventSink
-from dynbus.llm.engine.worker import LONGEST_PREFILL
+from dynbus.llm.engine.worker import LONGEST_PREFILL, EngineWorker
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch
@@ -44,7 +43,7 @@ from dynbus.llm.hand_over.source import Source
 from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
-from dynbus.llm.named import NamedWorker, ServedModelOptions
+from dynbus.llm.served_model import LOADING, ServedModel, ServedModelOptions
 from dynbus.spi import monotonic, task_group
 
 from .engine import VllmEngine
@@ -155,7 +154,7 @@ class VllmOptions(ServedModelOptions):
     ] = 30
 
 
-class VllmWorker(NamedWorker, namespace="llm"):
+class VllmWorker(EngineWorker, namespace="llm"):
     """Serves a model with vLLM, by tokens, and registers it under its name.
 
     All further arguments are vLLM's own, checked by its own parser: `max_model_len=4096`, or
@@ -169,7 +168,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     @takes(VllmOptions, beside="engine")
     def __init__(self, options: VllmOptions, **engine: Any) -> None:
-        super().__init__(options)
+        self.served = ServedModel(options)
         for name, remedy in _OWNED.items():
             if name in engine:
                 raise ConfigError(f"{type(self).__name__} sets vLLM's {name} itself: {remedy}")
@@ -190,19 +189,27 @@ class VllmWorker(NamedWorker, namespace="llm"):
         self.figures = HandOverFigures()
         self._keeper: ConnectorKeeper | None = None
         self._source: Source | None = None
-        self._exits = AsyncExitStack()
         self._vllm: VllmEngine | None = None
         self._folder: EngineFolder | None = None
         self._events: EngineEvents | None = None
         self._adapters: dict[str, asyncio.Event] = {}
         self._changing_adapters = anyio.Lock()
 
-    async def find_model(self) -> LocalModel | None:
+    async def find_model(self) -> LocalModel:
+        """The files of the model.
+
+        Raises:
+            ConfigError, ModelUnavailable: it cannot be had, or vLLM refuses its arguments.
+        """
         self._role = self._role_here()
         # Before gigabytes are had in vain.
         check = partial(check_arguments, self._arguments, hands_over=self._role is not None)
         await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
-        return await super().find_model()
+        return await self.served.find(self.show_step)
+
+    async def before_engine(self) -> None:
+        self.served.files = await self.find_model()
+        self.show_step(LOADING)
 
     def _role_here(self) -> Role | None:
         """What this engine does of a request; None for all of it.
@@ -219,21 +226,21 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     def make_engine(self) -> VllmEngine:
         started = monotonic()
-        logger.info("vLLM starts for %s", self.found.origin)
+        logger.info("vLLM starts for %s", self.served.files.origin)
         folder = self._folder = EngineFolder()
         hand_over = None
         if self._role is not None:
             host = reachable_address(self.runtime.bus.data.server_name)
             hand_over = HandOverSettings(self._role == "prefill", self._lease, host)
         self._vllm = VllmEngine.start(
-            str(self.found.path),
+            str(self.served.files.path),
             self._arguments,
             folder,
             kv_events=self._kv_events,
             hand_over=hand_over,
         )
         if hand_over is not None:
-            self._identity = KvIdentity.of(self._vllm.llm.vllm_config, self.found.path)
+            self._identity = KvIdentity.of(self._vllm.llm.vllm_config, self.served.files.path)
         logger.info("vLLM is ready after %.1f s", monotonic() - started)
         return self._vllm
 
@@ -272,7 +279,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 began = told = now  # its files are being had
                 continue
             if progress is None:
-                progress = StartProgress(weight_files(self.found.path))
+                progress = StartProgress(weight_files(self.served.files.path))
             news = progress.read(await anyio.to_thread.run_sync(folder.messages))
             is_due = now - told >= TOLD_EVERY
             if is_due and progress.is_loading:
@@ -281,38 +288,26 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 logger.info("vLLM has been starting for %.0f s: %s", now - began, phase)
                 told = now
 
-    async def on_stop(self) -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                await self._exits.aclose()
-        finally:
-            await super().on_stop()
-
     @property
     def only_embeds(self) -> bool:
+        """Whether the engine makes embeddings, and no tokens."""
         return self._engine().only_embeds
 
     async def on_engine(self, limits: EngineLimits) -> None:
         if self._role is not None and self.only_embeds:
             raise ConfigError("a model that makes embeddings has no prompts to hand over")
-        try:
-            await self._take_role()
-            if self._role != "prefill":
-                await self._register(limits)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._exits.aclose()
-            raise
+        await self._take_role()
+        if self._role != "prefill":
+            await self._register(limits)
 
     async def _take_role(self) -> None:
         """Begin with what the engine does beside serving requests from beginning to end."""
         name, role, engine = self.__dynbus_name__, self._role, self._engine()
         if role is None:
             return
-        watch = HandOverWatch(self.runtime.bus, name, self.figures, lambda: role)
-        await self._exits.enter_async_context(watch)
+        await self.hold(HandOverWatch(self.runtime.bus, name, self.figures, lambda: role))
         if role == "decode":
-            self._remote = await self._exits.enter_async_context(self._remote_prefill())
+            self._remote = await self.hold(self._remote_prefill())
         else:
             self._keeper = ConnectorKeeper(engine)
             self._source = Source(
@@ -332,7 +327,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 raise ConfigError(
                     f"vLLM makes no embeddings with this model; it supports {', '.join(tasks)}"
                 )
-        await super().on_engine(limits)
+        await self.served.register(limits, self.generate, self.embed, only_embeds=self.only_embeds)
         for name, path in self._lora_modules.items():
             try:
                 await self._load_adapter(name, path)
@@ -490,7 +485,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         try:
             await self.__dynbus_instance__.renew_metadata()
             endpoint = self.embed if self.only_embeds else self.generate
-            await register_adapter(endpoint, self.card, name, name, unloaded)
+            await register_adapter(endpoint, self.served.card, name, name, unloaded)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await self._engine().unload_adapter(name)

@@ -8,7 +8,7 @@ import pytest
 from tests.llm.weights import tiny_models
 
 from dynbus.bus.telemetry.process_status import StartStep
-from dynbus.llm import named
+from dynbus.llm import served_model
 from dynbus.llm.engine import Engine
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.text_model import END_ID, write_mock_model
@@ -74,7 +74,7 @@ def test_a_model_that_cannot_be_had_is_replaced_by_a_mock_only_where_that_is_ask
     async def gone(*_: object, **__: object) -> None:
         raise ModelUnavailable("tiny is gone")
 
-    monkeypatch.setattr(named, "resolve", gone)
+    monkeypatch.setattr(served_model, "resolve", gone)
 
     async def story(**options: str) -> str:
         async with TestKit() as kit:

@@ -43,23 +43,23 @@ class Slow(Estimate):
 class Worker(ModelWorker, namespace="llm"):
     def compute_slowly(self) -> None:
         """Have it believe so: a tiny model computes faster than anything is fetched."""
-        assert self._rates is not None
-        self._rates.prefill = Slow(1.0)
+        assert self.tiers.rates is not None
+        self.tiers.rates.prefill = Slow(1.0)
 
     @property
     def fetcher(self) -> PrefixFetcher:
-        assert self._fetcher is not None
-        return self._fetcher
+        assert self.tiers.fetcher is not None
+        return self.tiers.fetcher
 
     @property
     def settling(self) -> Settling:
-        assert self._settling is not None
-        return self._settling
+        assert self.tiers.settling is not None
+        return self.tiers.settling
 
     @property
     def source(self) -> Source:
-        assert self._source is not None
-        return self._source
+        assert self.tiers.source is not None
+        return self.tiers.source
 
     @property
     def memory(self) -> KvMemory:

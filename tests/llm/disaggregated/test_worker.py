@@ -29,7 +29,7 @@ from dynbus.bus.errors import ConfigError, Draining, InvalidRequest, StreamLost
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.work_queue import JobEnd
 from dynbus.kvrouter import KvRouter
-from dynbus.llm.disaggregated import worker
+from dynbus.llm.disaggregated import roles
 from dynbus.llm.disaggregated.roles import Role, RoleChange, RoleState
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -878,7 +878,7 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
 def test_a_role_is_said_to_be_ready_and_stopped_once_and_former_ones_are_forgotten(
     model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "ENDED_IDS", 1)
+    monkeypatch.setattr(roles, "ENDED_IDS", 1)
     caplog.set_level("INFO")
 
     async def story() -> None:

@@ -16,6 +16,7 @@ from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.hand_over.messages import LendRequest
 from dynbus.llm.tiers.cost import Rates
 from dynbus.llm.tiers.host_store import HostStore
+from dynbus.llm.tiers.tiers import check_comparable
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 from dynbus.transfer.layout import KvMemory, Region
@@ -24,8 +25,8 @@ from dynbus.transfer.layout import KvMemory, Region
 class Worker(ModelWorker, namespace="llm"):
     @property
     def store(self) -> HostStore:
-        assert self._store is not None
-        return self._store
+        assert self.tiers.store is not None
+        return self.tiers.store
 
 
 class Split(DisaggregatedWorker, namespace="llm"):
@@ -113,6 +114,5 @@ def test_a_worker_that_has_its_prompts_from_others_fetches_none_beside() -> None
 def test_checksums_of_blocks_on_a_gpu_are_refused_with_the_remedy() -> None:
     memory = KvMemory(small_layout(layers=1), [Region(4096, 2**20, kind="VRAM")])
 
-    Worker().check_checksums(memory)
     with pytest.raises(ConfigError, match="leave checksums out"):
-        Worker(checksums=True).check_checksums(memory)
+        check_comparable(memory)

@@ -1,0 +1,230 @@
+"""`Tiers`: blocks of an engine that are kept on the host too, and come from other instances."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any, Final, Protocol
+
+from dynbus import ConfigError, InvalidRequest, Reply, Unavailable, context, with_options
+from dynbus.kvrouter import profiles
+from dynbus.llm.engine import EngineRunner, EngineWorker, ModelEngine
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.hand_over.messages import LendRequest, Lent
+from dynbus.llm.hand_over.mover import AgentMover
+from dynbus.llm.hand_over.observing import TransferSpans
+from dynbus.llm.hand_over.sink import Sink
+from dynbus.llm.hand_over.source import MAX_SECONDS, Leases, Source
+from dynbus.llm.served_model import ServedModel
+from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
+
+from .cost import Rates
+from .fetching import MOST_PATIENCE, Peer, PrefixFetcher
+from .host_store import HostStore
+from .observing import TierWatch
+
+MAX_SHARE: Final = 0.5
+"""Of the cache that is lent at a time: the rest stays for the requests that run here."""
+LENDS_NONE: Final = "this instance lends no blocks: set fetch_prefixes"
+
+
+class LendingPeer(Peer, Protocol):
+    """Another instance of the worker, with what is settled there."""
+
+    async def settle(self, settlement: Settlement) -> Settled: ...
+
+
+class Tiers:
+    """What a worker keeps of its engine's blocks beside the cache, and has from other instances.
+
+    Where it is told to do neither, it costs nothing.
+
+    Args:
+        host_memory: bytes of the host's memory for what the cache evicts; 0 for none.
+        fetches: whether prefixes are fetched from other instances, and lent to them.
+        lend_share: of the cache that is lent at a time, from 0 to 1.
+        checksums: whether blocks that come from other instances are compared with the checksums
+            of those that these have.
+
+    Attributes:
+        rates: how fast the engine computes, and blocks come; None where nothing is kept or fetched.
+        store: of evicted blocks.
+        settling, source, fetcher: of prefixes; None until it is open, and where none are fetched.
+    """
+
+    def __init__(
+        self,
+        *,
+        host_memory: int = 0,
+        fetches: bool = False,
+        lend_share: float = MAX_SHARE,
+        checksums: bool = False,
+    ) -> None:
+        self.rates: Rates | None = None
+        self.store: HostStore | None = None
+        self.settling: Settling | None = None
+        self.source: Source | None = None
+        self.fetcher: PrefixFetcher | None = None
+        self._host_memory = host_memory
+        self._fetches = fetches
+        self._lend_share = lend_share
+        self._checksums = checksums
+
+    def keep_evicted(self, engine: ModelEngine) -> None:
+        """Have a new engine keep what it evicts, and measure how fast it computes.
+
+        Raises:
+            ConfigError: not one block fits, or the engine's blocks are on a GPU.
+        """
+        if not self._host_memory and not self._fetches:
+            return
+        memory = engine.memory
+        rates = self.rates = Rates(memory.layout.block_size, memory.layout.block_bytes)
+        engine.watch_prefill(rates.note_prefill)
+        if self._host_memory:
+            self.store = HostStore(memory, self._host_memory, rates)
+            engine.keep_evicted(self.store)
+
+    @asynccontextmanager
+    async def opened(
+        self, worker: EngineWorker, runner: EngineRunner, model: ServedModel
+    ) -> AsyncGenerator[None]:
+        """Fetch and lend prefixes, and tell operators of all that is kept elsewhere, while it is
+        entered.
+
+        Args:
+            worker: whose instances are the peers: they have `lend_prefix` and `settle`.
+            runner: of its engine.
+
+        Raises:
+            ConfigError: the engine's blocks cannot be moved, or not be compared.
+        """
+        if not self._host_memory and not self._fetches:
+            yield
+            return
+        async with AsyncExitStack() as exits:
+            if self._fetches:
+                await self._open_fetching(exits, worker, runner, model)
+            watch = TierWatch(
+                worker.runtime.bus, worker.__dynbus_name__, self.store, self.fetcher, self.source
+            )
+            await exits.enter_async_context(watch)
+            yield
+
+    async def _open_fetching(
+        self,
+        exits: AsyncExitStack,
+        worker: EngineWorker,
+        runner: EngineRunner,
+        model: ServedModel,
+    ) -> None:
+        runtime, own, limits = worker.runtime, worker.__dynbus_name__, runner.limits
+        try:
+            memory: KvMemory = runner.memory
+        except InvalidRequest as error:
+            raise ConfigError(
+                f"fetch_prefixes: {error}: leave it out, or take engine=small"
+            ) from None
+        if self._checksums:
+            check_comparable(memory)
+        if self.rates is None:
+            self.rates = Rates(limits.block_size, memory.layout.block_bytes)
+        await model.read_fingerprint()
+
+        def agent_of(instance: str) -> str:
+            return f"{own.namespace}.{own.component}.{instance}.blocks"
+
+        agent = await exits.enter_async_context(
+            open_agent(runtime.bus, agent_of(own.instance_id), memory)
+        )
+        client: Any = runtime.client(
+            type(worker), node=own.component, namespace=own.namespace, wait=0.0
+        )
+
+        def peer(instance: str) -> LendingPeer:
+            found: LendingPeer = with_options(client, instance=instance)
+            return found
+
+        self.settling = Settling(memory, agent.leases)
+        spans = TransferSpans(runtime.bus.telemetry, own)
+        sink = Sink(runner, runtime.bus.background, spans)
+
+        mover = AgentMover(
+            agent,
+            memory,
+            lambda settlement, instance: peer(instance).settle(settlement),
+            compares=self._checksums,
+            patience=MOST_PATIENCE,
+        )
+        self.fetcher = PrefixFetcher(
+            sink, mover, self.rates, peer=peer, agent_of=agent_of, model=model.fingerprint
+        )
+        self.source = Source(
+            runner,
+            Leases.of(agent, self.settling),
+            self.fetcher.figures,
+            instance=own.instance_id,
+            lease=MAX_SECONDS,
+            most_lent=max(1, int(self._lend_share * limits.blocks)),
+            model=model.fingerprint,
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """What an instance announces that has it."""
+        if self.source is None:
+            return {}
+        return {profiles.FETCHES_KEY: "true", profiles.LENDS_KEY: str(self.source.most_lent)}
+
+    async def serve(
+        self,
+        name: str,
+        request: GenerateRequest,
+        reply: Reply[Generated],
+        here: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Serve a request of the running call to its end, with what a peer holds of its prompt.
+
+        Args:
+            name: of the request in the engine.
+            here: serves it without.
+        """
+        if self.fetcher is None:
+            await here()
+        else:
+            await self.fetcher.serve(name, request, reply, here)
+
+    async def lend(self, request: LendRequest) -> AsyncGenerator[Lent]:
+        """Lease the cached blocks of a prefix to another instance, until the call ends.
+
+        Raises:
+            Unavailable: this instance lends none.
+        """
+        if self.source is None:
+            raise Unavailable(LENDS_NONE)
+        lending: Any = self.source.lend(request, context())
+        async with aclosing(lending):
+            async for lent in lending:
+                yield lent
+
+    async def settle(self, settlement: Settlement) -> Settled:
+        """Whether a lease on this instance's blocks has held until now, which ends it.
+
+        Raises:
+            Unavailable: this instance lends none.
+        """
+        if self.settling is None:
+            raise Unavailable(LENDS_NONE)
+        return await self.settling.settle(settlement)
+
+
+def check_comparable(memory: KvMemory) -> None:
+    """See that blocks of this memory can be compared by checksums.
+
+    Raises:
+        ConfigError: they are on a GPU.
+    """
+    if any(region.kind != "DRAM" for region in memory.regions):
+        raise ConfigError(
+            "checksums are made of blocks in memory of the host, and these are "
+            "on a GPU: leave checksums out"
+        )
