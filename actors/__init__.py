@@ -1,24 +1,8 @@
 """Actors: classes whose handlers are served on the bus, and the clients that call them.
 
-What programs are written with is in `dynbus`. This lists what it has not, what
-other folders are built on.
+What programs are written with is in `dynbus`, what packages are built on in `dynbus.spi`.
 """
 
 from . import runtime, testing
-from .calling.relay import Arrival
-from .calling.routing import ItemObserver, LeastLoaded, PowerOfTwo, Random, RoundRobin, Routing
-from .runtime import Actor, Runtime
 
-__all__ = [
-    "Actor",
-    "Arrival",
-    "ItemObserver",
-    "LeastLoaded",
-    "PowerOfTwo",
-    "Random",
-    "RoundRobin",
-    "Routing",
-    "Runtime",
-    "runtime",
-    "testing",
-]
+__all__ = ["runtime", "testing"]

@@ -20,10 +20,6 @@ from .protocol.tokens import random_id
 
 MAX_ID_LENGTH: Final = 128
 
-TENANT_KEY: Final = "tenant"
-"""The metadata key of a call that names whose request it is; a front end sets it by the request's
-key."""
-
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
@@ -45,7 +41,10 @@ class Context:
         delivered: how many items its caller had, when it called, of a stream with which it can go
             on at another instance; None where it cannot.
         hop: `namespace.component.endpoint@instance` where the call runs.
+        TENANT_KEY: the key of `metadata` under which a front end says whose request it is.
     """
+
+    TENANT_KEY: Final = "tenant"
 
     __slots__ = (
         "__weakref__",
@@ -152,7 +151,12 @@ class Context:
     @property
     def tenant(self) -> str:
         """Whose request it is, by the key that a front end was given; empty where it has none."""
-        return self.metadata.get(TENANT_KEY, "")
+        return self.metadata.get(self.TENANT_KEY, "")
+
+    @staticmethod
+    def current() -> Context | None:
+        """The context of the running handler, or None outside of one."""
+        return _current.get()
 
     def enter(self) -> None:
         """Make it the context of the running task from here on, and so of what that begins."""
@@ -206,11 +210,6 @@ def context() -> Context:
     if current is None:
         raise LookupError("context() is only known inside a handler")
     return current
-
-
-def current_context() -> Context | None:
-    """The context of the running handler, or None outside of one."""
-    return _current.get()
 
 
 def entered(value: Context) -> Callable[[], None]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Final
 
 EXTRAS: Final = {
+    "kv": ("numpy", "xxhash"),
     "http": ("httptools", "uvicorn"),
     "llm": ("huggingface_hub", "jinja2", "packaging", "tokenizers"),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
     "metrics": ("opentelemetry.sdk", "opentelemetry.exporter.prometheus", "prometheus_client"),
     "nkeys": ("nkeys",),
-    "transfer": ("nixl",),
+    "transfer": ("nixl", "numpy", "xxhash"),
     "zmq": ("zmq",),
 }
 """The modules of each extra."""

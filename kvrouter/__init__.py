@@ -109,7 +109,14 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # Whoever hashes or encodes needs neither the router nor actors, which take a second of CPU.
-    from dynbus.spi import lazy_exports
+    from dynbus.spi import how_to_install, lazy_exports
+
+    try:
+        import xxhash as _  # noqa: F401 - it comes with the extra, and takes no time
+    except ImportError as error:
+        raise ImportError(
+            f"KV-aware routing takes an extra: {how_to_install('kv')} ({error})"
+        ) from error
 
     __getattr__, __dir__ = lazy_exports(
         __name__,

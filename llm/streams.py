@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynbus.kvrouter import kv_streams
-from dynbus.spi import StreamConfig, kernel_streams
+from dynbus.spi import NeededStream, StreamConfig
 from dynbus.transfer import AGENTS_STREAM, DESCRIPTIONS
 
 from .disaggregated.settings import SETTINGS_STREAM
@@ -17,7 +17,7 @@ def all_streams(namespace: str) -> list[StreamConfig]:
     """What the processes of a namespace need, but for its queues of jobs, which have names of
     their own."""
     return [
-        *kernel_streams(namespace),
+        *NeededStream.of_kernel(namespace),
         *kv_streams(namespace),
         AGENTS_STREAM,
         DESCRIPTIONS.stream,

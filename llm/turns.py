@@ -9,14 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dynbus.spi import current_context
+from dynbus import Context
 
 T = TypeVar("T")
 
 
 def current_tenant() -> str:
     """Whose key the request has that is being carried out; empty where there are no keys."""
-    context = current_context()
+    context = Context.current()
     return context.tenant if context is not None else ""
 
 

@@ -6,12 +6,10 @@ import importlib
 import inspect
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 
 import dynbus
-import dynbus.actors
 import dynbus.bus.errors
 
 
@@ -21,23 +19,9 @@ def test_everything_that_the_specification_promises_is_there() -> None:
     assert promised <= set(dynbus.__all__)
 
 
-@pytest.mark.parametrize("module", [dynbus, dynbus.actors], ids=lambda module: module.__name__)
-def test_all_is_sorted(module: ModuleType) -> None:
+def test_all_is_sorted() -> None:
     # Constants, then classes, then functions: the order that ruff writes.
-    assert module.__all__ == sorted(module.__all__, key=lambda name: (name.islower(), name))
-
-
-def test_all_is_what_the_module_has() -> None:
-    has = {
-        name
-        for name, value in vars(dynbus.actors).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    modules = {
-        name for name in dynbus.actors.__all__ if inspect.ismodule(vars(dynbus.actors)[name])
-    }
-
-    assert set(dynbus.actors.__all__) - modules == has
+    assert dynbus.__all__ == sorted(dynbus.__all__, key=lambda name: (name.islower(), name))
 
 
 def test_a_name_that_is_not_exported_is_refused() -> None:

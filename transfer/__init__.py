@@ -41,7 +41,14 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # Whoever describes memory needs no NIXL.
-    from dynbus.spi import lazy_exports
+    from dynbus.spi import how_to_install, lazy_exports
+
+    try:
+        import xxhash as _  # noqa: F401 - it comes with the extra, and takes no time
+    except ImportError as error:
+        raise ImportError(
+            f"transfers take an extra: {how_to_install('transfer')} ({error})"
+        ) from error
 
     __getattr__, __dir__ = lazy_exports(
         __name__,

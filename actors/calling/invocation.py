@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, current_context
+from dynbus.bus.context import Context
 from dynbus.bus.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -121,7 +121,7 @@ class Invocation:
         options: CallOptions,
         parent: Context | None = None,
     ) -> None:
-        parent = parent or current_context()
+        parent = parent or Context.current()
         self.side = side
         self.endpoint = endpoint
         self.data = data

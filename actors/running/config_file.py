@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -68,23 +68,43 @@ def read_files(paths: Sequence[str], environment: Mapping[str, str]) -> list[Con
     return [*files, *(read_variable(name, environment[name]) for name in given)]
 
 
-def actor_configs(environment: Mapping[str, str]) -> dict[str, ActorConfig]:
-    """What actors are configured with, by the names of their nodes and classes.
+class ActorConfigs(Mapping[str, ActorConfig]):
+    """What actors are configured with, by the names of their nodes and classes, without the keys
+    that say how an actor is served."""
 
-    In a process of `dynbus run` the run's configuration of its actors; of others, and outside of a
-    run, what the environment has for the whole graph. Keys that say how an actor is served are
-    left out.
+    def __init__(self, configs: Mapping[str, ActorConfig]) -> None:
+        self._configs = configs
 
-    Raises:
-        ConfigError: the environment's cannot be read.
-    """
-    found: dict[str, Mapping[str, Any]] = {}
-    for file in read_files([], environment):
-        found |= {name: mapping(section) or {} for name, section in file.keys.items()}
-    return {
-        name: ActorConfig(name, {key: each for key, each in one.items() if key != SERVICE_KEY})
-        for name, one in {**found, **configs()}.items()
-    }
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> ActorConfigs:
+        """In a process of `dynbus run` the run's configuration of its actors; of others, and
+        outside of a run, what the environment has for the whole graph.
+
+        Raises:
+            ConfigError: the environment's cannot be read.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        for file in read_files([], environment):
+            found |= {name: mapping(section) or {} for name, section in file.keys.items()}
+        return cls(
+            {
+                name: ActorConfig(name, {key: one[key] for key in one if key != SERVICE_KEY})
+                for name, one in {**found, **configs()}.items()
+            }
+        )
+
+    def __getitem__(self, name: str) -> ActorConfig:
+        return self._configs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._configs)
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def of(self, name: str) -> ActorConfig:
+        """That of one actor, which is empty where there is none."""
+        return self._configs.get(name) or ActorConfig(name, {})
 
 
 def read_file(path: Path) -> ConfigFile:

@@ -34,6 +34,8 @@ from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
 
+from .endpoints import make_endpoint
+
 logger = logging.getLogger(__name__)
 
 BARRIER_RETRY: Final = 0.5
@@ -112,6 +114,8 @@ class ServedInstance:
         broken: why it cannot serve any longer, as `report_broken` was told; empty while it can.
         stopped: set when it has ended, `on_stop` included.
     """
+
+    endpoint = staticmethod(make_endpoint)
 
     def __init__(
         self,

@@ -17,8 +17,7 @@ from typing import Any
 
 import psutil
 
-from dynbus import Relay, Runtime
-from dynbus.actors import Arrival
+from dynbus import Arrival, Relay, Runtime
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.llm.generation import Generated, GenerateRequest

@@ -20,8 +20,7 @@ import msgspec
 import uvloop
 
 from benchmarks.request_plane.cpu import cpu_seconds, cpu_used
-from dynbus import Relay, Runtime
-from dynbus.actors import Arrival
+from dynbus import Arrival, Relay, Runtime
 from dynbus.llm.engine.interface import EngineLoad, Step, Stepper
 from dynbus.llm.engine.stepping import stepper_of
 from dynbus.llm.generation import Generated, GenerateRequest

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dynbus.bus.config import BusConfig
 
     from .server import Server
+    from .survey import Survey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,6 +109,16 @@ class Terminal:
         from .server import connected
 
         return connected(config, name)
+
+    async def survey(self, server: Server) -> Survey:
+        """Ask the server and all instances which there are, within some seconds.
+
+        Raises:
+            PermissionDenied, Unavailable: the server cannot be used.
+        """
+        from .survey import survey
+
+        return await survey(server)
 
     def console(self) -> Console:
         """A console of rich's on standard output."""

@@ -83,6 +83,19 @@ class Discovery:
         self._missed: dict[ComponentKey, float] = {}
         self._asked: set[InstanceName] = set()
 
+    async def answers(self, *, timeout: float) -> bool:
+        """Whether JetStream answers within `timeout` seconds when it is asked for the records.
+
+        That there are none, or that we may not ask, is an answer.
+        """
+        try:
+            await self._bus.data.jetstream.stream_info(INSTANCES_STREAM.name, timeout=timeout)
+        except Unavailable:
+            return False
+        except DynbusError:
+            pass
+        return True
+
     def begin(self) -> None:
         """Start watching, once; returns at once."""
         if not (self._begun or self._is_closed):

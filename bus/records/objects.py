@@ -252,6 +252,7 @@ class ObjectStore:
         data: bytes | bytearray | memoryview,
         *,
         headers: Mapping[str, str] | None = None,
+        make_room: Callable[[], Awaitable[object]] | None = None,
         timeout: float = 60.0,
     ) -> ObjectInfo:
         """Store an object; one of this name is replaced when all of the new one is stored.
@@ -259,15 +260,33 @@ class ObjectStore:
         When it fails or is cancelled the old object stays, unless the record of the new one
         was being written: then either may be there, and each is whole.
 
+        Args:
+            make_room: what is done when the bucket is full, before it is tried once more.
+
         Raises:
             ConfigError: the name is empty.
             StreamFull: the bucket has no room for it.
         """
         if not name:
             raise ConfigError("an object needs a name")
+        try:
+            return await self._put_apart(name, data, headers or {}, timeout)
+        except StreamFull:
+            if make_room is None:
+                raise
+        await make_room()
+        return await self._put_apart(name, data, headers or {}, timeout)
+
+    async def _put_apart(
+        self,
+        name: str,
+        data: bytes | bytearray | memoryview,
+        headers: Mapping[str, str],
+        timeout: float,
+    ) -> ObjectInfo:
         # What it leaves when it is cancelled must go, however impatient its canceller is.
         return await run_apart(
-            self._put, name, data, headers or {}, timeout, name=f"put {name} into {self._bucket}"
+            self._put, name, data, headers, timeout, name=f"put {name} into {self._bucket}"
         )
 
     async def _put(

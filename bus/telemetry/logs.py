@@ -15,7 +15,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
-from dynbus.bus.context import current_context, current_instance
+from dynbus.bus.context import Context, current_instance
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -190,7 +190,7 @@ def _add_call(
     logger: object, method: str, event_dict: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
     """Add the running call's `request_id`, `endpoint` and `instance`."""
-    call = current_context()
+    call = Context.current()
     if call is not None:
         event_dict.setdefault("request_id", call.id)
         endpoint, at, instance = call.hop.partition("@")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.extras import how_to_install
+from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.protocol.names import InstanceName
 
 from .export import watch
@@ -300,6 +300,19 @@ def configure_telemetry(
     if for_metrics or prometheus:
         steps.append(_install_metrics(resource, for_metrics, otlp_endpoint, prometheus))
     return Shutdown(steps)
+
+
+def measure_process() -> Callable[[], object]:
+    """Have `/metrics` show what this process measures, where the extra for it is there; what is
+    returned sends the rest of it at the end."""
+    if not has_extra("metrics"):
+        return lambda: None
+    try:
+        return configure_telemetry(service_name="dynbus", prometheus=True).shutdown
+    except ConfigError as error:
+        # Variables that are meant for all programs of a container stop none of them.
+        logger.warning("telemetry is off: %s", error)
+        return lambda: None
 
 
 def _missing_extra(extra: str, error: ImportError) -> ConfigError:

@@ -27,7 +27,8 @@ from .sdk import Shutdown as Shutdown
 from .sdk import configure_from_environment as configure_from_environment
 from .sdk import configure_telemetry as configure_telemetry
 from .sdk import leaves_unsampled, provider_of, providers
-from .trace_context import TraceApi, is_unsampled
+from .sdk import measure_process as measure_process
+from .trace_context import TraceApi, is_unsampled, trace_fields
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context as OtelContext
@@ -213,6 +214,8 @@ class Telemetry:
     Attributes:
         tracer_provider, meter_provider: the same, for spans and figures of other folders.
     """
+
+    trace_fields = staticmethod(trace_fields)
 
     def __init__(
         self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None

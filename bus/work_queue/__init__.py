@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .holders import HOLDERS_STREAM
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
     from .job_stream import queue_config, takers_config
-    from .needed import NeededStream, kernel_streams
+    from .needed import NeededStream
     from .queue import WorkQueue
     from .taker import Job, Taker
 
@@ -29,7 +29,6 @@ __all__ = [
     "WorkQueue",
     "WorkQueueConfig",
     "dead_letter_config",
-    "kernel_streams",
     "queue_config",
     "takers_config",
 ]

@@ -25,7 +25,7 @@ class NeededStream(NamedTuple):
         """That of a queue of jobs."""
         return cls(queue_config(name, config), takers_config(config))
 
-
-def kernel_streams(namespace: str) -> list[StreamConfig]:
-    """What actors and their callers need: leases, what takers hold, dead letters."""
-    return [INSTANCES_STREAM, HOLDERS_STREAM, dead_letter_config(namespace)]
+    @staticmethod
+    def of_kernel(namespace: str) -> list[StreamConfig]:
+        """Those of actors and their callers: leases, what takers hold, dead letters."""
+        return [INSTANCES_STREAM, HOLDERS_STREAM, dead_letter_config(namespace)]

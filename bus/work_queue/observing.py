@@ -13,7 +13,7 @@ from typing import Final
 import anyio
 
 from dynbus.bus.background import Background
-from dynbus.bus.context import current_context
+from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import random_id
@@ -57,7 +57,7 @@ class QueueFigures:
     @contextmanager
     def putting(self, job_id: str) -> Generator[Mapping[str, str]]:
         """A span while the block runs, of the caller's trace, and what carries that trace on."""
-        parent = current_context()
+        parent = Context.current()
         if self._telemetry is None:
             yield {} if parent is None else parent.trace_headers()
             return

@@ -12,7 +12,7 @@ import anyio
 
 from dynbus.bus.background import Background, Work
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import MAX_ID_LENGTH, Context, current_context, entered
+from dynbus.bus.context import MAX_ID_LENGTH, Context, entered
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, UnknownOutcome
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
@@ -175,7 +175,7 @@ class Job:
         token = None if observation is None else observation.activate()
         fields = trace_fields(self.headers) if observation is None else observation.trace_headers
         left = None
-        if current_context() is None:
+        if Context.current() is None:
             request_id = self.headers.get(header_names.REQUEST_ID) or self.job_id
             left = entered(Context(request_id[:MAX_ID_LENGTH], trace_headers=fields))
 

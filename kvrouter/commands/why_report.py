@@ -11,7 +11,7 @@ import msgspec
 from dynbus import BusConfig, ConfigError
 from dynbus.kvrouter.routing.decision import MAX_REQUEST_ID, Explanation, Question, why_subject
 from dynbus.kvrouter.routing.observing import TARGET_KEY
-from dynbus.spi import Message, survey, terminal
+from dynbus.spi import Message, terminal
 
 ANSWER_SECONDS: Final = 1.5
 """Seconds that routers have to answer."""
@@ -40,7 +40,7 @@ async def ask_routers(
         subjects = {why_subject(namespace, component)}
     async with terminal.server(config, "dynbus-why") as server:
         if not subjects:
-            rows = (await survey(server)).rows
+            rows = (await terminal.survey(server)).rows
             targets = {f"{row.namespace}.{row.component}" for row in rows}
             targets |= {row.status[TARGET_KEY] for row in rows if TARGET_KEY in row.status}
             places = [target.split(".") for target in targets if target.count(".") == 1]

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
-from dynbus import ConfigError, DynbusError, Overloaded
+from dynbus import ConfigError, Context, DynbusError, Overloaded
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
-from dynbus.spi import TENANT_KEY
 
 from .active_load import ActiveLoad
 from .caches import ExpectedCaches, Follower
@@ -398,7 +397,7 @@ class KvScheduler:
             awareness=self._caches.known_awareness(now),
             session=request.session,
             waited_s=now - request.arrived,
-            tenant=shape.metadata.get(TENANT_KEY, ""),
+            tenant=shape.metadata.get(Context.TENANT_KEY, ""),
             shadows=self._shadows.ask(shape, candidates, at),
         )
         self._commit(request, decision, chosen, predicted[at], now)

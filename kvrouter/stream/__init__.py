@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import history
     from .awareness import AwarenessLevel, CacheAwareness
     from .cache_mirror import CacheMirror
     from .event_stream import EventStream
@@ -27,7 +26,6 @@ __all__ = [
     "SnapshotPlan",
     "SnapshotStore",
     "SnapshotWriter",
-    "history",
     "kv_streams",
     "warm_follower",
 ]
@@ -42,7 +40,6 @@ if not TYPE_CHECKING:
         "cache_mirror",
         "event_stream",
         "snapshots",
-        "history",
         "snapshot_writer",
         "follower",
         "publisher",

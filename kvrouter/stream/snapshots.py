@@ -26,7 +26,6 @@ from dynbus.spi import (
     ObjectBucket,
     ObjectInfo,
     ObjectStore,
-    StreamFull,
     StreamInfo,
     check_token,
     monotonic,
@@ -278,14 +277,16 @@ class SnapshotStore:
             INSTANCES_KEY: str(instances),
         }
         await self._objects.ensure()
-        try:
-            stored = await self._objects.put(name, data, headers=fields, timeout=timeout)
-        except StreamFull:
+
+        async def make_room() -> None:
             # The newest one stays: a router that starts meanwhile needs it.
             logger.warning("%r is full: older snapshots of %s are deleted", self, component)
             await self._drop_superseded(component, coverage.created, keep=1)
             await self.drop_abandoned()
-            stored = await self._objects.put(name, data, headers=fields, timeout=timeout)
+
+        stored = await self._objects.put(
+            name, data, headers=fields, make_room=make_room, timeout=timeout
+        )
         await self._drop_superseded(component, coverage.created, self.keep)
         return SnapshotInfo(component, coverage, len(data), stored.modified, blocks, instances)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +34,7 @@ _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on
 @click.option("--log-level", default="info", show_default=True)
 def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> None:
     from dynbus import ConfigError
-    from dynbus.spi import how_to_install
+    from dynbus.spi import how_to_install, measure_process
 
     config = terminal.settings(nats, level=log_level, format=log_format)
     try:
@@ -48,7 +46,7 @@ def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> Non
         options = replace(options, policy=policy_name(options.policy))
         options.router.load_policies()
         # Before the bus, which sets up no more than what the environment asks for.
-        shut_telemetry = _measure()
+        shut_telemetry = measure_process()
         try:
             uvloop.run(_serve(config, options))
         finally:
@@ -59,22 +57,6 @@ def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> Non
         ) from error
 
 
-def _measure() -> Callable[[], object]:
-    """Have `/metrics` show what routers and the bus measure, where the extra for it is there; what
-    sends the rest of it at the end."""
-    from dynbus import ConfigError
-    from dynbus.spi import configure_telemetry, has_extra
-
-    if not has_extra("metrics"):
-        return lambda: None
-    try:
-        return configure_telemetry(service_name="dynbus", prometheus=True).shutdown
-    except ConfigError as error:
-        # Variables that are meant for all programs of a container stop none of them.
-        logging.getLogger(__name__).warning("telemetry is off: %s", error)
-        return lambda: None
-
-
 async def _serve(config: BusConfig, options: FrontendOptions) -> None:
     """Serve a front end until a signal ends it."""
     import gc
@@ -83,19 +65,19 @@ async def _serve(config: BusConfig, options: FrontendOptions) -> None:
     import anyio
 
     from dynbus.llm.http.frontend import Http
-    from dynbus.spi import Interrupts, program_runtime
+    from dynbus.spi import program_runtime
 
     given = {one.name: getattr(options, one.name) for one in fields(options)}
     ending = anyio.Event()
     with anyio.CancelScope() as scope:
-        # The watchdog of the second signal allows for what is shielded.
-        with Interrupts(ending.set, scope.cancel, within=5.0):
-            async with program_runtime("dynbus-http", config) as runtime:
-                runtime.bus.status.announcer = terminal.announce
-                instance = await runtime.start(Http, **given)
-                # What is imported stays, and no collection need look at it.
-                gc.freeze()
-                assert isinstance(instance.actor, Http)
-                click.echo(f"the front end answers at {instance.actor.url}")
-                await ending.wait()
-                await instance.stop(options.grace)
+        async with program_runtime(
+            "dynbus-http", config, drain=ending.set, stop=scope.cancel
+        ) as runtime:
+            runtime.bus.status.announcer = terminal.announce
+            instance = await runtime.start(Http, **given)
+            # What is imported stays, and no collection need look at it.
+            gc.freeze()
+            assert isinstance(instance.actor, Http)
+            click.echo(f"the front end answers at {instance.actor.url}")
+            await ending.wait()
+            await instance.stop(options.grace)

@@ -41,7 +41,7 @@ from dynbus.llm.hand_over.source import Granter, Leases, Source
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.tiers.tiers import check_comparable
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
-from dynbus.spi import make_endpoint
+from dynbus.spi import ServedInstance
 from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
 
 from .choosing import FIELDS, PrefillChoice
@@ -228,7 +228,9 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         nodes = {"prefill": self.prefill_node, "decode": self.decode_node}
         node = nodes.get(duty, self.control_node)
         handlers = type(self).__dynbus_handlers__
-        endpoints = [make_endpoint(getattr(self, name), handlers[name]) for name in _SERVED[duty]]
+        endpoints = [
+            ServedInstance.endpoint(getattr(self, name), handlers[name]) for name in _SERVED[duty]
+        ]
         lives = {
             "prefill": self._prefilling,
             "decode": self._decoding,

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from dynbus import Draining, Overloaded
+from dynbus import Context, Draining, Overloaded
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom, Shares
 from dynbus.llm.turns import TenantThreads
-from dynbus.spi import TENANT_KEY, random_id
+from dynbus.spi import random_id
 
 from .idempotency import KeptAnswers
 from .keys import ApiKeys
@@ -77,7 +77,7 @@ class Caller:
     @property
     def metadata(self) -> Mapping[str, str]:
         """What reaches the engines' handlers."""
-        return {TENANT_KEY: self.tenant} if self.tenant else {}
+        return {Context.TENANT_KEY: self.tenant} if self.tenant else {}
 
 
 class Shared:

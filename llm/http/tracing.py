@@ -17,7 +17,7 @@ from dynbus import DynbusError
 from dynbus.llm.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.pipeline.serving import RequestTiming
-from dynbus.spi import Telemetry, trace_fields
+from dynbus.spi import Telemetry
 
 from .content import Content
 
@@ -149,7 +149,7 @@ class Tracing:
         Args:
             headers: of the request, their names in lower case.
         """
-        fields = trace_fields(headers)
+        fields = Telemetry.trace_fields(headers)
         if self._telemetry is None or (self._tracer is None and self._metrics is None):
             return RequestTrace(fields)
         return _Spans(self._telemetry, self._tracer, self._metrics, method, path, fields)

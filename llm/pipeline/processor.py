@@ -11,7 +11,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus import Actor, ConfigError, DynbusError, Unavailable, handler
+from dynbus import Actor, ConfigError, Context, DynbusError, Unavailable, handler
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.register import register_llm
@@ -19,7 +19,7 @@ from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import chat_of, completion_of
 from dynbus.llm.text.text_model import TextModel
-from dynbus.spi import current_context, random_id
+from dynbus.spi import random_id
 
 from . import RoutingChoice
 from .models import Models
@@ -131,7 +131,7 @@ class Processor(Actor, abstract=True):
         kind = ModelType.Chat if is_chat else ModelType.Completions
         opened = await self._models.get(self._model, kind | ModelType.Backend)
         salt = request.get("cache_salt")
-        context = current_context()
+        context = Context.current()
         request_id = context.id if context is not None else random_id()
         inquiry = Inquiry(
             read,

@@ -12,8 +12,8 @@ from typing import Final
 
 import anyio
 
-from dynbus import DynbusError, InstanceName, Runtime, Unavailable
-from dynbus.spi import INSTANCES_STREAM, Message, monotonic, random_id, task_group
+from dynbus import InstanceName, Runtime
+from dynbus.spi import Message, monotonic, random_id, task_group
 
 ASK_INTERVAL: Final = 1.0
 """Seconds between two questions."""
@@ -40,6 +40,7 @@ class Reachability:
 
     def __init__(self, runtime: Runtime, instances: Callable[[], Sequence[InstanceName]]) -> None:
         self._bus = runtime.bus
+        self._discovery = runtime.discovery
         self._instances = instances
         self._stored_at = self._answered_at = monotonic()
         self._asked = 0
@@ -66,16 +67,8 @@ class Reachability:
             tasks.start_soon(self._ask_instances)
 
     async def _ask_jetstream(self) -> None:
-        jetstream = self._bus.data.jetstream
         while True:
-            try:
-                await jetstream.stream_info(INSTANCES_STREAM.name, timeout=ASK_INTERVAL)
-            except Unavailable:
-                pass
-            except DynbusError:
-                # That there is no such stream, or that one may not ask, is an answer.
-                self._stored_at = monotonic()
-            else:
+            if await self._discovery.answers(timeout=ASK_INTERVAL):
                 self._stored_at = monotonic()
             await anyio.sleep(ASK_INTERVAL)
 

@@ -12,26 +12,23 @@ if TYPE_CHECKING:
     from dynbus.actors.calling.dependencies import ClientDependency
     from dynbus.actors.calling.routing import make_router
     from dynbus.actors.commands.flags import flags
-    from dynbus.actors.commands.interrupts import Interrupts
     from dynbus.actors.commands.program import program_runtime
-    from dynbus.actors.declaring.actor_config import ActorConfig
     from dynbus.actors.declaring.brief_repr import brief_repr
     from dynbus.actors.declaring.handlers import HandlerSpec
     from dynbus.actors.declaring.resume import MIGRATION_LIMIT
     from dynbus.actors.placing.cores import usable_cores
-    from dynbus.actors.running.config_file import actor_configs
+    from dynbus.actors.running.config_file import ActorConfigs
     from dynbus.actors.running.loader import put_first_on_path
-    from dynbus.actors.serving.endpoints import make_endpoint
     from dynbus.actors.serving.instance import ServedInstance
     from dynbus.bus.background import Background, Openable, Work, task_group
     from dynbus.bus.bus import Bus
     from dynbus.bus.clock import monotonic, unix_time
-    from dynbus.bus.commands.survey import InstanceReport, survey
+    from dynbus.bus.commands.survey import InstanceReport
     from dynbus.bus.commands.terminal import terminal
     from dynbus.bus.config import is_loopback, suggestion
-    from dynbus.bus.context import TENANT_KEY, current_context, current_instance
+    from dynbus.bus.context import current_instance
     from dynbus.bus.errors import describe_exception
-    from dynbus.bus.extras import has_extra, how_to_install
+    from dynbus.bus.extras import how_to_install
     from dynbus.bus.lazy_exports import lazy_exports
     from dynbus.bus.protocol.endpoint import Endpoint
     from dynbus.bus.protocol.names import TOKEN, check_token
@@ -42,12 +39,11 @@ if TYPE_CHECKING:
     from dynbus.bus.records.discovery import Discovery
     from dynbus.bus.records.expired_records import ExpiredRecords
     from dynbus.bus.records.leased_record import LeasedRecord
-    from dynbus.bus.records.leases import INSTANCES_STREAM, read_instances
+    from dynbus.bus.records.leases import read_instances
     from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectInfo, ObjectStore
     from dynbus.bus.records.reading import read_latest, read_until
     from dynbus.bus.telemetry.metrics import Metrics, Readings
-    from dynbus.bus.telemetry.telemetry import Telemetry, configure_telemetry
-    from dynbus.bus.telemetry.trace_context import trace_fields
+    from dynbus.bus.telemetry.telemetry import Telemetry, measure_process
     from dynbus.bus.transport import (
         Connection,
         JetStream,
@@ -56,21 +52,18 @@ if TYPE_CHECKING:
         OrderedConsumer,
         StoredMessage,
         StreamConfig,
-        StreamFull,
         StreamInfo,
         StreamLimits,
         Subscription,
         WrongLastSequence,
     )
-    from dynbus.bus.work_queue import NeededStream, kernel_streams
+    from dynbus.bus.work_queue import NeededStream
 
 __all__ = [
-    "INSTANCES_STREAM",
     "MIGRATION_LIMIT",
     "RESUME_WAIT",
-    "TENANT_KEY",
     "TOKEN",
-    "ActorConfig",
+    "ActorConfigs",
     "Background",
     "Bus",
     "ClientDependency",
@@ -81,7 +74,6 @@ __all__ = [
     "Failed",
     "HandlerSpec",
     "InstanceReport",
-    "Interrupts",
     "JetStream",
     "LeasedRecord",
     "Message",
@@ -100,28 +92,22 @@ __all__ = [
     "ServerClock",
     "StoredMessage",
     "StreamConfig",
-    "StreamFull",
     "StreamInfo",
     "StreamLimits",
     "Subscription",
     "Telemetry",
     "Work",
     "WrongLastSequence",
-    "actor_configs",
     "brief_repr",
     "check_token",
-    "configure_telemetry",
-    "current_context",
     "current_instance",
     "describe_exception",
     "flags",
-    "has_extra",
     "how_to_install",
     "is_loopback",
-    "kernel_streams",
     "lazy_exports",
-    "make_endpoint",
     "make_router",
+    "measure_process",
     "monotonic",
     "program_runtime",
     "put_first_on_path",
@@ -130,10 +116,8 @@ __all__ = [
     "read_latest",
     "read_until",
     "suggestion",
-    "survey",
     "task_group",
     "terminal",
-    "trace_fields",
     "unix_time",
     "usable_cores",
 ]
@@ -149,16 +133,13 @@ if not TYPE_CHECKING:
             "actors.calling.dependencies": ("ClientDependency",),
             "actors.calling.routing": ("make_router",),
             "actors.commands.flags": ("flags",),
-            "actors.commands.interrupts": ("Interrupts",),
             "actors.commands.program": ("program_runtime",),
-            "actors.declaring.actor_config": ("ActorConfig",),
             "actors.declaring.brief_repr": ("brief_repr",),
             "actors.declaring.handlers": ("HandlerSpec",),
             "actors.declaring.resume": ("MIGRATION_LIMIT",),
             "actors.placing.cores": ("usable_cores",),
-            "actors.running.config_file": ("actor_configs",),
+            "actors.running.config_file": ("ActorConfigs",),
             "actors.running.loader": ("put_first_on_path",),
-            "actors.serving.endpoints": ("make_endpoint",),
             "actors.serving.instance": ("ServedInstance",),
             "bus.background": (
                 "Background",
@@ -171,25 +152,15 @@ if not TYPE_CHECKING:
                 "monotonic",
                 "unix_time",
             ),
-            "bus.commands.survey": (
-                "InstanceReport",
-                "survey",
-            ),
+            "bus.commands.survey": ("InstanceReport",),
             "bus.commands.terminal": ("terminal",),
             "bus.config": (
                 "is_loopback",
                 "suggestion",
             ),
-            "bus.context": (
-                "TENANT_KEY",
-                "current_context",
-                "current_instance",
-            ),
+            "bus.context": ("current_instance",),
             "bus.errors": ("describe_exception",),
-            "bus.extras": (
-                "has_extra",
-                "how_to_install",
-            ),
+            "bus.extras": ("how_to_install",),
             "bus.protocol.endpoint": ("Endpoint",),
             "bus.protocol.names": (
                 "TOKEN",
@@ -202,10 +173,7 @@ if not TYPE_CHECKING:
             "bus.records.discovery": ("Discovery",),
             "bus.records.expired_records": ("ExpiredRecords",),
             "bus.records.leased_record": ("LeasedRecord",),
-            "bus.records.leases": (
-                "INSTANCES_STREAM",
-                "read_instances",
-            ),
+            "bus.records.leases": ("read_instances",),
             "bus.records.objects": (
                 "NoObject",
                 "ObjectBucket",
@@ -222,9 +190,8 @@ if not TYPE_CHECKING:
             ),
             "bus.telemetry.telemetry": (
                 "Telemetry",
-                "configure_telemetry",
+                "measure_process",
             ),
-            "bus.telemetry.trace_context": ("trace_fields",),
             "bus.transport": (
                 "Connection",
                 "JetStream",
@@ -233,15 +200,11 @@ if not TYPE_CHECKING:
                 "OrderedConsumer",
                 "StoredMessage",
                 "StreamConfig",
-                "StreamFull",
                 "StreamInfo",
                 "StreamLimits",
                 "Subscription",
                 "WrongLastSequence",
             ),
-            "bus.work_queue": (
-                "NeededStream",
-                "kernel_streams",
-            ),
+            "bus.work_queue": ("NeededStream",),
         },
     )

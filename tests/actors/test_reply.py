@@ -13,6 +13,7 @@ from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
+    Arrival,
     ConfigError,
     Context,
     DeadlineExceeded,
@@ -27,7 +28,6 @@ from dynbus import (
     handler,
     push_each,
 )
-from dynbus.actors import Arrival
 from dynbus.actors.serving.endpoints import make_endpoint
 from dynbus.testing import TestKit
 

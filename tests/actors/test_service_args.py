@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.actors import Actor
+from dynbus import Actor
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.resources import Resources
 from dynbus.actors.declaring.service_args import ServiceArgs

@@ -13,8 +13,7 @@ from benchmarks.request_plane.echo import make_item, make_request
 from benchmarks.request_plane.systems.dynbus_actors import Item, Request
 from tests.conditions import eventually
 
-from dynbus import Actor, Relay, Reply, Runtime, handler, push_each
-from dynbus.actors import Arrival
+from dynbus import Actor, Arrival, Relay, Reply, Runtime, handler, push_each
 from dynbus.bus.nats.server_process import RunningServer
 
 from .counting import CallCount, counting, hold

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, context, current_context
+from dynbus.bus.context import Context, context
 
 
 def test_there_is_no_context_outside_of_a_handler() -> None:
@@ -16,7 +16,7 @@ def test_there_is_no_context_outside_of_a_handler() -> None:
         context()
 
     assert str(caught.value) == "context() is only known inside a handler"
-    assert current_context() is None
+    assert Context.current() is None
 
 
 @pytest.mark.anyio
@@ -28,7 +28,7 @@ async def test_a_context_belongs_to_the_task_that_entered_it() -> None:
         return context()
 
     assert await asyncio.create_task(inside()) is mine
-    assert current_context() is None
+    assert Context.current() is None
 
 
 def test_a_context_without_an_id_gets_a_random_one() -> None:

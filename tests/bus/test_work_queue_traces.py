@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import JumpingLoop
 from dynbus.bus.config import BusConfig
-from dynbus.bus.context import Context, context, current_context, entered
+from dynbus.bus.context import Context, context, entered
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.telemetry.telemetry import Telemetry
@@ -171,7 +171,7 @@ async def test_without_telemetry_the_trace_of_the_caller_goes_through() -> None:
         async with await anext(taker):
             assert context().id == "one"
             assert context().trace_headers() == {"traceparent": TRACEPARENT}
-        assert current_context() is None
+        assert Context.current() is None
         async with await anext(taker) as job:
             assert context().trace_headers() == {}
             assert job.headers == {}

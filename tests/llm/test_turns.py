@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conditions import eventually
 
-from dynbus.bus.context import TENANT_KEY, Context
+from dynbus.bus.context import Context
 from dynbus.llm.turns import TenantThreads, Turns
 
 
@@ -67,7 +67,7 @@ def test_nobody_waits_for_more_than_one_turn_of_each_other(steps: list[tuple[str
 
 
 async def run_for(tenant: str, threads: TenantThreads, function: Callable[[], str]) -> str:
-    Context("r", metadata={TENANT_KEY: tenant}).enter()
+    Context("r", metadata={Context.TENANT_KEY: tenant}).enter()
     return await threads.run(function)
 
 

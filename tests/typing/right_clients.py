@@ -13,14 +13,19 @@ from pydantic import BaseModel
 from dynbus import (
     Actor,
     ActorInstance,
+    Arrival,
     Context,
     DynbusError,
     EndpointClient,
     EndpointName,
     Instance,
+    LeastLoaded,
     Load,
+    PowerOfTwo,
+    Random,
     Relay,
     Reply,
+    RoundRobin,
     Route,
     RouteObserver,
     Router,
@@ -33,7 +38,6 @@ from dynbus import (
     push_each,
     with_options,
 )
-from dynbus.actors import Arrival, LeastLoaded, PowerOfTwo, Random, RoundRobin
 
 
 class Prompt(BaseModel):

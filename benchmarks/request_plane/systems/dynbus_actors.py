@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from benchmarks.request_plane.echo import STREAMS, StepClock, make_request
 from benchmarks.request_plane.nats_server import run_nats_server
 from benchmarks.request_plane.system import Caller, Served
-from dynbus import Actor, EndpointClient, Relay, Reply, Runtime, handler, push_each
-from dynbus.actors import Arrival
+from dynbus import Actor, Arrival, EndpointClient, Relay, Reply, Runtime, handler, push_each
 
 READY_SECONDS = 15.0
 

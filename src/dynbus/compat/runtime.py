@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import anyio
 
-from dynbus import ComponentName, ConfigError, EndpointAddress, EndpointName, Runtime, Unavailable
-from dynbus.spi import check_token, current_context, task_group
+from dynbus import (
+    ComponentName,
+    ConfigError,
+    EndpointAddress,
+    EndpointName,
+    Runtime,
+    Unavailable,
+)
+from dynbus import Context as CallContext
+from dynbus.spi import check_token, task_group
 
 from .clients import Annotated, Client, Responses
 from .handlers import Context, Translation, streaming_handler
@@ -336,7 +342,7 @@ _runtimes: Final[WeakSet[DistributedRuntime]] = WeakSet()
 def is_shutting_down() -> bool:
     """Whether the instance whose handler is running goes away; outside of handlers, whether this
     process does."""
-    context = current_context()
+    context = CallContext.current()
     if context is not None and context.is_draining():
         return True
     return any(runtime.is_shutting_down for runtime in _runtimes)
@@ -374,36 +380,20 @@ def dynamo_worker(
         @wraps(function)
         async def worker(*args: P.args, **kwargs: P.kwargs) -> T | None:
             ending = asyncio.Event()
-            with anyio.CancelScope() as at_once, _interrupts(ending.set, at_once.cancel):
-                async with _connected(function.__name__) as runtime:
-                    return await _run(lambda: function(runtime, *args, **kwargs), runtime, ending)
-            from dynbus.spi import terminal
+            # Only programs need it, and none that imports these names for its clients.
+            from dynbus.spi import program_runtime, terminal
 
+            with anyio.CancelScope() as at_once:
+                async with program_runtime(
+                    function.__name__, drain=ending.set, stop=at_once.cancel
+                ) as connected:
+                    runtime = DistributedRuntime(connected)
+                    return await _run(lambda: function(runtime, *args, **kwargs), runtime, ending)
             raise SystemExit(terminal.INTERRUPTED)
 
         return worker
 
     return decorate
-
-
-def _interrupts(
-    drain: Callable[[], None], stop: Callable[[], None]
-) -> AbstractContextManager[object]:
-    """Handles signals, where a thread may."""
-    if threading.current_thread() is not threading.main_thread():
-        return nullcontext()
-    # Only programs need it, and none that imports these names for its clients.
-    from dynbus.spi import Interrupts
-
-    return Interrupts(drain, stop, within=5.0)
-
-
-@asynccontextmanager
-async def _connected(name: str) -> AsyncGenerator[DistributedRuntime]:
-    from dynbus.spi import program_runtime
-
-    async with program_runtime(name) as runtime:
-        yield DistributedRuntime(runtime)
 
 
 async def _run(

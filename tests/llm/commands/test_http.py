@@ -42,7 +42,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(uvloop, "run", run)
     # It sets up the telemetry of the whole process.
-    monkeypatch.setattr("dynbus.llm.commands.http._measure", lambda: lambda: None)
+    monkeypatch.setattr("dynbus.spi.measure_process", lambda: lambda: None)
     return begun
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import tiny_json, tiny_tokenizer
 
-from dynbus.bus.context import TENANT_KEY, Context
+from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm import structured
 from dynbus.llm.engine import Chunk, EngineLimits, EngineRunner, ModelEngine
@@ -421,7 +421,7 @@ async def test_the_forms_of_one_tenant_wait_for_no_more_than_one_of_anothers() -
     runner = EngineRunner(engine)
 
     async def prepared(tenant: str, regex: str) -> None:
-        Context("r", metadata={TENANT_KEY: tenant}).enter()
+        Context("r", metadata={Context.TENANT_KEY: tenant}).enter()
         await runner.prepare(asked(StructuredOutput(regex=regex)))
 
     async with anyio.create_task_group() as tasks:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.conditions import eventually
 
-from dynbus.bus.context import TENANT_KEY, Context
+from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.text.text_model import TextModel
@@ -146,7 +146,7 @@ async def test_slow_conversations_of_one_tenant_take_turns_with_those_of_others(
 
 
 async def encode_for(model: TextModel, tenant: str, said: str) -> list[int]:
-    Context("r", metadata={TENANT_KEY: tenant}).enter()
+    Context("r", metadata={Context.TENANT_KEY: tenant}).enter()
     return await asyncio.create_task(model.encode_chat([{"role": "user", "content": said}]))
 
 

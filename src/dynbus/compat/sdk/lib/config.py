@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynbus.spi import ActorConfig, actor_configs
+from dynbus.spi import ActorConfigs
 
 
 class ServiceConfig(Mapping[str, dict[str, Any]]):
@@ -17,7 +17,7 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
     has.
     """
 
-    def __init__(self, services: Mapping[str, ActorConfig]) -> None:
+    def __init__(self, services: ActorConfigs) -> None:
         self._services = services
 
     @classmethod
@@ -27,7 +27,7 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
         Raises:
             ConfigError: the variable cannot be read.
         """
-        return cls(actor_configs(os.environ))
+        return cls(ActorConfigs.read(os.environ))
 
     def __getitem__(self, service_name: str) -> dict[str, Any]:
         return dict(self._services[service_name])
@@ -48,7 +48,7 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
         Raises:
             ConfigError: it is not; the message says how to give it.
         """
-        return self._of(service_name).require(key)
+        return self._services.of(service_name).require(key)
 
     def as_args(self, service_name: str, prefix: str = "") -> list[str]:
         """The values as the command line of a library; see `ActorConfig.as_args`.
@@ -56,7 +56,4 @@ class ServiceConfig(Mapping[str, dict[str, Any]]):
         Args:
             prefix: of the keys that are meant; it is stripped.
         """
-        return self._of(service_name).as_args(prefix=prefix)
-
-    def _of(self, service_name: str) -> ActorConfig:
-        return self._services.get(service_name) or ActorConfig(service_name, {})
+        return self._services.of(service_name).as_args(prefix=prefix)
