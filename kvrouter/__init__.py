@@ -108,7 +108,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    # Whoever hashes or encodes needs neither the router nor actors, which take a second of CPU.
+    # Hashing and encoding need neither the router nor actors, which take a second of CPU.
     from dynbus.spi import how_to_install, lazy_exports
 
     try:

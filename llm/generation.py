@@ -158,7 +158,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         came = len(token_ids)
         if self.max_tokens is not None and came >= self.max_tokens:
             raise ValueError(f"{came} tokens have come of max_tokens = {self.max_tokens}: all")
-        # Whoever only makes requests needs no router.
+        # To make requests takes no router.
         from dynbus.kvrouter import token_rule
 
         rest = token_rule.rest(msgspec.to_builtins(self), index, token_ids)

@@ -1,4 +1,4 @@
-"""The house: no import circles, small folders, and only public names between folders.
+"""The house: no import circles, small folders, public names between folders, and subjects told.
 
 Imports are read from the source, wherever they stand: at the top, in a function, or for types only.
 """
@@ -23,6 +23,9 @@ FOLDERS = {
 MAX_FILES = 20
 MAX_FACE = 63
 MAX_SPI = 60
+QUESTIONS = tuple(
+    f"{word} " for word in ("What", "How", "Which", "Whether", "Who", "Where", "When")
+)
 KERNEL = ("actors", "bus")
 FACES = ("dynbus", "dynbus.spi", "dynbus.kvrouter", "dynbus.transfer", "dynbus.llm")
 """What packages above the kernel may take, beside what is their own."""
@@ -137,6 +140,13 @@ def test_no_folder_has_more_files_than_a_reader_can_keep_in_mind() -> None:
     }
 
     assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_each_module_says_its_subject_in_a_noun_phrase() -> None:
+    """A question is nothing that a reader could search for."""
+    texts = {module: ast.get_docstring(tree) or "" for module, (tree, _) in trees().items()}
+
+    assert {module for module, text in texts.items() if text.startswith(QUESTIONS)} == set()
 
 
 def test_folders_take_only_public_names_from_each_other() -> None:

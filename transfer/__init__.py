@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    # Whoever describes memory needs no NIXL.
+    # To describe memory takes no NIXL.
     from dynbus.spi import how_to_install, lazy_exports
 
     try:

@@ -1,4 +1,4 @@
-"""One attempt at a call: the request to one instance, and whoever is told how it goes.
+"""One attempt at a call: the request to one instance, and the observers of its course.
 
 `Invocation` is the call, which may take several of them.
 """

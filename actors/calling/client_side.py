@@ -1,4 +1,4 @@
-"""What a process calls others with."""
+"""The calling side of a process: its caller, the instances it knows, and its waiting calls."""
 
 from __future__ import annotations
 

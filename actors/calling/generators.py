@@ -1,7 +1,7 @@
 """The generator that opens a `with` block, where one does.
 
 What a block changes for its task would hold for whatever runs while the generator waits in a
-`yield`, and be taken back by whoever closes it, maybe another task. Whether there is a `yield`
+`yield`, and be taken back by its closer, maybe another task. Whether there is a `yield`
 inside is not asked: nobody who reads the code has to find out either.
 """
 
@@ -26,7 +26,7 @@ def opening_generator(frame: FrameType) -> str | None:
 
     Args:
         frame: of the function that enters the block. A context manager's `__enter__`, or the
-            generator behind one, enters it for whoever uses that context manager.
+            generator behind one, enters it for the user of that context manager.
     """
     while (caller := frame.f_back) is not None:
         code = frame.f_code

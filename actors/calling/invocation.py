@@ -439,7 +439,7 @@ class Invocation:
         """
         unreachable = attempt is not None and attempt.was_unreachable(error)
         is_refusal = isinstance(error, Unavailable) and not error.started
-        # In a cluster it may be on its way to another server; whoever looks for one waits for it.
+        # In a cluster it may be on its way to another server; the next look for one waits for it.
         may_return = unreachable and not error.started and self.side.bus.data.has_peers
         return FailedAttempt(
             error,
@@ -469,7 +469,7 @@ class Invocation:
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""
         wait = self.options.get("wait") or 0.0
-        # Whoever hears nobody does not know who is there.
+        # A process that hears nobody does not know who is there.
         if self._moves or self.side.bus.heartbeats.hears_nobody:
             wait = max(wait, RESUME_WAIT)
         if not wait:

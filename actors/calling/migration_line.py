@@ -1,4 +1,4 @@
-"""How fast streams move that have lost their instance.
+"""The line of streams that have lost their instance: the pace at which they move.
 
 When a part of a fleet dies, all its streams want to go on elsewhere in the same moment, and each
 is a prompt to compute for an instance that is busy already. So only a few are sent at a time for

@@ -1,4 +1,4 @@
-"""What a caller may say about its calls beside the request: as a value, or for a block of code."""
+"""Options of calls beside the request: as a value, or for a block of code."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _checked(given: Mapping[str, Any]) -> CallOptions:
         metadata: Any = options["metadata"]
         if not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={metadata!r} must be a mapping of strings to strings")
-        # Whoever gave it may go on to change it.
+        # Its giver may go on to change it.
         own: dict[str, str] = dict(cast("Mapping[str, str]", metadata))
         check_metadata(own)
         options["metadata"] = own

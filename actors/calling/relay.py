@@ -357,7 +357,7 @@ class RelayedStream(OfInvocation, Generic[K]):
         if not self.is_over:
             self.cancel(error)
         elif self._error is None:
-            # It ended well with what was lost: whoever waits has not been told so yet.
+            # It ended well with what was lost: its reader has not been told so yet.
             self._error = error
 
     def delivered(self) -> None:

@@ -1,4 +1,4 @@
-"""Which instance a call goes to: found in the view, picked by the router, and checked.
+"""The selection of a call's instance: found in the view, picked by the router, and checked.
 
 `Invocation` carries the call out; what is chosen here was sent nothing yet.
 """

@@ -1,4 +1,4 @@
-"""What a caller iterates over: the items of a streaming call."""
+"""The stream of a call, as its caller iterates over it: its items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals."""
+"""Signals that end a run from outside."""
 
 from __future__ import annotations
 

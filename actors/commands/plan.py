@@ -1,4 +1,4 @@
-"""What `dynbus run --dry-run` prints."""
+"""The output of `dynbus run --dry-run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which instances there are: their records in the bucket, and what they answer to `$SRV.STATS`.
+"""A survey of instances: their records in the bucket, and their answers to `$SRV.STATS`.
 
 Either may be missing: a killed instance has a record until it expires, and a server without
 JetStream has no records at all.

@@ -1,4 +1,4 @@
-"""How the commands of `dynbus kv` reach the index and the instances."""
+"""Access of the commands of `dynbus kv` to the index and the instances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How points of the stream and prefixes are written on the command line."""
+"""Points of the stream and prefixes, as they are written on the command line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What an index holds, as rows for people and programs. Hashes are hexadecimal text: JSON's
-numbers lose digits in many programs."""
+"""Contents of an index, as rows for people and programs. Hashes are hexadecimal text: JSON's
+numbers lose digits in many programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands of `dynbus kv` print."""
+"""The output of the commands of `dynbus kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dynbus why` asks and prints."""
+"""The question and the output of `dynbus why`."""
 
 from __future__ import annotations
 

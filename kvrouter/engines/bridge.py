@@ -184,7 +184,7 @@ def _own_cache(dp_rank: int) -> CacheMirror:
 class RankStream:
     """The numbered messages of one rank, and what became of them.
 
-    Whoever reads the engine's socket calls `connected`, then `take` for each published message,
+    The reader of the engine's socket calls `connected`, then `take` for each published message,
     and `disconnected`. When `take` returns False, messages are missing: it asks for a replay
     (`begin_replay`, `take_replayed` for each, then `end_replay` or `fail_replay`), and calls
     `skip_to` with the message, which gives up what is still missing. After `connected` it asks

@@ -1,4 +1,4 @@
-"""What else than tokens a block's identity consists of: its salt, and the images in it.
+"""Parts of a block's identity beside its tokens: its salt, and the images in it.
 
 vLLM lists these for each block, in this order: the name of the adapter, `[identifier, offset]`
 of each image and the like, the cache salt (for the first block of a sequence only), and the hash

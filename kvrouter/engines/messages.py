@@ -1,4 +1,4 @@
-"""What vLLM and SGLang say of their KV cache, in every dialect that they have spoken.
+"""Messages of vLLM and SGLang about their KV caches, in every dialect that they have spoken.
 
 A payload is msgpack: a batch `[timestamp, [event, ...], rank]`, as an array or as a map. An
 event is an array with its type first, or a map with the key `type`. Batch and events are told

@@ -1,8 +1,9 @@
-"""Where the numbered messages of one rank stand: what comes next, what is missing, what is new.
+"""The numbers of one rank's messages: the next one, missing ones, and news.
 
 An engine numbers its messages from 0 and begins anew when it restarts. It keeps the latest ones
-for replay. Whoever asks for a replay asks from the last message that it has: only when the answer
-begins with exactly that message is it the same engine, and what follows continues what is known.
+for replay. A reader that asks for a replay asks from the last message that it has: only when the
+answer begins with exactly that message is it the same engine, and what follows continues what is
+known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a bridge tells of itself: its counters, and whether its events are exact, and why not."""
+"""The status of a bridge: its counters, and the exactness of its events, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far routing can rely on what it knows of the caches."""
+"""The awareness of routing: the degree to which its knowledge of the caches can be relied on."""
 
 from __future__ import annotations
 

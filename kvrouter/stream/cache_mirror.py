@@ -1,4 +1,5 @@
-"""What one rank's engine holds, kept once: to read its later events by, and to tell it again.
+"""The contents of one rank's cache, kept once: its later events are read by them, and it is told
+again from them.
 
 `CacheMirror` takes in the events in the very way in which `RadixIndex` does, so that an index
 that follows the published events and one that follows `state()` hold the same.

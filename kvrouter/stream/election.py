@@ -1,4 +1,4 @@
-"""Which one of several processes does what one is enough for."""
+"""The election of one of several processes for work that one is enough for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank publishes: its events numbered and batched, and its whole state when needed.
+"""The event log of one rank: its events numbered and batched, and its whole state when needed.
 
 `EventLog` decides, without I/O or clock. Events go out in batches, several in flight. As soon
 as it cannot be known that all of an epoch's batches are stored, each once and in order, a new

@@ -26,7 +26,7 @@ DEFAULT_MAX_AGE: Final = 24 * 3600.0
 DUPLICATE_WINDOW: Final = 120.0
 CLOCK_ALLOWANCE: Final = 24 * 3600 * 10**9
 """Nanoseconds by which an epoch may lie ahead of the time at which the server stored its message.
-A clock that is set wrong is seldom off by more, and whoever claims more would never be outdone by
+A clock that is set wrong is seldom off by more, and one that claims more would never be outdone by
 a true epoch."""
 UNREADABLE: Final = "a message that this version cannot read"
 
@@ -197,7 +197,7 @@ def read_events(message: StoredMessage) -> StoredEvents | RefusedEvents | None:
     except InvalidEvents:
         return RefusedEvents(rank, UNREADABLE)
     if batch.dp_rank != rank.dp_rank:
-        # Whoever may publish here speaks for this subject's rank alone.
+        # A publisher here speaks for this subject's rank alone.
         return RefusedEvents(rank, f"a message of rank {batch.dp_rank}")
     ahead = batch.event_epoch - latest_epoch(message.time)
     if ahead > 0:

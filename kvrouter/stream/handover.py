@@ -1,4 +1,4 @@
-"""What an engine hands over: events checked and copied, and kept until the loop takes them."""
+"""The hand-over of events from an engine: checked, copied, kept until the loop takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a component's caches held at some point of the stream, and what changed between two.
+"""The history of a component's caches: their contents at a point of the stream, and the change
+between two.
 
 The stream and the snapshots tell it; nothing else is asked, and nothing is kept.
 """

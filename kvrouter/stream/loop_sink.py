@@ -31,7 +31,7 @@ class LoopSink:
         self._wake = wake
 
     def cache(self, dp_rank: int) -> CacheMirror:
-        """What a rank holds. Whoever publishes takes the events in there first."""
+        """What a rank holds. The publisher takes the events in there first."""
         return self._log(dp_rank).mirror
 
     def publish(self, events: Sequence[KvEvent], *, dp_rank: int) -> None:

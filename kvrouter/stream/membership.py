@@ -1,4 +1,6 @@
-"""Whose events count: instances with a lease, those without one, and those that send nothing."""
+"""Membership of event sources: instances with a lease, those without one, and those that send
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class Membership:
         """Note which instances have a lease now; returns those whose blocks are to go.
 
         They go at once with the lease that they had, and after a grace if they had none. The
-        grace begins when the last message was stored that was there already, so that whoever
+        grace begins when the last message was stored that was there already, so that one that
         died long ago is not waited for again.
 
         Args:

@@ -76,8 +76,8 @@ async def warm_index(
 def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> list[str]:
     """Take out of a warm index who died before the router came; returns who.
 
-    Whoever was in a snapshot that is older than the grace for a lease, and has none, had time
-    enough to get one: the follower need not wait for it once more.
+    An instance that was in a snapshot that is older than the grace for a lease, and has none, had
+    time enough to get one: the follower need not wait for it once more.
 
     Args:
         known: instances that have a lease; None while that is not known.

@@ -1,4 +1,4 @@
-"""What `dynbus chat` does: one question, or a conversation, over HTTP.
+"""The conversation of `dynbus chat` over HTTP: one question, or many.
 
 It needs nothing but the standard library, so that it talks to front ends of any make from where
 no extra is installed. It does one thing at a time and nothing else meanwhile: it is not async, and

@@ -1,4 +1,4 @@
-"""What `dynbus lab replay` does."""
+"""The work and the output of `dynbus lab replay`."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class EngineStepper(ABC):
         self, name: str, command: Command[TransferringEngine], *, is_request: bool = False
     ) -> None:
         def run(engine: Engine) -> None:
-            assert isinstance(engine, TransferringEngine), "whoever tells it so has looked"
+            assert isinstance(engine, TransferringEngine), "its caller has looked"
             command(engine)
 
         self._put(name, run, is_request=is_request)

@@ -1,4 +1,4 @@
-"""How long a step of an engine takes.
+"""The time that a step of an engine takes.
 
     prefill(tokens)  = 16.50142 + 0.01518344 * tokens + 4.209989e-7 * tokens^2      ms
     decode(context)  = max(1, 5.74 + 54.01 * use - 25.74 * use^2)                   ms

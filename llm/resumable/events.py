@@ -24,7 +24,7 @@ _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 
 
 def number_of(event_id: str, request_id: str) -> int:
-    """How many events whoever has seen this one has seen; 0 for an empty id.
+    """How many events a reader of this one has seen; 0 for an empty id.
 
     Raises:
         BadRequest: it is no event of that stream.
@@ -122,7 +122,7 @@ class NumberedErrors:
     """Tells the error that ends a stream as an event with a number.
 
     Args:
-        request_id: of the stream, whoever reads it.
+        request_id: of the stream, the same for each reader.
     """
 
     def __init__(self, format: AnswerFormat, numbers: EventNumbers, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""What is stored of a stream, and what follows from it, without I/O or clock.
+"""The records of a stored stream, and the decisions that follow from them, without I/O or clock.
 
 The log of a stream is `Begun`, then `Came` for what its engine made and `Owned` each time that
 another front end takes it over. `Over` replaces all of it when it cannot be resumed any more.
@@ -221,7 +221,7 @@ class Next(Enum):
     FOLLOW = "follow"
     """Its owner goes on with it."""
     TAKE = "take"
-    """Its owner is dead: whoever asks goes on with it."""
+    """Its owner is dead: the asker goes on with it."""
 
 
 def next_step(log: StreamLog, *, is_complete: bool, owner_lives: bool | None, now: float) -> Next:
@@ -249,7 +249,7 @@ def next_step(log: StreamLog, *, is_complete: bool, owner_lives: bool | None, no
 class OwnerWatch:
     """Whether the owner of a stream lives. Times are of one monotonic clock.
 
-    It goes by questions without an answer, not by time: whoever asks may have been frozen itself.
+    It goes by questions without an answer, not by time: the asker may have been frozen itself.
 
     Attributes:
         question: the number of the last question as long as it has no answer; for who asks it.

@@ -94,7 +94,7 @@ class RunningStream:
     """A resumable stream that this front end goes on with, read or not.
 
     A stream that nobody reads is paused after a while: its engine is left, as no credit of its
-    reader would make that free for others, and whoever reads it next goes on with it.
+    reader would make that free for others, and its next reader goes on with it.
 
     Args:
         key: of its log.
@@ -179,7 +179,7 @@ class RunningStream:
         return self._completion.instances
 
     def cancel(self, error: DynbusError | None = None) -> None:
-        """Its reader has left: it goes on for a while, for whoever comes."""
+        """Its reader has left: it goes on for a while, for the next one."""
         if self._sink.to is not None:
             self._sink.to = None
             self._readers.left(monotonic(), self._log.size)
@@ -203,7 +203,7 @@ class RunningStream:
         return self._sink.to is None and self._readers.are_gone(monotonic())
 
     def pause(self) -> None:
-        """Leave its engine to others: whoever reads it next goes on with it."""
+        """Leave its engine to others: its next reader goes on with it."""
         self._readers.ask_to_pause()
         self._news.set()
 

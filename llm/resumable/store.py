@@ -97,7 +97,7 @@ class StreamStore:
         return f"<StreamStore {self.me[:8]}>"
 
     def close(self) -> None:
-        """Answer no more questions: whoever asks takes this front end for gone."""
+        """Answer no more questions: an asker takes this front end for gone."""
         for subscription in self._subscriptions:
             subscription.unsubscribe()
         self._subscriptions = []
@@ -214,8 +214,8 @@ class StreamStore:
         )
 
     async def bury(self, key: str, reason: str) -> bool:
-        """Replace a log by the reason why it cannot be resumed, whoever wrote last; whether
-        that is done.
+        """Replace a log by the reason why it cannot be resumed, whichever process wrote last;
+        whether that is done.
 
         For one whose owner no longer knows what is stored: its reader has been told more.
         """

@@ -1,4 +1,4 @@
-"""What the decoder needs of a library for arrays."""
+"""The face of a library for arrays, as far as the decoder needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step computes, as arrays: the tokens of all chunks in rows, one behind the other."""
+"""The batch of one step, as arrays: the tokens of all chunks in rows, one behind the other."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 HEALTH_INTERVAL: Final = 0.5
 """Seconds between two looks at whether the engine's processes are there."""
 UNLOAD_KNOWN_AFTER: Final = 10.0
-"""Seconds after which whoever asks for an adapter should know that it was unloaded."""
+"""Seconds after which a caller that asks for an adapter should know that it was unloaded."""
 STOP_TIMEOUT: Final = 10.0
 """Seconds that the engine's processes have to end."""
 

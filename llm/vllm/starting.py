@@ -1,4 +1,4 @@
-"""How vLLM is had: imported, given its arguments by its own parser, and started."""
+"""The start of vLLM: imported, given its arguments by its own parser, and run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HandOverSettings:
 
     Attributes:
         is_prefill: whether it computes prompts for others.
-        lease: whole seconds for which it holds the blocks of a prompt for whoever reads them.
+        lease: whole seconds for which it holds the blocks of a prompt for their reader.
         host: the address of this machine for the other engines.
     """
 

@@ -1,4 +1,4 @@
-"""What packages above `dynbus.actors` are built on: the kernel's own contract.
+"""The contract of the kernel, on which packages above `dynbus.actors` are built.
 
 `dynbus` is what programs are written with; this is the rest of `dynbus.bus` and `dynbus.actors`
 that `dynbus.kvrouter`, `dynbus.transfer`, `dynbus.llm` and packages of others may take. Each name

@@ -1,4 +1,4 @@
-"""What serves an endpoint of a program of Dynamo: functions without annotations."""
+"""Endpoints of a program of Dynamo: functions without annotations."""
 
 from __future__ import annotations
 

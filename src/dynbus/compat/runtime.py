@@ -206,7 +206,7 @@ class _Serving:
         self.is_graceful = self.is_graceful or graceful
 
     async def wait(self, name: EndpointName) -> None:
-        """Wait for the end of the instance; whoever is cancelled meanwhile ends it.
+        """Wait for the end of the instance; a caller that is cancelled meanwhile ends it.
 
         Raises:
             Exception: with which it ended.

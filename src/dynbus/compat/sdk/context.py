@@ -1,4 +1,4 @@
-"""What the code of a service knows of where it runs: `dynamo_context` and `get_runtime`."""
+"""The place of a service's code: `dynamo_context` and `get_runtime`."""
 
 from __future__ import annotations
 
