@@ -17,8 +17,6 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
 from .arguments import Text
-from .brief_repr import brief_repr
-from .redaction import shown
 from .resources import Resources
 from .restart_policy import OnCrash, check_on_crash
 
@@ -129,8 +127,9 @@ def _variable(name: str, value: Any, source: str, below: Mapping[str, str]) -> M
     if value is None:
         return {known: each for known, each in below.items() if known != name}
     if not isinstance(value, str) and not _is_plain_number(value):
-        told = brief_repr(shown(value))
-        raise ConfigError(f"{source} = {told}: write it as text, in quotes")
+        # It is not shown: variables hold tokens.
+        kind = type(value).__name__
+        raise ConfigError(f"{source} is of the type {kind}: write it as text, in quotes")
     text = str(value)
     if len(text) > MAX_VARIABLE or "\0" in text:
         raise ConfigError(f"{source}: give at most {MAX_VARIABLE} characters, none of them NUL")

@@ -73,7 +73,11 @@ def test_several_keys_of_one_mapping_add_up() -> None:
         ("resources.gpu.count", 1, "A: resources.gpu.count does not exist"),
         ("environment", "A=1", "A: environment must be a mapping"),
         ("environment", {"A=B": "1"}, "'A=B' is no name of an environment variable"),
-        ("environment", {"A": True}, "A: environment.A = True: write it as text, in quotes"),
+        (
+            "environment",
+            {"A": True},
+            "A: environment.A is of the type bool: write it as text, in quotes",
+        ),
         ("environment", {"A": ["1"]}, "write it as text"),
         ("environment", {"A": float("nan")}, "write it as text"),
         pytest.param("environment", {"A": 10**5000}, "write it as text", id="huge"),

@@ -157,7 +157,7 @@ def test_a_role_without_nixl_or_with_a_vllm_that_does_not_fit_is_refused_with_th
 
 def test_an_argument_that_the_worker_sets_itself_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="kv_events_config itself: give kv_events"):
-        VllmWorker("model", kv_events_config={})
+        VllmWorker(model="model", kv_events_config={})
 
 
 def test_engines_that_differ_are_told_apart() -> None:

@@ -148,7 +148,9 @@ def test_the_check_fails_where_clients_cannot_go_on(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("-o", "old.yaml")
-    (folder / "written_actors.py").write_text(ACTORS.replace("text: str\n", "text: int\n", 1))
+    (folder / "written_actors.py").write_text(
+        ACTORS.replace("text: str\n", "text: int\n", 1) + "\n"
+    )
     monkeypatch.delitem(sys.modules, "written_actors")
 
     codes = check("old.yaml", "--json"), check("old.yaml")

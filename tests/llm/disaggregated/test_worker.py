@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ from dynbus.llm.disaggregated import roles
 from dynbus.llm.disaggregated.roles import Role, RoleChange, RoleState
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
-from dynbus.llm.hand_over.messages import PrefillJob, PrefillRequest
+from dynbus.llm.hand_over.messages import Prefilled, PrefillJob, PrefillRequest
 from dynbus.llm.hand_over.sink import Limits
 from dynbus.llm.models.records import read_cards
 from dynbus.llm.worker import ModelWorker
@@ -256,6 +256,16 @@ def test_prompts_go_by_the_work_queue_too(model: dict[str, Any], told: str) -> N
     run(story())
 
 
+async def first_ticket(items: AsyncGenerator[Prefilled, None]) -> Ticket:
+    """The first ticket of a prompt, once its first token is there."""
+    tickets: list[Ticket] = []
+    async for item in items:
+        tickets += [] if item.ticket is None else [item.ticket]
+        if item.first is not None:
+            return tickets[0]
+    raise AssertionError("the prompt was not computed to its end")
+
+
 def test_a_lease_that_is_settled_too_late_or_by_somebody_else_leaves_nothing(
     model: dict[str, Any],
 ) -> None:
@@ -265,20 +275,18 @@ def test_a_lease_that_is_settled_too_late_or_by_somebody_else_leaves_nothing(
             prefill = await pair.start("prefill")
             control = kit.client(Engine, node="hand_over")
             table = engine_of(prefill).wire.agents[str(prefill.name)].leases
-            wanted = PrefillRequest("one", greedy(300))
+            client = kit.client(Engine, node="prefill")
 
-            async with aclosing(kit.client(Engine, node="prefill").prefill(wanted)) as items:
-                tickets: list[Ticket] = []
-                async for item in items:
-                    tickets += [] if item.ticket is None else [item.ticket]
-                    if item.first is not None:
-                        break
-                first, second, *_ = tickets
+            async with aclosing(client.prefill(PrefillRequest("one", greedy(300)))) as items:
+                first = await first_ticket(items)
                 foreign = Settlement(first.lease_id, "of another life")
                 assert not (await control.settle(foreign)).held
                 in_time = Settlement(first.lease_id, first.epoch)
                 assert (await control.settle(in_time)).held
                 assert not (await control.settle(in_time)).held
+
+            async with aclosing(client.prefill(PrefillRequest("two", greedy(300)))) as items:
+                second = await first_ticket(items)
                 # So much later, all of them have run out.
                 table.held(second.lease_id, second.epoch, monotonic() + 60)
                 too_late = Settlement(second.lease_id, second.epoch)
