@@ -21,7 +21,8 @@ from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.generation import GenerateRequest, Sampling
 from dynbus.llm.vllm import Adapter, AdapterAt
 
-pytestmark = pytest.mark.anyio
+# The first test of all waits for the fleet.
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -33,7 +33,8 @@ from dynbus.kvrouter.radix.index import Rank
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling, StructuredOutput
 from dynbus.llm.vllm import AdapterAt, VllmWorker
 
-pytestmark = pytest.mark.anyio
+# The first test of all waits for the fleet.
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 
 
 class Engine(VllmWorker, namespace="vllm"):
