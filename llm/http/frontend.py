@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -145,11 +145,6 @@ class Frontend(Actor, abstract=True):
     async def address(self) -> str:
         """Where it answers."""
         return self.url
-
-    @property
-    def model_names(self) -> Sequence[str]:
-        """Of the models that can be asked now."""
-        return self._front_end.shared.models.names if self._front_end is not None else ()
 
     async def on_start(self) -> None:
         await self._begin()

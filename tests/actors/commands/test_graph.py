@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from tests.actors.commands.conftest import MakeFolder
 
 from dynbus import cli
 from dynbus.bus import exit_codes
@@ -31,12 +31,8 @@ class Shouter(Actor, namespace="drawn"):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "drawn_actors.py").write_text(ACTORS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "drawn_actors", raising=False)
-    return tmp_path
+def folder(folder_with: MakeFolder) -> Path:
+    return folder_with("drawn_actors", ACTORS)
 
 
 def run(*arguments: str) -> int:

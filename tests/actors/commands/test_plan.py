@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.actors.commands.conftest import MakeFolder
 
 from dynbus.actors.commands.options import (
     check_options,
@@ -54,14 +55,11 @@ class Shouter(Actor, namespace="planned"):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder_with: MakeFolder) -> Path:
     """The working directory, with a file of actors and one of settings."""
-    (tmp_path / "planned_actors.py").write_text(ACTORS)
-    (tmp_path / "config.yaml").write_text("Splitter: {count: 2}\nbus: {drain_grace: 5}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "planned_actors", raising=False)
-    return tmp_path
+    made = folder_with("planned_actors", ACTORS)
+    (made / "config.yaml").write_text("Splitter: {count: 2}\nbus: {drain_grace: 5}\n")
+    return made
 
 
 def plan_of(environment: Mapping[str, str] | None = None, **changed: Any) -> LoadedRun:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.actors.commands.conftest import MakeFolder
 
 from dynbus import ConfigError, cli
 from dynbus.bus import exit_codes
@@ -42,12 +43,8 @@ class Shouter(Actor, namespace="written"):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "written_actors.py").write_text(ACTORS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "written_actors", raising=False)
-    return tmp_path
+def folder(folder_with: MakeFolder) -> Path:
+    return folder_with("written_actors", ACTORS)
 
 
 def run(*arguments: str) -> int:
