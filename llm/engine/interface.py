@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 
@@ -239,7 +239,6 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
 class EmbeddingEngine(Engine, Protocol):
     """An engine that embeds texts, too, in the same steps."""
 
@@ -253,7 +252,6 @@ class EmbeddingEngine(Engine, Protocol):
         ...
 
 
-@runtime_checkable
 class PreparingEngine(Engine, Protocol):
     """An engine that can do a part of taking in a request beforehand, beside its steps."""
 
@@ -266,7 +264,6 @@ class PreparingEngine(Engine, Protocol):
         ...
 
 
-@runtime_checkable
 class TransferringEngine(Engine, Protocol):
     """An engine whose blocks are read and written by others, which it keeps in place for them.
 
@@ -342,6 +339,24 @@ class TransferringEngine(Engine, Protocol):
         Blocks that no request uses are free then.
         """
         ...
+
+
+# `isinstance` would read an engine's properties, in the thread that asks, while another computes.
+
+
+def embeds(engine: object) -> TypeGuard[EmbeddingEngine]:
+    """Whether an engine is an `EmbeddingEngine`: it has `add_embedding`. Any thread may ask."""
+    return hasattr(engine, "add_embedding")
+
+
+def prepares(engine: object) -> TypeGuard[PreparingEngine]:
+    """Whether an engine is a `PreparingEngine`: it has `prepare`. Any thread may ask."""
+    return hasattr(engine, "prepare")
+
+
+def transfers(engine: object) -> TypeGuard[TransferringEngine]:
+    """Whether an engine is a `TransferringEngine`: it has `memory`. Any thread may ask."""
+    return hasattr(engine, "memory")
 
 
 EngineRequest = GenerateRequest | EmbedRequest

@@ -44,11 +44,11 @@ from .interface import (
     EngineRequest,
     Held,
     HoldingStepper,
-    PreparingEngine,
     RunningEngine,
     Step,
     StepFailed,
-    TransferringEngine,
+    prepares,
+    transfers,
 )
 from .stepping import stepper_of
 from .tracing import EngineTrace
@@ -314,7 +314,7 @@ class EngineRunner(Openable):
             InvalidRequest: a value is not usable.
             Unavailable: the form of its output cannot be checked.
         """
-        if request.structured is None or not isinstance(self._engine, PreparingEngine):
+        if request.structured is None or not prepares(self._engine):
             return
         try:
             # Not all requests come through a front end, which has done so.
@@ -388,7 +388,7 @@ class EngineRunner(Openable):
             InvalidRequest: its blocks stay where they are: it is no `TransferringEngine`.
         """
         self._holding()
-        assert isinstance(self._engine, TransferringEngine), "others move their blocks themselves"
+        assert transfers(self._engine), "others move their blocks themselves"
         return self._engine.memory
 
     def _holding(self) -> HoldingStepper:

@@ -19,7 +19,6 @@ from dynbus.spi import describe_exception, monotonic
 
 from .interface import (
     NO_EMBEDDINGS,
-    EmbeddingEngine,
     Engine,
     EngineLoad,
     EngineRequest,
@@ -29,6 +28,8 @@ from .interface import (
     StepFailed,
     Stepper,
     TransferringEngine,
+    embeds,
+    transfers,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class EngineStepper(ABC):
 
     @property
     def holds(self) -> bool:
-        return isinstance(self._engine, TransferringEngine)
+        return transfers(self._engine)
 
     def reserve(self, request_id: str, request: GenerateRequest) -> None:
         self._tell(request_id, lambda engine: engine.reserve(request_id, request), is_request=True)
@@ -93,7 +94,7 @@ class EngineStepper(ABC):
         self, name: str, command: Command[TransferringEngine], *, is_request: bool = False
     ) -> None:
         def run(engine: Engine) -> None:
-            assert isinstance(engine, TransferringEngine), "its caller has looked"
+            assert transfers(engine), "its caller has looked"
             command(engine)
 
         self._put(name, run, is_request=is_request)
@@ -109,7 +110,7 @@ class EngineStepper(ABC):
 
 def _is_idle(engine: Engine) -> bool:
     """Whether an engine without work has none since there is no request left in it."""
-    return not (isinstance(engine, TransferringEngine) and engine.is_waiting)
+    return not (transfers(engine) and engine.is_waiting)
 
 
 def _add(engine: Engine, request_id: str, request: EngineRequest) -> None:
@@ -120,7 +121,7 @@ def _add(engine: Engine, request_id: str, request: EngineRequest) -> None:
     """
     if isinstance(request, GenerateRequest):
         engine.add(request_id, request)
-    elif isinstance(engine, EmbeddingEngine):
+    elif embeds(engine):
         engine.add_embedding(request_id, request)
     else:
         raise ValueError(NO_EMBEDDINGS)

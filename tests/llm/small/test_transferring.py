@@ -11,7 +11,7 @@ from tests.llm.small import references
 from tests.llm.small.decoders import BACKENDS
 from tests.llm.small.test_engine import SMALL, engine, run, tokens_of
 
-from dynbus.llm.engine.interface import Held, TransferringEngine
+from dynbus.llm.engine.interface import Held, transfers
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.small import SmallEngine
 from dynbus.llm.small.engine import BackendName
@@ -94,7 +94,7 @@ def test_a_prompt_of_another_engine_is_continued_with_the_same_tokens(
 
     items = through_two(prefill, decode, requests)
 
-    assert isinstance(decode, TransferringEngine)
+    assert transfers(decode)
     for name, each in wanted.items():
         assert tokens_of(items[name]) == tokens_of(each)
         assert [item.logprobs for item in items[name]] == [item.logprobs for item in each]
