@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from dynbus.spi import TOKEN
+from dynbus import ConfigError
+from dynbus.spi import check_token
 
 EVENTS: Final = "_kv"
 RESYNC: Final = "_kv_resync"
@@ -49,9 +50,10 @@ def kv_snapshot_bucket(namespace: str) -> str:
     a digest of it.
     """
     name = f"DYNBUS_SNAPSHOTS_{namespace}"
-    if TOKEN.fullmatch(name):
-        return name
-    return f"{name[:46]}_{hashlib.blake2s(namespace.encode(), digest_size=8).hexdigest()}"
+    try:
+        return check_token("bucket", name)
+    except ConfigError:
+        return f"{name[:46]}_{hashlib.blake2s(namespace.encode(), digest_size=8).hexdigest()}"
 
 
 def kv_election_subject(namespace: str, component: str) -> str:

@@ -8,8 +8,7 @@ from typing import Final
 
 import anyio
 
-from dynbus import InstanceName
-from dynbus.spi import Bus, Metrics, Openable, Readings
+from dynbus.spi import Bus, InstanceName, Metrics, Openable, Readings
 
 LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks."""

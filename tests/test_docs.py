@@ -27,7 +27,7 @@ from dynbus import cli
 from dynbus.actors.calling import options
 from dynbus.actors.calling.routing import RoutingName
 from dynbus.actors.declaring import handlers
-from dynbus.actors.declaring.resume import MIGRATION_LIMIT
+from dynbus.actors.declaring.resume import ResumeRule
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ERRORS, STATUS_CODES
@@ -498,7 +498,7 @@ def test_every_option_of_a_handler_is_documented_with_its_default() -> None:
     special = {
         "name": "the method's name",
         "timeout": f"{DEFAULT_TIMEOUT} for unary, none for streams",
-        "migration_limit": f"{MIGRATION_LIMIT} with resume, else 0",
+        "migration_limit": f"{ResumeRule.MIGRATION_LIMIT} with resume, else 0",
         "resume": "none",
     }
     assert documented == {

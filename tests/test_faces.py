@@ -15,6 +15,9 @@ from types import ModuleType
 import pytest
 from tests.test_docs import BLOCKS
 
+import dynbus
+from dynbus.bus.errors import ERRORS
+
 ROOT = Path(__file__).parents[1]
 FACES = (
     "dynbus",
@@ -46,6 +49,17 @@ def modules_of(program: str) -> Iterator[str]:
         yield from (name for name in names if name.partition(".")[0] == "dynbus")
 
 
+def names_of(program: str, face: str) -> Iterator[str]:
+    """The names that a program, or a part of one, takes from a face."""
+    try:
+        parsed = ast.parse(program)
+    except SyntaxError:
+        return
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.ImportFrom) and node.module == face:
+            yield from (alias.name for alias in node.names)
+
+
 def value_of(face: ModuleType, name: str) -> object:
     """What a face lists, imported where it is a module that nobody has asked for yet."""
     if hasattr(face, name):
@@ -68,6 +82,16 @@ def test_the_guides_import_faces_only() -> None:
     }
 
     assert taken == set()
+
+
+def test_what_dynbus_exports_is_what_programs_are_written_with() -> None:
+    programs = [block.text for block in BLOCKS if block.language == "python"]
+    programs += [path.read_text() for path in PROGRAMS]
+    programs += [path.read_text() for path in (ROOT / "tests" / "typing").glob("*.py")]
+    taken = {name for program in programs for name in names_of(program, "dynbus")}
+
+    # What packages alone need is in `dynbus.spi`. Errors are for whoever may meet them.
+    assert set(dynbus.__all__) - taken - set(ERRORS) == set()
 
 
 @pytest.mark.parametrize("name", FACES)

@@ -30,9 +30,6 @@ from dynbus.bus.errors import DynbusError, ResumeMismatch, StreamLost, describe_
 RESUME_BYTES: Final = 4 << 20
 """Bytes of accepted items that are kept of one stream, so that it can go on with them."""
 
-RESUME_WAIT: Final = 10.0
-"""Seconds for which a stream that lost its instance waits for another one."""
-
 MOST_MARKS: Final = 1024
 """Digests on the way that a replay compares with, at most."""
 

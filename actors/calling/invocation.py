@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
+from dynbus.actors.declaring.resume import ResumeRule
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
@@ -34,7 +35,7 @@ from dynbus.bus.protocol.tokens import jitter, random_id
 
 from .attempt import Attempt
 from .client_side import ClientSide
-from .continuation import RESUME_WAIT, Continuation, Resume
+from .continuation import Continuation, Resume
 from .options import CallOptions
 from .retry_policy import (
     FailedAttempt,
@@ -471,7 +472,7 @@ class Invocation:
         wait = self.options.get("wait") or 0.0
         # A process that hears nobody does not know who is there.
         if self._moves or self.side.bus.heartbeats.hears_nobody:
-            wait = max(wait, RESUME_WAIT)
+            wait = max(wait, ResumeRule.WAIT)
         if not wait:
             return 0.0
         now = monotonic()

@@ -62,6 +62,10 @@ class RouteRequest(NamedTuple):
 class RouteObserver(Protocol):
     """Is told how an attempt goes that a router has chosen an instance for.
 
+    One that has a method `arrived(self, items: Sequence[bytes]) -> bool` also sees what reaches the
+    caller: the next items of a stream, or the unary result, as JSON; after `first_item`. It says
+    whether it wants to see more. Streams are read faster once it does not.
+
     The methods are called on the loop of the call, so they return at once. What one raises is
     logged and does not harm the call.
     """
@@ -85,24 +89,11 @@ class RouteObserver(Protocol):
         ...
 
 
-class ItemObserver(RouteObserver, Protocol):
-    """An observer that also sees what reaches the caller."""
-
-    def arrived(self, items: Sequence[bytes]) -> bool:
-        """The next items of a stream, or the unary result, as JSON; after `first_item`.
-
-        Returns:
-            Whether it wants to see more. Streams are read faster once it does not.
-        """
-        ...
-
-
 class Route(NamedTuple):
     """A router's choice together with who is told how it goes.
 
     Attributes:
         instance_id: of one of the offered instances.
-        observer: sees the items as well when it has the method of an `ItemObserver`.
         metadata: added to the metadata of the call for this attempt alone; of a key that both
             have, this value counts.
     """

@@ -12,8 +12,6 @@ from dynbus.bus.errors import ConfigError
 from .brief_repr import brief_repr
 
 REPLAY: Final = "replay"
-MIGRATION_LIMIT: Final = 3
-"""How often a stream moves that says how it goes on, unless it says how often."""
 
 ResumeFunction = Callable[[Any, list[Any]], Any]
 """Of the request and the accepted items: the request to go on with, `ResumeParts` of several, or
@@ -28,7 +26,15 @@ class ResumeParts(NamedTuple):
 
 
 class ResumeRule(ABC):
-    """A `ResumeFunction` for a client of which not each stream goes on."""
+    """A `ResumeFunction` for a client of which not each stream goes on.
+
+    Attributes:
+        MIGRATION_LIMIT: how often a stream moves that goes on, unless it is said how often.
+        WAIT: seconds for which one that lost its instance waits for another.
+    """
+
+    MIGRATION_LIMIT: Final = 3
+    WAIT: Final = 10.0
 
     @abstractmethod
     def __call__(self, request: Any, items: list[Any]) -> Any:
@@ -53,11 +59,11 @@ def checked_limit(label: str, limit: Any, *, resumes: bool) -> int:
         ConfigError: it is no number, or below 0.
     """
     if limit is None:
-        return MIGRATION_LIMIT if resumes else 0
+        return ResumeRule.MIGRATION_LIMIT if resumes else 0
     if type(limit) is not int or limit < 0:
         raise ConfigError(
             f"{label}: migration_limit={brief_repr(limit)} must be 0 or more, or None for "
-            f"{MIGRATION_LIMIT} with resume= and 0 without"
+            f"{ResumeRule.MIGRATION_LIMIT} with resume= and 0 without"
         )
     return limit
 

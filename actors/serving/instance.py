@@ -22,7 +22,7 @@ import anyio
 from dynbus.bus.background import Background, Work
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import unix_time
-from dynbus.bus.context import inside_instance
+from dynbus.bus.context import current_instance, inside_instance
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, InstanceName
@@ -113,9 +113,12 @@ class ServedInstance:
         announced: whether it can be found and called.
         broken: why it cannot serve any longer, as `report_broken` was told; empty while it can.
         stopped: set when it has ended, `on_stop` included.
+        current_name: the name of the instance whose code is running: a handler, `on_start`, a task
+            that one of them began; None elsewhere.
     """
 
     endpoint = staticmethod(make_endpoint)
+    current_name = staticmethod(current_instance)
 
     def __init__(
         self,

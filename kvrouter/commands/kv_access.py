@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from dynbus import ConfigError, InstanceName, Unavailable
+from dynbus import ConfigError, Unavailable
 from dynbus.kvrouter.names import kv_event_stream
 from dynbus.kvrouter.routing.profiles import BLOCK_SIZE_KEY
 from dynbus.kvrouter.stream.history import (
@@ -20,6 +20,7 @@ from dynbus.kvrouter.stream.history import (
 )
 from dynbus.kvrouter.stream.snapshots import SnapshotStore
 from dynbus.spi import (
+    InstanceName,
     JetStream,
     NoStream,
     check_token,

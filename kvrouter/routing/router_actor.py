@@ -19,14 +19,12 @@ from dynbus import (
     EndpointName,
     Option,
     Relay,
-    RelayedStream,
-    ResumeRule,
     Stream,
     context,
     handler,
     takes,
 )
-from dynbus.spi import MIGRATION_LIMIT, Endpoint, ReplyPort, monotonic
+from dynbus.spi import Endpoint, RelayedStream, ReplyPort, ResumeRule, monotonic
 
 from . import token_rule
 from .config import RouterConfig
@@ -53,7 +51,7 @@ class RouterActorOptions(RouterConfig):
             "drains or raises `Migrate`, where its caller could go on with it as well; 0 for never",
             least=0,
         ),
-    ] = MIGRATION_LIMIT
+    ] = ResumeRule.MIGRATION_LIMIT
 
 
 class _RestOfTokens(ResumeRule):

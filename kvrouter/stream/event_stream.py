@@ -17,7 +17,7 @@ from dynbus import ConfigError
 from dynbus.kvrouter.events import HEADER, EventBatch, InvalidEvents, decode_events
 from dynbus.kvrouter.names import AWARENESS, PUBLISHED, kv_event_stream, kv_event_subject
 from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
-from dynbus.spi import TOKEN, JetStream, StoredMessage, StreamConfig, StreamLimits, check_token
+from dynbus.spi import JetStream, StoredMessage, StreamConfig, StreamLimits, check_token
 
 from .awareness import decode_awareness, encode_awareness
 
@@ -176,7 +176,11 @@ class RefusedEvents(NamedTuple):
 def subject_rank(subject: str) -> Rank | None:
     """The rank that a subject of events names; None if it names none."""
     tokens = subject.split(".")
-    if len(tokens) != _TOKENS or not TOKEN.fullmatch(tokens[3]):
+    if len(tokens) != _TOKENS:
+        return None
+    try:
+        check_token("instance", tokens[3])
+    except ConfigError:
         return None
     dp_rank = int(tokens[4]) if tokens[4].isascii() and tokens[4].isdecimal() else -1
     return Rank(tokens[3], dp_rank) if tokens[4] == str(dp_rank) else None

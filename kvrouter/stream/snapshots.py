@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dynbus import DynbusError
+from dynbus import ConfigError, DynbusError
 from dynbus.kvrouter.names import kv_event_stream, kv_snapshot_bucket
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index
 from dynbus.spi import (
-    TOKEN,
     JetStream,
     NoObject,
     NoStream,
@@ -105,9 +104,10 @@ def read_info(found: ObjectInfo, stream: str) -> SnapshotInfo | None:
     """What an object's record says of a snapshot of `stream`; None for any other object."""
     component, _, sequence = found.name.partition("/")
     fields = found.headers
-    if not TOKEN.fullmatch(component) or fields.get(STREAM_KEY) != stream:
+    if fields.get(STREAM_KEY) != stream:
         return None
     try:
+        check_token("component", component)
         return SnapshotInfo(
             component,
             Coverage(float(fields[CREATED_KEY]), int(sequence)),
@@ -116,7 +116,7 @@ def read_info(found: ObjectInfo, stream: str) -> SnapshotInfo | None:
             int(fields[BLOCKS_KEY]),
             int(fields[INSTANCES_KEY]),
         )
-    except (KeyError, ValueError):
+    except (ConfigError, KeyError, ValueError):
         return None
 
 

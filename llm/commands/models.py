@@ -139,9 +139,9 @@ def bind(name: str, components: tuple[str, ...], nats: str | None) -> None:
 
     Cards of others are passed over from now on. It stays until `dynbus models unbind`.
     """
-    from dynbus import ComponentName
     from dynbus.llm.models.card import check_name
     from dynbus.llm.models.names import Names
+    from dynbus.spi import ComponentName
 
     given = tuple(map(ComponentName.parse, components))
     check_name(name)

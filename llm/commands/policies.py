@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 
 from dynbus import ConfigError
-from dynbus.spi import put_first_on_path
 
 
 def policy_names(text: str) -> list[str]:
@@ -19,13 +20,13 @@ def policy_names(text: str) -> list[str]:
     Raises:
         ConfigError: it names none, or a file that is not there.
     """
-    put_first_on_path(os.getcwd())
+    _look_first_in(os.getcwd())
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"--policy {text!r} names no policy")
     files = {name: file for name in names if (file := _file_of(name)) is not None}
     for file in files.values():
-        put_first_on_path(str(file.parent))
+        _look_first_in(str(file.parent))
     for name, file in files.items():
         found = find_spec(file.stem)
         if found is None or found.origin is None or not file.samefile(found.origin):
@@ -36,6 +37,11 @@ def policy_names(text: str) -> list[str]:
     return [
         f"{files[name].stem}:{name.partition(':')[2]}" if name in files else name for name in names
     ]
+
+
+def _look_first_in(folder: str) -> None:
+    sys.path.insert(0, folder)
+    invalidate_caches()
 
 
 def _file_of(name: str) -> Path | None:

@@ -10,9 +10,8 @@ import click
 from dynbus.spi import terminal
 
 if TYPE_CHECKING:
-    from dynbus import ComponentName, InstanceName
     from dynbus.llm.disaggregated.settings import DisaggregationSettings, StoredSettings
-    from dynbus.spi import JetStream
+    from dynbus.spi import ComponentName, InstanceName, JetStream
 
 T = TypeVar("T")
 
@@ -92,8 +91,8 @@ def _carry_out(
     nats: str | None,
 ) -> None:
     """Read or change the record of a component, and show what holds then."""
-    from dynbus import ComponentName
     from dynbus.llm.disaggregated.settings import read_own_settings
+    from dynbus.spi import ComponentName
 
     at = ComponentName.parse(component)
 

@@ -13,9 +13,9 @@ from typing import Final, Literal, Self, TypeAlias
 import anyio
 import msgspec
 
-from dynbus import InstanceName, Runtime
+from dynbus import Runtime
 from dynbus.kvrouter import CacheMirror, KvEvent, KvEventPublisher
-from dynbus.spi import Endpoint, ServedInstance, monotonic
+from dynbus.spi import Endpoint, InstanceName, ServedInstance, monotonic
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,11 @@ from typing import (
 import anyio
 import msgspec
 
-from dynbus import ComponentName, ConfigError, DynbusError, InstanceName, Option, Unavailable
+from dynbus import ConfigError, DynbusError, Option, Unavailable
 from dynbus.spi import (
     Bus,
+    ComponentName,
+    InstanceName,
     JetStream,
     NoStream,
     OrderedConsumer,

@@ -15,10 +15,8 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from dynbus import (
-    ComponentName,
     ConfigError,
     EndpointName,
-    InstanceName,
     InvalidRequest,
     Option,
     Reply,
@@ -41,7 +39,7 @@ from dynbus.llm.hand_over.source import Granter, Leases, Source
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.tiers.tiers import check_comparable
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
-from dynbus.spi import ServedInstance
+from dynbus.spi import ComponentName, InstanceName, ServedInstance
 from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
 
 from .choosing import FIELDS, PrefillChoice

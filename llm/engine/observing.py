@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynbus import InstanceName
 from dynbus.llm.watching import InstanceWatch
-from dynbus.spi import Bus, Metrics, Readings
+from dynbus.spi import Bus, InstanceName, Metrics, Readings
 
 from .interface import EngineLimits, EngineLoad
 from .runner import EngineRunner

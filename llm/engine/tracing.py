@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dynbus import InstanceName
-from dynbus.spi import Telemetry, monotonic, unix_time
+from dynbus.spi import InstanceName, Telemetry, monotonic, unix_time
 
 from .interface import EngineRequest, Step
 

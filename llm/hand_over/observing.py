@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
-from dynbus import InstanceName
 from dynbus.llm.watching import InstanceWatch
-from dynbus.spi import Bus, Metrics, Readings, Telemetry, monotonic, unix_time
+from dynbus.spi import Bus, InstanceName, Metrics, Readings, Telemetry, monotonic, unix_time
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Final
 
-from dynbus import ComponentName, DynbusError
-from dynbus.spi import JetStream, NoStream, StreamConfig, StreamLimits, read_latest
+from dynbus import DynbusError
+from dynbus.spi import ComponentName, JetStream, NoStream, StreamConfig, StreamLimits, read_latest
 
 MAX_ARTEFACT_BYTES: Final = 32 * 1024 * 1024
 PIECE_BYTES: Final = 128 * 1024

@@ -13,7 +13,7 @@ import msgspec
 from dynbus import ConfigError, EndpointName
 from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.parsing.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
-from dynbus.spi import MIGRATION_LIMIT
+from dynbus.spi import ResumeRule
 
 VERSION: Final = 1
 MAX_NAME: Final = 256
@@ -108,7 +108,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     types: list[str]
     context_length: int | None = None
     kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
-    migration_limit: int = MIGRATION_LIMIT
+    migration_limit: int = ResumeRule.MIGRATION_LIMIT
     user_data: dict[str, Any] | None = None
     default_sampling: DefaultSampling = DefaultSampling()
     pooling: str = ""

@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus import ComponentName, ConfigError, DynbusError, EndpointName, PermissionDenied
+from dynbus import ConfigError, DynbusError, EndpointName, PermissionDenied
 from dynbus.spi import (
+    ComponentName,
     JetStream,
     NoStream,
     StoredMessage,

@@ -13,15 +13,8 @@ from weakref import WeakKeyDictionary
 import anyio
 import msgspec
 
-from dynbus import (
-    ComponentName,
-    ConfigError,
-    DynbusError,
-    EndpointName,
-    PermissionDenied,
-    Unavailable,
-)
-from dynbus.spi import Bus, Discovery, LeasedRecord, StoredMessage, monotonic
+from dynbus import ConfigError, DynbusError, EndpointName, PermissionDenied, Unavailable
+from dynbus.spi import Bus, ComponentName, Discovery, LeasedRecord, StoredMessage, monotonic
 
 from .artefacts import Artefacts
 from .card import ModelCard, differences

@@ -14,12 +14,12 @@ import msgspec
 
 from dynbus import ConfigError, DynbusError, EndpointName
 from dynbus.spi import (
-    TOKEN,
     JetStream,
     NoStream,
     StoredMessage,
     StreamConfig,
     StreamLimits,
+    check_token,
     read_latest,
 )
 
@@ -90,10 +90,11 @@ def card_of(message: StoredMessage) -> StoredCard | None:
     where, _, owner = message.subject.removeprefix(f"$KV.{CARDS_BUCKET}.").rpartition(".")
     try:
         endpoint = EndpointName.parse(where.rpartition(".")[0])
+        check_token("owner", owner)
     except ConfigError:
         return None
     card = decode_card(message.data, endpoint)
-    if card is None or owner == ADDED or not TOKEN.fullmatch(owner):
+    if card is None or owner == ADDED:
         return None
     if card_subject(endpoint, card.name, owner) != message.subject:
         return None

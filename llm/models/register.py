@@ -10,11 +10,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import msgspec
 
-from dynbus import Actor, ConfigError, EndpointAddress, EndpointName
+from dynbus import Actor, ConfigError, EndpointName
 from dynbus.llm.embedding import Pooling
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import DefaultSampling
-from dynbus.spi import MIGRATION_LIMIT, unix_time
+from dynbus.spi import EndpointAddress, ResumeRule, unix_time
 
 from .artefacts import MAX_ARTEFACT_BYTES, digest_of
 from .card import (
@@ -80,7 +80,7 @@ async def register_llm(
     *,
     context_length: int | None = None,
     kv_cache_block_size: int | None = None,
-    migration_limit: int = MIGRATION_LIMIT,
+    migration_limit: int = ResumeRule.MIGRATION_LIMIT,
     user_data: Mapping[str, Any] | None = None,
     default_sampling: Mapping[str, float] | Literal["openai"] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import anyio
 import msgspec
 
-from dynbus import ConfigError, Instance, InstanceName, Runtime
+from dynbus import ConfigError, Instance, Runtime
 from dynbus.kvrouter import (
     Candidate,
     Decision,
@@ -20,7 +20,7 @@ from dynbus.kvrouter import (
     read_profile,
 )
 from dynbus.llm.models.card import ModelCard, ModelType
-from dynbus.spi import Bus, InstanceReport, Message, monotonic, random_id, unix_time
+from dynbus.spi import Bus, InstanceName, InstanceReport, Message, monotonic, random_id, unix_time
 
 LATEST: Final = 20
 """Decisions that are shown of each model."""

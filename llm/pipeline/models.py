@@ -16,10 +16,8 @@ from dynbus import (
     DynbusError,
     EndpointName,
     Instance,
-    InstanceName,
     NoInstances,
     Relay,
-    Routing,
     Runtime,
     Unavailable,
 )
@@ -28,7 +26,14 @@ from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound
 from dynbus.llm.text.text_model import TextModel
-from dynbus.spi import RESUME_WAIT, Background, describe_exception, monotonic
+from dynbus.spi import (
+    Background,
+    InstanceName,
+    ResumeRule,
+    describe_exception,
+    make_router,
+    monotonic,
+)
 
 from . import RoutingChoice
 from .open_model import OpenModel
@@ -278,7 +283,7 @@ class Models:
                 if serving.leaving.is_set():
                     logger.info("the model %s is no longer served", serving.card.name)
                     # For so long its last requests wait for an instance that goes on with them.
-                    await anyio.sleep(RESUME_WAIT)
+                    await anyio.sleep(ResumeRule.WAIT)
             wait = min(2 * wait, MAX_RETRY_DELAY)
 
     async def _try_to_open(self, serving: _Serving, exits: AsyncExitStack) -> None:
@@ -315,11 +320,11 @@ class Models:
             limits = limits._replace(longest_token=longest)
         endpoint = EndpointName.parse(card.endpoint)
         router: KvRouter | None = None
-        routing: Routing = "least_loaded"
+        routing = make_router("least_loaded")
         instances = await self._instances(endpoint, card.lora_name)
         prompts = await self._prompt_reader(card, endpoint, instances)
         if self._routing != "auto" and self._routing != "kv":
-            routing = self._routing
+            routing = make_router(self._routing)
         elif prompts is not None or (
             text is not None
             and card.type & WITH_PREFIXES

@@ -12,8 +12,8 @@ from typing import Final
 
 import anyio
 
-from dynbus import InstanceName, Runtime
-from dynbus.spi import Message, monotonic, random_id, task_group
+from dynbus import Runtime
+from dynbus.spi import InstanceName, Message, monotonic, random_id, task_group
 
 ASK_INTERVAL: Final = 1.0
 """Seconds between two questions."""

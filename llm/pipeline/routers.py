@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from dynbus import Instance, NoInstances, Route, RouteRequest, Routing, Runtime
+from dynbus import Instance, NoInstances, Route, Router, RouteRequest, Runtime
 from dynbus.kvrouter import KvRouter, RouterConfig, open_router, profiles
-from dynbus.spi import Background, make_router
+from dynbus.spi import Background
 
 
 class _Shared:
@@ -94,9 +94,9 @@ def has_adapter(instance: Instance, lora_name: str) -> bool:
 class AdapterRouting:
     """Routes the requests with an adapter among the instances that have loaded it."""
 
-    def __init__(self, lora_name: str, routing: Routing) -> None:
+    def __init__(self, lora_name: str, router: Router) -> None:
         self._lora_name = lora_name
-        self._router = make_router(routing)
+        self._router = router
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str | Route:
         """See `Router.route`.

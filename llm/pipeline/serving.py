@@ -24,7 +24,6 @@ from dynbus import (
     InvalidRequest,
     InvalidResponse,
     Relay,
-    RelayedStream,
     StreamLost,
 )
 from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
@@ -32,7 +31,7 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 from dynbus.llm.openai.reading import read_answer
-from dynbus.spi import describe_exception
+from dynbus.spi import RelayedStream, describe_exception
 
 from .preparing import Prepared
 

@@ -39,7 +39,7 @@ from dynbus.llm.models.card import (
 )
 from dynbus.llm.models.register import register_adapter, register_llm
 from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
-from dynbus.spi import MIGRATION_LIMIT, Work, monotonic
+from dynbus.spi import ResumeRule, Work, monotonic
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
 from .events import EventReader
@@ -132,7 +132,7 @@ class OpenAiOptions(Options):
     migration_limit: Annotated[
         int,
         Option("how often a request that has no output yet may go to another server", least=0),
-    ] = MIGRATION_LIMIT
+    ] = ResumeRule.MIGRATION_LIMIT
 
     def check(self) -> None:
         super().check()

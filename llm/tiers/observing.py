@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynbus import InstanceName
 from dynbus.llm.hand_over.source import Source
 from dynbus.llm.watching import InstanceWatch
-from dynbus.spi import Bus, Metrics, Readings
+from dynbus.spi import Bus, InstanceName, Metrics, Readings
 from dynbus.transfer import ChecksumMismatch
 
 from .fetching import PrefixFetcher

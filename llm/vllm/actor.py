@@ -18,17 +18,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from dynbus import (
-    ComponentName,
-    ConfigError,
-    InvalidRequest,
-    Option,
-    Reply,
-    Unavailable,
-    context,
-    handler,
-    takes,
-)
+from dynbus import ConfigError, InvalidRequest, Option, Reply, Unavailable, context, handler, takes
 from dynbus.kvrouter import profiles
 from dynbus.llm.disaggregated.roles import Role
 from dynbus.llm.disaggregated.settings import DisaggregationOption, DisaggregationSettings
@@ -44,7 +34,7 @@ from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.served_model import LOADING, ServedModel, ServedModelOptions
-from dynbus.spi import monotonic, task_group
+from dynbus.spi import ComponentName, monotonic, task_group
 
 from .engine import VllmEngine
 from .handing_over import ConnectorKeeper, HandedOver, HandOver, KvIdentity

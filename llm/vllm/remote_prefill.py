@@ -20,11 +20,9 @@ import msgspec
 
 from dynbus import (
     Cancelled,
-    ComponentName,
     ConfigError,
     DeadlineExceeded,
     DynbusError,
-    InstanceName,
     InvalidRequest,
     NoInstances,
     Runtime,
@@ -39,7 +37,7 @@ from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.mover import Part
 from dynbus.llm.hand_over.observing import HandOverFigures, TransferSpans
 from dynbus.llm.hand_over.sink import Limits, Receiving, Sink
-from dynbus.spi import describe_exception
+from dynbus.spi import ComponentName, InstanceName, describe_exception
 from dynbus.transfer import LeaseLost
 
 from .engine import ConnectorTicket, VllmEngine, drawn_alike

@@ -3,28 +3,22 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dynbus.actors.calling.clients import Call, EndpointAddress, EndpointClient, with_options
+    from dynbus.actors.calling.clients import Call, EndpointClient, with_options
     from dynbus.actors.calling.dependencies import depends
     from dynbus.actors.calling.options import call_options
-    from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
+    from dynbus.actors.calling.relay import Arrival, Relay
     from dynbus.actors.calling.routing import (
-        ItemObserver,
-        LeastLoaded,
         Load,
-        PowerOfTwo,
-        Random,
-        RoundRobin,
         Route,
         RouteObserver,
         Router,
         RouteRequest,
-        Routing,
     )
     from dynbus.actors.calling.stream import Stream
     from dynbus.actors.declaring.handlers import handler
     from dynbus.actors.declaring.json_object import JsonObject
     from dynbus.actors.declaring.reply import Reply, push_each
-    from dynbus.actors.declaring.resume import ResumeParts, ResumeRule
+    from dynbus.actors.declaring.resume import ResumeParts
     from dynbus.actors.declaring.specification import Option, Options, takes
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.bus.config import BusConfig
@@ -49,7 +43,7 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownOutcome,
     )
-    from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
+    from dynbus.bus.protocol.names import EndpointName
     from dynbus.bus.records.instance_view import Instance
     from dynbus.bus.work_queue import Job, JobEnd, Taker, WorkQueue, WorkQueueConfig
 
@@ -60,25 +54,20 @@ __all__ = [
     "BusConfig",
     "Call",
     "Cancelled",
-    "ComponentName",
     "ConfigError",
     "Context",
     "DeadlineExceeded",
     "Draining",
     "DynbusError",
-    "EndpointAddress",
     "EndpointClient",
     "EndpointName",
     "HandlerError",
     "Instance",
-    "InstanceName",
     "InvalidRequest",
     "InvalidResponse",
-    "ItemObserver",
     "Job",
     "JobEnd",
     "JsonObject",
-    "LeastLoaded",
     "Load",
     "Migrate",
     "NoInstances",
@@ -87,21 +76,15 @@ __all__ = [
     "Overloaded",
     "PayloadTooLarge",
     "PermissionDenied",
-    "PowerOfTwo",
-    "Random",
     "ReaderStalled",
     "Relay",
-    "RelayedStream",
     "Reply",
     "ResumeMismatch",
     "ResumeParts",
-    "ResumeRule",
-    "RoundRobin",
     "Route",
     "RouteObserver",
     "RouteRequest",
     "Router",
-    "Routing",
     "Runtime",
     "Stream",
     "StreamLost",

@@ -8,17 +8,17 @@ is told in `docs/spi.md`: what it promises, which errors it raises, and from whe
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dynbus.actors.calling.continuation import RESUME_WAIT
+    from dynbus.actors.calling.clients import EndpointAddress
     from dynbus.actors.calling.dependencies import ClientDependency
+    from dynbus.actors.calling.relay import RelayedStream
     from dynbus.actors.calling.routing import make_router
     from dynbus.actors.commands.flags import flags
     from dynbus.actors.commands.program import program_runtime
     from dynbus.actors.declaring.brief_repr import brief_repr
     from dynbus.actors.declaring.handlers import HandlerSpec
-    from dynbus.actors.declaring.resume import MIGRATION_LIMIT
+    from dynbus.actors.declaring.resume import ResumeRule
     from dynbus.actors.placing.cores import usable_cores
     from dynbus.actors.running.config_file import ActorConfigs
-    from dynbus.actors.running.loader import put_first_on_path
     from dynbus.actors.serving.instance import ServedInstance
     from dynbus.bus.background import Background, Openable, Work, task_group
     from dynbus.bus.bus import Bus
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from dynbus.bus.commands.survey import InstanceReport
     from dynbus.bus.commands.terminal import terminal
     from dynbus.bus.config import is_loopback, suggestion
-    from dynbus.bus.context import current_instance
     from dynbus.bus.errors import describe_exception
     from dynbus.bus.extras import how_to_install
     from dynbus.bus.lazy_exports import lazy_exports
     from dynbus.bus.protocol.endpoint import Endpoint
-    from dynbus.bus.protocol.names import TOKEN, check_token
+    from dynbus.bus.protocol.names import ComponentName, InstanceName, check_token
     from dynbus.bus.protocol.reply_port import ReplyPort
     from dynbus.bus.protocol.server_clock import ServerClock
     from dynbus.bus.protocol.tokens import random_id
@@ -60,19 +59,19 @@ if TYPE_CHECKING:
     from dynbus.bus.work_queue import NeededStream
 
 __all__ = [
-    "MIGRATION_LIMIT",
-    "RESUME_WAIT",
-    "TOKEN",
     "ActorConfigs",
     "Background",
     "Bus",
     "ClientDependency",
+    "ComponentName",
     "Connection",
     "Discovery",
     "Endpoint",
+    "EndpointAddress",
     "ExpiredRecords",
     "Failed",
     "HandlerSpec",
+    "InstanceName",
     "InstanceReport",
     "JetStream",
     "LeasedRecord",
@@ -87,7 +86,9 @@ __all__ = [
     "Openable",
     "OrderedConsumer",
     "Readings",
+    "RelayedStream",
     "ReplyPort",
+    "ResumeRule",
     "ServedInstance",
     "ServerClock",
     "StoredMessage",
@@ -100,7 +101,6 @@ __all__ = [
     "WrongLastSequence",
     "brief_repr",
     "check_token",
-    "current_instance",
     "describe_exception",
     "flags",
     "how_to_install",
@@ -110,7 +110,6 @@ __all__ = [
     "measure_process",
     "monotonic",
     "program_runtime",
-    "put_first_on_path",
     "random_id",
     "read_instances",
     "read_latest",
@@ -129,17 +128,17 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         homes={
-            "actors.calling.continuation": ("RESUME_WAIT",),
+            "actors.calling.clients": ("EndpointAddress",),
             "actors.calling.dependencies": ("ClientDependency",),
+            "actors.calling.relay": ("RelayedStream",),
             "actors.calling.routing": ("make_router",),
             "actors.commands.flags": ("flags",),
             "actors.commands.program": ("program_runtime",),
             "actors.declaring.brief_repr": ("brief_repr",),
             "actors.declaring.handlers": ("HandlerSpec",),
-            "actors.declaring.resume": ("MIGRATION_LIMIT",),
+            "actors.declaring.resume": ("ResumeRule",),
             "actors.placing.cores": ("usable_cores",),
             "actors.running.config_file": ("ActorConfigs",),
-            "actors.running.loader": ("put_first_on_path",),
             "actors.serving.instance": ("ServedInstance",),
             "bus.background": (
                 "Background",
@@ -158,12 +157,12 @@ if not TYPE_CHECKING:
                 "is_loopback",
                 "suggestion",
             ),
-            "bus.context": ("current_instance",),
             "bus.errors": ("describe_exception",),
             "bus.extras": ("how_to_install",),
             "bus.protocol.endpoint": ("Endpoint",),
             "bus.protocol.names": (
-                "TOKEN",
+                "ComponentName",
+                "InstanceName",
                 "check_token",
             ),
             "bus.protocol.reply_port": ("ReplyPort",),

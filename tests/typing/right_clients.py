@@ -14,23 +14,26 @@ from dynbus import (
     Actor,
     ActorInstance,
     Arrival,
+    BusConfig,
+    Call,
     Context,
     DynbusError,
     EndpointClient,
     EndpointName,
     Instance,
-    LeastLoaded,
+    JsonObject,
     Load,
-    PowerOfTwo,
-    Random,
     Relay,
     Reply,
-    RoundRobin,
+    ResumeParts,
     Route,
     RouteObserver,
     Router,
     RouteRequest,
     Runtime,
+    Stream,
+    WorkQueue,
+    WorkQueueConfig,
     call_options,
     context,
     depends,
@@ -38,6 +41,7 @@ from dynbus import (
     push_each,
     with_options,
 )
+from dynbus.spi import make_router
 
 
 class Prompt(BaseModel):
@@ -112,8 +116,10 @@ class Splitter(Actor, namespace="demo"):
         reply.push(Word(text=prompt.text))
 
     @staticmethod
-    def left_of(prompt: Prompt, words: list[Word]) -> Prompt | None:
-        return None if words else prompt
+    def left_of(prompt: Prompt, words: list[Word]) -> Prompt | ResumeParts | None:
+        if not words:
+            return ResumeParts([prompt, prompt])
+        return None if len(words) > 1 else prompt
 
     @handler
     async def repeat(self, prompt: Prompt = DEFAULT_PROMPT) -> str:
@@ -209,7 +215,7 @@ class Observing:
     """A router that gives an observer where it has one, and a policy for the rest."""
 
     def __init__(self) -> None:
-        self.otherwise = LeastLoaded()
+        self.otherwise = make_router("least_loaded")
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str | Route:
         assert_type(request.endpoint, EndpointName)
@@ -232,7 +238,7 @@ class Always:
         return Route(instances[0].id, observer)
 
 
-routers: list[Router] = [First(), Observing(), Always(), PowerOfTwo(), Random(), RoundRobin()]
+routers: list[Router] = [First(), Observing(), Always()]
 
 
 async def use_typed(runtime: Runtime) -> None:
@@ -303,10 +309,23 @@ async def use_untyped(runtime: Runtime) -> None:
     assert_type(client.instance_ids(), list[str])
     result: Any = await client.direct({"text": "a"}, "abc")
     assert result is not None
+    call: Call = client.direct({"text": "a"}, "abc")
+    assert_type(call.instance_id, str)
+    streamed: Stream[JsonObject] = await call
+    async for each in streamed:
+        assert_type(each["text"], Any)
     async for data in client.direct(b"{}", "abc").raw():
         assert len(data) > 0
     async for word in client.generate(Prompt(text="a")):
         assert word.text == word["text"]
+
+
+async def wait_in_a_queue(runtime: Runtime) -> None:
+    queue = WorkQueue(
+        runtime.bus, EndpointName.of("demo", "Printer", "print"), WorkQueueConfig(max_jobs=10)
+    )
+    await queue.put(b"a page", job_id="1")
+    assert_type(runtime.bus.config, BusConfig)
 
 
 async def serve() -> None:

@@ -12,16 +12,9 @@ from weakref import WeakSet
 
 import anyio
 
-from dynbus import (
-    ComponentName,
-    ConfigError,
-    EndpointAddress,
-    EndpointName,
-    Runtime,
-    Unavailable,
-)
+from dynbus import ConfigError, EndpointName, Runtime, Unavailable
 from dynbus import Context as CallContext
-from dynbus.spi import check_token, task_group
+from dynbus.spi import ComponentName, EndpointAddress, check_token, task_group
 
 from .clients import Annotated, Client, Responses
 from .handlers import Context, Translation, streaming_handler

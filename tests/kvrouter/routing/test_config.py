@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
-from dynbus.actors.declaring.resume import MIGRATION_LIMIT
+from dynbus.actors.declaring.resume import ResumeRule
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter import KvRouter, RequestFields, RouterActor, RouterConfig
 from dynbus.kvrouter.routing.config import RouterSettings
@@ -31,7 +31,7 @@ def test_an_actor_of_a_file_has_each_setting_as_an_argument() -> None:
 
     assert defaults(Front) == {
         "policies": (),
-        "migration_limit": MIGRATION_LIMIT,
+        "migration_limit": ResumeRule.MIGRATION_LIMIT,
         **{name: getattr(config, name) for name in NAMES},
     }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynbus import InstanceName
 from dynbus.llm.disaggregated.roles import ENDED_IDS, RoleIds
+from dynbus.spi import InstanceName
 
 
 def ids() -> RoleIds:

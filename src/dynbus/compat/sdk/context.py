@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from dynbus import Actor, InstanceName, Runtime
+from dynbus import Actor, Runtime
 from dynbus.compat.runtime import DistributedRuntime
-from dynbus.spi import current_instance
+from dynbus.spi import InstanceName, ServedInstance
 
 
 class Place:
@@ -42,7 +42,7 @@ def current_place() -> Place | None:
 
     On threads that nobody told, it is that of the process where there is only one.
     """
-    name = current_instance()
+    name = ServedInstance.current_name()
     if name is not None:
         return _places.get(name)
     known = list(_places.values())

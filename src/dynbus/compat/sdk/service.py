@@ -7,8 +7,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from dynbus import Actor, ComponentName, ConfigError, InstanceName, Runtime
-from dynbus.spi import ClientDependency, brief_repr, suggestion
+from dynbus import Actor, ConfigError, Runtime
+from dynbus.spi import ClientDependency, ComponentName, InstanceName, brief_repr, suggestion
 
 from .context import Place, current_place, make_place
 from .endpoints import ON_SHUTDOWN, ON_START, hooks, run_hook
