@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import pytest
 from tests.absent import run_without
-from tests.test_structure import trees
+from tests.test_structure import source_files
 
 from dynbus.bus.extras import EXTRAS
 
@@ -79,7 +79,7 @@ PARTS: Final = {
 
 
 def modules_of(part: Part) -> Iterator[str]:
-    for name in trees():
+    for name, _ in source_files():
         is_own = any(name == each or name.startswith(f"{each}.") for each in part.packages)
         if is_own and not is_below(name, LAB) and not is_below(name, NEED_MORE):
             yield name

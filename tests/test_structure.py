@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -56,22 +56,41 @@ def _module_name(parts: tuple[str, ...]) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+class Module(NamedTuple):
+    """What a source file says of itself; its syntax tree would be a burden on each test."""
+
+    is_package: bool
+    text: str
+    names: frozenset[str]
+    public: frozenset[str] | None
+    imports: Sequence[Import]
+
+
 @cache
-def trees() -> Mapping[str, tuple[ast.Module, bool]]:
-    """The syntax tree of each module, and whether it is a package."""
-    return {
-        name: (ast.parse(path.read_text()), path.name == "__init__.py")
-        for name, path in source_files()
-    }
+def modules() -> Mapping[str, Module]:
+    """All modules by name. It takes seconds: no test file asks as it is imported."""
+    names = {name for name, _ in source_files()}
+    return {name: _read(name, path, names) for name, path in source_files()}
 
 
-def imports_of(by: str) -> Iterator[Import]:
-    tree, is_package = trees()[by]
-    package = by if is_package else by.rpartition(".")[0]
+def _read(name: str, path: Path, modules: Collection[str]) -> Module:
+    tree = ast.parse(path.read_text())
+    is_package = path.name == "__init__.py"
+    package = name if is_package else name.rpartition(".")[0]
+    return Module(
+        is_package,
+        ast.get_docstring(tree) or "",
+        frozenset(_names(tree)),
+        _listed(tree),
+        tuple(_imports(tree, name, package, modules)),
+    )
+
+
+def _imports(tree: ast.Module, by: str, package: str, modules: Collection[str]) -> Iterator[Import]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name in trees():
+                if alias.name in modules:
                     yield Import(by, alias.name, "", node.lineno)
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
@@ -79,20 +98,41 @@ def imports_of(by: str) -> Iterator[Import]:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 module = ".".join([*above, module] if module else above)
             for alias in node.names:
-                if f"{module}.{alias.name}" in trees():
+                if f"{module}.{alias.name}" in modules:
                     yield Import(by, f"{module}.{alias.name}", "", node.lineno)
-                elif module in trees():
+                elif module in modules:
                     yield Import(by, module, alias.name, node.lineno)
 
 
-def public_names(module: str) -> set[str] | None:
+def _names(tree: ast.Module) -> Iterator[str]:
+    """What a module defines or imports, at whatever depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def _listed(tree: ast.Module) -> frozenset[str] | None:
     """What a module lists in `__all__`; None for one that lists nothing."""
-    for node in trees()[module][0].body:
+    for node in tree.body:
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
         ):
-            return set(ast.literal_eval(node.value))
+            return frozenset(ast.literal_eval(node.value))
     return None
+
+
+def imports_of(by: str) -> Sequence[Import]:
+    return modules()[by].imports
+
+
+def public_names(module: str) -> frozenset[str] | None:
+    return modules()[module].public
 
 
 def folder_of(module: str) -> str:
@@ -103,7 +143,7 @@ def folder_of(module: str) -> str:
 
 def is_public(module: str) -> bool:
     """Whether other folders may take from it: a package with a list, or a module on one."""
-    if trees()[module][1]:
+    if modules()[module].is_package:
         return public_names(module) is not None
     package, _, name = module.rpartition(".")
     return package in ("", "dynbus") or name in (public_names(package) or ())
@@ -117,13 +157,13 @@ def takes_public(taken: Import) -> bool:
         return True
     listed = public_names(taken.module)
     if listed is None:
-        return not trees()[taken.module][1] and not taken.name.startswith("_")
+        return not modules()[taken.module].is_package and not taken.name.startswith("_")
     return taken.name in listed
 
 
 def test_no_import_circle_is_left() -> None:
     graph = {
-        module: {taken.module for taken in imports_of(module)} - {module} for module in trees()
+        module: {taken.module for taken in imports_of(module)} - {module} for module in modules()
     }
 
     try:
@@ -144,15 +184,15 @@ def test_no_folder_has_more_files_than_a_reader_can_keep_in_mind() -> None:
 
 def test_each_module_says_its_subject_in_a_noun_phrase() -> None:
     """A question is nothing that a reader could search for."""
-    texts = {module: ast.get_docstring(tree) or "" for module, (tree, _) in trees().items()}
+    asking = {name for name, module in modules().items() if module.text.startswith(QUESTIONS)}
 
-    assert {module for module, text in texts.items() if text.startswith(QUESTIONS)} == set()
+    assert asking == set()
 
 
 def test_folders_take_only_public_names_from_each_other() -> None:
     taken = [
         str(one)
-        for module in trees()
+        for module in modules()
         for one in imports_of(module)
         if folder_of(one.by) != folder_of(one.module) != "dynbus" and not takes_public(one)
     ]
@@ -163,7 +203,7 @@ def test_folders_take_only_public_names_from_each_other() -> None:
 def test_packages_above_the_kernel_take_names_of_faces_alone() -> None:
     taken = [
         str(one)
-        for module in trees()
+        for module in modules()
         if folder_of(module) not in (*KERNEL, "dynbus")
         for one in imports_of(module)
         if folder_of(one.by) != folder_of(one.module)
@@ -176,7 +216,7 @@ def test_packages_above_the_kernel_take_names_of_faces_alone() -> None:
 def test_the_kernel_takes_nothing_of_what_is_above_it() -> None:
     taken = [
         str(one)
-        for module in trees()
+        for module in modules()
         if folder_of(module) in KERNEL
         for one in imports_of(module)
         if folder_of(one.module) not in KERNEL
@@ -195,27 +235,15 @@ def test_the_contract_of_the_kernel_can_be_kept_in_mind() -> None:
     assert len(public_names("dynbus.spi") or ()) <= MAX_SPI
 
 
-@pytest.mark.parametrize("module", sorted(m for m in trees() if public_names(m)))
-def test_whatever_is_listed_as_public_exists(module: str) -> None:
-    tree, is_package = trees()[module]
-    has = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            [alias.asname or alias.name for alias in node.names]
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            else [node.name]
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            else [target.id for target in node.targets if isinstance(target, ast.Name)]
-            if isinstance(node, ast.Assign)
-            else [node.target.id]
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-            else []
-        )
+def test_whatever_is_listed_as_public_exists() -> None:
+    missing = {
+        f"{name}.{listed}"
+        for name, module in modules().items()
+        for listed in (module.public or frozenset()) - module.names
+        if not (module.is_package and f"{name}.{listed}" in modules())
     }
-    modules = {name for name in public_names(module) or () if f"{module}.{name}" in trees()}
 
-    assert (public_names(module) or set()) - has - (modules if is_package else set()) == set()
+    assert missing == set()
 
 
 def test_each_example_is_checked_as_a_program_of_its_own() -> None:
