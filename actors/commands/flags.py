@@ -45,7 +45,7 @@ def _flag(each: DeclaredOption) -> Callable[[C], C]:
         settings |= {"multiple": True, "help": f"{settings['help']} Repeatable."}
     else:
         settings["type"] = _type(each, kind)
-        settings["show_default"] = True
+        settings["show_default"] = not each.is_secret
     if each.default is MISSING:
         settings["required"] = True
     else:

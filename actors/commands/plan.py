@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
@@ -10,9 +10,15 @@ import click
 import msgspec
 
 from dynbus.actors.declaring.actor import full_name
-from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys, is_from_file
+from dynbus.actors.declaring.arguments import (
+    build_arguments,
+    defaults,
+    extra_keys,
+    is_from_file,
+    secret_arguments,
+)
 from dynbus.actors.declaring.redaction import shown
-from dynbus.actors.declaring.service_args import SERVICE_KEY
+from dynbus.actors.declaring.service_args import SERVICE_KEY, ServiceArgs
 from dynbus.actors.placing.allotment import Place
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.planning import LoadedRun
@@ -53,8 +59,8 @@ def print_plan(
             "instances": a.service.workers,
             "on_crash": a.service.on_crash,
             "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},
-            "service": shown(a.service),
-            "arguments": _shown(_effective(a), origins),
+            "service": _shown_service(a.service),
+            "arguments": _shown(_effective(a), origins, secret_arguments(a.actor)),
             "extra": _shown(
                 {name: a.arguments[name] for name in extra_keys(a.actor, a.arguments)}, origins
             ),
@@ -138,11 +144,21 @@ def _effective(assignment: Assignment) -> dict[str, Any]:
     return defaults(assignment.actor) | given
 
 
-def _shown(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
+def _shown(
+    values: Mapping[str, Any], origins: Mapping[str, str], secrets: Collection[str] = ()
+) -> dict[str, Any]:
     return {
-        name: HIDDEN if is_from_file(name, origins.get(name, "")) else shown(value)
+        name: HIDDEN
+        if name in secrets or is_from_file(name, origins.get(name, ""))
+        else shown(value)
         for name, value in values.items()
     }
+
+
+def _shown_service(service: ServiceArgs) -> dict[str, Any]:
+    """How it is served, with its variables by their names alone."""
+    told = cast("dict[str, Any]", shown(service))
+    return told | {"environment": dict.fromkeys(service.environment, HIDDEN)}
 
 
 def _settings(row: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[_Setting]:

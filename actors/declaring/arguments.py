@@ -20,7 +20,7 @@ from dynbus.bus.telemetry.logs import HIDDEN
 
 from .codec import explain, holds_struct
 from .handlers import resolve_annotations
-from .redaction import shown, takes_secret
+from .redaction import is_marked, shown, takes_secret
 
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -78,6 +78,15 @@ def is_from_file(name: str, origin: str) -> bool:
     return origin.endswith(f"{name}{FILE_SUFFIX}")
 
 
+def secret_arguments(actor: type[Any]) -> frozenset[str]:
+    """The arguments whose annotations mark them as secrets: `Annotated[str, Field(repr=False)]`."""
+    if actor.__init__ is object.__init__:
+        return frozenset()
+    label = f"{actor.__name__}.__init__"
+    annotations = resolve_annotations(actor.__init__, label, include_extras=True)
+    return frozenset(name for name, one in annotations.items() if is_marked(one))
+
+
 def how_to_give(called: str, key: str) -> str:
     """What to do about a value that is missing, for messages."""
     variable = f"DYNBUS_{called.replace('-', '_')}__{key}=VALUE, "
@@ -114,13 +123,14 @@ def build_arguments(
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
         raise ConfigError(f"{called} needs {missing[0]!r}: {how_to_give(called, missing[0])}")
-    annotations = _annotations(actor)
+    annotations, secrets = _annotations(actor), secret_arguments(actor)
     return {
         name: _validate(
             name,
             value,
             _annotation_of(name, value, named, annotations),
             {name: f"{called}.{name}"} | dict(sources),
+            is_secret=name in secrets,
         )
         for name, value in given.items()
         if name not in extra
@@ -251,7 +261,9 @@ def _annotation_of(
     return type(default) if isinstance(default, bool | float | str) else None
 
 
-def _validate(name: str, value: Any, annotation: Any, sources: Mapping[str, str]) -> Any:
+def _validate(
+    name: str, value: Any, annotation: Any, sources: Mapping[str, str], *, is_secret: bool
+) -> Any:
     source = sources[name]
     if annotation is None:
         return read_text(value, source) if isinstance(value, Text) else value
@@ -268,7 +280,7 @@ def _validate(name: str, value: Any, annotation: Any, sources: Mapping[str, str]
         for key in path:
             part = part[key]
         source = sources[".".join((name, *path))]
-        hides = takes_secret(annotation) or is_from_file(name, source)
+        hides = is_secret or takes_secret(annotation) or is_from_file(name, source)
         told = HIDDEN if hides else shown(part)
         raise ConfigError(
             f"{source} = {told!r}: {_remedy(annotation, error, hides=hides)}"

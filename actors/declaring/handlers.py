@@ -48,17 +48,20 @@ class BytesDeclared(ConfigError):
     """Raised for a handler whose request or result holds bytes that JSON would not carry."""
 
 
-def resolve_annotations(function: Callable[..., Any], label: str) -> dict[str, Any]:
+def resolve_annotations(
+    function: Callable[..., Any], label: str, *, include_extras: bool = False
+) -> dict[str, Any]:
     """The resolved annotations of a function, by parameter; `return` is that of its result.
 
     Args:
         label: how the message names the function.
+        include_extras: whether what `Annotated` says beside a type is in it.
 
     Raises:
         ConfigError: one of them is a text that is no type here.
     """
     try:
-        return typing.get_type_hints(function)
+        return typing.get_type_hints(function, include_extras=include_extras)
     except Exception as error:  # noqa: BLE001 - annotations written as text are code of users
         raise ConfigError(
             f"{label}: an annotation cannot be resolved: {type(error).__name__}: {error}"

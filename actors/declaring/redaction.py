@@ -2,7 +2,8 @@
 credentials in URLs.
 
 A secret is marked by its type, pydantic's `SecretStr` or `SecretBytes`, or by `repr=False` of the
-field that has it. Nothing is guessed from names.
+field that has it; an argument by `Annotated[str, Field(repr=False)]`. Nothing is guessed from
+names.
 """
 
 from __future__ import annotations
@@ -20,11 +21,22 @@ from enum import Enum
 from fractions import Fraction
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import PurePath
-from typing import Any, Final, TypeAlias, cast, get_args, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    TypeAlias,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 from uuid import UUID
 
 import msgspec
 import pydantic
+from pydantic.fields import FieldInfo
 
 from dynbus.bus.telemetry.logs import HIDDEN, redact_url
 
@@ -48,6 +60,13 @@ def shown(value: Any) -> Json:
     by its type alone, since its `repr` may tell anything.
     """
     return _shown(value, 0)
+
+
+def is_marked(annotation: Any) -> bool:
+    """Whether an annotation has a field of pydantic's beside its type that is in no `repr`."""
+    return get_origin(annotation) is Annotated and any(
+        isinstance(each, FieldInfo) and not each.repr for each in get_args(annotation)[1:]
+    )
 
 
 def takes_secret(annotation: Any) -> bool:

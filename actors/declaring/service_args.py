@@ -37,7 +37,8 @@ class ServiceArgs:
         workers: the number of instances; 0 starts none.
         on_crash: what follows when an instance ends by itself.
         resources: what each instance needs of the machine.
-        environment: variables that the process of each instance has beside those of the run.
+        environment: variables that the process of each instance has beside those of the run. Their
+            values are not shown: variables hold tokens.
         enabled: whether its instances are announced on the bus.
     """
 
@@ -45,7 +46,7 @@ class ServiceArgs:
     workers: int = 1
     on_crash: OnCrash = "restart"
     resources: Resources = Resources()
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     enabled: bool = True
 
     def overridden(self, given: Mapping[str, Any], source: Callable[[str], str]) -> ServiceArgs:

@@ -39,6 +39,7 @@ from typing import (
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.telemetry.logs import HIDDEN
 
 P = ParamSpec("P")
 T = TypeVar("T", bound="Options")
@@ -87,12 +88,14 @@ class DeclaredOption:
     Attributes:
         kind: its type.
         default: `MISSING` where it must be given.
+        is_secret: whether it is in no `repr`, and so shown nowhere.
     """
 
     name: str
     kind: Any
     option: Option
     default: Any
+    is_secret: bool = False
 
     @property
     def plain_kind(self) -> Any:
@@ -145,7 +148,8 @@ class DeclaredOption:
         """
         if not _fits(value, self.kind) or not self._is_in_range(value):
             near = suggestion(str(value), self.choices) if self.choices else ""
-            raise ConfigError(f"{self.name}={value!r}{near}: give {self.wanted}")
+            told = HIDDEN if self.is_secret else f"{value!r}{near}"
+            raise ConfigError(f"{self.name}={told}: give {self.wanted}")
 
     def _is_in_range(self, value: Any) -> bool:
         option = self.option
@@ -160,7 +164,8 @@ class DeclaredOption:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of specifications. Each field has an `Option` in its annotation.
+    """Base of specifications. Each field has an `Option` in its annotation; a secret one is a
+    `field(repr=False)`, and shown nowhere.
 
     Not everyone runs a type checker, so the types of values are looked at as well.
 
@@ -213,7 +218,7 @@ def _declared(field: Field[Any], kind: Any) -> DeclaredOption:
     default = field.default
     if field.default_factory is not MISSING:
         default = field.default_factory()
-    return DeclaredOption(field.name, get_args(kind)[0], options[0], default)
+    return DeclaredOption(field.name, get_args(kind)[0], options[0], default, not field.repr)
 
 
 def _members(kind: Any) -> list[Any]:
@@ -286,6 +291,10 @@ def _signature(spec: type[Options], beside: str) -> inspect.Signature:
     for each in declared(spec):
         default = inspect.Parameter.empty if each.default is MISSING else each.default
         kind = each.option.as_text or each.kind
+        if each.is_secret:
+            import pydantic  # most commands need nothing of it
+
+            kind = Annotated[kind, pydantic.Field(repr=False)]
         parameters.append(own[each.name].replace(default=default, annotation=kind))
     if beside:
         parameters.append(inspect.Parameter(beside, inspect.Parameter.VAR_KEYWORD, annotation=Any))

@@ -65,6 +65,30 @@ class Passing(Actor, namespace="test"):
         return f"{self.options.model} {self.engine}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoorOptions(Options):
+    code: Annotated[int, Option("what opens it", least=1000)] = field(default=1234, repr=False)
+
+
+class Door(Actor, namespace="test"):
+    @takes(DoorOptions)
+    def __init__(self, options: DoorOptions) -> None:
+        self.options = options
+
+    @handler
+    async def ask(self) -> bool:
+        return self.options.code == 1234
+
+
+def test_a_refusal_of_a_field_that_is_in_no_repr_tells_no_value() -> None:
+    with pytest.raises(ConfigError, match=r"^code=\*\*\*: give a whole number of at least 1000$"):
+        DoorOptions(code=987)
+    with pytest.raises(
+        ConfigError, match=r"^Door\.code = '\*\*\*': give int: the value: Input should be a valid i"
+    ):
+        build_arguments(Door, {"code": Text("9876x")})
+
+
 def test_a_constructor_takes_the_fields_and_their_defaults() -> None:
     assert list(parameters_of(Sorter)) == [each.name for each in declared(SorterOptions)]
     assert list(parameters_of(Sorter))[:2] == ["model", "kind"]

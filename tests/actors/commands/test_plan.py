@@ -260,6 +260,59 @@ def test_a_plan_shows_what_each_instance_has(
     ]
 
 
+GUARDED = """
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+from dynbus import Actor, Option, Options, handler, takes
+
+@dataclass(frozen=True, kw_only=True)
+class DoorOptions(Options):
+    code: Annotated[str, Option("what opens it")] = field(default="", repr=False)
+    room: Annotated[str, Option("where it is")] = "hall"
+
+class Door(Actor, namespace="planned", environment={"DOOR_TOKEN": "hunter2"}):
+    @takes(DoorOptions)
+    def __init__(self, options: DoorOptions) -> None: ...
+
+    @handler
+    async def ask(self) -> str:
+        return ""
+
+class Gate(Actor, namespace="planned"):
+    def __init__(self, code: Annotated[str, Field(repr=False)] = "hunter2", room: str = "yard"): ...
+
+    @handler
+    async def ask(self) -> str:
+        return ""
+"""
+
+
+def test_a_plan_hides_variables_and_texts_that_are_marked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "planned_actors.py").write_text(GUARDED)
+    run = plan_of(
+        node_options=[
+            NodeOption("Door", "code", "hunter2"),
+            NodeOption("Door", "ServiceArgs.environment.OTHER_TOKEN", "hunter2"),
+        ]
+    )
+
+    print_plan(run, {}, as_json=True)
+    printed = capsys.readouterr().out
+    print_plan(run, {}, as_json=False)
+    table = capsys.readouterr().out
+
+    door, gate = json.loads(printed)["actors"]
+    assert door["service"]["environment"] == {"DOOR_TOKEN": "***", "OTHER_TOKEN": "***"}
+    assert door["arguments"] == {"code": "***", "room": "hall"}
+    assert gate["arguments"] == {"code": "***", "room": "yard"}
+    assert re.search(r'environment\.OTHER_TOKEN +"\*\*\*" +--Door\.ServiceArgs', table)
+    assert "hunter2" not in printed + table
+
+
 def test_a_run_that_needs_more_gpus_than_there_are_is_refused_before_it_starts(
     folder: Path,
 ) -> None:
