@@ -68,24 +68,6 @@ def test_events_cross_the_wire_unchanged(
     assert (batch.event_epoch, batch.first_id, batch.dp_rank) == (epoch, first_id, dp_rank)
 
 
-def test_the_bytes_of_version_one_are_these() -> None:
-    message = encode_events(
-        [BlockStored(7, [8, 9], [10, 11], Tier.HOST), BlockRemoved([8]), AllBlocksCleared()],
-        event_epoch=5,
-        first_id=6,
-        dp_rank=2,
-    )
-
-    assert message == (
-        struct.pack("<BBHIQQIIII", 1, 0, 2, 3, 5, 6, 1, 3, 2, 0)
-        + bytes([0b01100, 0b00001, 0b00010, 0])
-        + struct.pack("<III", 2, 1, 0)
-        + struct.pack("<Q", 7)
-        + struct.pack("<QQQ", 8, 9, 8)
-        + struct.pack("<QQ", 10, 11)
-    )
-
-
 def test_arrays_are_taken_as_they_are() -> None:
     lists = BlockStored(None, [1, 2], [3, 4])
     arrays = BlockStored(None, np.array([1, 2], dtype=np.uint64), np.array([3, 4], dtype=np.uint64))
