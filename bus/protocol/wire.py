@@ -292,11 +292,12 @@ def encode_record(record: InstanceRecord) -> bytes:
 
 
 def decode_record(data: bytes) -> InstanceRecord | None:
-    """The record, or None for anything that is not one."""
+    """The record, or None for anything that is not one of version 1."""
     try:
-        return _record_decoder.decode(data)
+        record = _record_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return record if record.version == VERSION else None
 
 
 def failed_frame(

@@ -229,6 +229,14 @@ def test_what_is_not_a_record_is_none(data: bytes) -> None:
     assert decode_record(data) is None
 
 
+def test_a_record_of_another_version_is_none() -> None:
+    owner = b'"namespace":"demo","component":"Shouter","instance_id":"i1","incarnation":"n1"'
+    record = b'{"version":%d,' + owner + b',"endpoints":{},"started":1.5}'
+
+    assert decode_record(record % 1) is not None
+    assert decode_record(record % 2) is None
+
+
 @pytest.mark.parametrize(
     "batch",
     [
