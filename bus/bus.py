@@ -21,7 +21,7 @@ from .errors import ConfigError, Unavailable, describe_exception
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
 from .protocol.names import ReplySubjects, is_safe_reply
-from .protocol.tokens import random_id
+from .protocol.random_ids import random_id
 from .questions import Questions
 from .telemetry.process_status import ProcessStatus
 from .transport import Connection, ConnectionState, Message

@@ -16,7 +16,7 @@ from typing import Final
 from .clock import monotonic
 from .errors import ConfigError
 from .protocol.names import InstanceName
-from .protocol.tokens import random_id
+from .protocol.random_ids import random_id
 
 MAX_ID_LENGTH: Final = 128
 

@@ -18,7 +18,7 @@ from functools import partial
 from .background import Background, Work
 from .errors import PermissionDenied, Unavailable
 from .protocol.names import InstanceName, ReplySubjects
-from .protocol.tokens import random_id
+from .protocol.random_ids import random_id
 from .protocol.wire import Open, Ping, encode_batch
 from .transport import Connection, ConnectionState
 

@@ -31,7 +31,7 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.cancellation import OPERATOR
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.tokens import jitter, random_id
+from dynbus.bus.protocol.random_ids import jitter, random_id
 
 from .attempt import Attempt
 from .client_side import ClientSide

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.records.instance_view import Instance
 
 ROUTE_TIMEOUT: Final = 60.0

@@ -15,7 +15,7 @@ from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.server_process import RunningServer, free_port
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import Message
 
 from .frozen import frozen

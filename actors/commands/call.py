@@ -20,7 +20,7 @@ from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.telemetry.logs import redact_url
 
 MAX_STDIN_BYTES: Final = 64 * 1024 * 1024

@@ -27,9 +27,9 @@ from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.instance_records import LeaseKeeper
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leased_record import LeaseState
-from dynbus.bus.records.leases import LeaseKeeper
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState

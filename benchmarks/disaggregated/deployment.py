@@ -18,7 +18,7 @@ import anyio
 from dynbus import Runtime
 from dynbus.bus.commands.survey import InstanceReport
 from dynbus.bus.nats.server_process import run_server
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import Message
 
 ENGINES: Final = Path(__file__).with_name("engines.py")

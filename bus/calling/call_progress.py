@@ -9,8 +9,8 @@ import math
 from typing import Final
 
 from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol.random_ids import random_bytes
 from dynbus.bus.protocol.stream_reader import StreamReader
-from dynbus.bus.protocol.tokens import random_bytes
 from dynbus.bus.protocol.wire import SECRET_BYTES, Cancel, Credit, Resume
 
 STALLED_AFTER: Final = 2.0

@@ -33,7 +33,7 @@ from dynbus.bus.protocol.call_ranges import covers
 from dynbus.bus.protocol.cancellation import OPERATOR, Found
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.wire import (
     MAX_PARTS,
     VERSION,

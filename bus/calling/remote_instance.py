@@ -9,7 +9,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room, split_calls
 from dynbus.bus.protocol.liveness import RemoteLiveness
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Credit, Frame, Open, encode_batch
 from dynbus.bus.transport import ConnectionState
 

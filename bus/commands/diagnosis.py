@@ -24,8 +24,8 @@ from dynbus.bus.nats.regions import KEEP_APART, count_keepers
 from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.nats.stream_config import misfits, stream_request
 from dynbus.bus.protocol.names import INSTANCES_BUCKET
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
-from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
 

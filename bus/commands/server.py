@@ -14,7 +14,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ReplySubjects
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import Message
 

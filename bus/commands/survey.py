@@ -18,7 +18,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.leases import read_instances
+from dynbus.bus.records.instance_records import read_instances
 from dynbus.bus.transport import NoStream
 
 from .server import Server

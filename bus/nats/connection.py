@@ -30,7 +30,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol.headers import OF_STREAM
-from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import REPLICAS, Callback, ConnectionState, Message, WatchedConnection
 
 from .api_requests import ServerRequests

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.protocol.random_ids import jitter
 
 SHUN_SECONDS: Final = 15.0
 """For which a server is tried last that fell silent, or said that it goes away."""

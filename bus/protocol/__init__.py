@@ -7,15 +7,15 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import cancellation, endpoint, headers, names, reply_port, server_clock, tokens, wire
+    from . import cancellation, endpoint, headers, names, random_ids, reply_port, server_clock, wire
 
 __all__ = [
     "cancellation",
     "endpoint",
     "headers",
     "names",
+    "random_ids",
     "reply_port",
     "server_clock",
-    "tokens",
     "wire",
 ]

@@ -1,4 +1,4 @@
-"""Records in JetStream: instances, leases, and objects.
+"""Records in JetStream: those of instances, each with a lease that its process renews, and objects.
 
 `Lease` decides whose record holds, and `InstanceView` who may be chosen; `LeasedRecord`,
 `LeaseKeeper` and `Discovery` carry it out.
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from . import (
         discovery,
         expired_records,
+        instance_records,
         instance_view,
         leased_record,
-        leases,
         objects,
         reading,
     )
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "discovery",
     "expired_records",
+    "instance_records",
     "instance_view",
     "leased_record",
-    "leases",
     "objects",
     "reading",
 ]

@@ -24,6 +24,7 @@ from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
 from .expired_records import ExpiredRecords
+from .instance_records import INSTANCES_STREAM, ensure_bucket, instance_at, record_of
 from .instance_view import (
     EXPIRY_GRACE,
     SUSPECT_SECONDS,
@@ -31,7 +32,6 @@ from .instance_view import (
     Instance,
     InstanceView,
 )
-from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus

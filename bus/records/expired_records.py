@@ -15,7 +15,7 @@ from typing import Final
 import anyio
 
 from dynbus.bus.errors import DynbusError, PermissionDenied
-from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import JetStream, OrderedConsumer, StoredMessage
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Final
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
-from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage, WrongLastSequence
 
 logger = logging.getLogger(__name__)

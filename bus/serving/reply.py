@@ -10,8 +10,8 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import STATUS_CODES, DynbusError, safe_text
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.stream_writer import StreamWriter
-from dynbus.bus.protocol.tokens import random_id
 
 if TYPE_CHECKING:
     from dynbus.bus.background import Work

@@ -15,7 +15,7 @@ from dynbus.bus.context import MAX_ID_LENGTH, Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import TOKEN, split_number
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.wire import MAX_PARTS, SECRET_BYTES, VERSION
 from dynbus.bus.telemetry.trace_context import trace_fields
 

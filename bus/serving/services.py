@@ -16,7 +16,7 @@ import msgspec
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.drops import DropReason
 from dynbus.bus.protocol.names import is_safe_reply
-from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import Message, Subscription
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.bus.protocol.liveness import GONE_AFTER, RECONNECT_GRACE
 from dynbus.bus.protocol.names import HOLDERS_BUCKET, REPLY_ROOT, holder_subject, is_safe_reply
-from dynbus.bus.protocol.tokens import jitter, random_id
+from dynbus.bus.protocol.random_ids import jitter, random_id
 from dynbus.bus.transport import (
     AckKind,
     Delivery,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import PullConsumerConfig, StreamConfig
 
 from .dead_letters import dead_letter_config

@@ -16,7 +16,7 @@ from dynbus.bus.background import Background
 from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.telemetry.metrics import Labels, Metrics
 from dynbus.bus.telemetry.telemetry import CallObservation, Telemetry
 from dynbus.bus.telemetry.trace_context import trace_fields

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from dynbus.bus.lazy_exports import lazy_exports
     from dynbus.bus.protocol.endpoint import Endpoint
     from dynbus.bus.protocol.names import ComponentName, InstanceName, check_token
+    from dynbus.bus.protocol.random_ids import random_id
     from dynbus.bus.protocol.reply_port import ReplyPort
     from dynbus.bus.protocol.server_clock import ServerClock
-    from dynbus.bus.protocol.tokens import random_id
     from dynbus.bus.protocol.wire import Failed
     from dynbus.bus.records.discovery import Discovery
     from dynbus.bus.records.expired_records import ExpiredRecords
+    from dynbus.bus.records.instance_records import read_instances
     from dynbus.bus.records.leased_record import LeasedRecord
-    from dynbus.bus.records.leases import read_instances
     from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectInfo, ObjectStore
     from dynbus.bus.records.reading import read_latest, read_until
     from dynbus.bus.telemetry.metrics import Metrics, Readings
@@ -167,12 +167,12 @@ if not TYPE_CHECKING:
             ),
             "bus.protocol.reply_port": ("ReplyPort",),
             "bus.protocol.server_clock": ("ServerClock",),
-            "bus.protocol.tokens": ("random_id",),
+            "bus.protocol.random_ids": ("random_id",),
             "bus.protocol.wire": ("Failed",),
             "bus.records.discovery": ("Discovery",),
             "bus.records.expired_records": ("ExpiredRecords",),
             "bus.records.leased_record": ("LeasedRecord",),
-            "bus.records.leases": ("read_instances",),
+            "bus.records.instance_records": ("read_instances",),
             "bus.records.objects": (
                 "NoObject",
                 "ObjectBucket",

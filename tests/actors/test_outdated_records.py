@@ -13,8 +13,8 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.names import InstanceName, control_subject
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.discovery import LAST_QUESTION, LOOK_PAUSE
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.testing import TestKit
 
 NAMES = ("outdated", "Worker")

@@ -7,13 +7,13 @@ import pytest
 
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.instance_records import record_of
 from dynbus.bus.records.instance_view import (
     EXPIRY_GRACE,
     RETURN_SECONDS,
     SUSPECT_SECONDS,
     InstanceView,
 )
-from dynbus.bus.records.leases import record_of
 from dynbus.bus.transport import StoredMessage
 
 KEY = ("demo", "Splitter")

@@ -10,7 +10,7 @@ from tests.conditions import eventually
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import (
     Connection,
     NoRollup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 
 from .stream_maker import OPERATOR
 

@@ -14,7 +14,7 @@ from dynbus import Runtime, UnknownOutcome, call_options
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import decode_record, encode_record
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 
 from .observation import Prefer
 from .processes import Processes

@@ -20,7 +20,7 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.connection import NatsConnection, connect_as
 from dynbus.bus.nats.server_process import RunningServer, free_port
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import StoredMessage
 from dynbus.llm.commands.setting_up import needed_in, set_up
 from dynbus.llm.resumable.records import Begun, StreamLog

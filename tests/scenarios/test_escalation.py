@@ -19,7 +19,7 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_of, record_subject
 
 from .observation import begun_at
 from .permissions import connect, url_of

@@ -18,7 +18,7 @@ from dynbus.bus.errors import PermissionDenied, Unavailable
 from dynbus.bus.nats.connection import connect as connect_plainly
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import JobEnd, WorkQueue
 

@@ -16,7 +16,7 @@ from tests.conditions import PATIENCE, Stopwatch, eventually
 from dynbus import Runtime, call_options
 from dynbus.bus.drops import DropReason
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import StreamConfig
 
 from .observation import leftovers

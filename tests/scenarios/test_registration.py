@@ -19,7 +19,7 @@ from dynbus.actors.chaos.proxy import Proxy
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import decode_record, encode_record
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import JetStream, NoStream
 
 from .processes import Processes

@@ -22,7 +22,7 @@ from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.protocol.names import ComponentName
-from dynbus.bus.records.leases import INSTANCES_STREAM
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.work_queue import DeadLetters, DeathReason, WorkQueue, dead_letter_config
 from dynbus.kvrouter import KvEventPublisher

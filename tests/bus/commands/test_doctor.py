@@ -32,7 +32,7 @@ from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.nats.stream_config import stream_request
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import StoredMessage, StreamConfig
 
 

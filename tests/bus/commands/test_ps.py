@@ -15,7 +15,7 @@ from dynbus.bus.commands.survey import InstanceReport, Request, join
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 from dynbus.bus.serving.services import MOST_REQUESTS
 from dynbus.bus.transport import Message
 

@@ -17,7 +17,7 @@ from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import Message
 
 

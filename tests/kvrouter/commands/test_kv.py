@@ -15,7 +15,7 @@ from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.commands.kv import kv
 from dynbus.kvrouter.commands.kv_arguments import parse_points, parse_prefix, parse_time

@@ -21,7 +21,7 @@ from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.leases import ensure_bucket, record_subject
+from dynbus.bus.records.instance_records import ensure_bucket, record_subject
 from dynbus.llm.commands.tuning import tune
 from dynbus.llm.disaggregated.settings import (
     NOTHING_STORED,

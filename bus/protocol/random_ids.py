@@ -1,4 +1,4 @@
-"""Random tokens, from the system's generator but not one system call each."""
+"""Random ids, from the system's generator but not one system call each; and jitter."""
 
 from __future__ import annotations
 

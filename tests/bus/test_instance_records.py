@@ -15,14 +15,14 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.leased_record import LeaseState
-from dynbus.bus.records.leases import (
+from dynbus.bus.records.instance_records import (
     INSTANCES_STREAM,
     RENEWALS_PER_COUNT,
     LeaseKeeper,
     ensure_bucket,
     record_subject,
 )
+from dynbus.bus.records.leased_record import LeaseState
 from dynbus.bus.transport import ConnectionState, StoredMessage, StreamConfig
 from dynbus.testing import run
 

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from dynbus.bus.protocol.tokens import random_bytes, random_id
+from dynbus.bus.protocol.random_ids import random_bytes, random_id
 
 FORKING = """
 import os
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.random_ids import random_id
 
 random_id()  # now the pool is full, and the child gets a copy of it
 reading, writing = os.pipe()
