@@ -1,6 +1,6 @@
 """One instance of a run in a child process: making the process, and talking with it.
 
-`child_messages.py` has what is said; `worker.py` is the other end.
+`child_messages.py` has what is said; `child_process.py` is the other end.
 """
 
 from __future__ import annotations

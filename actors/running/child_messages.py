@@ -1,7 +1,7 @@
 """The messages between `dynbus run` and the child process of an instance: JSON lines.
 
 A `Command` goes from parent to child, a `Report` back. `child.py` is the parent's end of the
-socket pair, `worker.py` the child's.
+socket pair, `child_process.py` the child's.
 """
 
 from __future__ import annotations

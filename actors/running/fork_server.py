@@ -28,11 +28,11 @@ from typing import Final
 import msgspec
 import setproctitle
 
-from . import planning, worker
+from . import child_process, planning
 from .processes import ForkProcess, ForkReport, ProcessEnded, ProcessForked
 
 MAX_REQUEST: Final = 4096
-MAINS: Final = {"planner": planning.main, "worker": worker.main}
+MAINS: Final = {"planner": planning.main, "worker": child_process.main}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Serving instances in one process, from the first connection to its end.
 
-`dynbus run --in-process` does so in its own process, `worker.py` in a child.
+`dynbus run --in-process` does so in its own process, `child_process.py` in a child.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.telemetry.logs import LogFormat, configure_logging
 
+from .child_process import guard_group
 from .config_file import ConfigFile, read_files
 from .configuration import (
     BusSettings,
@@ -50,7 +51,6 @@ from .loaded_files import loaded_files
 from .loader import load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest, by_class
 from .processes import ForkProcess, ForkServer, exit_text
-from .worker import guard_group
 
 READ_AT_START: Final = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONPATH"}
 """Variables that the process of an instance has read before it is told its own."""

@@ -33,8 +33,8 @@ from dynbus.actors.running.child_messages import (
     StopInstance,
     WorkerSettings,
 )
+from dynbus.actors.running.child_process import Channel
 from dynbus.actors.running.plan import PlannedNode
-from dynbus.actors.running.worker import Channel
 from dynbus.actors.runtime import Runtime
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.telemetry.process_status import StartStep
@@ -190,7 +190,7 @@ def start_worker(path: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
                 sys.executable,
                 "-P",
                 "-c",
-                "from dynbus.actors.running.worker import main; main()",
+                "from dynbus.actors.running.child_process import main; main()",
                 str(theirs.fileno()),
                 "test/1",
             ],
