@@ -254,16 +254,20 @@ def takes(
 ) -> Callable[[Callable[[S, T], None]], Callable[Concatenate[S, P], None]]: ...
 @overload
 def takes(
-    spec: type[T], *, beside: str
-) -> Callable[[Callable[Concatenate[S, T, ...], None]], Callable[Concatenate[S, ...], None]]: ...
-def takes(spec: Any, *, beside: str = "") -> Any:
+    spec: type[T], *, like: Callable[P, None]
+) -> Callable[[Callable[Concatenate[S, T, ...], None]], Callable[Concatenate[S, P], None]]: ...
+def takes(spec: Any, *, like: Any = None) -> Any:
     """Have a constructor take the fields of a specification, and get them as one value.
 
     Args:
         spec: a class of `Options`.
-        beside: what further keyword arguments are called that the constructor gets as they are;
-            empty for none.
+        like: for a constructor that takes further keyword arguments, which it gets as they are: a
+            function that is never called, and has for type checkers the fields and `**further`.
+
+    Raises:
+        TypeError: `like` has other fields than `spec`.
     """
+    beside = "" if like is None else _further(spec, like)
 
     def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
         known = [each.name for each in declared(spec)]
@@ -282,6 +286,27 @@ def takes(spec: Any, *, beside: str = "") -> Any:
         return construct
 
     return decorate
+
+
+def _further(spec: type[Options], like: Callable[..., None]) -> str:
+    """What the further arguments of a signature are called.
+
+    Raises:
+        TypeError: it does not take the fields of a specification, and further ones by name.
+    """
+    kinds, given = get_type_hints(like), inspect.signature(like).parameters.values()
+    further = [one.name for one in given if one.kind is one.VAR_KEYWORD]
+    written = {
+        one.name: (kinds.get(one.name), one.default is one.empty)
+        for one in given
+        if one.name not in further
+    }
+    own = {each.name: (each.kind, each.default is MISSING) for each in declared(spec)}
+    wrong = [name for name in (own | written) if own.get(name) != written.get(name)]
+    if wrong or not further:
+        told = f"compare {', '.join(wrong)}" if wrong else "give it **further arguments too"
+        raise TypeError(f"{like.__name__} is not like {spec.__name__}: {told}")
+    return further[0]
 
 
 def _signature(spec: type[Options], beside: str) -> inspect.Signature:

@@ -33,7 +33,7 @@ from dynbus.llm.hand_over.source import Source
 from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
-from dynbus.llm.served_model import LOADING, ServedModel, ServedModelOptions
+from dynbus.llm.served_model import LOADING, ModelPath, ServedModel, ServedModelOptions
 from dynbus.spi import ComponentName, monotonic, task_group
 
 from .engine import VllmEngine
@@ -144,6 +144,23 @@ class VllmOptions(ServedModelOptions):
     ] = 30
 
 
+def _vllm_arguments(
+    *,
+    model: ModelPath,
+    model_name: str = ...,
+    default_sampling: dict[str, float] | Literal["model", "openai"] = ...,
+    tool_call_parser: str = ...,
+    reasoning_parser: str = ...,
+    kv_events: bool = ...,
+    lora_modules: dict[str, str] | None = ...,
+    role: Literal["auto", "none", "prefill", "decode"] = ...,
+    prefill_node: str = ...,
+    disaggregation: dict[str, Any] | None = ...,
+    kv_lease: int = ...,
+    **engine: Any,
+) -> None: ...
+
+
 class VllmWorker(EngineWorker, namespace="llm"):
     """Serves a model with vLLM, by tokens, and registers it under its name.
 
@@ -156,7 +173,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
         ConfigError: a value is not usable.
     """
 
-    @takes(VllmOptions, beside="engine")
+    @takes(VllmOptions, like=_vllm_arguments)
     def __init__(self, options: VllmOptions, **engine: Any) -> None:
         self.served = ServedModel(options)
         for name, remedy in _OWNED.items():

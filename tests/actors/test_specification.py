@@ -55,9 +55,18 @@ class Sorter(Actor, namespace="test"):
         return f"{self.options.model} {self.options.size}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassingOptions(Options):
+    model: Annotated[str, Option("which it is")]
+    size: Annotated[int, Option("how large it is", least=1)] = 16
+
+
+def passing(*, model: str, size: int = ..., **engine: Any) -> None: ...
+
+
 class Passing(Actor, namespace="test"):
-    @takes(SorterOptions, beside="engine")
-    def __init__(self, options: SorterOptions, **engine: Any) -> None:
+    @takes(PassingOptions, like=passing)
+    def __init__(self, options: PassingOptions, **engine: Any) -> None:
         self.options, self.engine = options, engine
 
     @handler
@@ -152,8 +161,32 @@ def test_a_subclass_with_a_constructor_of_its_own_gives_options_by_name_and_by_p
 def test_what_a_constructor_takes_beside_its_options_reaches_it_as_it_is() -> None:
     made = Passing(model="a", size=2, depth=3)
 
-    assert (made.options, made.engine) == (SorterOptions("a", size=2), {"depth": 3})
+    assert (made.options, made.engine) == (PassingOptions(model="a", size=2), {"depth": 3})
     assert build_arguments(Passing, {"model": "a", "depth": 3}) == {"model": "a", "depth": 3}
+
+
+def missing(*, model: str, **engine: Any) -> None: ...
+def of_another_type(*, model: str, size: float = ..., **engine: Any) -> None: ...
+def without_its_default(*, model: str, size: int, **engine: Any) -> None: ...
+def too_many(*, model: str, size: int = ..., depth: int = ..., **engine: Any) -> None: ...
+def without_further(*, model: str, size: int = ...) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("like", "told"),
+    [
+        (missing, "compare size"),
+        (of_another_type, "compare size"),
+        (without_its_default, "compare size"),
+        (too_many, "compare depth"),
+        (without_further, "give it [*]{2}further arguments too"),
+    ],
+)
+def test_a_signature_that_is_not_that_of_the_specification_is_refused(
+    like: Callable[..., None], told: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{like.__name__} is not like PassingOptions: {told}$"):
+        takes(PassingOptions, like=like)
 
 
 def test_without_that_an_unknown_option_is_refused() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dynbus.kvrouter import RouterActor
 from dynbus.llm.http.frontend import Frontend
 from dynbus.llm.proxy import OpenAiWorker
+from dynbus.llm.vllm import VllmWorker
 from dynbus.llm.worker import ModelWorker
 
 
@@ -27,6 +28,16 @@ class Engine(ModelWorker, namespace="demo"):
 class Other(ModelWorker, namespace="demo"):
     def __init__(self) -> None:
         super().__init__(max_seqs=8)  # type: ignore
+
+
+class Qwen(VllmWorker, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__(model="Qwen/Qwen3-0.6B", kv_lease="30", max_model_len=4096)  # type: ignore
+
+
+class Nameless(VllmWorker, namespace="demo"):
+    def __init__(self) -> None:
+        super().__init__(max_model_len=4096)  # type: ignore
 
 
 class Server(OpenAiWorker, namespace="demo"):
