@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import events, hashing
-    from .engines import EngineBridge
-    from .engines.engine_events import EngineEvents
-    from .engines.zmq_subscriber import ZmqSource, follow_engine
+    from .engine_events import EngineBridge
+    from .engine_events.of_actor import EngineEvents
+    from .engine_events.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
     from .hashing import SEED, block_hashes, sequence_hashes, token_bytes
     from .radix import Overlap, RadixIndex, Rank
@@ -125,7 +125,7 @@ if not TYPE_CHECKING:
         "radix",
         "stream",
         "routing",
-        "engines",
-        "engines.engine_events",
-        "engines.zmq_subscriber",
+        "engine_events",
+        "engine_events.of_actor",
+        "engine_events.zmq_subscriber",
     )

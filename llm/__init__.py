@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .engine.worker import EngineWorker
     from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
     from .http.frontend import Frontend
-    from .mock.actor import MockWorker
+    from .mock.worker import MockWorker
     from .models.card import ModelCard, ModelInput, ModelType
     from .models.catalog import Catalog
     from .models.origins import ModelUnavailable
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from .pipeline.processor import Processor
     from .proxy.worker import OpenAiWorker
     from .served_model import ServedModel, ServedModelOptions
-    from .small.actor import SmallWorker
     from .small.engine import SmallConfig, SmallEngine
     from .text.text_model import TextModel
-    from .vllm.actor import AdapterAt, VllmWorker
-    from .worker import ModelWorker
+    from .vllm.worker import AdapterAt, VllmWorker
+    from .worker import ModelWorker, SmallWorker
 
 __all__ = [
     "AdapterAt",
@@ -100,7 +99,7 @@ if not TYPE_CHECKING:
             "engine.worker": ("EngineWorker",),
             "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),
             "http.frontend": ("Frontend",),
-            "mock.actor": ("MockWorker",),
+            "mock.worker": ("MockWorker",),
             "models.card": ("ModelCard", "ModelInput", "ModelType"),
             "models.catalog": ("Catalog",),
             "models.origins": ("ModelUnavailable",),
@@ -108,10 +107,9 @@ if not TYPE_CHECKING:
             "pipeline.processor": ("Processor",),
             "proxy.worker": ("OpenAiWorker",),
             "served_model": ("ServedModel", "ServedModelOptions"),
-            "small.actor": ("SmallWorker",),
             "small.engine": ("SmallConfig", "SmallEngine"),
             "text.text_model": ("TextModel",),
-            "vllm.actor": ("AdapterAt", "VllmWorker"),
-            "worker": ("ModelWorker",),
+            "vllm.worker": ("AdapterAt", "VllmWorker"),
+            "worker": ("ModelWorker", "SmallWorker"),
         },
     )

@@ -1,4 +1,5 @@
-"""`ModelWorker`: a model behind its name, computed by the small engine or played by a mock."""
+"""`ModelWorker`: a model behind its name, computed by the small engine or played by a mock; and
+`SmallWorker`, `dynbus run dynbus.llm:SmallWorker`."""
 
 from __future__ import annotations
 
@@ -275,6 +276,10 @@ class ModelWorker(EngineWorker, abstract=True):
     async def settle(self, settlement: Settlement) -> Settled:
         """Whether a lease on this instance's blocks has held until now, which ends it."""
         return await self.tiers.settle(settlement)
+
+
+class SmallWorker(ModelWorker, namespace="llm"):
+    """Serves a real model of the Llama family, and registers it for front ends."""
 
 
 class _TalkingMock(MockEngine):

@@ -140,7 +140,7 @@ def test_the_map_finds_a_module_by_its_folder_and_by_a_word() -> None:
     [
         ("GenerateRequest", ["numpy", "starlette", "tokenizers", "uvicorn", "dynbus.actors"]),
         ("MockWorker", ["starlette", "tokenizers", "uvicorn", "httptools", "torch"]),
-        ("Frontend", ["torch", "dynbus.llm.engine.worker", "dynbus.llm.vllm.actor"]),
+        ("Frontend", ["torch", "dynbus.llm.engine.worker", "dynbus.llm.vllm.worker"]),
     ],
 )
 def test_a_name_brings_no_more_than_it_needs(name: str, unwanted: list[str]) -> None:

@@ -35,8 +35,8 @@ LAB: Final = (
 
 NEED_MORE: Final = {
     # Their extras are zmq, http, torch, and vLLM itself.
-    "dynbus.kvrouter.engines.engine_events",
-    "dynbus.kvrouter.engines.zmq_subscriber",
+    "dynbus.kvrouter.engine_events.of_actor",
+    "dynbus.kvrouter.engine_events.zmq_subscriber",
     "dynbus.llm.proxy.actor",
     "dynbus.llm.proxy.worker",
     "dynbus.llm.small.torch_backend",

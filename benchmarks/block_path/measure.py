@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.transport import Connection, StoredMessage
-from dynbus.kvrouter.engines.bridge import RankStream
-from dynbus.kvrouter.engines.engine_events import EngineEvents
-from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+from dynbus.kvrouter.engine_events.bridge import RankStream
+from dynbus.kvrouter.engine_events.of_actor import EngineEvents
+from dynbus.kvrouter.engine_events.zmq_subscriber import ZmqSource
 from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank
 from dynbus.kvrouter.routing.caches import ExpectedCaches
 from dynbus.kvrouter.routing.config import RouterConfig

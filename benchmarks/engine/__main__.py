@@ -21,9 +21,9 @@ from dynbus import Arrival, Relay, Runtime
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.mock.engine import MockConfig, MockEngine
 from dynbus.llm.mock.timing import Timing
+from dynbus.llm.mock.worker import MockWorker
 
 PROMPT_TOKENS = 64
 SPEEDUP = 0.3

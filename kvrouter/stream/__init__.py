@@ -7,10 +7,10 @@ if TYPE_CHECKING:
     from .cache_mirror import CacheMirror
     from .event_stream import EventStream
     from .follower import FollowerStatus, IndexFollower, Position
+    from .needed_streams import kv_streams
     from .publisher import KvEventPublisher, PublisherStatus
     from .snapshot_writer import SnapshotPlan, SnapshotWriter
     from .snapshots import SnapshotStore
-    from .streams import kv_streams
     from .warm_start import warm_follower
 
 __all__ = [
@@ -43,6 +43,6 @@ if not TYPE_CHECKING:
         "snapshot_writer",
         "follower",
         "publisher",
-        "streams",
+        "needed_streams",
         "warm_start",
     )

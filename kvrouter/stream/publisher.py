@@ -36,9 +36,9 @@ from dynbus.spi import (
 )
 
 from .awareness import AwarenessLevel, CacheAwareness
+from .event_buffer import DEFAULT_HANDED_BYTES, EventBuffer, own_events
 from .event_log import EventLog, LogStatistics, OutgoingBatch
 from .event_stream import EpochClock, EventStream, StoredEvents, ensure_stream, read_events
-from .handover import DEFAULT_HANDED_BYTES, Handover, own_events
 from .loop_sink import LoopSink
 from .resync import decode_resync
 
@@ -283,7 +283,7 @@ class KvEventPublisher(Openable):
         self._make_log = make_log or partial(EventLog, epochs=epochs)
         self._logs: dict[int, EventLog] = {}
         self._ranks = [_check_rank(rank) for rank in ranks]
-        self._handover = Handover(max_handed_bytes)
+        self._event_buffer = EventBuffer(max_handed_bytes)
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -361,7 +361,7 @@ class KvEventPublisher(Openable):
         rank = _check_rank(dp_rank)
         if not self._takes():
             return
-        if not self._handover.put(rank, taken, unix_time()):
+        if not self._event_buffer.put(rank, taken, unix_time()):
             logger.error(
                 "%r: the event loop is blocked, and too many events of rank %d wait for it: they "
                 "are dropped, and routers count the rank as empty until it stores more",
@@ -378,7 +378,7 @@ class KvEventPublisher(Openable):
         """
         rank = _check_rank(dp_rank)
         if self._takes():
-            self._handover.reset(rank)
+            self._event_buffer.reset(rank)
             self._wake_loop()
 
     def set_awareness(self, awareness: CacheAwareness, *, dp_rank: int = 0) -> None:
@@ -394,7 +394,7 @@ class KvEventPublisher(Openable):
         if awareness.level is AwarenessLevel.OFF:
             raise ConfigError("a rank cannot be off: give degraded, with the reason")
         if not self._closed:
-            self._handover.set_awareness(rank, awareness)
+            self._event_buffer.set_awareness(rank, awareness)
             self._wake_loop()
 
     def loop_sink(self) -> LoopSink:
@@ -451,7 +451,7 @@ class KvEventPublisher(Openable):
             failures=self._sender.failures,
             malformed_requests=self._malformed_requests,
             refused=self._refused,
-            dropped=self._handover.dropped,
+            dropped=self._event_buffer.dropped,
             last_failure=self._sender.last_failure,
         )
 
@@ -463,7 +463,7 @@ class KvEventPublisher(Openable):
         """
         try:
             with anyio.fail_after(timeout):
-                while not self._handover.is_empty or not all(
+                while not self._event_buffer.is_empty or not all(
                     log.is_idle for log in self._logs.values()
                 ):
                     self._progress.clear()
@@ -528,7 +528,7 @@ class KvEventPublisher(Openable):
         while True:
             await self._wait()
             self._wake.clear()
-            await asyncio.sleep(self._linger if self._handover.events < EVENTS_PER_STEP else 0)
+            await asyncio.sleep(self._linger if self._event_buffer.events < EVENTS_PER_STEP else 0)
             try:
                 self._take_in()
                 now = self._stepped = monotonic()
@@ -546,7 +546,7 @@ class KvEventPublisher(Openable):
     def _take_in(self) -> None:
         """Take in what was handed over, or as much of it as does not keep the loop for long."""
         taken = 0
-        while taken < EVENTS_PER_STEP and (handed := self._handover.take(EVENTS_PER_STEP)):
+        while taken < EVENTS_PER_STEP and (handed := self._event_buffer.take(EVENTS_PER_STEP)):
             log = self._log(handed.dp_rank)
             if handed.begins_anew:
                 log.forget(loss=_LOSS if handed.is_lossy else "")
@@ -556,7 +556,7 @@ class KvEventPublisher(Openable):
                 log.set_awareness(handed.awareness)
             taken += len(handed.events)
         self._show_awareness()
-        if not self._handover.is_empty:
+        if not self._event_buffer.is_empty:
             self._wake.set()
 
     async def _wait(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus import ConfigError, DynbusError, EndpointName, WorkQueueConfig
-from dynbus.llm.streams import all_streams
+from dynbus.llm.needed_streams import all_streams
 from dynbus.spi import (
     JetStream,
     NeededStream,

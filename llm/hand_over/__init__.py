@@ -25,7 +25,7 @@ each:
   that is given up keeps its blocks until nothing of it can arrive any more. A prefix that another
   instance has is the case without computing: one part, and no first token.
 - `mover.Mover` brings the bytes of a part: `AgentMover` by our agent of NIXL, vLLM's connector by
-  itself (`llm.vllm.remote_prefill`).
+  itself (`llm.vllm.connector_mover`).
 
 What the sides say to each other is in `messages`, what operators see of it in `observing`.
 """

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
-from dynbus.llm.watching import InstanceWatch
+from dynbus.llm.instance_watch import InstanceWatch
 from dynbus.spi import Bus, InstanceName, Metrics, Readings, Telemetry, monotonic, unix_time
 
 if TYPE_CHECKING:

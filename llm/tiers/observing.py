@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dynbus.llm.hand_over.source import Source
-from dynbus.llm.watching import InstanceWatch
+from dynbus.llm.instance_watch import InstanceWatch
 from dynbus.spi import Bus, InstanceName, Metrics, Readings
 from dynbus.transfer import ChecksumMismatch
 

@@ -8,7 +8,7 @@ else has.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .actor import Adapter, AdapterAt, Sleep, VllmWorker, WakeUp
+    from .worker import Adapter, AdapterAt, Sleep, VllmWorker, WakeUp
 
 __all__ = ["Adapter", "AdapterAt", "Sleep", "VllmWorker", "WakeUp"]
 
@@ -16,4 +16,4 @@ if not TYPE_CHECKING:
     # vLLM's own processes import the connector alone.
     from dynbus.spi import lazy_exports
 
-    __getattr__, __dir__ = lazy_exports(__name__, "actor")
+    __getattr__, __dir__ = lazy_exports(__name__, "worker")

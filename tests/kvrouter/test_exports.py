@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-PACKAGES = ["", ".engines", ".radix", ".routing", ".stream"]
+PACKAGES = ["", ".engine_events", ".radix", ".routing", ".stream"]
 
 
 def exported(package: str) -> dict[str, object]:

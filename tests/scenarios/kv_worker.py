@@ -12,7 +12,7 @@ from dynbus import Runtime, handler
 from dynbus.bus.lane import new_event_loop
 from dynbus.kvrouter import KvEventPublisher, RouterActor
 from dynbus.llm.engine.runner import EventSink
-from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm.mock.worker import MockWorker
 
 BLOCK_SIZE = 16
 BLOCKS = 512

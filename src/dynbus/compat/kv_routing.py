@@ -26,7 +26,7 @@ from dynbus.kvrouter import KvEventPublisher as EventPublisher
 from dynbus.llm import LoadMetrics
 
 from .runtime import Component
-from .sdk.context import current_place
+from .service_context import current_place
 
 METRICS_ENDPOINT: Final = "load_metrics"
 METRICS_TIMEOUT: Final = 1.0

@@ -26,7 +26,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.transport import StoredMessage
-from dynbus.kvrouter.engines import EngineBridge
+from dynbus.kvrouter.engine_events import EngineBridge
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,

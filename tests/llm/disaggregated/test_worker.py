@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.conditions import eventually
 from tests.llm.disaggregated.agents import MemoryAgent, Wire
 from tests.llm.disaggregated.tiny_engine import tiny_engine
-from tests.llm.small.test_actor import served_folder
+from tests.llm.test_small_worker import served_folder
 from tests.llm.weights.tiny_models import VOCABULARY, TinyModel
 
 from dynbus import with_options

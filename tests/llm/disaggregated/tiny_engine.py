@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.llm.small.test_actor import served_folder
+from tests.llm.test_small_worker import served_folder
 
 
 def tiny_engine(folder: Path, **changed: Any) -> dict[str, Any]:

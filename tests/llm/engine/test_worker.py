@@ -19,7 +19,7 @@ from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.llm.engine import Engine, EngineWorker, LoadMetrics
 from dynbus.llm.garbage import THRESHOLDS
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
-from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm.mock.worker import MockWorker
 from dynbus.testing import Telemetry, TestKit, run
 
 

@@ -20,7 +20,7 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.http.content import MAX_CONTENT, Content
-from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm.mock.worker import MockWorker
 from dynbus.llm.openai.requests import chat_of
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 

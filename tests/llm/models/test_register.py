@@ -23,7 +23,7 @@ from dynbus.bus.protocol.names import ComponentName
 from dynbus.llm import ModelInput, ModelType, register_llm
 from dynbus.llm.engine import EngineLimits
 from dynbus.llm.generation import DefaultSampling
-from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm.mock.worker import MockWorker
 from dynbus.llm.models.artefacts import (
     ARTEFACTS_STREAM,
     PIECE_BYTES,

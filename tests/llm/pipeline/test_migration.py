@@ -19,8 +19,8 @@ from dynbus.bus.errors import DynbusError, Migrate, StreamLost
 from dynbus.kvrouter import RouterActor, open_router
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.messages.api import MessagesApi
-from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.mock.engine import MockEngine
+from dynbus.llm.mock.worker import MockWorker
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.requests import read_chat, read_completion

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from dynbus import Actor, ConfigError, Runtime
+from dynbus.compat.service_context import Place, current_place, make_place
 from dynbus.spi import ClientDependency, ComponentName, InstanceName, brief_repr, suggestion
 
-from .context import Place, current_place, make_place
 from .endpoints import ON_SHUTDOWN, ON_START, hooks, run_hook
 
 P = ParamSpec("P")

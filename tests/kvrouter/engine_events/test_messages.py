@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.kvrouter.engines.messages import (
+from dynbus.kvrouter.engine_events.messages import (
     MAX_PAYLOAD,
     EngineRemoved,
     QuarantineReason,

@@ -373,7 +373,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     def _remote_prefill(self) -> AbstractAsyncContextManager[RemotePrefill]:
         """What has prompts computed elsewhere."""
-        from .remote_prefill import prefill_component, remote_prefill
+        from .connector_mover import prefill_component, remote_prefill
 
         assert self._identity is not None, "it is read when the engine is ready"
         runtime, own = self.runtime, self.__dynbus_name__

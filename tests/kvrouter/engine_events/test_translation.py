@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.kvrouter.engines.messages import (
+from dynbus.kvrouter.engine_events.messages import (
     EngineCleared,
     EngineEvent,
     EngineRemoved,
@@ -18,7 +18,7 @@ from dynbus.kvrouter.engines.messages import (
     QuarantineReason,
     decode_payload,
 )
-from dynbus.kvrouter.engines.translation import BlockSizeMismatch, Translation
+from dynbus.kvrouter.engine_events.translation import BlockSizeMismatch, Translation
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,

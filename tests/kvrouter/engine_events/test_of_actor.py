@@ -12,8 +12,8 @@ from tests.conditions import eventually
 from dynbus import Actor, handler
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.kvrouter import open_router
-from dynbus.kvrouter.engines.engine_events import EngineEvents
-from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+from dynbus.kvrouter.engine_events.of_actor import EngineEvents
+from dynbus.kvrouter.engine_events.zmq_subscriber import ZmqSource
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.publisher import KvEventPublisher

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynbus.kvrouter import RadixIndex, block_hashes
-from dynbus.kvrouter.engines.messages import decode_payload
-from dynbus.kvrouter.engines.translation import Translation
+from dynbus.kvrouter.engine_events.messages import decode_payload
+from dynbus.kvrouter.engine_events.translation import Translation
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,

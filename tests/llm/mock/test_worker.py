@@ -19,9 +19,9 @@ from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.generation import GenerateRequest, Sampling
-from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.mock.engine import MockEngine
 from dynbus.llm.mock.timing import Timing
+from dynbus.llm.mock.worker import MockWorker
 from dynbus.testing import TestKit, run
 
 PROMPT = list(range(100, 260))

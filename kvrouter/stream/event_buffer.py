@@ -1,4 +1,4 @@
-"""The hand-over of events from an engine: checked, copied, kept until the loop takes them."""
+"""The buffer of KV-cache events from an engine: checked, copied, kept until the loop takes them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class _Waiting:
     calls: deque[_Call] = field(default_factory=deque[_Call])
 
 
-class Handover:
+class EventBuffer:
     """The events of all ranks of an instance that were not taken in yet. All is thread-safe.
 
     A rank whose events take more than `max_bytes` of memory begins anew: they are dropped and
@@ -162,7 +162,7 @@ class Handover:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Handover [{self.events} events, {self.dropped} dropped]>"
+        return f"<EventBuffer [{self.events} events, {self.dropped} dropped]>"
 
     @property
     def is_empty(self) -> bool:

@@ -8,8 +8,9 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dynbus import Actor, Runtime
-from dynbus.compat.runtime import DistributedRuntime
 from dynbus.spi import InstanceName, ServedInstance
+
+from .runtime import DistributedRuntime
 
 
 class Place:

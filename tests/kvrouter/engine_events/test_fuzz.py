@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.kvrouter.engines import EngineBridge
+from dynbus.kvrouter.engine_events import EngineBridge
 from dynbus.kvrouter.events import KvEvent, decode_events, encode_events
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 

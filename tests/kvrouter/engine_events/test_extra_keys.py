@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter.engines.extra_keys import ExtraKeys, multimodal_hash, read_extra_keys
-from dynbus.kvrouter.engines.messages import Quarantined
+from dynbus.kvrouter.engine_events.extra_keys import ExtraKeys, multimodal_hash, read_extra_keys
+from dynbus.kvrouter.engine_events.messages import Quarantined
 
 from .frames import IMAGE, WITH_IMAGE
 

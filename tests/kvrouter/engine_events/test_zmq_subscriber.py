@@ -9,8 +9,8 @@ import anyio
 import pytest
 from tests.conditions import eventually
 
-from dynbus.kvrouter.engines import EngineBridge, QuarantineReason
-from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource, follow_engine, rank_endpoint
+from dynbus.kvrouter.engine_events import EngineBridge, QuarantineReason
+from dynbus.kvrouter.engine_events.zmq_subscriber import ZmqSource, follow_engine, rank_endpoint
 
 from .frames import encode, vllm
 from .publishing_engine import PublishingEngine, free_ports, publishing_engine

@@ -1,4 +1,4 @@
-"""The streams and buckets of KV-aware routing."""
+"""The JetStream streams and buckets that KV-aware routing needs."""
 
 from __future__ import annotations
 

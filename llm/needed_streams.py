@@ -1,4 +1,4 @@
-"""The streams and buckets of a namespace, of all that dynbus has."""
+"""The JetStream streams and buckets that a namespace needs, of all that dynbus has."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.llm.generation import DefaultSampling, GenerateRequest, Sampling
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.models.records import read_cards
-from dynbus.llm.small.actor import SmallWorker
+from dynbus.llm.worker import SmallWorker
 from dynbus.testing import TestKit, run
 
 

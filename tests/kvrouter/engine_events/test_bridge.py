@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from dynbus.kvrouter.engines import BlockSizeMismatch, EngineBridge, QuarantineReason, RankStream
+from dynbus.kvrouter.engine_events import (
+    BlockSizeMismatch,
+    EngineBridge,
+    QuarantineReason,
+    RankStream,
+)
 from dynbus.kvrouter.events import AllBlocksCleared
 
 from .frames import TOKENS, A, encode, stored, vllm

@@ -1,6 +1,6 @@
 """KV-cache events of vLLM and SGLang, read from their ZeroMQ streams.
 
-`zmq_subscriber` reads the sockets and needs the extra `dynbus[zmq]`; so does `engine_events`, and
+`zmq_subscriber` reads the sockets and needs the extra `dynbus[zmq]`; so does `of_actor`, and
 nothing else here.
 """
 
@@ -13,7 +13,7 @@ from .status import BridgeStatus
 from .translation import BlockSizeMismatch
 
 if TYPE_CHECKING:
-    from . import engine_events, zmq_subscriber
+    from . import of_actor, zmq_subscriber
 
 __all__ = [
     "BlockSizeMismatch",
@@ -22,7 +22,7 @@ __all__ = [
     "KvSink",
     "QuarantineReason",
     "RankStream",
-    "engine_events",
     "multimodal_hash",
+    "of_actor",
     "zmq_subscriber",
 ]
