@@ -423,8 +423,8 @@ class Runtime(ClientSide):
                 f"{brief_repr(actor)} is not an Actor class: give one; "
                 "for a name use runtime.endpoint('n.c.e').client()"
             )
-        found = None if namespace else self.find_in_run(actor, node)
-        return found or address_of(actor, node=node, namespace=namespace)
+        address = None if namespace else self.find_in_run(actor, node)
+        return address or address_of(actor, node=node, namespace=namespace)
 
     def find_in_run(self, actor: type[DeclaredActor], node: str) -> ComponentName | None:
         """Where a node of a class is in the run of this process; None where that has no such

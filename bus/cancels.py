@@ -22,7 +22,7 @@ from .protocol.cancellation import (
     BadCancel,
     CancelAnswer,
     Ended,
-    Found,
+    EndedCall,
     Tombstones,
     by_request,
     read_ids,
@@ -41,7 +41,7 @@ LOGGED: Final = 8
 PER_ANSWER: Final = 64
 """Requests that one answer tells of."""
 
-Holder = Callable[[str, AbstractSet[str]], Sequence[Found]]
+Holder = Callable[[str, AbstractSet[str]], Sequence[EndedCall]]
 """A holder of calls: ends those of a namespace that are of these requests, and says which."""
 
 
@@ -199,35 +199,35 @@ class Cancels:
         by_namespace: dict[str, set[str]] = {}
         for asked in taken:
             by_namespace.setdefault(asked.namespace, set()).update(asked.ids)
-        ended = {of: by_request(self._found(of, ids)) for of, ids in by_namespace.items()}
+        ended = {of: by_request(self._end_calls(of, ids)) for of, ids in by_namespace.items()}
         for asked in taken:
             known = ended[asked.namespace]
-            found = {one: known[one] for one in asked.ids if one in known}
-            for _ in range(len(asked.ids) - len(found)):
+            ended_calls = {one: known[one] for one in asked.ids if one in known}
+            for _ in range(len(asked.ids) - len(ended_calls)):
                 self._drop(DropReason.UNKNOWN_REQUEST)
             if asked.reply:
-                names = list(found)
+                names = list(ended_calls)
                 for first in range(0, max(1, len(names)), PER_ANSWER):
-                    part = {one: found[one] for one in names[first : first + PER_ANSWER]}
+                    part = {one: ended_calls[one] for one in names[first : first + PER_ANSWER]}
                     self._lane.call(self._publish, asked.reply, self._answer(part))
 
-    def _found(self, namespace: str, ids: set[str]) -> list[Found]:
-        found: list[Found] = []
+    def _end_calls(self, namespace: str, ids: set[str]) -> list[EndedCall]:
+        ended: list[EndedCall] = []
         for holder in list(self._holders):
             try:
-                found += holder(namespace, ids)
+                ended += holder(namespace, ids)
             except Exception:
                 # Whatever is wrong with the calls of one, those of all others are to end.
                 logger.exception("a cancel of %d requests failed", len(ids))
-        if found:
-            named = sorted({one.request_id for one in found})
+        if ended:
+            named = sorted({one.request_id for one in ended})
             rest = f", and {len(named) - LOGGED} more" if len(named) > LOGGED else ""
             logger.info(
                 "an operator cancelled requests in %s, %d calls: %s%s",
-                *(namespace, len(found), ", ".join(named[:LOGGED]), rest),
+                *(namespace, len(ended), ", ".join(named[:LOGGED]), rest),
             )
-        return found
+        return ended
 
-    def _answer(self, found: dict[str, Ended] | None = None, error: str = "") -> bytes:
-        answer = CancelAnswer(self._process, self._client_id, found or {}, error)
+    def _answer(self, ended: dict[str, Ended] | None = None, error: str = "") -> bytes:
+        answer = CancelAnswer(self._process, self._client_id, ended or {}, error)
         return msgspec.json.encode(answer)

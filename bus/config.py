@@ -221,8 +221,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     by_folded = {each.casefold(): each for each in known}
-    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.75)
-    return f" (did you mean {by_folded[found[0]]}?)" if found else ""
+    nearest = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.75)
+    return f" (did you mean {by_folded[nearest[0]]}?)" if nearest else ""
 
 
 def _convert(name: str, given: _Given) -> Any:
@@ -240,11 +240,11 @@ def _convert(name: str, given: _Given) -> Any:
 
 
 def _misfit(name: str, source: str, value: Any, problem: str) -> ConfigError:
-    told = repr(value)
+    shown = repr(value)
     if name == "servers" and isinstance(value, str) and "://" not in value:
         # Whatever stands before an @ is a credential here, a lone token too.
-        told = repr(redact_url(f"nats://{value}").removeprefix("nats://"))
-    return ConfigError(f"{source} = {redact_url(told)}: {problem}")
+        shown = repr(redact_url(f"nats://{value}").removeprefix("nats://"))
+    return ConfigError(f"{source} = {redact_url(shown)}: {problem}")
 
 
 def _with_scheme(server: str) -> str:

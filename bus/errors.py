@@ -52,13 +52,13 @@ def only_cause(error: BaseException) -> BaseException:
 def describe_exception(error: BaseException) -> str:
     """The type and text of an exception on one line; of a group those of what is in it too."""
     text = safe_text(error)
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    description = f"{type(error).__name__}: {text}" if text else type(error).__name__
     leaves = list(_leaves(error))
     if not leaves:
-        return told
+        return description
     inner = "; ".join(describe_exception(leaf) for leaf in leaves[:MAX_LEAVES])
     more = f"; and {len(leaves) - MAX_LEAVES} more" if len(leaves) > MAX_LEAVES else ""
-    return f"{told}: {inner}{more}"
+    return f"{description}: {inner}{more}"
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

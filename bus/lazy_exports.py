@@ -31,9 +31,9 @@ def lazy_exports(
             return import_module(f"{package}.{name}")
         if name in names["__all__"]:
             for module in (module_of[name],) if name in module_of else modules:
-                found = import_module(f"{package}.{module}")
-                if hasattr(found, name):
-                    return names.setdefault(name, getattr(found, name))
+                imported = import_module(f"{package}.{module}")
+                if hasattr(imported, name):
+                    return names.setdefault(name, getattr(imported, name))
         raise AttributeError(f"module {face!r} has no attribute {name!r}")
 
     return find, lambda: sorted({*names, *names["__all__"]})

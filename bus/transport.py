@@ -130,22 +130,22 @@ class StreamConfig(NamedTuple):
     replicas: int | None = None
     description: str = ""
 
-    def differences(self, found: StreamConfig, *fields: str) -> list[str]:
+    def differences(self, existing: StreamConfig, *fields: str) -> list[str]:
         """The limits of a stream that are others than these, as `name = value, not value`.
 
         Args:
             fields: that are compared as well.
         """
-        pairs = [(name, getattr(found, name), getattr(self, name)) for name in fields]
-        pairs += zip(StreamLimits._fields, found.limits, self.limits, strict=True)
+        pairs = [(name, getattr(existing, name), getattr(self, name)) for name in fields]
+        pairs += zip(StreamLimits._fields, existing.limits, self.limits, strict=True)
         return [f"{name} = {has}, not {own}" for name, has, own in pairs if not _is_met(has, own)]
 
 
-def _is_met(found: object, wanted: object) -> bool:
-    if isinstance(found, float) and isinstance(wanted, float):
+def _is_met(existing: object, wanted: object) -> bool:
+    if isinstance(existing, float) and isinstance(wanted, float):
         # The server keeps whole nanoseconds: a third of a second comes back as another float.
-        return isclose(found, wanted, rel_tol=1e-12, abs_tol=2e-9)
-    return found == wanted
+        return isclose(existing, wanted, rel_tol=1e-12, abs_tol=2e-9)
+    return existing == wanted
 
 
 class StoredMessage(NamedTuple):
@@ -167,10 +167,10 @@ class StoredMessage(NamedTuple):
     @property
     def ttl(self) -> float | None:
         """Seconds after which it expires; None where it does not say that."""
-        found = _TTL.fullmatch(self.headers.get(headers.TTL, ""))
-        if found is None:
+        match = _TTL.fullmatch(self.headers.get(headers.TTL, ""))
+        if match is None:
             return None
-        hours, minutes, seconds = (float(part or 0) for part in found.groups())
+        hours, minutes, seconds = (float(part or 0) for part in match.groups())
         return 3600 * hours + 60 * minutes + seconds
 
     @property

@@ -92,7 +92,7 @@ def hash_blocks(
 def _with_multimodal(
     data: bytes, size: int, count: int, seed: int, multimodal: Sequence[Sequence[int] | None]
 ) -> list[int]:
-    found: list[int] = []
+    hashes: list[int] = []
     for block in range(count):
         content = data[block * size : (block + 1) * size]
         objects = multimodal[block] if block < len(multimodal) else None
@@ -101,8 +101,8 @@ def _with_multimodal(
                 content += struct.pack(f"<{len(objects)}Q", *sorted(objects))
             except struct.error as error:
                 raise ValueError(f"a multimodal hash of block {block}: {error}") from None
-        found.append(xxh3_64_intdigest(content, seed))
-    return found
+        hashes.append(xxh3_64_intdigest(content, seed))
+    return hashes
 
 
 def token_bytes(tokens: Tokens) -> bytes:
@@ -145,7 +145,7 @@ def hash_prefixes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> list[int]
         return []
     before, *others = np.asarray(block_hashes, dtype=np.uint64).tolist()
     pack, digest, seed = _pack_pair, xxh3_64_intdigest, SEED
-    found = [before]
+    prefix_hashes = [before]
     # A function for each step would take longer than what it does.
-    found += [before := digest(pack(before, block), seed) for block in others]
-    return found
+    prefix_hashes += [before := digest(pack(before, block), seed) for block in others]
+    return prefix_hashes

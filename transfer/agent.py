@@ -243,7 +243,7 @@ class TransferAgent:
             self._ticket = ticket
         ids = _checked_ids("remote", blocks, int(self._leased[-1]) + 1)
         if not (self._leased[np.searchsorted(self._leased, ids)] == ids).all():
-            raise InvalidTransfer(f"the ticket is not of all of the remote blocks {_told(ids)}")
+            raise InvalidTransfer(f"the ticket is not of all of the remote blocks {_shown(ids)}")
         if operation == "write" and not ticket.writable:
             raise InvalidTransfer(f"the ticket of {ticket.agent} is for reading")
         return ids
@@ -484,11 +484,11 @@ def _checked_ids(side: str, blocks: Sequence[int] | Indices, there_are: int) -> 
     # After a large transfer nothing is in the processor's caches, and each step here is slow.
     ordered = np.sort(given)
     if ordered[0] < 0 or ordered[-1] >= there_are:
-        raise InvalidTransfer(f"{side} blocks {_told(given)} are not all below {there_are}")
+        raise InvalidTransfer(f"{side} blocks {_shown(given)} are not all below {there_are}")
     if (again := ordered[1:] == ordered[:-1]).any():
         raise InvalidTransfer(f"{side} block {ordered[again.argmax()]} is given twice")
     return given.astype(np.int32)
 
 
-def _told(blocks: NDArray[Any]) -> str:
+def _shown(blocks: NDArray[Any]) -> str:
     return f"{blocks.min()} to {blocks.max()}" if blocks.size > 1 else f"{blocks[0]}"

@@ -63,11 +63,11 @@ def nixl() -> Any:
 @cache
 def _errors() -> tuple[type[Exception], ...]:
     """Each exception of NIXL; they have no base of their own."""
-    found = (getattr(nixl(), name) for name in dir(nixl()) if name.endswith("Error"))
-    return tuple(each for each in found if isinstance(each, type))
+    candidates = (getattr(nixl(), name) for name in dir(nixl()) if name.endswith("Error"))
+    return tuple(each for each in candidates if isinstance(each, type))
 
 
-def _told(what: str, error: Exception) -> NixlError:
+def _nixl_error(what: str, error: Exception) -> NixlError:
     return NixlError(f"{what}: {type(error).__name__.removeprefix('nixl')} ({error})")
 
 
@@ -97,7 +97,7 @@ class NixlAgent:
             self._agent: Any = self._nixl.nixlAgent(name, config)
             self._agent.createBackend(_BACKEND, {"engine_config": settings} if settings else {})
         except _errors() as error:
-            raise _told(f"agent {name} cannot be made", error) from error
+            raise _nixl_error(f"agent {name} cannot be made", error) from error
 
     def __repr__(self) -> str:
         return f"<NixlAgent {self.name}>"
@@ -118,12 +118,12 @@ class NixlAgent:
             try:
                 self._agent.registerMem(descriptors, [])
             except _errors() as error:
-                raise _told(f"{kind} cannot be registered", error) from error
+                raise _nixl_error(f"{kind} cannot be registered", error) from error
 
     def metadata(self) -> bytes:
         """What a peer has to know to reach this agent's memory."""
-        found: bytes = self._agent.getLocalMD()
-        return found
+        metadata: bytes = self._agent.getLocalMD()
+        return metadata
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Know a peer by its metadata, in place of what was known under its name.
@@ -135,7 +135,7 @@ class NixlAgent:
         try:
             loaded: bytes = self._agent.loadRemoteMD(metadata)
         except _errors() as error:
-            raise _told(f"peer {name} cannot be added", error) from error
+            raise _nixl_error(f"peer {name} cannot be added", error) from error
         if loaded.decode(errors="replace") != name:
             self.remove_peer(loaded.decode(errors="replace"))
             raise NixlError(f"the metadata of peer {name} is that of another agent")
@@ -163,7 +163,7 @@ class NixlAgent:
                 peer or self._nixl.NIXL_INIT_AGENT, descriptors, []
             )
         except _errors() as error:
-            raise _told(f"{len(rows)} descriptors cannot be prepared", error) from error
+            raise _nixl_error(f"{len(rows)} descriptors cannot be prepared", error) from error
         return handle
 
     def forget(self, prepared: int) -> None:
@@ -187,7 +187,7 @@ class NixlAgent:
                 self._operation(operation), ours, theirs, peer, "", []
             )
         except _errors() as error:
-            raise _told(f"a {operation} cannot be made", error) from error
+            raise _nixl_error(f"a {operation} cannot be made", error) from error
         return handle
 
     def prepared_request(
@@ -206,7 +206,7 @@ class NixlAgent:
                 self._operation(operation), *local, *remote, "", [], False
             )
         except _errors() as error:
-            raise _told(f"a {operation} cannot be made", error) from error
+            raise _nixl_error(f"a {operation} cannot be made", error) from error
         return handle
 
     def post(self, request: int) -> bool:
@@ -218,7 +218,7 @@ class NixlAgent:
         try:
             return self._is_done(self._agent.postXferReq(request, ""))
         except _errors() as error:
-            raise _told("a transfer cannot be posted", error) from error
+            raise _nixl_error("a transfer cannot be posted", error) from error
 
     def is_done(self, request: int) -> bool:
         """Whether a posted request is done; asking is what lets it go on.
@@ -229,14 +229,14 @@ class NixlAgent:
         try:
             return self._is_done(self._agent.getXferStatus(request))
         except _errors() as error:
-            raise _told("a transfer failed", error) from error
+            raise _nixl_error("a transfer failed", error) from error
 
     def release(self, request: int) -> None:
         """Forget a request. One that is not done goes on for as long as the agent lives."""
         try:
             self._agent.releaseXferReq(request)
         except _errors() as error:
-            raise _told("a transfer cannot be released", error) from error
+            raise _nixl_error("a transfer cannot be released", error) from error
 
     def close(self) -> None:
         """Destroy the agent: nothing that it was asked for touches any memory after this."""

@@ -191,10 +191,10 @@ def checksums(
     ]
     token_bytes = 2 * len(heads) * layout.token_bytes
     at_once = max(1, _GATHERED_BYTES // (per * token_bytes)) * per
-    found: list[int] = []
+    sums: list[int] = []
     for begin in range(0, tokens, at_once):
-        found += _sums(views, ids, range(start + begin, start + min(tokens, begin + at_once)), per)
-    return found
+        sums += _sums(views, ids, range(start + begin, start + min(tokens, begin + at_once)), per)
+    return sums
 
 
 def _sums(

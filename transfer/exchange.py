@@ -138,7 +138,7 @@ class _Announcement:
             await store.ensure()
             await self._sweep(store)
             await store.put(self._description.agent, self._data)
-        if not await self._lane.run(self._record.write(self._told)):
+        if not await self._lane.run(self._record.write(self._record_data)):
             raise Unavailable(f"the record of agent {self._description.agent} cannot be written")
         self._is_announced = True
 
@@ -152,7 +152,7 @@ class _Announcement:
                     await self._now.wait()
                 self._now = anyio.Event()
                 try:
-                    if not await self._lane.run(self._record.write(self._told)):
+                    if not await self._lane.run(self._record.write(self._record_data)):
                         logger.error(
                             "another agent has taken the name %s: peers read that one from now on",
                             self._description.agent,
@@ -177,17 +177,17 @@ class _Announcement:
                 await store.delete(self._description.agent, timeout=ANSWER_TIMEOUT)
 
     @property
-    def _told(self) -> bytes:
+    def _record_data(self) -> bytes:
         return _IN_OBJECT + self._description.epoch.encode() if self._is_large else self._data
 
     async def _sweep(self, store: ObjectStore) -> None:
         """Delete the descriptions of agents that were killed."""
         try:
-            for found in await store.list_objects():
-                subject = transfer_agent_subject(found.name)
+            for info in await store.list_objects():
+                subject = transfer_agent_subject(info.name)
                 stored = await self._bus.data.jetstream.last(AGENTS_STREAM.name, subject)
                 if stored is None or stored.is_marker:
-                    await store.delete(found.name)
+                    await store.delete(info.name)
         except DynbusError as error:
             logger.debug("descriptions of agents that are gone were not swept: %s", error)
 
@@ -195,7 +195,7 @@ class _Announcement:
         if not self._is_announced:
             # A name is an address that only one process has: another life of it is gone.
             return True
-        return stored.data == self._told
+        return stored.data == self._record_data
 
     def _on_connected(self) -> None:
         self._now.set()
@@ -220,12 +220,12 @@ async def look_up(bus: Bus, agent: str, epoch: str, *, seconds: float) -> AgentD
     stale_until = monotonic() + min(STALE_FOR, seconds)
     while True:
         try:
-            found = await _look(bus.data.jetstream, agent)
+            description = await _look(bus.data.jetstream, agent)
             problem: DynbusError
-            if found is None:
+            if description is None:
                 problem = TransferFailed(f"there is no agent {agent} on the bus")
-            elif found.epoch == epoch:
-                return found
+            elif description.epoch == epoch:
+                return description
             else:
                 problem = PeerRestarted(
                     f"agent {agent} has restarted: what it held under epoch {epoch} is gone"

@@ -472,16 +472,16 @@ class _Conversion:
         groups = self._groups(tuple(sorted(set(counts.tolist()))))
         if len(groups) == 1:
             return _joined(groups[0], counts, local_base, remote_base)
-        found: list[Pieces] = []
+        joined: list[Pieces] = []
         for group in groups:
             chosen = np.isin(counts, list(group.lengths))
-            found.append(_joined(group, counts[chosen], local_base[chosen], remote_base[chosen]))
+            joined.append(_joined(group, counts[chosen], local_base[chosen], remote_base[chosen]))
         return Pieces(
-            np.concatenate([each.local_region for each in found]),
-            np.concatenate([each.local_offset for each in found]),
-            np.concatenate([each.remote_region for each in found]),
-            np.concatenate([each.remote_offset for each in found]),
-            np.concatenate([each.length for each in found]),
+            np.concatenate([each.local_region for each in joined]),
+            np.concatenate([each.local_offset for each in joined]),
+            np.concatenate([each.remote_region for each in joined]),
+            np.concatenate([each.remote_offset for each in joined]),
+            np.concatenate([each.length for each in joined]),
         )
 
     def _made_groups(self, counts: tuple[int, ...]) -> list[_Group]:

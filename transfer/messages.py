@@ -93,24 +93,24 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
     is_cut_off: bool = False
 
 
-Told: TypeAlias = Push | Here | Unknown | Stop | Pushed
+AgentMessage: TypeAlias = Push | Here | Unknown | Stop | Pushed
 
-_decoder: Final[msgspec.msgpack.Decoder[Told]] = msgspec.msgpack.Decoder(Told)
+_decoder: Final[msgspec.msgpack.Decoder[AgentMessage]] = msgspec.msgpack.Decoder(AgentMessage)
 
 
-def encode(message: Told) -> bytes:
+def encode(message: AgentMessage) -> bytes:
     """The message in msgpack."""
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes) -> Told:
+def decode(data: bytes) -> AgentMessage:
     """The message in `data`.
 
     Raises:
         BadDescription: it is none, or says what cannot be.
     """
     try:
-        told: Told = _decoder.decode(data)
-        return told
+        message: AgentMessage = _decoder.decode(data)
+        return message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadDescription(f"this is not a message between agents: {error}") from error

@@ -42,7 +42,7 @@ from .exchange import check_life
 from .layout import KvMemory
 from .leases import LeaseTable
 from .links import Moved, nixl_name
-from .messages import Here, Push, Pushed, Stop, Told, Unknown
+from .messages import AgentMessage, Here, Push, Pushed, Stop, Unknown
 from .states import is_over
 from .transfers import Transfer
 
@@ -202,12 +202,12 @@ class Pushes:
         )
         self._tell(Life(ticket.agent, ticket.epoch), push, landing)
 
-    def _ask_again(self, told: Unknown) -> None:
+    def _ask_again(self, unknown: Unknown) -> None:
         """Ask once more for what the peer has not heard of."""
         for landing in self._landings.values():
-            for number in told.numbers:
+            for number in unknown.numbers:
                 asked = landing.asked.get(number)
-                if asked is None or asked.look >= told.look:
+                if asked is None or asked.look >= unknown.look:
                     continue
                 logger.info("%s is asked again to push: it had not heard it", asked.transfer.peer)
                 try:
@@ -216,10 +216,10 @@ class Pushes:
                     # The next look asks whether it has come.
                     logger.debug("%s was not asked again: %s", asked.transfer.peer, error)
 
-    def _tell(self, life: Life, told: Told, landing: _Landing | None = None) -> None:
+    def _tell(self, life: Life, message: AgentMessage, landing: _Landing | None = None) -> None:
         """Send a message; with a landing, hear if nobody gets it."""
         reply = "" if landing is None else self._bus.replies.bounce(landing.token)
-        self._bus.data.publish(transfer_subject(*life), messages.encode(told), reply=reply)
+        self._bus.data.publish(transfer_subject(*life), messages.encode(message), reply=reply)
 
     async def _watch(self) -> None:
         """See that those who push are there and have heard of it, for as long as any does."""
@@ -289,18 +289,18 @@ class Pushes:
             # The landing is destroyed in time.
             logger.debug("%s was not told to stop: %s", transfer.peer, error)
 
-    def _pushed(self, told: Pushed) -> None:
+    def _pushed(self, pushed: Pushed) -> None:
         for life, landing in self._landings.items():
-            asked = landing.asked.get(told.number)
+            asked = landing.asked.get(pushed.number)
             if asked is None:
                 continue
-            error = DynbusError.of_code(told.code, told.message) if told.code else None
-            if told.is_cut_off:
+            error = DynbusError.of_code(pushed.code, pushed.message) if pushed.code else None
+            if pushed.is_cut_off:
                 asked.error = error
                 self._remove(life, landing, f"{life.agent} had to break off what it pushed")
             else:
-                del landing.asked[told.number]
-                asked.transfer.end_apart(error, told.bytes)
+                del landing.asked[pushed.number]
+                asked.transfer.end_apart(error, pushed.bytes)
             return
 
     def destroy(self, name: str) -> bool:
@@ -330,40 +330,40 @@ class Pushes:
 
     def _heard(self, message: Message) -> None:
         try:
-            told = messages.decode(message.data)
+            decoded = messages.decode(message.data)
         except BadDescription as error:
             logger.warning("%s: %s", message.subject, error)
             return
-        if isinstance(told, Pushed):
-            self._pushed(told)
-        elif isinstance(told, Unknown):
-            self._ask_again(told)
-        elif isinstance(told, Here):
-            self._look(told)
-        elif isinstance(told, Stop):
-            transfer = self._served.get((told.reader, told.epoch, told.number))
+        if isinstance(decoded, Pushed):
+            self._pushed(decoded)
+        elif isinstance(decoded, Unknown):
+            self._ask_again(decoded)
+        elif isinstance(decoded, Here):
+            self._look(decoded)
+        elif isinstance(decoded, Stop):
+            transfer = self._served.get((decoded.reader, decoded.epoch, decoded.number))
             if transfer is not None:
                 transfer.cancel()
         else:
-            self._push(told)
+            self._push(decoded)
 
-    def _look(self, told: Here) -> None:
+    def _look(self, here: Here) -> None:
         """Tell a reader what it has missed of what it waits for."""
-        if not told.numbers or not self._is_somebody(told):
+        if not here.numbers or not self._is_somebody(here):
             return
         unknown: list[int] = []
-        for number in told.numbers:
-            key = told.reader, told.epoch, number
+        for number in here.numbers:
+            key = here.reader, here.epoch, number
             if (answer := self._answers.get(key)) is not None:
-                self._reply(Life(told.reader, told.epoch), answer)
+                self._reply(Life(here.reader, here.epoch), answer)
             elif key not in self._served:
                 unknown.append(number)
         if unknown:
-            self._reply(Life(told.reader, told.epoch), Unknown(told.look, tuple(unknown)))
+            self._reply(Life(here.reader, here.epoch), Unknown(here.look, tuple(unknown)))
 
-    def _is_somebody(self, told: Push | Here) -> bool:
+    def _is_somebody(self, asked: Push | Here) -> bool:
         try:
-            check_life(told.reader, told.epoch)
+            check_life(asked.reader, asked.epoch)
         except ConfigError as error:
             # It cannot even be answered.
             logger.warning("%s is asked to push to nobody: %s", self._name, error)
@@ -429,17 +429,17 @@ class Pushes:
     def _answer(
         self, push: Push, size: int, error: DynbusError | None, *, is_cut_off: bool = False
     ) -> None:
-        told = Pushed(push.number, size)
+        answer = Pushed(push.number, size)
         if error is not None:
-            told = Pushed(push.number, 0, error.code, error.message, is_cut_off)
-        self._answers[push.reader, push.epoch, push.number] = told
+            answer = Pushed(push.number, 0, error.code, error.message, is_cut_off)
+        self._answers[push.reader, push.epoch, push.number] = answer
         while len(self._answers) > _REMEMBERED:
             self._answers.popitem(last=False)
-        self._reply(Life(push.reader, push.epoch), told)
+        self._reply(Life(push.reader, push.epoch), answer)
 
-    def _reply(self, life: Life, told: Told) -> None:
+    def _reply(self, life: Life, message: AgentMessage) -> None:
         try:
-            self._tell(life, told)
+            self._tell(life, message)
         except DynbusError as problem:
             logger.debug("%s was not answered: %s", life.agent, problem)
 

@@ -12,7 +12,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, Unavailable
-from dynbus.bus.protocol.cancellation import OPERATOR, Found
+from dynbus.bus.protocol.cancellation import OPERATOR, EndedCall
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.instance_view import Instance
@@ -94,13 +94,13 @@ class ClientSide:
         if scope.cancelled_caught:
             raise Cancelled(OPERATOR, request_id=request_id, started=False)
 
-    def _cancel_waits(self, namespace: str, ids: Set[str]) -> list[Found]:
-        found: list[Found] = []
+    def _cancel_waits(self, namespace: str, ids: Set[str]) -> list[EndedCall]:
+        ended: list[EndedCall] = []
         for scope, (of, request_id) in list(self._waits.items()):
             if of == namespace and request_id in ids:
                 scope.cancel()
-                found.append(Found(request_id))
-        return found
+                ended.append(EndedCall(request_id))
+        return ended
 
     def known_instances(self, component: ComponentName) -> Sequence[Instance]:
         """The instances of a component that may be chosen now."""

@@ -201,8 +201,8 @@ class EndpointClient:
         Raises:
             NoInstances: there are not as many in time.
         """
-        found = await self._side.discovery.wait(self.endpoint, count, timeout)
-        return [instance.id for instance in found]
+        instances = await self._side.discovery.wait(self.endpoint, count, timeout)
+        return [instance.id for instance in instances]
 
     def _policy(self, name: RoutingName) -> Router:
         router = self._routers.get(name)

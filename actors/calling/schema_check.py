@@ -21,10 +21,10 @@ class SchemaCheck:
     """Warns once of each pair of versions that call each other."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], None] = {}
+        self._warned: dict[tuple[str, str], None] = {}
 
     def __repr__(self) -> str:
-        return f"<SchemaCheck [{len(self._told)} pairs]>"
+        return f"<SchemaCheck [{len(self._warned)} pairs]>"
 
     def differs(self, endpoint: EndpointName, instance_id: str, own: str, theirs: str) -> None:
         """Note a call to an instance with another hash than the client's own.
@@ -33,11 +33,11 @@ class SchemaCheck:
             theirs: the hash in the instance's record.
         """
         pair = (own, theirs)
-        if pair in self._told:
+        if pair in self._warned:
             return
-        if len(self._told) >= MAX_PAIRS:
-            del self._told[next(iter(self._told))]
-        self._told[pair] = None
+        if len(self._warned) >= MAX_PAIRS:
+            del self._warned[next(iter(self._warned))]
+        self._warned[pair] = None
         logger.warning(
             "%s: the class of instance %s is another version (schema hash %s) than its client's "
             "(%s), and is called all the same; `dynbus schema check` tells whether they fit",

@@ -102,18 +102,18 @@ class Stalls:
         """
         if until - since < pause + VISIBLE:
             return
-        found: Fault | None = None
+        cause: Fault | None = None
         for fault in reversed(self._faults):
             if fault.at < since - REACH:
                 break
             if fault.at < until - pause:
-                found = fault  # the first of them: the longest stall that it can be
-        if found is None:
+                cause = fault  # the first of them: the longest stall that it can be
+        if cause is None:
             stall = Stall(until - since, until, "", call)
             self.unexplained.append(stall.seconds)
         else:
-            after = f"{found.kind}, replayed" if replays else found.kind
-            stall = Stall(until - max(found.at, since - pause), until, after, call)
+            after = f"{cause.kind}, replayed" if replays else cause.kind
+            stall = Stall(until - max(cause.at, since - pause), until, after, call)
             self.by_kind.setdefault(after, []).append(stall.seconds)
         self.longest = sorted([*self.longest, stall], reverse=True)[:EXAMPLES]
 
@@ -345,15 +345,15 @@ BUCKETS: Final = (0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 def spread(durations: Iterable[float]) -> Spread | None:
     """The percentiles, each one that was measured; None without durations."""
-    found = sorted(durations)
-    if not found:
+    ordered = sorted(durations)
+    if not ordered:
         return None
     buckets = {f"{limit:g}": 0 for limit in BUCKETS} | {"more": 0}
-    for each in found:
+    for each in ordered:
         fitting = next((limit for limit in BUCKETS if each <= limit), None)
         buckets["more" if fitting is None else f"{fitting:g}"] += 1
 
     def rank(share: float) -> float:
-        return round(found[min(int(share * len(found)), len(found) - 1)], 3)
+        return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 3)
 
-    return Spread(len(found), rank(0.5), rank(0.99), round(found[-1], 3), buckets)
+    return Spread(len(ordered), rank(0.5), rank(0.99), round(ordered[-1], 3), buckets)

@@ -185,11 +185,11 @@ async def repeated(
         may_run_out=not strict,
     )
     count = len(known[0])
-    told = f"{count} item{'' if count == 1 else 's'}" if same else "other items each time"
+    answers = f"{count} item{'' if count == 1 else 's'}" if same else "other items each time"
     if replays and not same:
-        told += ', which resume="replay" cannot go on with'
+        answers += ', which resume="replay" cannot go on with'
     failing = "may fail in an error with a type" if may_fail else "may not fail"
-    return Repeated(asked), f"{name}: {told}; {failing}"
+    return Repeated(asked), f"{name}: {answers}; {failing}"
 
 
 def _goes_on(spec: HandlerSpec | None) -> bool:

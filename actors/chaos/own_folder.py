@@ -42,9 +42,9 @@ def _remove_left() -> None:
 
 def _is_ours(folder: Path) -> bool:
     """Whether it is a folder that this user alone can have filled."""
-    found = folder.lstat()
+    status = folder.lstat()
     return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.getuid()
-        and stat.S_IMODE(found.st_mode) == stat.S_IRWXU
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and stat.S_IMODE(status.st_mode) == stat.S_IRWXU
     )

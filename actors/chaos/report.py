@@ -103,8 +103,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def figures_of(checker: Checker) -> tuple[dict[str, Spread], Spread | None]:
     """The stalls by the kind of fault, and the unexplained ones."""
     by_kind = dict(sorted(checker.stalls.by_kind.items()))
-    spreads = {kind: spread(found) for kind, found in by_kind.items()}
-    known = {kind: found for kind, found in spreads.items() if found is not None}
+    spreads = {kind: spread(durations) for kind, durations in by_kind.items()}
+    known = {kind: durations for kind, durations in spreads.items() if durations is not None}
     return known, spread(checker.stalls.unexplained)
 
 

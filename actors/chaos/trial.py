@@ -220,7 +220,7 @@ async def _under_faults(
     )
     steps = schedule(options.seed, options.kinds, options.seconds, options.pauses)
     async with Runtime.connect(servers.caller_url, name="dynbus-chaos") as runtime:
-        sources, told = await _sources(options, graph, runtime)
+        sources, descriptions = await _sources(options, graph, runtime)
         load = Load(checker, sources)
         async with task_group() as tasks:
             tasks.start_soon(load.run, options.callers)
@@ -249,7 +249,7 @@ async def _under_faults(
         servers=options.servers,
         instances=dict(counts),
         callers=options.callers,
-        load=told,
+        load=descriptions,
         carried_out=dict(nemesis.counts),
         skipped=dict(Counter(each.kind.value for each in nemesis.done if not each.carried_out)),
         calls=checker.calls,
@@ -344,7 +344,7 @@ async def _sources(
     calls: list[tuple[EndpointName, bytes | None]] = list(options.calls)
     calls = calls or _without_request(graph)
     sources: list[Source] = []
-    told: list[str] = []
+    descriptions: list[str] = []
     for name, request in calls:
         spec, client = await _client_of(name, graph, runtime)
         client = with_options(client, wait=WAIT)
@@ -354,20 +354,20 @@ async def _sources(
             strict=options.strict,
         )
         sources.append(source)
-        told.append(text)
-    return sources, told
+        descriptions.append(text)
+    return sources, descriptions
 
 
 def _without_request(graph: _Graph) -> list[tuple[EndpointName, bytes | None]]:
     """The endpoints of a graph that can be called with nothing."""
-    found: list[tuple[EndpointName, bytes | None]] = []
+    endpoints: list[tuple[EndpointName, bytes | None]] = []
     for node in graph.nodes:
         if not node.service.workers or not node.service.enabled:
             continue
         for spec in resolve(node.actor).__dynbus_handlers__.values():
             if spec.parameter is None or spec.default is not Parameter.empty:
-                found.append((EndpointName.parse(f"{node.address}.{spec.name}"), None))
-    return found
+                endpoints.append((EndpointName.parse(f"{node.address}.{spec.name}"), None))
+    return endpoints
 
 
 async def _client_of(

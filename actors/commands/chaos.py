@@ -275,7 +275,7 @@ def _print(report: Report) -> None:
     rows += [("load", text) for text in report.load]
     rows += [("calls", f"{report.calls:,} by {report.callers} callers, {report.items:,} items")]
     rows += [(f"  ended: {code}", f"{count:,}") for code, count in sorted(report.ends.items())]
-    rows += [(f"stalls after {kind}", _of(found)) for kind, found in report.stalls.items()]
+    rows += [(f"stalls after {kind}", _of(figure)) for kind, figure in report.stalls.items()]
     if report.unexplained is not None:
         rows += [("stalls without a fault", _of(report.unexplained))]
     whole = "never" if report.whole_after is None else f"{report.whole_after:g} s"
@@ -288,12 +288,12 @@ def _print(report: Report) -> None:
     ]
     rows += [("promises", "all kept" if report.held else "NOT kept")]
     terminal.print_table(
-        ("WHAT", "FOUND"), [(terminal.plain(what), terminal.plain(found)) for what, found in rows]
+        ("WHAT", "FOUND"), [(terminal.plain(what), terminal.plain(figure)) for what, figure in rows]
     )
 
 
-def _of(found: Spread) -> str:
+def _of(spread: Spread) -> str:
     return (
-        f"{found.count}: median {found.p50:.2f} s, p99 {found.p99:.2f} s, "
-        f"longest {found.longest:.2f} s"
+        f"{spread.count}: median {spread.p50:.2f} s, p99 {spread.p99:.2f} s, "
+        f"longest {spread.longest:.2f} s"
     )

@@ -46,7 +46,7 @@ def svg(nodes: Sequence[PlannedNode]) -> str:
 
 def as_json(nodes: Sequence[PlannedNode]) -> str:
     """For programs: each node with what it calls."""
-    told = [
+    described = [
         {
             "address": node.address,
             "class": node.actor,
@@ -57,7 +57,7 @@ def as_json(nodes: Sequence[PlannedNode]) -> str:
         }
         for node in nodes
     ]
-    return msgspec.json.format(msgspec.json.encode(told), indent=2).decode()
+    return msgspec.json.format(msgspec.json.encode(described), indent=2).decode()
 
 
 FORMATS: Final[Mapping[str, Callable[[Sequence[PlannedNode]], str]]] = {

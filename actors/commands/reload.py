@@ -49,10 +49,10 @@ def watched_folders(targets: Iterable[str], config_files: Iterable[str]) -> list
     places = [Path(target.partition(":")[0]) for target in targets]
     folders = [place.parent if place.suffix == PYTHON else Path.cwd() for place in places]
     folders += [Path(file).parent for file in config_files]
-    found = sorted({folder.absolute() for folder in folders if folder.is_dir()})
-    if not found:
+    existing = sorted({folder.absolute() for folder in folders if folder.is_dir()})
+    if not existing:
         raise ConfigError(f"--reload: none of the folders of {', '.join(targets)} exists")
-    return found
+    return existing
 
 
 class Watch:
@@ -237,12 +237,12 @@ class Reloader:
             "scaling": [f"{address} to {count}" for address, count in resized.items()],
             "draining": sorted(removed),
         }
-        told = "; ".join(f"{step} {', '.join(on)}" for step, on in steps.items() if on)
-        if not told:
+        summary = "; ".join(f"{step} {', '.join(on)}" for step, on in steps.items() if on)
+        if not summary:
             logger.info("%s changed: nothing that runs is affected", names)
         else:
             ending = f"; running calls have {grace:g} s to finish" if replaced or removed else ""
-            logger.info("%s changed: %s%s", names, told, ending)
+            logger.info("%s changed: %s%s", names, summary, ending)
         whole = True
         for address, count in list(outdated.nodes.items()):
             restart = supervisor.restart(address, count, overlap=True)
@@ -254,7 +254,7 @@ class Reloader:
             scale = supervisor.scale(address, count, overlap=True)
             whole = await self._is_done(address, scale) and whole
         supervisor.remove(removed)
-        if told and whole:
+        if summary and whole:
             logger.info("reloaded")
 
     async def _is_done(self, address: str, step: Awaitable[None]) -> bool:

@@ -10,7 +10,7 @@ import click
 
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.compatibility import changes
-from dynbus.actors.documents.schema_difference import Verdict
+from dynbus.actors.documents.schema_difference import Fit
 from dynbus.actors.documents.schemas import json_text, schema_file
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import load_run
@@ -139,9 +139,9 @@ def _actors(request: PlanRequest) -> list[DocumentedActor]:
 
 
 _WORDS: Final = {
-    Verdict.COMPATIBLE: "fits",
-    Verdict.UNCLEAR: "[yellow]may break[/]",
-    Verdict.INCOMPATIBLE: "[red]breaks[/]",
+    Fit.COMPATIBLE: "fits",
+    Fit.UNCLEAR: "[yellow]may break[/]",
+    Fit.INCOMPATIBLE: "[red]breaks[/]",
 }
 
 
@@ -179,21 +179,21 @@ def check(
     actors = _actors(plan_request(ctx, targets, config_files, namespace))
     new = asyncapi(actors, message_schemas(actors), title="", version="")
     try:
-        found = changes(_read(old), new)
+        differences = changes(_read(old), new)
     except ConfigError as error:
         raise ConfigError(f"{old}: {error}") from None
     if as_json:
-        told = [{**one._asdict(), "verdict": one.verdict.name.lower()} for one in found]
-        terminal.print_json(told)
-    elif found:
+        rows = [{**one._asdict(), "verdict": one.verdict.name.lower()} for one in differences]
+        terminal.print_json(rows)
+    elif differences:
         terminal.print_table(
             ("CHANGE", "ENDPOINT", "WHAT"),
             [
                 (_WORDS[one.verdict], terminal.plain(one.endpoint), terminal.plain(one.what))
-                for one in found
+                for one in differences
             ],
         )
-    if any(one.verdict is not Verdict.COMPATIBLE for one in found):
+    if any(one.verdict is not Fit.COMPATIBLE for one in differences):
         ctx.exit(exit_codes.FAILURE)
 
 

@@ -8,12 +8,12 @@ import click
 
 from dynbus.actors.running.control import (
     Done,
+    Progress,
     Question,
     Refused,
     RestartNodes,
     ScaleNode,
     StopRun,
-    Told,
     ask,
     find_run,
     wait_for_end,
@@ -66,10 +66,10 @@ def _counted(
     """
     nodes: list[ScaleNode] = []
     for each in given:
-        found = _SCALE.fullmatch(each)
-        if found is None:
+        match = _SCALE.fullmatch(each)
+        if match is None:
             raise click.UsageError(f"{each!r}: write NODE=COUNT, for example Splitter=3", ctx)
-        nodes.append(ScaleNode(found[1], int(found[2])))
+        nodes.append(ScaleNode(match[1], int(match[2])))
     return nodes
 
 
@@ -102,7 +102,7 @@ def _carry_out(pid: int | None, *questions: Question) -> int:
     for question in questions:
         done = isinstance(question, StopRun)
         for answer in ask(run, question):
-            if isinstance(answer, Told):
+            if isinstance(answer, Progress):
                 click.echo(terminal.printable(answer.text))
             elif isinstance(answer, Refused):
                 click.echo(terminal.error_line(answer.reason), err=True)

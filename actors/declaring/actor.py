@@ -194,16 +194,16 @@ class Dependency(Generic[A]):
         owner = self._owner.__name__ if self._owner is not None else ""
         source = f"{owner}.{self.name} = depends({text!r})"
         try:
-            found = importlib.import_module(module)
+            loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{module}.".startswith(f"{error.name}."):
                 raise ConfigError(f"{source}: there is no module {error.name!r}") from None
             raise ConfigError(f"{source}: {error}") from error
         except Exception as error:
             raise ConfigError(f"{source}: {describe_exception(error)}") from error
-        actor = _attribute(found, name)
+        actor = _attribute(loaded, name)
         if not _is_actor(actor):
-            near = suggestion(name, [key for key, each in vars(found).items() if _is_actor(each)])
+            near = suggestion(name, [key for key, each in vars(loaded).items() if _is_actor(each)])
             reason = f"{name} is not an actor" if actor else f"there is no {name!r} in {module}"
             raise ConfigError(f"{source}: {reason}{near}")
         return cast("type[A]", actor)
@@ -217,8 +217,8 @@ class Dependency(Generic[A]):
 def kept_dependencies(cls: type[DeclaredActor]) -> dict[str, Dependency[Any]]:
     """The dependencies of a class by attribute: all, or where it has links, the linked ones."""
     links = {name for base in cls.__mro__ for name in vars(base).get("__dynbus_links__", ())}
-    found = cls.__dynbus_dependencies__
-    return {name: found[name] for name in found if name in links} if links else found
+    all_of = cls.__dynbus_dependencies__
+    return {name: all_of[name] for name in all_of if name in links} if links else all_of
 
 
 def keep_dependencies(cls: type[DeclaredActor], names: Sequence[str]) -> None:
@@ -233,10 +233,10 @@ def keep_dependencies(cls: type[DeclaredActor], names: Sequence[str]) -> None:
         _ = dependency.actor
 
 
-def _attribute(found: object, name: str) -> object:
+def _attribute(value: object, name: str) -> object:
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_dotted(text: str) -> bool:
@@ -311,9 +311,9 @@ def _prefixes(given: Any, source: str) -> tuple[str, ...]:
         return ("",) if given else ()
     prefixes: Any = (given,) if isinstance(given, str) else given
     if isinstance(prefixes, tuple | list):
-        found = cast("Sequence[object]", prefixes)
-        texts = [each for each in found if isinstance(each, str) and each]
-        if len(texts) == len(found):
+        elements = cast("Sequence[object]", prefixes)
+        texts = [each for each in elements if isinstance(each, str) and each]
+        if len(texts) == len(elements):
             return tuple(texts)
     raise ConfigError(
         f"{source} = {given!r}: write True for all keys, or the prefixes of those that the class "
@@ -323,23 +323,23 @@ def _prefixes(given: Any, source: str) -> tuple[str, ...]:
 
 def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:
     """Handlers by attribute, base classes first; an override without @handler is none."""
-    found: dict[str, HandlerSpec] = {}
+    specs: dict[str, HandlerSpec] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
             spec = HandlerSpec.of(value)
             if spec is not None:
-                found[attribute] = spec
-            elif attribute in found:
-                del found[attribute]
+                specs[attribute] = spec
+            elif attribute in specs:
+                del specs[attribute]
     by_name: dict[str, str] = {}
-    for attribute, spec in found.items():
+    for attribute, spec in specs.items():
         if spec.name in by_name:
             raise ConfigError(
                 f"{cls.__name__}: {by_name[spec.name]} and {attribute} are both endpoint "
                 f"{spec.name!r}: give one of them another name"
             )
         by_name[spec.name] = attribute
-    return found
+    return specs
 
 
 def _check_hidden(cls: type[DeclaredActor]) -> None:

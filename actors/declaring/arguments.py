@@ -162,12 +162,12 @@ def settled(
         ConfigError: a JSON object in one of them has a key twice.
     """
     annotations, named = _annotations(actor), _named_parameters(actor)
-    found = dict(given)
+    arguments = dict(given)
     for name, value in given.items():
         if isinstance(value, Mapping):
             annotation = _annotation_of(name, value, named, annotations)
-            found[name] = _settle(name, cast("Mapping[str, Any]", value), annotation, sources)
-    return found
+            arguments[name] = _settle(name, cast("Mapping[str, Any]", value), annotation, sources)
+    return arguments
 
 
 def _check_known(actor: type[Any], given: Sequence[str], sources: Mapping[str, str]) -> None:
@@ -227,9 +227,9 @@ def parameters_of(actor: type[Any]) -> dict[str, inspect.Parameter]:
     """What the constructor takes, by name."""
     if actor.__init__ is object.__init__:
         return {}
-    found = dict(inspect.signature(actor.__init__).parameters)
-    found.pop(next(iter(found), ""), None)
-    return found
+    parameters = dict(inspect.signature(actor.__init__).parameters)
+    parameters.pop(next(iter(parameters), ""), None)
+    return parameters
 
 
 def _named_parameters(actor: type[Any]) -> dict[str, inspect.Parameter]:
@@ -281,9 +281,9 @@ def _validate(
             part = part[key]
         source = sources[".".join((name, *path))]
         hides = is_secret or takes_secret(annotation) or is_from_file(name, source)
-        told = HIDDEN if hides else shown(part)
+        given = HIDDEN if hides else shown(part)
         raise ConfigError(
-            f"{source} = {told!r}: {_remedy(annotation, error, hides=hides)}"
+            f"{source} = {given!r}: {_remedy(annotation, error, hides=hides)}"
         ) from None
 
 
@@ -421,8 +421,8 @@ def _misfits(reader: _Reader, value: Any) -> list[_Path] | None:
 
 def _locations(error: Exception) -> list[_Path]:
     if not isinstance(error, pydantic.ValidationError):
-        found = _MSGSPEC_PLACE.search(str(error))
-        return [tuple(found[1].split("."))] if found else []
+        match = _MSGSPEC_PLACE.search(str(error))
+        return [tuple(match[1].split("."))] if match else []
     details = error.errors(include_url=False, include_context=False, include_input=False)
     return [tuple(map(str, detail["loc"])) for detail in details]
 
@@ -435,12 +435,12 @@ def _leads_through(location: _Path, path: _Path) -> bool:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise DuplicateKey(f"the key {key!r} is there twice")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -335,8 +335,8 @@ def _of_fields(
     definitions: dict[str, Any],
     getter: Callable[..., Callable[[Any], Any]],
 ) -> Total | None:
-    found = {name: _total(one, definitions) for name, one in fields.items()}
-    totals = {name: total for name, total in found.items() if total is not None}
+    by_name = {name: _total(one, definitions) for name, one in fields.items()}
+    totals = {name: total for name, total in by_name.items() if total is not None}
     if not totals:
         return None
     get = getter(*totals)

@@ -67,10 +67,10 @@ class Resources:
         Raises:
             ConfigError: see `parse`.
         """
-        found = self
+        resources = self
         for key, value in given.items():
-            found = found.with_value(key, value, f"{source}.{key}")
-        return found
+            resources = resources.with_value(key, value, f"{source}.{key}")
+        return resources
 
     def with_value(self, key: str, value: Any, source: str) -> Resources:
         """The same with one of its values replaced; None takes what was declared away.
@@ -168,9 +168,9 @@ def _quantity(value: Any, wanted: str) -> Fraction:
     if isinstance(value, float) and math.isfinite(value):
         return Fraction(repr(value))  # as it is written: 0.1 is a tenth
     if isinstance(value, str) and len(value) <= _MAX_TEXT:
-        found = _QUANTITY.fullmatch(value)
-        if found is not None:
-            number, exponent, suffix = found.groups()
+        match = _QUANTITY.fullmatch(value)
+        if match is not None:
+            number, exponent, suffix = match.groups()
             return Fraction(number) * Fraction(10) ** int(exponent or 0) * _FACTORS[suffix]
     raise ValueError(f"give a number of {wanted}")
 

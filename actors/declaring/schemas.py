@@ -139,10 +139,10 @@ class _Told(msgspec.Struct, omit_defaults=True):
 
 def encode_schemas(schemas: HandlerSchemas) -> bytes:
     """What an instance reads and writes, as JSON."""
-    told = _Told(
+    document = _Told(
         schemas.hash, schemas.reply_written, schemas.request_read, schemas.request_has_default
     )
-    return msgspec.json.encode(told, order="sorted")
+    return msgspec.json.encode(document, order="sorted")
 
 
 def canonical_schema(schema: Any) -> Any:

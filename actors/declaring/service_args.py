@@ -145,15 +145,15 @@ def _is_plain_number(value: Any) -> bool:
 
 def _mapping(value: Any, source: str, example: str) -> dict[str, Any]:
     """The value as a mapping, which a `Text` has as JSON; nothing is an empty one."""
-    found: object = {} if value is None else value
+    parsed: object = {} if value is None else value
     if isinstance(value, Text):
         try:
-            found = json.loads(value)
+            parsed = json.loads(value)
         except (ValueError, RecursionError):
-            found = None
-    if not isinstance(found, Mapping):
+            parsed = None
+    if not isinstance(parsed, Mapping):
         raise ConfigError(f"{source} must be a mapping, for example {example}")
-    return {str(key): each for key, each in cast("Mapping[object, Any]", found).items()}
+    return {str(key): each for key, each in cast("Mapping[object, Any]", parsed).items()}
 
 
 PARSERS: Final[Mapping[str, Callable[[Any, str, Any], Any]]] = {

@@ -119,11 +119,11 @@ class DeclaredOption:
         """What to give, for messages."""
         option, kinds = self.option, _members(self.kind)
         if self.choices:
-            told = f"one of {', '.join(map(str, self.choices))}"
+            text = f"one of {', '.join(map(str, self.choices))}"
         else:
             noun = _NOUNS.get(kinds[0] if kinds else None) or inspect.formatannotation(self.kind)
-            told = option.wanted or noun + self._range()
-        return told + (", or None" if type(None) in get_args(self.kind) else "")
+            text = option.wanted or noun + self._range()
+        return text + (", or None" if type(None) in get_args(self.kind) else "")
 
     def _range(self) -> str:
         option = self.option

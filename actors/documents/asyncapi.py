@@ -47,16 +47,16 @@ def message_schemas(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, dict[s
     Raises:
         ConfigError: an annotation of a handler cannot be used, or a schema not be written.
     """
-    found: dict[SchemaUse, dict[str, Any]] = {}
+    schemas: dict[SchemaUse, dict[str, Any]] = {}
     for one in actors:
         for _, spec in one.handlers():
             request = spec.request_codec
             if request is not None:
                 place = SchemaUse(str(one.address), spec.name, "request")
-                found[place] = whole_schema(request, place)
+                schemas[place] = whole_schema(request, place)
             place = SchemaUse(str(one.address), spec.name, _result(spec))
-            found[place] = whole_schema(spec.result_codec, place)
-    return found
+            schemas[place] = whole_schema(spec.result_codec, place)
+    return schemas
 
 
 def asyncapi(
@@ -114,7 +114,7 @@ def _result(spec: HandlerSpec) -> str:
 
 def _class_names(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, str]:
     """The classes that requests and results are of, by name."""
-    found: dict[SchemaUse, str] = {}
+    names: dict[SchemaUse, str] = {}
     for one in actors:
         for _, spec in one.handlers():
             for role, codec in (
@@ -123,13 +123,13 @@ def _class_names(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, str]:
             ):
                 kind: Any = codec.annotation if codec is not None else None
                 if isinstance(kind, type) and kind.__module__ not in ("builtins", "typing"):
-                    found[SchemaUse(str(one.address), spec.name, role)] = kind.__name__
-    return found
+                    names[SchemaUse(str(one.address), spec.name, role)] = kind.__name__
+    return names
 
 
 def _tag(one: DocumentedActor) -> dict[str, Any]:
-    told = _text(vars(one.actor).get("__doc__"))
-    return {"name": str(one.address), **({"description": told} if told else {})}
+    description = _text(vars(one.actor).get("__doc__"))
+    return {"name": str(one.address), **({"description": description} if description else {})}
 
 
 def _text(docstring: Any) -> str:
@@ -249,7 +249,7 @@ def _channels(subject: str, spec: HandlerSpec) -> dict[str, Any]:
         name: {"$ref": f"#/components/messages/{message}"}
         for name, message in _answers(subject, spec).items()
     }
-    told = (
+    answer = (
         "An item for each message, and an empty one at the end."
         if spec.streaming
         else "One message."
@@ -268,7 +268,7 @@ def _channels(subject: str, spec: HandlerSpec) -> dict[str, Any]:
         },
         f"{subject}.reply": {
             "address": None,
-            "description": f"The reply subject of the request, which is an inbox. {told}",
+            "description": f"The reply subject of the request, which is an inbox. {answer}",
             "messages": answers,
         },
     }
@@ -309,10 +309,10 @@ def _operations(one: DocumentedActor, subject: str, spec: HandlerSpec) -> dict[s
 
 def _described(one: DocumentedActor, spec: HandlerSpec) -> dict[str, Any]:
     made: dict[str, Any] = {"title": spec.name}
-    told = _text(spec.function.__doc__)
-    if told:
-        made["summary"] = " ".join(told.partition("\n\n")[0].split())
-        made["description"] = told
+    description = _text(spec.function.__doc__)
+    if description:
+        made["summary"] = " ".join(description.partition("\n\n")[0].split())
+        made["description"] = description
     made["tags"] = [{"name": str(one.address)}]
     made["x-dynbus"] = {
         "kind": spec.kind,

@@ -10,7 +10,7 @@ from dynbus.actors.declaring.schemas import canonical_schema
 from dynbus.bus.errors import ConfigError
 
 from .asyncapi import MAY_BE_EMPTY, NOTHING
-from .schema_difference import Verdict, compare
+from .schema_difference import Fit, compare
 from .schemas import COMPONENTS
 
 EXTENSION: Final = "x-dynbus"
@@ -24,7 +24,7 @@ class Change(NamedTuple):
     """
 
     endpoint: str
-    verdict: Verdict
+    verdict: Fit
     what: str
 
 
@@ -50,30 +50,30 @@ def changes(old: Any, new: Any) -> list[Change]:
         ConfigError: one of them is none.
     """
     before, after = _contracts(old), _contracts(new)
-    found: list[Change] = []
+    listed: list[Change] = []
     for endpoint in sorted({*before, *after}):
         if endpoint not in after:
-            found.append(Change(endpoint, Verdict.INCOMPATIBLE, "is gone"))
+            listed.append(Change(endpoint, Fit.INCOMPATIBLE, "is gone"))
         elif endpoint not in before:
-            found.append(Change(endpoint, Verdict.COMPATIBLE, "is new"))
+            listed.append(Change(endpoint, Fit.COMPATIBLE, "is new"))
         else:
-            found += _changes_of(endpoint, before[endpoint], after[endpoint])
-    return found
+            listed += _changes_of(endpoint, before[endpoint], after[endpoint])
+    return listed
 
 
 def _changes_of(endpoint: str, before: _Contract, after: _Contract) -> list[Change]:
     if before.kind != after.kind:
         what = f"is {after.kind} now, and was {before.kind}"
-        return [Change(endpoint, Verdict.INCOMPATIBLE, what)]
+        return [Change(endpoint, Fit.INCOMPATIBLE, what)]
     if before.schema_hash == after.schema_hash != "":
         return []
-    found = compare(before.result, after.result, "reply")
+    differences = compare(before.result, after.result, "reply")
     if before.request is not None or not after.may_be_empty:
-        found = [*compare(before.request, after.request, "request"), *found]
-    told = [Change(endpoint, one.verdict, str(one)) for one in found]
+        differences = [*compare(before.request, after.request, "request"), *differences]
+    listed = [Change(endpoint, one.verdict, str(one)) for one in differences]
     if before.may_be_empty and not after.may_be_empty and after.request is not None:
-        told.append(Change(endpoint, Verdict.INCOMPATIBLE, "the request may not be left out now"))
-    return told
+        listed.append(Change(endpoint, Fit.INCOMPATIBLE, "the request may not be left out now"))
+    return listed
 
 
 def _contracts(document: Any) -> dict[str, _Contract]:
@@ -86,24 +86,24 @@ def _contracts(document: Any) -> dict[str, _Contract]:
         components = document["components"]
         rest = json.dumps(components["schemas"]).replace(COMPONENTS, "#/$defs/")
         shared = {name: _modern(one) for name, one in json.loads(rest).items()}
-        found: dict[str, _Contract] = {}
+        contracts: dict[str, _Contract] = {}
         for subject, operation in document["operations"].items():
             if subject.count(".") != 2:
                 continue  # of one instance
-            told = operation[EXTENSION]
+            extension = operation[EXTENSION]
             messages = components["messages"]
             request = messages[f"{subject}.request"]
-            result = messages[f"{subject}.{'item' if told['kind'] == 'stream' else 'reply'}"]
-            found[subject] = _Contract(
-                told["kind"],
-                told["schema-hash"],
+            result = messages[f"{subject}.{'item' if extension['kind'] == 'stream' else 'reply'}"]
+            contracts[subject] = _Contract(
+                extension["kind"],
+                extension["schema-hash"],
                 None if request["payload"] == NOTHING else _schema(request, shared),
                 request.get("description") == MAY_BE_EMPTY,
                 _schema(result, shared),
             )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"it is no document of `dynbus schema write`: {error!r}") from None
-    return found
+    return contracts
 
 
 def _schema(message: Mapping[str, Any], shared: Mapping[str, Any]) -> Any:

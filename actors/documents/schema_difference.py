@@ -28,7 +28,7 @@ MAX_TEXT: Final = 120
 """Characters of a type as it is shown."""
 
 
-class Verdict(IntEnum):
+class Fit(IntEnum):
     """What a difference means for calls; the worst is the largest."""
 
     COMPATIBLE = 0
@@ -46,7 +46,7 @@ class Difference(NamedTuple):
         what: what that means, such as `is required and never sent`.
     """
 
-    verdict: Verdict
+    verdict: Fit
     direction: Direction
     field: str
     written: str
@@ -60,9 +60,9 @@ class Difference(NamedTuple):
         return f"{where} {self.what}: {sides}"
 
 
-def worst(differences: Sequence[Difference]) -> Verdict:
+def worst(differences: Sequence[Difference]) -> Fit:
     """What several differences mean together."""
-    return max((one.verdict for one in differences), default=Verdict.COMPATIBLE)
+    return max((one.verdict for one in differences), default=Fit.COMPATIBLE)
 
 
 def compare(client: Any, server: Any, direction: Direction) -> list[Difference]:
@@ -80,7 +80,7 @@ def compare(client: Any, server: Any, direction: Direction) -> list[Difference]:
         sends, takes = ("none" if one is None else _text(one) for one in (written, read))
         # No request is read as a null, and a null as none.
         other = read if written is None else written
-        verdict = Verdict.UNCLEAR if _may_be_null(other) else Verdict.INCOMPATIBLE
+        verdict = Fit.UNCLEAR if _may_be_null(other) else Fit.INCOMPATIBLE
         return [Difference(verdict, direction, "", sends, takes, what)]
     return _Comparison(written, read, direction).all()[:MAX_DIFFERENCES]
 
@@ -155,7 +155,7 @@ class _Comparison:
         """How two schemas differ at a field."""
         self._steps += 1
         if depth > MAX_DEPTH or self._steps > MAX_STEPS:
-            return [self._told(Verdict.UNCLEAR, field, written, read, "is too large to compare")]
+            return [self._differs(Fit.UNCLEAR, field, written, read, "is too large to compare")]
         names = (_name(written), _name(read))
         if not all(names):
             return self._resolved(written, read, field, depth)
@@ -169,15 +169,15 @@ class _Comparison:
         if _is_any(takes):
             if _is_any(sends):
                 return []
-            return [self._told(Verdict.COMPATIBLE, field, written, read, "is read as anything")]
+            return [self._differs(Fit.COMPATIBLE, field, written, read, "is read as anything")]
         if sends is False:
             return []
         if takes is False:
-            return [self._told(Verdict.INCOMPATIBLE, field, written, read, "is not taken")]
+            return [self._differs(Fit.INCOMPATIBLE, field, written, read, "is not taken")]
         if sends is None or takes is None:
-            return [self._told(Verdict.UNCLEAR, field, written, read, "is not known")]
+            return [self._differs(Fit.UNCLEAR, field, written, read, "is not known")]
         if _is_any(sends):
-            return [self._told(Verdict.UNCLEAR, field, written, read, "may be anything")]
+            return [self._differs(Fit.UNCLEAR, field, written, read, "may be anything")]
         return self._alternatives(sends, takes, field, depth)
 
     def _alternatives(
@@ -188,15 +188,15 @@ class _Comparison:
         read = _alternatives(takes, self._read)
         if len(written) == len(read) == 1:
             return self._single(written[0], read[0], field, depth)
-        found: list[Difference] = []
+        differences: list[Difference] = []
         fitting: set[int] = set()
         fits = False
         for one in written:
             tried = [self._compare(one, other, field, depth + 1) for other in read]
             best = min(range(len(tried)), key=lambda index: _badness(tried[index]))
-            if worst(tried[best]) is not Verdict.INCOMPATIBLE:
+            if worst(tried[best]) is not Fit.INCOMPATIBLE:
                 fitting.add(best)
-                found += tried[best]
+                differences += tried[best]
                 # That a null fits says nothing of the values that are sent otherwise.
                 fits = fits or not _is_null(one) or len(written) == 1
                 continue
@@ -204,22 +204,26 @@ class _Comparison:
             if len(alike) == 1:
                 # Only one can have been meant, so that what is wrong within it can be told.
                 fitting.add(alike[0])
-                found += tried[alike[0]]
+                differences += tried[alike[0]]
                 continue
             what = "has another type"
             if len(written) > 1:
                 what = f"may be {_text(one)}, which is not read"
-            found.append(self._told(Verdict.INCOMPATIBLE, field, sends, takes, what))
+            differences.append(self._differs(Fit.INCOMPATIBLE, field, sends, takes, what))
         if fits:
-            found = [one._replace(verdict=min(one.verdict, Verdict.UNCLEAR)) for one in found]
+            differences = [
+                one._replace(verdict=min(one.verdict, Fit.UNCLEAR)) for one in differences
+            ]
         unused = [
             other
             for index, other in enumerate(read)
             if index not in fitting and other not in written
         ]
-        if unused and not found:
-            found.append(self._told(Verdict.COMPATIBLE, field, sends, takes, "is read more widely"))
-        return found
+        if unused and not differences:
+            differences.append(
+                self._differs(Fit.COMPATIBLE, field, sends, takes, "is read more widely")
+            )
+        return differences
 
     def _are_alike(self, written: Any, read: Any) -> bool:
         sends = _kinds(_keywords(_resolve(written, self._written)))
@@ -231,21 +235,21 @@ class _Comparison:
         if any(names):
             return self._compare(sends, takes, field, depth + 1)
         if "enum" in sends or "const" in sends:
-            found = self._values(sends, takes, field)
+            differences = self._values(sends, takes, field)
         else:
-            found = self._kinds(sends, takes, field)
-        if worst(found) is Verdict.INCOMPATIBLE:
-            return found
+            differences = self._kinds(sends, takes, field)
+        if worst(differences) is Fit.INCOMPATIBLE:
+            return differences
         if "object" in _kinds(sends) and "object" in _kinds(takes):
-            found += self._object(sends, takes, field, depth)
+            differences += self._object(sends, takes, field, depth)
         if "array" in _kinds(sends) and "array" in _kinds(takes):
-            found += self._array(sends, takes, field, depth)
-        found += self._limits(sends, takes, field)
+            differences += self._array(sends, takes, field, depth)
+        differences += self._limits(sends, takes, field)
         for keyword in sorted({*sends, *takes} - _COMPARED):
             if keyword in takes and sends.get(keyword) != takes[keyword]:
                 what = f"has {keyword}, which is not compared"
-                found.append(self._told(Verdict.UNCLEAR, field, sends, takes, what))
-        return found
+                differences.append(self._differs(Fit.UNCLEAR, field, sends, takes, what))
+        return differences
 
     # Values and types ------------------------------------------------------------------------
 
@@ -257,53 +261,53 @@ class _Comparison:
             if missing:
                 what = f"may be {_listed(missing)}, which is not read"
                 never = len(missing) == len(values)
-                verdict = Verdict.INCOMPATIBLE if never else Verdict.UNCLEAR
-                return [self._told(verdict, field, sends, takes, what)]
+                verdict = Fit.INCOMPATIBLE if never else Fit.UNCLEAR
+                return [self._differs(verdict, field, sends, takes, what)]
             if len(known) > len(values):
-                told = self._told(Verdict.COMPATIBLE, field, sends, takes, "is read more widely")
-                return [told]
+                wider = self._differs(Fit.COMPATIBLE, field, sends, takes, "is read more widely")
+                return [wider]
             return []
         kinds = _kinds(takes)
         if kinds and not all(_has_kind(value, kinds) for value in values):
-            return [self._told(Verdict.INCOMPATIBLE, field, sends, takes, "has another type")]
-        return [self._told(Verdict.COMPATIBLE, field, sends, takes, "is read more widely")]
+            return [self._differs(Fit.INCOMPATIBLE, field, sends, takes, "has another type")]
+        return [self._differs(Fit.COMPATIBLE, field, sends, takes, "is read more widely")]
 
     def _kinds(self, sends: Any, takes: Any, field: str) -> list[Difference]:
         written, read = _kinds(sends), _kinds(takes)
         if not read:
             return []
         if not written:
-            return [self._told(Verdict.UNCLEAR, field, sends, takes, "may have another type")]
+            return [self._differs(Fit.UNCLEAR, field, sends, takes, "may have another type")]
         if not written <= (read | {"integer"} if "number" in read else read):
             # Of numbers some are whole.
             may_fit = "number" in written and "integer" in read
-            verdict = Verdict.UNCLEAR if may_fit else Verdict.INCOMPATIBLE
-            return [self._told(verdict, field, sends, takes, "has another type")]
+            verdict = Fit.UNCLEAR if may_fit else Fit.INCOMPATIBLE
+            return [self._differs(verdict, field, sends, takes, "has another type")]
         if ("enum" in takes or "const" in takes) and not _has_every(takes, written):
-            return [self._told(Verdict.UNCLEAR, field, sends, takes, "may be what is not read")]
+            return [self._differs(Fit.UNCLEAR, field, sends, takes, "may be what is not read")]
         if written != read:
-            return [self._told(Verdict.COMPATIBLE, field, sends, takes, "is read more widely")]
+            return [self._differs(Fit.COMPATIBLE, field, sends, takes, "is read more widely")]
         return []
 
     def _limits(self, sends: Any, takes: Any, field: str) -> list[Difference]:
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for keyword in _LIMITS:
             given, limit = sends.get(keyword), takes.get(keyword)
             if given == limit or (keyword == "uniqueItems" and not limit):
                 continue
             if limit is None:
                 what = f"is no longer limited by {keyword} {brief_repr(given)}"
-                found.append(self._told(Verdict.COMPATIBLE, field, sends, takes, what))
+                differences.append(self._differs(Fit.COMPATIBLE, field, sends, takes, what))
                 continue
             if keyword in _OPPOSITE and self._is_within(sends, keyword, limit):
                 continue
             if keyword in _OPPOSITE and _is_beyond(sends, keyword, limit):
                 what = f"is never within {keyword} {brief_repr(limit)}"
-                found.append(self._told(Verdict.INCOMPATIBLE, field, sends, takes, what))
+                differences.append(self._differs(Fit.INCOMPATIBLE, field, sends, takes, what))
                 continue
             what = f"is limited by {keyword} {brief_repr(limit)}"
-            found.append(self._told(Verdict.UNCLEAR, field, sends, takes, what))
-        return found
+            differences.append(self._differs(Fit.UNCLEAR, field, sends, takes, what))
+        return differences
 
     def _is_within(self, sends: Any, keyword: str, limit: Any) -> bool:
         """Whether everything that is sent keeps to a limit."""
@@ -315,7 +319,7 @@ class _Comparison:
     # Objects and arrays ----------------------------------------------------------------------
 
     def _object(self, sends: Any, takes: Any, field: str, depth: int) -> list[Difference]:
-        found: list[Difference] = []
+        differences: list[Difference] = []
         written: Mapping[str, Any] = sends.get("properties", {})
         read: Mapping[str, Any] = takes.get("properties", {})
         always, wanted = set(sends.get("required", ())), set(takes.get("required", ()))
@@ -325,32 +329,37 @@ class _Comparison:
         for name in sorted({*written, *read, *wanted}):
             inner = _joined(field, name)
             if name in written and name in read:
-                found += self._compare(written[name], read[name], inner, depth + 1)
+                differences += self._compare(written[name], read[name], inner, depth + 1)
                 if name in wanted and name not in always:
                     what = "is required, and may be left out"
-                    told = self._told(Verdict.UNCLEAR, inner, written[name], read[name], what)
-                    found.append(told)
+                    optional = self._differs(Fit.UNCLEAR, inner, written[name], read[name], what)
+                    differences.append(optional)
             elif name in written:
-                found += self._extra(written[name], rest, inner, depth, name in always)
+                differences += self._extra(written[name], rest, inner, depth, name in always)
             else:
-                found += self._absent(read.get(name, True), others, inner, name in wanted)
+                differences += self._absent(read.get(name, True), others, inner, name in wanted)
         if others is not False and rest is not True and not _is_any(rest):
-            found += self._rest(others, rest, field, depth)
-        return found
+            differences += self._rest(others, rest, field, depth)
+        return differences
 
     def _extra(
         self, written: Any, rest: Any, field: str, depth: int, is_always_sent: bool
     ) -> list[Difference]:
         """A field that the reader does not name."""
         if rest is False:
-            verdict = Verdict.INCOMPATIBLE if is_always_sent else Verdict.UNCLEAR
+            verdict = Fit.INCOMPATIBLE if is_always_sent else Fit.UNCLEAR
             what = "is refused" if is_always_sent else "is refused when it is sent"
-            return [self._told(verdict, field, written, False, what)]
+            return [self._differs(verdict, field, written, False, what)]
         if _is_any(rest):
             text = _text(written)
             return [
                 Difference(
-                    Verdict.COMPATIBLE, self._direction, field, text, "no such field", "is ignored"
+                    Fit.COMPATIBLE,
+                    self._direction,
+                    field,
+                    text,
+                    "no such field",
+                    "is ignored",
                 )
             ]
         return self._compare(written, rest, field, depth + 1)
@@ -358,11 +367,11 @@ class _Comparison:
     def _absent(self, read: Any, others: Any, field: str, is_wanted: bool) -> list[Difference]:
         """A field that the writer does not name."""
         if not is_wanted:
-            verdict, what = Verdict.COMPATIBLE, "is left out, which is allowed"
+            verdict, what = Fit.COMPATIBLE, "is left out, which is allowed"
         elif others is False:
-            verdict, what = Verdict.INCOMPATIBLE, "is required and never sent"
+            verdict, what = Fit.INCOMPATIBLE, "is required and never sent"
         else:
-            verdict, what = Verdict.UNCLEAR, "is required and may be missing"
+            verdict, what = Fit.UNCLEAR, "is required and may be missing"
         text = "no such field"
         return [Difference(verdict, self._direction, field, text, _text(read), what)]
 
@@ -370,13 +379,13 @@ class _Comparison:
         """Fields that neither side names."""
         inner = f"{field}{{}}"
         if rest is False:
-            return [self._told(Verdict.UNCLEAR, inner, others, rest, "may be refused")]
+            return [self._differs(Fit.UNCLEAR, inner, others, rest, "may be refused")]
         return self._compare(others, rest, inner, depth + 1)
 
     def _array(self, sends: Any, takes: Any, field: str, depth: int) -> list[Difference]:
         written: list[Any] = sends.get("prefixItems", [])
         read: list[Any] = takes.get("prefixItems", [])
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for index in range(max(len(written), len(read))):
             # Beyond its own positions a side may have more items, of the kind of all the others.
             sent = written[index] if index < len(written) else sends.get("items", not written)
@@ -384,13 +393,13 @@ class _Comparison:
             if sent is False or (index >= len(written) and written and "items" not in sends):
                 # How many there have to be is a limit.
                 continue
-            found += self._compare(sent, taken, f"{field}[{index}]", depth + 1)
+            differences += self._compare(sent, taken, f"{field}[{index}]", depth + 1)
         if not written and not read:
             items = (sends.get("items", True), takes.get("items", True))
-            found += self._compare(*items, f"{field}[]", depth + 1)
-        return found
+            differences += self._compare(*items, f"{field}[]", depth + 1)
+        return differences
 
-    def _told(self, verdict: Verdict, field: str, written: Any, read: Any, what: str) -> Difference:
+    def _differs(self, verdict: Fit, field: str, written: Any, read: Any, what: str) -> Difference:
         return Difference(verdict, self._direction, field, _text(written), _text(read), what)
 
 
@@ -438,15 +447,15 @@ def _resolve(schema: Any, root: Any) -> Any:
 
 
 def _find(reference: str, root: Any) -> Any:
-    found: Any = root
+    node: Any = root
     if not reference.startswith("#"):
         return None
     for step in reference[1:].split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(node, Mapping) or key not in node:
             return None
-        found = _keywords(cast("object", found))[key]
-    return found
+        node = _keywords(cast("object", node))[key]
+    return node
 
 
 def _is_any(schema: Any) -> bool:

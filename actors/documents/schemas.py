@@ -106,12 +106,12 @@ class Components:
 
     def all(self) -> dict[str, Any]:
         """The classes by name, in order."""
-        found = {
+        schemas = {
             self._names[place, name]: self._translated(schema, place)
             for place, scope in self._scopes.items()
             for name, schema in scope.items()
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(schemas.items()))
 
     def _add(self, place: SchemaUse, schema: Mapping[str, Any], name: str) -> None:
         root = {key: value for key, value in schema.items() if key != "$defs"}
@@ -129,14 +129,14 @@ class Components:
         for place, scope in self._scopes.items():
             for name in scope:
                 uses.setdefault(_legal(name), []).append((place, name, _closure(name, scope)))
-        for plain, found in uses.items():
+        for plain, same_name in uses.items():
             for naming in _NAMINGS:
-                keys = [naming(plain, place) for place, _, _ in found]
-                meanings = {(key, use[2]) for key, use in zip(keys, found, strict=True)}
+                keys = [naming(plain, place) for place, _, _ in same_name]
+                meanings = {(key, use[2]) for key, use in zip(keys, same_name, strict=True)}
                 if len(meanings) == len(set(keys)):
                     yield from (
                         ((place, name), key)
-                        for key, (place, name, _) in zip(keys, found, strict=True)
+                        for key, (place, name, _) in zip(keys, same_name, strict=True)
                     )
                     break
 
@@ -149,14 +149,14 @@ class Components:
 
 def _closure(name: str, scope: Mapping[str, Any]) -> str:
     """What a name means: its schema, and those that it refers to."""
-    found: dict[str, Any] = {}
+    reached: dict[str, Any] = {}
     waiting = [name]
     while waiting:
         one = waiting.pop()
-        if one not in found and one in scope:
-            found[one] = scope[one]
+        if one not in reached and one in scope:
+            reached[one] = scope[one]
             waiting += _references(scope[one])
-    return json.dumps([name, found], sort_keys=True)
+    return json.dumps([name, reached], sort_keys=True)
 
 
 def _references(schema: Any) -> Iterator[str]:

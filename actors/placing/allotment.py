@@ -231,9 +231,9 @@ class Allotment:
         if len(taken) > MAX_TOLD:
             taken[MAX_TOLD:] = [f"{len(taken) - MAX_TOLD} more instances have others"]
         left = f"left {'is' if len(free) == 1 else 'are'} {_listed(free)}" if free else "none left"
-        told = "; ".join([have, *taken, *([left] if taken else [])])
+        reasons = "; ".join([have, *taken, *([left] if taken else [])])
         return (
-            f"{needs}: {told}. Lower resources.gpu or workers, or set resources.gpu_shared for "
+            f"{needs}: {reasons}. Lower resources.gpu or workers, or set resources.gpu_shared for "
             "instances that may share GPUs"
         )
 
@@ -265,11 +265,11 @@ def warnings_of(
     for address, resources, _ in nodes:
         if resources.memory is None:
             continue
-        told = f"{address} declares memory {memory_text(resources.memory)}"
+        declaration = f"{address} declares memory {memory_text(resources.memory)}"
         if not machine.limits_memory:
-            warnings.append(f"{told}, and this system does not limit it")
+            warnings.append(f"{declaration}, and this system does not limit it")
         elif machine.memory is not None and resources.memory > machine.memory:
-            warnings.append(f"{told}, and there are {machine.memory / 1024**3:.1f}Gi")
+            warnings.append(f"{declaration}, and there are {machine.memory / 1024**3:.1f}Gi")
     return warnings
 
 

@@ -37,8 +37,8 @@ def take_place(label: str, placed: Placement) -> MemoryLimit | None:
             limit_memory(place.memory)
             limit = MemoryLimit(place.memory)
         except (OSError, ValueError) as error:
-            told = memory_text(place.memory)
-            logger.warning("the memory of %s cannot be limited to %s: %s", label, told, error)
+            wanted = memory_text(place.memory)
+            logger.warning("the memory of %s cannot be limited to %s: %s", label, wanted, error)
     if str(place):
         logger.info("%s has %s", label, place)
     return limit

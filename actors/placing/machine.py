@@ -82,13 +82,13 @@ def gpus_of_variable(variable: str, text: str) -> list[str]:
 def gpus_of_listing(text: str) -> list[str]:
     """The GPUs that `nvidia-smi -L` prints: numbers, and the ids of instances of those that are
     divided (MIG), which cannot be used as a whole."""
-    found: dict[str, list[str]] = {}
+    instances_of: dict[str, list[str]] = {}
     for number, instance in _LISTED.findall(text):
         if number:
-            found[number] = []
-        elif found:
-            found[next(reversed(found))].append(instance)
-    return [name for number, instances in found.items() for name in instances or [number]]
+            instances_of[number] = []
+        elif instances_of:
+            instances_of[next(reversed(instances_of))].append(instance)
+    return [name for number, instances in instances_of.items() for name in instances or [number]]
 
 
 def _listed_gpus() -> tuple[list[str], str]:
@@ -135,14 +135,14 @@ def _siblings(core: int) -> Sequence[int]:
         text = (_TOPOLOGY / f"cpu{core}/topology/thread_siblings_list").read_text()
     except OSError:
         return [core]
-    found = cores_of_list(text)
-    return found if core in found else [core]
+    siblings = cores_of_list(text)
+    return siblings if core in siblings else [core]
 
 
 def cores_of_list(text: str) -> list[int]:
     """The numbers of a list as Linux writes it: `0,4-6`."""
-    found: list[int] = []
+    cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        cores += range(int(first), int(last or first) + 1)
+    return cores

@@ -72,5 +72,5 @@ def limit_memory(count: int) -> None:
 
 def memory_in_use() -> int:
     """Bytes that count towards the limit of `limit_memory`; Linux only."""
-    found = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found is not None else 0
+    match = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match is not None else 0

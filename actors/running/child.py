@@ -128,7 +128,7 @@ class Child:
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None
-        self._files_told = asyncio.Event()
+        self._files_reported = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Child {self.label} [{self.state.value} | pid {self.pid}]>"
@@ -188,7 +188,7 @@ class Child:
         finally:
             writer.close()
             self._writer = None
-            self._files_told.set()
+            self._files_reported.set()
             if self._metrics is not None:
                 self._metrics.cancel()
         return code
@@ -231,10 +231,10 @@ class Child:
 
     async def collect_files(self) -> None:
         """Have the process say what `files` are; returns when it has, or has ended."""
-        self._files_told.clear()
+        self._files_reported.clear()
         self.send(CollectFiles())
         if self.pid is not None:
-            await self._files_told.wait()
+            await self._files_reported.wait()
 
     def send(self, command: Command) -> None:
         """Tell the process; one that has ended is told nothing."""
@@ -307,7 +307,7 @@ class Child:
             self.problems, self.details = report.problems, report.details
         elif isinstance(report, FilesCollected):
             self.files = report.files
-            self._files_told.set()
+            self._files_reported.set()
         elif self._metrics is not None and not self._metrics.done():
             self._metrics.set_result(report.page)
 

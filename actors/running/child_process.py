@@ -290,11 +290,11 @@ class Worker:
         )
 
     async def _watch_steps(self, runtime: Runtime) -> None:
-        told: list[StartStep] = []
+        sent: list[StartStep] = []
         while not self._announced:
             steps = runtime.bus.status.steps()
-            if steps != told:
-                told = steps
+            if steps != sent:
+                sent = steps
                 self._channel.send(StepsChanged(steps))
             await anyio.sleep(STEPS_INTERVAL)
 
@@ -314,14 +314,14 @@ class Worker:
 
     async def _watch_health(self, runtime: Runtime) -> None:
         known: dict[str, str] = {}
-        told: dict[str, str] = {}
+        sent_details: dict[str, str] = {}
         while True:
-            found, details = problems_of(runtime), dict(runtime.bus.status.read())
+            problems, details = problems_of(runtime), dict(runtime.bus.status.read())
             if self._memory is not None:
                 self._watch_memory(self._memory, runtime, details)
-            if found.keys() != known.keys() or details != told:
-                known, told = found, details
-                self._channel.send(HealthChanged(found, details))
+            if problems.keys() != known.keys() or details != sent_details:
+                known, sent_details = problems, details
+                self._channel.send(HealthChanged(problems, details))
             await anyio.sleep(HEALTH_INTERVAL)
 
     def _watch_memory(self, limit: MemoryLimit, runtime: Runtime, details: dict[str, str]) -> None:

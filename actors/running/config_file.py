@@ -83,13 +83,13 @@ class ActorConfigs(Mapping[str, ActorConfig]):
         Raises:
             ConfigError: the environment's cannot be read.
         """
-        found: dict[str, Mapping[str, Any]] = {}
+        sections: dict[str, Mapping[str, Any]] = {}
         for file in read_files([], environment):
-            found |= {name: mapping(section) or {} for name, section in file.keys.items()}
+            sections |= {name: mapping(section) or {} for name, section in file.keys.items()}
         return cls(
             {
                 name: ActorConfig(name, {key: one[key] for key in one if key != SERVICE_KEY})
-                for name, one in {**found, **configs()}.items()
+                for name, one in {**sections, **configs()}.items()
             }
         )
 
@@ -190,7 +190,7 @@ def _plain(value: Any, name: str, path: tuple[str, ...]) -> Any:
     if len(path) > MAX_DEPTH:
         raise ConfigError(f"{place} lies deeper than {MAX_DEPTH} mappings and lists")
     if isinstance(value, dict):
-        found: dict[str, Any] = {}
+        mapping_read: dict[str, Any] = {}
         for key, each in cast("dict[object, Any]", value).items():
             if isinstance(key, bool) or key is None:
                 written = "null" if key is None else str(key).lower()
@@ -199,10 +199,10 @@ def _plain(value: Any, name: str, path: tuple[str, ...]) -> Any:
                 )
             if not is_text(str(key)):
                 raise ConfigError(f"{place} has the key {key!a}, which is no whole text")
-            if str(key) in found:
+            if str(key) in mapping_read:
                 raise ConfigError(f"{place}: the key {str(key)!r} is there twice")
-            found[str(key)] = _plain(each, name, (*path, str(key)))
-        return found
+            mapping_read[str(key)] = _plain(each, name, (*path, str(key)))
+        return mapping_read
     if isinstance(value, list):
         elements = cast("list[object]", value)
         return [_plain(each, name, (*path, str(at))) for at, each in enumerate(elements)]
@@ -279,7 +279,7 @@ class _Loader(yaml.SafeLoader):
         several = isinstance(value_node, yaml.SequenceNode)
         # The first of several mappings wins.
         sources: list[yaml.Node] = value_node.value[::-1] if several else [value_node]
-        found: list[tuple[yaml.Node, yaml.Node]] = []
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
                 raise yaml.constructor.ConstructorError(
@@ -291,8 +291,8 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"merges bring more than {MAX_VALUES} values", source.start_mark
                 )
-            found += source.value
-        return found
+            merged += source.value
+        return merged
 
     def _check_key(self, key_node: yaml.Node, seen: set[Hashable]) -> None:
         if not isinstance(key_node, yaml.ScalarNode):

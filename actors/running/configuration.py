@@ -100,12 +100,12 @@ def split_options(words: Sequence[str]) -> tuple[list[NodeOption], list[str]]:
         if word == "--":
             rest += words[position:]
             break
-        found = _OPTION.fullmatch(word)
+        match = _OPTION.fullmatch(word)
         position += 1
-        if found is None:
+        if match is None:
             rest.append(word)
             continue
-        node, key, value = found.groups()
+        node, key, value = match.groups()
         if value is None:
             if position == len(words):
                 raise ConfigError(f"{word} has no value: write {word}=VALUE")
@@ -177,10 +177,10 @@ def _variables(names: _Names, environment: Mapping[str, str]) -> Iterator[tuple[
     parts."""
     taken: dict[tuple[Node, str], str] = {}
     for variable_name in sorted(environment, key=lambda name: (name.count("__"), name)):
-        found = names.of_variable(variable_name)
-        if found is None:
+        target = names.of_variable(variable_name)
+        if target is None:
             continue
-        node, key = found
+        node, key = target
         other = taken.setdefault((node, key.removesuffix(FILE_SUFFIX)), variable_name)
         if other != variable_name:
             raise ConfigError(
@@ -219,11 +219,11 @@ def misspelt_variables(nodes: Sequence[Node], environment: Mapping[str, str]) ->
     """
     names = _Names(nodes)
     return [
-        f"the environment variable {name} is not used: this run has no actor {found[1]}{near}"
+        f"the environment variable {name} is not used: this run has no actor {match[1]}{near}"
         for name in environment
         if names.of_variable(name) is None
-        and (found := _VARIABLE.fullmatch(name))
-        and (near := suggestion(found[1], names))
+        and (match := _VARIABLE.fullmatch(name))
+        and (near := suggestion(match[1], names))
     ]
 
 
@@ -262,12 +262,12 @@ class _Names(Mapping[str, list[Node]]):
         Raises:
             ConfigError: it means none, or several.
         """
-        found = self.get(name) or self._in_module(name)
-        if len(found) == 1:
-            return found[0]
-        if found:
-            kind = "name" if any(node.name == name for node in found) else "class"
-            ways = ", ".join(map(self.name_of, found))
+        nodes_named = self.get(name) or self._in_module(name)
+        if len(nodes_named) == 1:
+            return nodes_named[0]
+        if nodes_named:
+            kind = "name" if any(node.name == name for node in nodes_named) else "class"
+            ways = ", ".join(map(self.name_of, nodes_named))
             # A variable's name has no colon.
             where = ", in an option or the YAML file" if ":" in ways else ""
             raise ConfigError(
@@ -292,7 +292,7 @@ class _Names(Mapping[str, list[Node]]):
     def _in_module(self, name: str) -> list[Node]:
         """The nodes that are meant by `module:Name`, of a node or of a class."""
         module, _, own = name.rpartition(":")
-        nodes = [node for found in self.values() for node in found]
+        nodes = [node for same_name in self.values() for node in same_name]
         there = [node for node in dict.fromkeys(nodes) if node.actor.__module__ == module]
         exact = [node for node in there if full_key(node) == name]
         return exact or [node for node in there if node.actor.__name__ == own]

@@ -87,7 +87,7 @@ class RunShown(msgspec.Struct, frozen=True, tag="shown"):
     nodes: list[str] = []
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class Progress(msgspec.Struct, frozen=True, tag="told"):
     """A step begins, or is done."""
 
     text: str
@@ -103,7 +103,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Answer = RunShown | Told | Done | Refused
+Answer = RunShown | Progress | Done | Refused
 
 
 # The run's end --------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ class _Control:
                 await _send(stream, Refused(f"this is no question to a run: {error}"))
                 return
             # What is done waits for no reader: one that was stopped holds up no restart.
-            told, answers = anyio.create_memory_object_stream[Answer](math.inf)
+            sender, answers = anyio.create_memory_object_stream[Answer](math.inf)
             async with task_group() as tasks:
                 tasks.start_soon(_send_all, stream, answers)
-                with told:
-                    await self._answer(question, told.send_nowait)
+                with sender:
+                    await self._answer(question, sender.send_nowait)
 
     async def _answer(self, question: Question, tell: Callable[[Answer], None]) -> None:
         try:
@@ -179,7 +179,7 @@ class _Control:
         supervisor = self._supervisor
 
         def step(text: str) -> None:
-            tell(Told(text))
+            tell(Progress(text))
 
         if isinstance(question, ShowRun):
             instances = [_shown(child) for child in supervisor.children]
@@ -194,18 +194,20 @@ class _Control:
                 )
             address = supervisor.find(question.name)
             await supervisor.scale(address, question.count, tell=step)
-            tell(_told(f"{address}: {question.count} instance{'s' * (question.count != 1)}"))
+            tell(
+                _log_progress(f"{address}: {question.count} instance{'s' * (question.count != 1)}")
+            )
         else:
             addresses = [supervisor.find(name) for name in question.names]
             for address in addresses or list(supervisor.nodes):
                 await supervisor.restart(address, tell=step)
-                tell(_told(f"{address}: restarted"))
+                tell(_log_progress(f"{address}: restarted"))
         tell(Done())
 
 
-def _told(text: str) -> Told:
+def _log_progress(text: str) -> Progress:
     logger.info("%s, as was asked", text)
-    return Told(text)
+    return Progress(text)
 
 
 def _shown(child: Child) -> InstanceShown:
@@ -263,7 +265,7 @@ def find_run(pid: int | None = None, nodes: Sequence[str] = ()) -> int:
         fit = [each for each in running if nodes and all(_has(has[each], node) for node in nodes)]
         if len(fit) == 1:
             return fit[0]
-        choices = " or ".join(f"--run {each}{_told_nodes(has[each])}" for each in fit or running)
+        choices = " or ".join(f"--run {each}{_shown_nodes(has[each])}" for each in fit or running)
         raise ConfigError(f"there are several runs {here}: add {choices}")
     return running[0]
 
@@ -312,7 +314,7 @@ def _has(nodes: Sequence[str], name: str) -> bool:
     return any(name in (node, node.partition(".")[2]) for node in nodes)
 
 
-def _told_nodes(nodes: Sequence[str]) -> str:
+def _shown_nodes(nodes: Sequence[str]) -> str:
     """` (NODES)`, the first of them; nothing for none."""
     more = ", ..." if len(nodes) > _NODES_SHOWN else ""
     return f" ({', '.join(nodes[:_NODES_SHOWN])}{more})" if nodes else ""

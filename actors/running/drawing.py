@@ -15,14 +15,14 @@ def tree(nodes: Sequence[PlannedNode]) -> str:
     by_address = {node.address: node for node in nodes}
     called = {address for node in nodes for address in node.dependencies.values()}
     lines: list[str] = []
-    told: set[str] = set()
+    written: set[str] = set()
 
     def tell(address: str, head: str, below: str) -> None:
         node = by_address[address]
-        if address in told:
+        if address in written:
             lines.append(f"{head}{address} (see above)")
             return
-        told.add(address)
+        written.add(address)
         lines.append(f"{head}{_title(node)}{_endpoints(node)}")
         calls = called_by(node)
         for number, dependency in enumerate(calls, 1):
@@ -71,8 +71,8 @@ def _title(node: PlannedNode) -> str:
 
 
 def _endpoints(node: PlannedNode) -> str:
-    told = [f"{name}*" if kind == "stream" else name for name, kind in node.endpoints.items()]
-    return f"  ({', '.join(told)})" if told else ""
+    names = [f"{name}*" if kind == "stream" else name for name, kind in node.endpoints.items()]
+    return f"  ({', '.join(names)})" if names else ""
 
 
 def _names(nodes: Sequence[PlannedNode]) -> Mapping[str, str]:

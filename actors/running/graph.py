@@ -131,7 +131,7 @@ def addresses_of(
         ConfigError: a node has no namespace, or two have the same address; the message has the
             paths to them.
     """
-    found: dict[ComponentName, Node] = {}
+    nodes: dict[ComponentName, Node] = {}
     for node, namespace in namespaces.items():
         if not namespace:
             name, way = node.actor.__name__, path_to(node, namespaces)
@@ -140,7 +140,7 @@ def addresses_of(
                 f'{name}(Actor, namespace="..."), or give the run one by --namespace NAME'
             )
         address = ComponentName(namespace, node.name)
-        other = found.setdefault(address, node)
+        other = nodes.setdefault(address, node)
         if other is node:
             continue
         place = f"{sources[node.name]}: " if node.name in sources else ""
@@ -152,7 +152,7 @@ def addresses_of(
             f"by --{full_key(node)}.ServiceArgs.namespace=NAME"
             + (f" (they are needed by {' and '.join(paths)})" if paths else "")
         )
-    return {node: address for address, node in found.items()}
+    return {node: address for address, node in nodes.items()}
 
 
 def path_to(node: Node, nodes: Iterable[Node]) -> str:

@@ -314,16 +314,16 @@ async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
 
 def problems_of(runtime: Runtime) -> dict[str, str]:
     """What keeps a process from taking calls; callable from any thread."""
-    found = dict(stalls_of(runtime))
-    found |= runtime.broken
+    problems = dict(stalls_of(runtime))
+    problems |= runtime.broken
     if not runtime.is_connected:
-        found["bus"] = runtime.bus.data.state.value
+        problems["bus"] = runtime.bus.data.state.value
     for instance in list(runtime.instances.values()):
         if instance.broken:
-            found[instance.id] = str(InstanceBroken(instance))
+            problems[instance.id] = str(InstanceBroken(instance))
         elif instance.state is not InstanceState.READY:
-            found[instance.id] = instance.state.value
-    return found
+            problems[instance.id] = instance.state.value
+    return problems
 
 
 def stalls_of(runtime: Runtime) -> dict[str, str]:
@@ -358,8 +358,8 @@ def with_root_cause(error: BaseException) -> str:
     while (below := _below(root)) is not None and id(only_cause(below)) not in seen:
         root = only_cause(below)
         seen.add(id(root))
-    told = describe_exception(top)
-    return told if root is top else f"{told}; the cause: {describe_exception(root)}"
+    description = describe_exception(top)
+    return description if root is top else f"{description}; the cause: {describe_exception(root)}"
 
 
 def _below(error: BaseException) -> BaseException | None:
@@ -376,17 +376,19 @@ def users_traceback(error: BaseException | None) -> str:
     """
     if error is None:
         return ""
-    told = traceback.TracebackException.from_exception(error)
-    mine = [number for number, frame in enumerate(told.stack) if not _is_machinery(frame.filename)]
+    report = traceback.TracebackException.from_exception(error)
+    mine = [
+        number for number, frame in enumerate(report.stack) if not _is_machinery(frame.filename)
+    ]
     if isinstance(error, DynbusError):
-        users = told.stack[mine[0] : mine[-1] + 1] if mine else []
+        users = report.stack[mine[0] : mine[-1] + 1] if mine else []
         head = "Traceback (most recent call last):\n"
         return head + "".join(traceback.format_list(users)) if users else ""
     if isinstance(error, SyntaxError) and not mine:
-        return "".join(told.format_exception_only())
+        return "".join(report.format_exception_only())
     if mine:
-        del told.stack[: mine[0]]
-    return "".join(told.format())
+        del report.stack[: mine[0]]
+    return "".join(report.format())
 
 
 def _is_users(error: BaseException) -> bool:

@@ -38,10 +38,10 @@ class Section:
 
     def get(self, path: Sequence[str]) -> Entry | None:
         """What lies at a path of keys; None for nothing."""
-        found: Entry | None = self
+        entry: Entry | None = self
         for key in path:
-            found = found.entries.get(key) if isinstance(found, Section) else None
-        return found
+            entry = entry.entries.get(key) if isinstance(entry, Section) else None
+        return entry
 
 
 Entry: TypeAlias = Leaf | Section
@@ -59,10 +59,10 @@ def entry_of(value: Any, source: str) -> Entry:
 
 def entry_at(path: Sequence[str], value: Any, source: str) -> Section:
     """A single value of a command line or a variable, at its path of one key or more."""
-    found: Entry = _of_one_source(value, source)
+    entry: Entry = _of_one_source(value, source)
     for key in reversed(path):
-        found = Section({key: found}, source)
-    return cast("Section", found)
+        entry = Section({key: entry}, source)
+    return cast("Section", entry)
 
 
 def merge(lower: Section, upper: Section) -> Section:
@@ -149,8 +149,8 @@ def sources(entry: Entry, path: str | None = None) -> dict[str, str]:
 
     A mapping has a source of its own too, which is that of the latest layer which has it.
     """
-    found = {} if path is None else {path: entry.source}
+    sources_of = {} if path is None else {path: entry.source}
     if isinstance(entry, Section):
         for key, each in entry.entries.items():
-            found |= sources(each, key if path is None else f"{path}.{key}")
-    return found
+            sources_of |= sources(each, key if path is None else f"{path}.{key}")
+    return sources_of

@@ -15,14 +15,14 @@ _PACKAGES: Final = ("site-packages", "dist-packages")
 def loaded_files() -> list[str]:
     """The real paths of the files behind all modules of this process, except for those of Python,
     of installed packages and of dynbus."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and name.partition(".")[0] not in ("__main__", "dynbus"):
             path = _real_path(file)
             if not _is_installed(path):
-                found.add(path)
-    return sorted(found)
+                paths.add(path)
+    return sorted(paths)
 
 
 @cache

@@ -93,12 +93,12 @@ class Target(NamedTuple):
         module = self._import()
         if self.name:
             return [self._named(module)]
-        found = defined_actors(module)
-        if not found:
+        actors = defined_actors(module)
+        if not actors:
             if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
                 raise ConfigError(_is_folder(self.text, Path(next(iter(module.__path__)))))
             raise ConfigError(f"{self.text!r} defines no actor{self._imported(module)}")
-        return found
+        return actors
 
     def _import(self) -> ModuleType:
         put_first_on_path(str(self.folder))
@@ -141,33 +141,33 @@ class Target(NamedTuple):
 
     def _imported(self, module: ModuleType) -> str:
         """What the message says about actors that a module only imports."""
-        found = [
+        imported = [
             value
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, Actor) and value is not Actor
         ]
-        if not found:
+        if not imported:
             return ": write class Name(Actor, namespace=...) with a @handler"
         # A module that links others is to be run with what it has linked.
-        one = max(found, key=lambda actor: len(actor.__dynbus_links__))
+        one = max(imported, key=lambda actor: len(actor.__dynbus_links__))
         return (
             f" of its own; {one.__name__} comes from {one.__module__}: run "
             f"{self.text}:{one.__name__}"
         )
 
     def _named(self, module: ModuleType) -> type[Actor]:
-        found: object = module
+        value: object = module
         for part in self.name.split("."):
-            found = getattr(found, part, None)
-        if found is None:
+            value = getattr(value, part, None)
+        if value is None:
             names = ", ".join(actor.__name__ for actor in defined_actors(module)) or "none"
             raise ConfigError(f"{self.text!r}: there is no {self.name!r}; its actors are: {names}")
-        if not (isinstance(found, type) and issubclass(found, Actor)):
+        if not (isinstance(value, type) and issubclass(value, Actor)):
             raise ConfigError(
                 f"{self.text!r}: {self.name} is not an actor: write class {self.name}(Actor, ...)"
             )
-        check_servable(found)
-        return found
+        check_servable(value)
+        return value
 
 
 def load_targets(texts: Sequence[str], declared: Sequence[DeclaredNode] = ()) -> list[Node]:
@@ -194,13 +194,13 @@ def load_targets(texts: Sequence[str], declared: Sequence[DeclaredNode] = ()) ->
         except ConfigError as error:
             way = path_to(node, chosen)
             raise (ConfigError(f"{way}: {error}") if way else error) from error.__cause__
-    _check_told_apart(chosen)
+    _check_distinct(chosen)
     return chosen
 
 
 def defined_actors(module: ModuleType) -> list[type[Actor]]:
     """The actors that a module itself defines and that can be started, in their order."""
-    found: dict[type[Actor], None] = {}
+    actors: dict[type[Actor], None] = {}
     for value in vars(module).values():
         if (
             isinstance(value, type)
@@ -208,8 +208,8 @@ def defined_actors(module: ModuleType) -> list[type[Actor]]:
             and value.__module__ == module.__name__
             and not value.__dynbus_abstract__
         ):
-            found[value] = None
-    return list(found)
+            actors[value] = None
+    return list(actors)
 
 
 def reference(actor: type[Actor]) -> str:
@@ -233,12 +233,12 @@ def resolve(text: str) -> type[Actor]:
         ConfigError: it names no actor.
     """
     module, _, name = text.partition(":")
-    found: object = importlib.import_module(module)
+    value: object = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Actor)):
+        value = getattr(value, part, None)
+    if not (isinstance(value, type) and issubclass(value, Actor)):
         raise ConfigError(f"{text} is not an actor")
-    return found
+    return value
 
 
 def put_first_on_path(folder: str) -> None:
@@ -252,11 +252,11 @@ def put_first_on_path(folder: str) -> None:
 def _declared(node: DeclaredNode, known: Sequence[type[Actor]]) -> Node:
     """The node that a configuration file names, of one of the classes of the run."""
     named = {actor: (actor.__name__, full_name(actor)) for actor in known}
-    found = [actor for actor, names in named.items() if node.class_name in names]
-    if len(found) == 1:
-        return Node(node.name, found[0])
-    if found:
-        ways = " or ".join(map(full_name, found))
+    matching = [actor for actor, names in named.items() if node.class_name in names]
+    if len(matching) == 1:
+        return Node(node.name, matching[0])
+    if matching:
+        ways = " or ".join(map(full_name, matching))
         raise ConfigError(f"{node.source}: {node.class_name} may be {ways}: write one of them")
     names = list(dict.fromkeys(actor.__name__ for actor in known))
     raise ConfigError(
@@ -265,7 +265,7 @@ def _declared(node: DeclaredNode, known: Sequence[type[Actor]]) -> Node:
     )
 
 
-def _check_told_apart(nodes: Sequence[Node]) -> None:
+def _check_distinct(nodes: Sequence[Node]) -> None:
     """Refuse two nodes that no option could tell apart."""
     keys: dict[tuple[str, str], Node] = {}
     for node in nodes:
@@ -285,8 +285,8 @@ def _not_a_target(text: str) -> str:
 
 
 def _is_folder(text: str, folder: Path) -> str:
-    found = sorted(file.name for file in folder.glob(f"*{_SUFFIX}") if file.stem.isidentifier())
-    name = "actors.py" if "actors.py" in found or not found else found[0]
+    names = sorted(file.name for file in folder.glob(f"*{_SUFFIX}") if file.stem.isidentifier())
+    name = "actors.py" if "actors.py" in names or not names else names[0]
     return f"{text!r} is a folder: give a file in it, for example {Path(text) / name}"
 
 

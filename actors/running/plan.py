@@ -87,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def by_class(nodes: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """The addresses of nodes by their classes, of pairs of both."""
-    found: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     for actor, address in nodes:
-        found.setdefault(actor, []).append(address)
-    return found
+        addresses.setdefault(actor, []).append(address)
+    return addresses

@@ -236,8 +236,8 @@ def planned(
 
 def _declared(service: ServiceArgs) -> list[str]:
     resources, names = str(service.resources), ", ".join(sorted(service.environment))
-    found = [f"its resources ({resources})"] if resources else []
-    return [*found, f"its environment ({names})"] if names else found
+    parts = [f"its resources ({resources})"] if resources else []
+    return [*parts, f"its environment ({names})"] if names else parts
 
 
 def _bus(
@@ -295,10 +295,10 @@ async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
     finally:
         writer.close()
         process.kill()
-    told = msgspec.json.decode(line, type=PlanMade | PlanRefused)
-    if isinstance(told, PlanRefused):
-        raise PlanFailed(Failure(told.code, told.message, told.traceback))
-    return told.plan
+    reply = msgspec.json.decode(line, type=PlanMade | PlanRefused)
+    if isinstance(reply, PlanRefused):
+        raise PlanFailed(Failure(reply.code, reply.message, reply.traceback))
+    return reply.plan
 
 
 def main() -> None:
@@ -312,16 +312,16 @@ def main() -> None:
     with connection.makefile("rb") as lines:
         asked = msgspec.json.decode(lines.readline(), type=MakePlan)
     configure_logging(asked.log_format, asked.log_level)
-    told: PlanMade | PlanRefused
+    reply: PlanMade | PlanRefused
     try:
         run = load_run(asked.request, os.environ)
         machine, _, warnings = run.placed(os.environ)
-        told = PlanMade(
+        reply = PlanMade(
             msgspec.structs.replace(
                 run.plan(), machine=machine, warnings=[*run.warnings, *warnings]
             )
         )
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
-        told = PlanRefused(*failure_of(error))
-    connection.sendall(msgspec.json.encode(told) + b"\n")
+        reply = PlanRefused(*failure_of(error))
+    connection.sendall(msgspec.json.encode(reply) + b"\n")
     leave_within(exit_codes.OK)

@@ -174,7 +174,7 @@ class Supervisor:
 
     def problems(self) -> dict[str, str]:
         """What keeps the run from being ready, by the label of the child."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for child in self.children:
             if child.is_leaving and not self.ending.asked.is_set():
                 continue  # it was asked to
@@ -183,12 +183,12 @@ class Supervisor:
                 is_back = child.crash and child.state is not ChildState.ENDED
                 state = ChildState.RESTARTING if is_back else child.state
                 steps = ", ".join(map(str, child.steps))
-                found[child.label] = (steps or state.value) + why
+                reasons[child.label] = (steps or state.value) + why
             elif child.problems:
-                found[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
+                reasons[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
         if self.ending.asked.is_set():
-            found["run"] = "draining"
-        return found
+            reasons["run"] = "draining"
+        return reasons
 
     def details(self) -> dict[str, str]:
         """What the processes of the children report of themselves, by the label of the child."""
@@ -225,14 +225,14 @@ class Supervisor:
 
     def known_files(self) -> dict[str, set[str]]:
         """The same, as it was when it was asked last."""
-        found: dict[str, set[str]] = {}
+        by_address: dict[str, set[str]] = {}
         unknown: set[str] = set()
         for child in self.children:
             if child.files is None:
                 unknown.add(child.node.address)
             if not child.is_leaving:
-                found.setdefault(child.node.address, set()).update(child.files or ())
-        return {address: files for address, files in found.items() if address not in unknown}
+                by_address.setdefault(child.node.address, set()).update(child.files or ())
+        return {address: files for address, files in by_address.items() if address not in unknown}
 
     # Changes -------------------------------------------------------------------------------
 
@@ -324,19 +324,19 @@ class Supervisor:
         Raises:
             ChangeFailed: there is no such node, or there are several.
         """
-        found = [a for a in self.nodes if name in (a, a.partition(".")[2])]
-        if len(found) > 1:
-            raise ChangeFailed(f"{name} may be {' or '.join(found)}: write one of them")
-        if not found:
+        matching = [a for a in self.nodes if name in (a, a.partition(".")[2])]
+        if len(matching) > 1:
+            raise ChangeFailed(f"{name} may be {' or '.join(matching)}: write one of them")
+        if not matching:
             components = [address.partition(".")[2] for address in self.nodes]
             near = suggestion(name, [*self.nodes, *components])
             raise ChangeFailed(f"this run has no {name}{near}; it has {', '.join(self.nodes)}")
-        return found[0]
+        return matching[0]
 
     def instances(self, address: str) -> list[Child]:
         """The instances of a node by their numbers, without those that are leaving."""
-        found = [c for c in self.children if c.node.address == address and not c.is_leaving]
-        return sorted(found, key=lambda child: child.number)
+        children = [c for c in self.children if c.node.address == address and not c.is_leaving]
+        return sorted(children, key=lambda child: child.number)
 
     async def _forget_ended(self, address: str) -> None:
         """Give up instances that have ended and do not restart: others take their place."""

@@ -712,18 +712,18 @@ def _announced_schemas(endpoints: Iterable[Endpoint]) -> dict[str, str]:
 
 
 def _announced_metadata(served: Served) -> dict[str, str]:
-    found: Any = served.instance_metadata()
+    metadata: Any = served.instance_metadata()
     label = f"{type(served).__name__}.instance_metadata()"
-    if not isinstance(found, Mapping):
-        if inspect.iscoroutine(found):
-            found.close()
+    if not isinstance(metadata, Mapping):
+        if inspect.iscoroutine(metadata):
+            metadata.close()
         raise ConfigError(
-            f"{label} returned {type(found).__name__}: write `def` and return a dict of strings"
+            f"{label} returned {type(metadata).__name__}: write `def` and return a dict of strings"
         )
-    return checked_metadata(cast("Mapping[object, object]", found), label)
+    return checked_metadata(cast("Mapping[object, object]", metadata), label)
 
 
-def checked_metadata(found: Mapping[object, object], label: str) -> dict[str, str]:
+def checked_metadata(metadata: Mapping[object, object], label: str) -> dict[str, str]:
     """What an instance says of itself in discovery, as it is announced.
 
     Args:
@@ -734,7 +734,7 @@ def checked_metadata(found: Mapping[object, object], label: str) -> dict[str, st
     """
     pairs: dict[str, str] = {}
     size = 0
-    for key, value in found.items():
+    for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"{label} has {key!r}={value!r}: keys and values must be strings")
         try:

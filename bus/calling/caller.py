@@ -30,7 +30,7 @@ from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.call_ranges import covers
-from dynbus.bus.protocol.cancellation import OPERATOR, Found
+from dynbus.bus.protocol.cancellation import OPERATOR, EndedCall
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.random_ids import random_id
@@ -223,16 +223,16 @@ class Caller:
         self.deadlines.clear()
         self.bus.cancels.remove(self._cancel_requests)
 
-    def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[Found]:
+    def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[EndedCall]:
         """End what an operator cancels on this side too, wherever it is and whatever becomes of it
         there."""
-        found: list[Found] = []
+        ended: list[EndedCall] = []
         for call in list(self._open.calls.values()):
             if call.request_id in ids and call.endpoint.namespace == namespace:
                 call.cancel(kill=True)
                 call.fail(Cancelled(OPERATOR, hop=f"caller of {call.hop}"))
-                found.append(Found(call.request_id))
-        return found
+                ended.append(EndedCall(call.request_id))
+        return ended
 
     # Internals ---------------------------------------------------------------------------
 

@@ -118,10 +118,10 @@ async def _namespaces(server: Server) -> list[str]:
     """
     from .survey import survey
 
-    found = await survey(server)
-    names = sorted({row.namespace for row in found.rows})
-    if not names and found.notice:
-        raise ConfigError(f"{found.notice}; name the namespace with --namespace")
+    survey_result = await survey(server)
+    names = sorted({row.namespace for row in survey_result.rows})
+    if not names and survey_result.notice:
+        raise ConfigError(f"{survey_result.notice}; name the namespace with --namespace")
     if not names:
         raise NoInstances("there is no instance, so no namespace; name one with --namespace")
     return names

@@ -73,8 +73,8 @@ async def diagnose(config: BusConfig) -> list[Check]:
 
 def check_version(text: str) -> Check:
     """Whether the server is new enough."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    version = tuple(int(part) for part in found.groups()) if found else ()
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    version = tuple(int(part) for part in match.groups()) if match else ()
     if version < OLDEST_VERSION:
         return Check(
             "server version", "fail", text, "2.11 or newer is needed: leases use message TTLs"

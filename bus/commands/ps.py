@@ -116,10 +116,10 @@ def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None
             return await survey(server, MOST_REQUESTS if requests else 0)
 
     config = terminal.settings(nats)
-    found = asyncio.run(look())
-    if found.notice:
-        terminal.notice(found.notice)
-    rows = [row for row in found.rows if namespace in (None, row.namespace)]
+    survey_result = asyncio.run(look())
+    if survey_result.notice:
+        terminal.notice(survey_result.notice)
+    rows = [row for row in survey_result.rows if namespace in (None, row.namespace)]
     if requests:
         show_requests(rows, as_json=as_json)
         return
@@ -154,11 +154,11 @@ def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
     """The requests at instances, the oldest first."""
     from dynbus.bus.serving.services import MOST_REQUESTS
 
-    found = [(row, each) for row in rows for each in row.requests or ()]
-    found.sort(key=lambda pair: -pair[1].age)
+    requests = [(row, each) for row in rows for each in row.requests or ()]
+    requests.sort(key=lambda pair: -pair[1].age)
     if as_json:
-        terminal.print_json([_request_json(row, each) for row, each in found])
-    elif found:
+        terminal.print_json([_request_json(row, each) for row, each in requests])
+    elif requests:
         terminal.print_table(
             ("REQUEST", "ENDPOINT", "INSTANCE", "STATE", "AGE"),
             [
@@ -169,12 +169,12 @@ def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
                     "waits" if each.waits else "runs",
                     terminal.duration(each.age),
                 )
-                for row, each in found[:MOST_SHOWN]
+                for row, each in requests[:MOST_SHOWN]
             ],
         )
     else:
         terminal.notice("no request runs or waits")
-    left = 0 if as_json else max(0, len(found) - MOST_SHOWN)
+    left = 0 if as_json else max(0, len(requests) - MOST_SHOWN)
     for row in rows:
         # What others end meanwhile is not left out.
         if row.requests is not None and len(row.requests) >= MOST_REQUESTS:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 API_SECONDS: Final = 5.0
 
 
-class Place(NamedTuple):
+class QueueFilter(NamedTuple):
     """The queues that a command is about; `*` for all."""
 
     namespace: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     endpoint: str = "*"
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> QueueFilter:
         """What NAMESPACE[.COMPONENT[.ENDPOINT]] says.
 
         Raises:
@@ -94,24 +94,24 @@ def ls(where: str, as_json: bool, nats: str | None) -> None:
     HELD     jobs with a taker, or given back and to be tried again
     DEAD     jobs that failed for good
     """
-    place = Place.parse(where)
-    found = _run(nats, lambda jetstream: list_queues(jetstream, place))
+    wanted = QueueFilter.parse(where)
+    queues = _run(nats, lambda jetstream: list_queues(jetstream, wanted))
     if as_json:
-        terminal.print_json([row._asdict() for row in found])
-    elif not found:
+        terminal.print_json([row._asdict() for row in queues])
+    elif not queues:
         terminal.notice(f"{where} has no queue")
     else:
         terminal.print_table(
             ("QUEUE", "WAITING", "HELD", "DEAD"),
             [
                 (terminal.plain(row.queue), str(row.waiting), str(row.held), str(row.dead))
-                for row in found
+                for row in queues
             ],
         )
 
 
-async def list_queues(jetstream: NatsJetStream, place: Place) -> list[QueueRow]:
-    """The queues of a place by name, those too of which only dead letters are left.
+async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[QueueRow]:
+    """The queues that are meant, by name, those too of which only dead letters are left.
 
     Raises:
         PermissionDenied, Unavailable: the server does not tell.
@@ -128,7 +128,7 @@ async def list_queues(jetstream: NatsJetStream, place: Place) -> list[QueueRow]:
 
     takers = takers_config(WorkQueueConfig()).name
     rows: dict[EndpointName, QueueRow] = {}
-    asked = {"subject": work_subject(EndpointName(*place))}
+    asked = {"subject": work_subject(EndpointName(*wanted))}
     async for page in _pages(jetstream, "STREAM.NAMES", asked):
         for stream in page["streams"] or ():
             name = queue_of_stream(stream)
@@ -137,9 +137,9 @@ async def list_queues(jetstream: NatsJetStream, place: Place) -> list[QueueRow]:
             with suppress(NoStream):  # deleted meanwhile
                 info = await jetstream.consumer_info(stream, takers, timeout=API_SECONDS)
                 rows[name] = QueueRow(str(name), info.pending, info.ack_pending, 0)
-    asked = {"subjects_filter": dead_letter_subject(*place)}
+    asked = {"subjects_filter": dead_letter_subject(*wanted)}
     with suppress(NoStream):
-        call = f"STREAM.INFO.{dead_letter_stream(place.namespace)}"
+        call = f"STREAM.INFO.{dead_letter_stream(wanted.namespace)}"
         async for page in _pages(jetstream, call, asked):
             counts: dict[str, int] = page["state"].get("subjects") or {}
             for subject, count in counts.items():
@@ -172,26 +172,26 @@ def dead(where: str, letter: str | None, as_json: bool, nats: str | None) -> Non
 
     The oldest come first. LETTER is the id of one, which is shown with what its job says.
     """
-    place = Place.parse(where)
+    wanted = QueueFilter.parse(where)
     if letter is None:
-        _list_dead(_letters(place, nats, lambda at: at.find(*place[1:])), where, as_json)
+        _list_dead(_letters(wanted, nats, lambda at: at.find(*wanted[1:])), where, as_json)
         return
-    found = _letters(place, nats, lambda at: at.get(letter))
-    data = found.data.decode("utf-8", "replace")
+    dead_letter = _letters(wanted, nats, lambda at: at.get(letter))
+    data = dead_letter.data.decode("utf-8", "replace")
     if as_json:
-        terminal.print_json({**_json(found), "data": data})
+        terminal.print_json({**_json(dead_letter), "data": data})
         return
-    for name, value in _json(found).items():
+    for name, value in _json(dead_letter).items():
         click.echo(f"{name}: {terminal.printable(str(value))}")
     click.echo(f"\n{terminal.printable(data)}")
 
 
-def _list_dead(found: Sequence[DeadLetter], where: str, as_json: bool) -> None:
+def _list_dead(letters: Sequence[DeadLetter], where: str, as_json: bool) -> None:
     from dynbus.bus.clock import unix_time
 
     if as_json:
-        terminal.print_json([_json(letter) for letter in found])
-    elif not found:
+        terminal.print_json([_json(letter) for letter in letters])
+    elif not letters:
         terminal.notice(f"{where} has no dead letters")
     else:
         terminal.print_table(
@@ -206,7 +206,7 @@ def _list_dead(found: Sequence[DeadLetter], where: str, as_json: bool) -> None:
                     terminal.duration(max(0.0, unix_time() - letter.died_at)),
                     terminal.plain(letter.error),
                 )
-                for letter in found
+                for letter in letters
             ],
         )
 
@@ -250,9 +250,9 @@ def _each(
         raise click.UsageError("name dead letters, or give --all")
 
     async def work(letters: DeadLetters) -> int:
-        found = await letters.find() if take_all else [await letters.get(one) for one in named]
+        chosen = await letters.find() if take_all else [await letters.get(one) for one in named]
         refused: PayloadTooLarge | None = None
-        for letter in found:
+        for letter in chosen:
             try:
                 await act(letters, letter)
             except PayloadTooLarge as error:
@@ -261,10 +261,10 @@ def _each(
             click.echo(f"{done}: {letter.letter_id} {terminal.printable(letter.job_id)}")
         if refused is not None:
             raise refused
-        return len(found)
+        return len(chosen)
 
     check_token("namespace", namespace)
-    if not _letters(Place(namespace), nats, work):
+    if not _letters(QueueFilter(namespace), nats, work):
         terminal.notice(f"{namespace} has no dead letters")
 
 
@@ -284,10 +284,12 @@ def _json(letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-def _letters(place: Place, nats: str | None, work: Callable[[DeadLetters], Awaitable[T]]) -> T:
+def _letters(
+    wanted: QueueFilter, nats: str | None, work: Callable[[DeadLetters], Awaitable[T]]
+) -> T:
     from dynbus.bus.work_queue import DeadLetters
 
-    return _run(nats, lambda jetstream: work(DeadLetters(jetstream, place.namespace)))
+    return _run(nats, lambda jetstream: work(DeadLetters(jetstream, wanted.namespace)))
 
 
 def _run(nats: str | None, work: Callable[[NatsJetStream], Awaitable[T]]) -> T:

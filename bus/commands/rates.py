@@ -58,14 +58,14 @@ def activities(
         before: by instance, what it had counted then; one that is not in there has no rates yet.
         sort: by the name, or by what is highest.
     """
-    found = [_activity(row, before.get(InstanceName(*row[:3]))) for row in rows]
+    listed = [_activity(row, before.get(InstanceName(*row[:3]))) for row in rows]
     if sort == "calls":
-        found.sort(key=lambda each: -(each.calls or 0))
+        listed.sort(key=lambda each: -(each.calls or 0))
     elif sort == "items":
-        found.sort(key=lambda each: -(each.items or 0))
+        listed.sort(key=lambda each: -(each.items or 0))
     elif sort == "load":
-        found.sort(key=lambda each: -(each.row.running + each.row.waiting))
-    return found
+        listed.sort(key=lambda each: -(each.row.running + each.row.waiting))
+    return listed
 
 
 def counted(rows: Iterable[InstanceReport]) -> dict[InstanceName, Counts]:

@@ -56,13 +56,13 @@ class Server(NamedTuple):
         Raises:
             PermissionDenied, Unavailable: nothing can be asked.
         """
-        found: list[T] = []
+        answers: list[T] = []
         heard = asyncio.Event()
 
         def take(message: Message) -> None:
             answer = read(message)
             if answer is not None:
-                found.append(answer)
+                answers.append(answer)
                 heard.set()
 
         connection, inbox = self.connection, f"{self.replies.base}.{random_id()}"
@@ -76,7 +76,7 @@ class Server(NamedTuple):
                 heard.clear()
         finally:
             subscription.unsubscribe()
-        return found
+        return answers
 
 
 async def _comes(event: asyncio.Event, within: float) -> bool:

@@ -106,38 +106,38 @@ class InstanceReport(NamedTuple):
             now: on the monotonic clock.
         """
         try:
-            found = msgspec.json.decode(data, type=_Stats)
-            started = datetime.fromisoformat(found.started).timestamp()
+            stats = msgspec.json.decode(data, type=_Stats)
+            started = datetime.fromisoformat(stats.started).timestamp()
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
             return None
-        namespace = found.metadata.get("dynbus.namespace", "")
-        component = found.name.removeprefix(f"{namespace}_")
-        if component == found.name or not _are_names(namespace, component, found.id):
+        namespace = stats.metadata.get("dynbus.namespace", "")
+        component = stats.name.removeprefix(f"{namespace}_")
+        if component == stats.name or not _are_names(namespace, component, stats.id):
             return None
-        loads = [endpoint.data for endpoint in found.endpoints]
+        loads = [endpoint.data for endpoint in stats.endpoints]
         requests = [
             Request(each.id, endpoint.name, each.age, each.waits)
-            for endpoint in found.endpoints
+            for endpoint in stats.endpoints
             for each in endpoint.data.requests or ()
         ]
         return cls(
             namespace,
             component,
-            found.id,
+            stats.id,
             "draining" if any(load.draining for load in loads) else "unlisted",
             started,
             True,
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
-            tuple(endpoint.name for endpoint in found.endpoints),
+            tuple(endpoint.name for endpoint in stats.endpoints),
             status=next((load.status for load in loads if load.status), NOTHING),
             counts=Counts(
                 now,
-                calls=sum(endpoint.num_requests for endpoint in found.endpoints),
-                errors=sum(endpoint.num_errors for endpoint in found.endpoints),
+                calls=sum(endpoint.num_requests for endpoint in stats.endpoints),
+                errors=sum(endpoint.num_errors for endpoint in stats.endpoints),
                 streams=sum(load.running for load in loads if load.items is not None),
                 items=sum(load.items or 0 for load in loads),
-                seconds=sum(endpoint.processing_time for endpoint in found.endpoints) / 1e9,
+                seconds=sum(endpoint.processing_time for endpoint in stats.endpoints) / 1e9,
                 figures=next((load.figures for load in loads if load.figures), dict[str, float]()),
             ),
             requests=None if all(load.requests is None for load in loads) else tuple(requests),

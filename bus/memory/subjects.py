@@ -86,18 +86,18 @@ class SubjectTree(Generic[T]):
         tokens = subject.split(".")
         if "" in tokens:
             return []
-        found: dict[int, T] = {}
+        values: dict[int, T] = {}
         level = [self._root]
         for token in tokens:
             following: list[_Branch[T]] = []
             for branch in level:
                 rest = branch.branches.get(">")
                 if rest is not None:
-                    found.update(rest.values)
+                    values.update(rest.values)
                 for key in {token, "*"} - {">"}:
                     if key in branch.branches:
                         following.append(branch.branches[key])
             level = following
         for branch in level:
-            found.update(branch.values)
-        return [found[number] for number in sorted(found)]
+            values.update(branch.values)
+        return [values[number] for number in sorted(values)]

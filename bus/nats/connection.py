@@ -428,16 +428,16 @@ class NatsConnection(WatchedConnection):
         """Open and begin a session, for as long as it takes."""
         # A connection that follows comes alone; all clients of a server that ended come together.
         delay = 0.0 if self._left_for_others else FIRST_RECONNECT_DELAY
-        is_refusal_told = False
+        is_refusal_logged = False
         while True:
             await anyio.sleep(delay * jitter.uniform(0.5, 1.0))
             delay = min(max(delay * 2, FIRST_RECONNECT_DELAY), MAX_RECONNECT_DELAY)
             try:
                 session = await self._open_session(2.0)
             except PermissionDenied as error:
-                if not is_refusal_told:
+                if not is_refusal_logged:
                     logger.error("%s: %s; trying again", self.name, error)
-                is_refusal_told = True
+                is_refusal_logged = True
                 delay = REFUSED_RECONNECT_DELAY
             except Unavailable as error:
                 now = monotonic()

@@ -86,15 +86,15 @@ async def read_stream(
         PermissionDenied: the server does not let us ask.
         Unavailable: it is not complete within `timeout` seconds.
     """
-    found: list[StoredMessage] = []
+    messages: list[StoredMessage] = []
     sequence = 1
     try:
         with anyio.fail_after(timeout):
             while True:
                 page = await _read_page(connection, stream, subject, sequence)
-                found += page.messages
+                messages += page.messages
                 if not page.pending or not page.messages:
-                    return found
+                    return messages
                 sequence = page.messages[-1].sequence + 1
     except TimeoutError:
         raise Unavailable(f"no replica of {stream} answered within {timeout} s") from None

@@ -86,27 +86,27 @@ class NatsJetStream:
     async def ensure_stream(
         self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
     ) -> None:
-        found = await self._find(config.name, timeout)
+        info = await self._find(config.name, timeout)
         if probe:
-            found = await self._refuse_second(config.name, probe, found, timeout)
+            info = await self._refuse_second(config.name, probe, info, timeout)
         wanted = config.replicas or self.replicas
-        if found is None:
+        if info is None:
             if await self._create(config, wanted, timeout) == wanted:
                 return
-            found = await self._find(config.name, timeout)
-            if found is None:
+            info = await self._find(config.name, timeout)
+            if info is None:
                 raise NoStream(f"stream {config.name} was deleted while it was made")
-        _refuse_misfit(found, config)
-        settings = await self._deny_rollups(found["config"], config, timeout)
-        if _is_in_cluster(found):
+        _refuse_misfit(info, config)
+        settings = await self._deny_rollups(info["config"], config, timeout)
+        if _is_in_cluster(info):
             has = int(settings.get("num_replicas") or 1)
             await self._add_replicas(settings, has, wanted, timeout)
 
     async def has_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> bool:
-        found = await self._find(config.name, timeout)
-        if found is None:
+        info = await self._find(config.name, timeout)
+        if info is None:
             return False
-        _refuse_misfit(found, config)
+        _refuse_misfit(info, config)
         return True
 
     async def _find(self, stream: str, timeout: float) -> dict[str, Any] | None:
@@ -117,7 +117,7 @@ class NatsJetStream:
             return None
 
     async def _refuse_second(
-        self, stream: str, subject: str, found: dict[str, Any] | None, timeout: float
+        self, stream: str, subject: str, info: dict[str, Any] | None, timeout: float
     ) -> dict[str, Any] | None:
         """Refuse to go on where another region stores what is published to `subject` as well.
 
@@ -127,17 +127,17 @@ class NatsJetStream:
         Raises:
             ConfigError: it does.
         """
-        own = int(found is not None)
+        own = int(info is not None)
         keepers = await count_keepers(self._connection, subject, own, timeout)
-        if keepers and found is None:
-            found = await self._find(stream, timeout)
-            own = int(found is not None)
+        if keepers and info is None:
+            info = await self._find(stream, timeout)
+            own = int(info is not None)
         if keepers > own:
             raise ConfigError(
                 f"stream {stream}: what is published to {subject} is stored in another region as "
                 f"well, and would be carried out there too: {KEEP_APART}"
             )
-        return found
+        return info
 
     async def _create(self, config: StreamConfig, replicas: int, timeout: float) -> int:
         """Make the stream on as many servers as there are; 0 when it exists.
@@ -406,14 +406,14 @@ class NatsJetStream:
         await self._connection.request(token, data, timeout=timeout, repeat=True)
 
 
-def _refuse_misfit(found: Mapping[str, Any], config: StreamConfig) -> None:
+def _refuse_misfit(info: Mapping[str, Any], config: StreamConfig) -> None:
     """Refuse a stream, as STREAM.INFO describes it, that is another one than `config` asks for.
 
     Raises:
         ConfigError: it is.
     """
     with reading(f"STREAM.INFO.{config.name}"):
-        listed = misfits(found["config"], config)
+        listed = misfits(info["config"], config)
     if listed:
         raise ConfigError(
             f"stream {config.name} exists with {'; '.join(listed)}: delete or rename it, and have "

@@ -46,11 +46,11 @@ async def find_own_hosts(servers: Sequence[str]) -> set[str]:
 
     async def look_up(name: str) -> None:
         try:
-            found = await anyio.getaddrinfo(name, None)
+            addresses = await anyio.getaddrinfo(name, None)
         except OSError as error:
             logger.debug("%s is not known: %s", name, error)
             return
-        if any(is_own_address(str(address[0])) for *_, address in found):
+        if any(is_own_address(str(address[0])) for *_, address in addresses):
             own.add(name)
 
     with anyio.move_on_after(LOOKUP_SECONDS):

@@ -68,9 +68,9 @@ class ServerReader:
         while position < length:
             first = data[position]
             if first == 77:  # MSG subject sid [reply] size
-                found = _message(data, position)
+                match = _message(data, position)
             elif first == 72:  # HMSG subject sid [reply] header-size size
-                found = _headed_message(data, position)
+                match = _headed_message(data, position)
             else:
                 eol = data.find(b"\r\n", position)
                 is_line = eol < 0
@@ -79,15 +79,15 @@ class ServerReader:
                 self._on_control(data[position:eol])
                 position = eol + 2
                 continue
-            if found is None:
+            if match is None:
                 is_line = _is_incomplete(data, position)
                 break
-            body = found.end()
+            body = match.end()
             if first == 77:
-                subject, number, reply, size = found.groups()
+                subject, number, reply, size = match.groups()
                 split = body
             else:
-                subject, number, reply, header_size, size = found.groups()
+                subject, number, reply, header_size, size = match.groups()
                 split = body + int(header_size)
             end = body + int(size)
             if split > end:

@@ -100,13 +100,13 @@ class ServerChoice:
         scheme, _, rest = self._configured[0].url.partition("://")
         user = rest.rpartition("@")[0]
         known = {_address(server.url) for server in self._configured}
-        found = [
+        urls = [
             f"{scheme}://{user}@{address}" if user else f"{scheme}://{address}"
             for address in addresses
             if address not in known
         ]
         with self._lock:
-            self._advertised = [self._placed(url, "") for url in found]
+            self._advertised = [self._placed(url, "") for url in urls]
 
     def plan(self, now: float, avoid: Collection[str] = ()) -> Plan:
         """The servers to try: that of the process's other connections, then the nearest ones in

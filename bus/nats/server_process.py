@@ -168,8 +168,8 @@ def find_nats_server() -> Path:
     except importlib.metadata.PackageNotFoundError:
         pass
     candidates.append(Path(sys.executable).parent / "nats-server")
-    if found := shutil.which("nats-server"):
-        candidates.append(Path(found))
+    if on_path := shutil.which("nats-server"):
+        candidates.append(Path(on_path))
     for candidate in candidates:
         if candidate.is_file() and os.access(candidate, os.X_OK):
             return candidate.resolve()

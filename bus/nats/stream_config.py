@@ -59,38 +59,38 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
     return request
 
 
-def stream_config(found: Mapping[str, Any]) -> StreamConfig:
+def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
     """The inverse of `stream_request`. The server writes "no limit" as -1, or as 0 for times."""
 
     def limit(name: str) -> int | None:
-        value = int(found.get(name) or 0)
+        value = int(settings.get(name) or 0)
         return value if value > 0 else None
 
     age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
-    without_marker = 0.0 if found.get("allow_msg_ttl") else None
+    without_marker = 0.0 if settings.get("allow_msg_ttl") else None
     return StreamConfig(
-        name=str(found["name"]),
-        subjects=tuple(map(str, found.get("subjects") or ())),
+        name=str(settings["name"]),
+        subjects=tuple(map(str, settings.get("subjects") or ())),
         limits=StreamLimits(
             max_bytes=limit("max_bytes"),
             max_age=age / NANOSECONDS if age else None,
             max_messages=limit("max_msgs"),
             max_messages_per_subject=limit("max_msgs_per_subject"),
             duplicate_window=(limit("duplicate_window") or 0) / NANOSECONDS,
-            discard_new=found.get("discard") == "new",
+            discard_new=settings.get("discard") == "new",
             max_message_size=limit("max_msg_size"),
-            keep_first=bool(found.get("discard_new_per_subject")),
+            keep_first=bool(settings.get("discard_new_per_subject")),
         ),
         marker_ttl=marker_ttl / NANOSECONDS if marker_ttl else without_marker,
-        rollup=bool(found.get("allow_rollup_hdrs")) and not marker_ttl,
-        work_queue=found.get("retention") == "workqueue",
-        in_memory=found.get("storage") == "memory",
-        replicas=int(found.get("num_replicas") or 1),
-        description=str(found.get("description") or ""),
+        rollup=bool(settings.get("allow_rollup_hdrs")) and not marker_ttl,
+        work_queue=settings.get("retention") == "workqueue",
+        in_memory=settings.get("storage") == "memory",
+        replicas=int(settings.get("num_replicas") or 1),
+        description=str(settings.get("description") or ""),
     )
 
 
-def misfits(found: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
+def misfits(settings: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
     """What of a stream makes it another one than dynbus needs, as `name = value, not value`.
 
     A stream that takes messages from elsewhere, or hands them on, would show them to others.
@@ -98,7 +98,7 @@ def misfits(found: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
     needed = stream_request(wanted)
     listed: list[str] = []
     for name in (*_ESSENTIAL, *_NEEDED):
-        has, needs = found.get(name) or None, needed.get(name) or None
+        has, needs = settings.get(name) or None, needed.get(name) or None
         if has != needs and (needs or name not in _NEEDED):
             listed.append(f"{name} = {_spelled(has)}, not {_spelled(needs)}")
     return listed

@@ -51,12 +51,12 @@ def split_calls(calls: Mapping[int, int], most: int) -> list[CallRange]:
         most: taken for 1 when it is less.
     """
     most = max(1, most)
-    told = sorted(calls.items())
-    starts = range(0, max(1, len(told)), most)
-    firsts = [0, *(told[start][0] for start in starts[1:])]
+    numbered = sorted(calls.items())
+    starts = range(0, max(1, len(numbered)), most)
+    firsts = [0, *(numbered[start][0] for start in starts[1:])]
     lasts = [*(first - 1 for first in firsts[1:]), None]
     return [
-        CallRange(told[start : start + most], first, last)
+        CallRange(numbered[start : start + most], first, last)
         for start, first, last in zip(starts, firsts, lasts, strict=True)
     ]
 

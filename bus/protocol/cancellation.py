@@ -71,7 +71,7 @@ def read_ids(data: bytes) -> list[str]:
     return list(dict.fromkeys(ids))
 
 
-class Found(NamedTuple):
+class EndedCall(NamedTuple):
     """A call of a cancelled request that ran or waited, and was ended.
 
     Attributes:
@@ -110,11 +110,11 @@ class CancelAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-def by_request(found: Iterable[Found]) -> dict[str, Ended]:
+def by_request(calls: Iterable[EndedCall]) -> dict[str, Ended]:
     """What was ended, request by request."""
     served: dict[str, dict[str, int]] = {}
     made: dict[str, int] = {}
-    for one in found:
+    for one in calls:
         if one.instance:
             of = served.setdefault(one.request_id, {})
             of[one.instance] = of.get(one.instance, 0) + 1
@@ -161,8 +161,8 @@ class Tombstones:
 
     def has_request(self, request_id: str, now: float) -> bool:
         """Whether a request that begins now was cancelled a moment ago."""
-        found = self._cancelled.get(request_id)
-        return found is not None and now - found < REQUEST_SECONDS
+        cancelled_at = self._cancelled.get(request_id)
+        return cancelled_at is not None and now - cancelled_at < REQUEST_SECONDS
 
     def has_job(self, names: Iterable[str], queued_at: float) -> bool:
         """Whether a job was cancelled.
@@ -171,5 +171,5 @@ class Tombstones:
             names: its id, and that of the request that it is of.
             queued_at: when it was put.
         """
-        found = (self._cancelled.get(name) for name in names)
-        return any(one is not None and queued_at - one < REQUEST_SECONDS for one in found)
+        cancelled_at = (self._cancelled.get(name) for name in names)
+        return any(one is not None and queued_at - one < REQUEST_SECONDS for one in cancelled_at)

@@ -11,20 +11,20 @@ class ServerClock:
     seconds on the own monotonic clock.
     """
 
-    __slots__ = ("_ahead", "_told_at")
+    __slots__ = ("_ahead", "_set_at")
 
     def __init__(self) -> None:
         self._ahead: float | None = None
-        self._told_at = 0.0
+        self._set_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<ServerClock [told at: {self._told_at:.3f}]>"
+        return f"<ServerClock [set at: {self._set_at:.3f}]>"
 
-    def told(self, unix: float, now: float) -> None:
+    def set(self, unix: float, now: float) -> None:
         """An answer came that the server gave at `unix`: what it said before does not count any
         more, since its clock may have been set."""
         self._ahead = unix - now
-        self._told_at = now
+        self._set_at = now
 
     def stored(self, unix: float, now: float) -> None:
         """A message came that the server stored at `unix`."""
@@ -33,7 +33,7 @@ class ServerClock:
 
     def age(self, now: float) -> float:
         """Seconds since the server was last asked."""
-        return now - self._told_at
+        return now - self._set_at
 
     def unix(self, now: float) -> float:
         """What the server's clock says at least.

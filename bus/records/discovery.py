@@ -159,8 +159,8 @@ class Discovery:
             with anyio.fail_after(timeout or None):
                 await self.wait_synchronized(FIRST_READING if timeout == 0 else None)
                 while True:
-                    found = self._serving(endpoint, suits)
-                    if len(found) >= count:
+                    instances = self._serving(endpoint, suits)
+                    if len(instances) >= count:
                         break
                     self._ask_missed(endpoint[:2])
                     at_most = 1.0
@@ -169,12 +169,12 @@ class Discovery:
                     await self._change(at_most)
                     self._check_open()
         except TimeoutError:
-            found = self._serving(endpoint, suits)
-        if len(found) < count:
+            instances = self._serving(endpoint, suits)
+        if len(instances) < count:
             waited = f" within {timeout:.3g} s" if timeout else ""
-            have = f", {len(found)} of {count} found" if found else ""
+            have = f", {len(instances)} of {count} found" if instances else ""
             raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
-        return found
+        return instances
 
     def _returning(self, endpoint: EndpointName) -> float:
         """Seconds for which an instance may still only be on its way to another server, which it
@@ -202,9 +202,9 @@ class Discovery:
         self.begin()
         end = monotonic() + timeout
         while (left := end - monotonic()) > 0:
-            found = self.view.find(name)
-            if found is not None:
-                return found
+            instance = self.view.find(name)
+            if instance is not None:
+                return instance
             await self._change(left)
         raise NoInstances(f"{name} is not known after {timeout} s", started=False)
 

@@ -116,8 +116,8 @@ async def read_instances(
         Unavailable: not all could be read within `timeout` seconds.
     """
     subject = record_subject(namespace, component, "*")
-    found = await read_latest(jetstream, INSTANCES_STREAM.name, subject, timeout=timeout)
-    return [record for one in found.values() if (record := record_of(one)) is not None]
+    messages = await read_latest(jetstream, INSTANCES_STREAM.name, subject, timeout=timeout)
+    return [record for one in messages.values() if (record := record_of(one)) is not None]
 
 
 class Holder(NamedTuple):

@@ -200,8 +200,8 @@ class InstanceView:
         """Seconds for which an instance of a component may still only be changing servers: that
         nobody listens was found a moment ago. 0 for none."""
         key = (namespace, component)
-        found = [since for absent, since in self._absent.items() if absent[:2] == key]
-        return max(0.0, max(found, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)
+        missed_at = [since for absent, since in self._absent.items() if absent[:2] == key]
+        return max(0.0, max(missed_at, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)
 
     def trust(self, name: InstanceName) -> bool:
         """End every suspicion of an instance; True when there was one."""

@@ -77,7 +77,7 @@ class Lease:
         self.state = LeaseState.HELD
         self._until = begun + self.ttl
 
-    def found(self, stored: StoredMessage | None, *, is_mine: bool) -> None:
+    def observe(self, stored: StoredMessage | None, *, is_mine: bool) -> None:
         """Another sequence was there: this is it. The next write expects it.
 
         A marker, a record of its own, or nothing at all means that the lease expired while its
@@ -147,15 +147,15 @@ class StreamRepair:
             return False
 
     async def _look(self) -> bool:
-        found = await self._jetstream.stream_info(self._stream, timeout=ANSWER_TIMEOUT)
-        if found.replicas > 1:
+        info = await self._jetstream.stream_info(self._stream, timeout=ANSWER_TIMEOUT)
+        if info.replicas > 1:
             return False
         why = await self._jetstream.write_error(self._stream, timeout=ANSWER_TIMEOUT)
         if not why:
             return False
         await asyncio.sleep(jitter.uniform(0.0, SPREAD))
         again = await self._jetstream.stream_info(self._stream, timeout=ANSWER_TIMEOUT)
-        if again.created == found.created:
+        if again.created == info.created:
             await self._jetstream.delete_stream(self._stream, timeout=ANSWER_TIMEOUT)
             logger.warning("stream %s took no writes and is made again: %s", self._stream, why)
         await self._make()
@@ -195,7 +195,7 @@ class LeasedRecord:
         self._is_mine = is_mine
         self._make = make
         self._repair = StreamRepair(jetstream, stream, remake)
-        self._told = ""
+        self._logged = ""
         self._is_checked = False
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ class LeasedRecord:
             Unavailable: JetStream does not answer.
         """
         stored = await self._jetstream.last(self._stream, self.subject, timeout=timeout)
-        self.lease.found(stored, is_mine=stored is not None and self._is_mine(stored))
+        self.lease.observe(stored, is_mine=stored is not None and self._is_mine(stored))
         return stored
 
     async def write(self, data: bytes) -> bool:
@@ -253,7 +253,7 @@ class LeasedRecord:
                     return False
             else:
                 lease.stored(sequence, begun)
-                self._told = ""
+                self._logged = ""
                 return True
         raise Unavailable(f"the record {self.subject} changes under every write")
 
@@ -304,8 +304,8 @@ class LeasedRecord:
     async def after_failure(self, error: DynbusError) -> None:
         """Log why the record was not written, and mend the bucket if it can take none at all."""
         # Once for each reason, until it is written: it is tried again and again.
-        level = logging.DEBUG if str(error) == self._told else logging.WARNING
-        self._told = str(error)
+        level = logging.DEBUG if str(error) == self._logged else logging.WARNING
+        self._logged = str(error)
         logger.log(level, "%r was not renewed: %s", self.lease, error)
         if not isinstance(error, Unavailable):
             return

@@ -371,8 +371,8 @@ class ObjectStore:
 
     async def list_objects(self, *, timeout: float = 5.0) -> list[ObjectInfo]:
         """All objects, by name."""
-        found = await self._records(monotonic() + timeout)
-        return sorted(stored.info for stored in found if not stored.record.deleted)
+        records = await self._records(monotonic() + timeout)
+        return sorted(stored.info for stored in records if not stored.record.deleted)
 
     async def drop_abandoned(
         self, *, older_than: float = ABANDONED_AFTER, timeout: float = 60.0

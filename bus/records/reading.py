@@ -88,10 +88,10 @@ async def read_latest(
         NoStream: there is no such stream.
         Unavailable: not all could be read within `timeout` seconds.
     """
-    found: dict[str, StoredMessage] = {}
+    latest: dict[str, StoredMessage] = {}
 
     def take(message: StoredMessage) -> None:
-        found[message.subject] = message
+        latest[message.subject] = message
 
     await read_until(
         jetstream,
@@ -100,7 +100,7 @@ async def read_latest(
         timeout=timeout,
         subject=subject,
         last_per_subject=True,
-        on_restart=found.clear,
+        on_restart=latest.clear,
         retry=retry,
     )
-    return {name: message for name, message in found.items() if not message.is_marker}
+    return {name: message for name, message in latest.items() if not message.is_marker}

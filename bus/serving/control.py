@@ -201,14 +201,14 @@ class ServerControl:
         batch = encode_batch(identity, sender.incarnation, load, [frame])
         self._bus.lane.call(self._bus.lane.connection.publish, subject, batch)
 
-    def tell_nothing_here(self, told: NothingHere, blocked: float = 0.0) -> None:
+    def tell_nothing_here(self, gone: NothingHere, blocked: float = 0.0) -> None:
         """Tell a client that none of some calls is here.
 
         Args:
             blocked: seconds for which the main loop has not run.
         """
         number, draining = self._bus.heartbeats.number, self._execution.draining
-        self.tell(told.sender, Heartbeat(number, blocked, draining, [], told.first, told.last))
+        self.tell(gone.sender, Heartbeat(number, blocked, draining, [], gone.first, gone.last))
 
     def send_failed(self, sender: Sender, frame: Failed) -> None:
         """End a call at its reader, which need not have calls here."""

@@ -209,7 +209,7 @@ class Execution:
         deadline = call.context.deadline
         allowed = None if deadline is None else deadline - call.started_at
         return Overloaded(
-            f"{calls_told(admission.running, admission.waiting)}{why}",
+            f"{describe_calls(admission.running, admission.waiting)}{why}",
             retry_after=admission.retry_after(call.turn_taker, now, allowed),
             started=False,
         )
@@ -474,7 +474,7 @@ class Execution:
             self.abort(call, DeadlineExceeded(f"the handler yielded nothing for {idle} s"))
 
 
-def calls_told(running: int, waiting: int) -> str:
+def describe_calls(running: int, waiting: int) -> str:
     """How many calls run and wait, in words."""
     runs = "1 call runs" if running == 1 else f"{running} calls run"
     return f"{runs} and {waiting} {'waits' if waiting == 1 else 'wait'}"

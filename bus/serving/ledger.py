@@ -264,7 +264,7 @@ class RemoteClient:
         self.busy_at = now
         self._old_kept: frozenset[int] = frozenset()
         self._looked_at = now
-        self._told_kept = 0
+        self._last_kept = 0
 
     def __repr__(self) -> str:
         return f"<RemoteClient {self.base} [{len(self.calls)} calls, {len(self.kept)} kept]>"
@@ -296,9 +296,9 @@ class RemoteClient:
         # What ended since the last beat is most likely acknowledged before the next.
         kept = list(self.kept.copy().items())
         for number, writer in kept:
-            if number <= self._told_kept:
+            if number <= self._last_kept:
                 calls[number] = writer.next_sequence
-        self._told_kept = kept[-1][0] if kept else 0
+        self._last_kept = kept[-1][0] if kept else 0
         return calls
 
     def writer(self, number: int) -> StreamWriter | None:
@@ -561,9 +561,9 @@ class Ledger:
 
     def room(self, client: RemoteClient) -> list[Action]:
         """The calls of a client for which there is room again."""
-        found = [call for call in client.short_of_room if not call.writer.blocked]
-        client.short_of_room.difference_update(found)
-        return [GoOn(call) for call in found]
+        unblocked = [call for call in client.short_of_room if not call.writer.blocked]
+        client.short_of_room.difference_update(unblocked)
+        return [GoOn(call) for call in unblocked]
 
     def _acknowledge(
         self,

@@ -27,7 +27,7 @@ from dynbus.bus.errors import (
     StreamLost,
 )
 from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.cancellation import OPERATOR, Found
+from dynbus.bus.protocol.cancellation import OPERATOR, EndedCall
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, InstanceName, is_safe_reply, turn_taker
 from dynbus.bus.protocol.stream_writer import StreamWriter
@@ -36,7 +36,7 @@ from dynbus.bus.transport import ConnectionState, Message, Subscription
 from .calls import Call, ServedEndpoint
 from .contracts import contracts_endpoint
 from .control import ServerControl
-from .execution import Execution, calls_told
+from .execution import Execution, describe_calls
 from .ledger import (
     Abort,
     Action,
@@ -206,7 +206,7 @@ class InstanceServer:
         if limit.cancelled_caught:
             logger.warning(
                 "%s: %s after %g s of draining; they are ended",
-                *(self.name, calls_told(*self._counts()), round(grace, 1)),
+                *(self.name, describe_calls(*self._counts()), round(grace, 1)),
             )
         self.end_all("the instance is going away")
 
@@ -309,25 +309,25 @@ class InstanceServer:
             draining=self._is_draining,
             now=now,
         )
-        found = self.ledger.find(base, incarnation, number, secret, now)
+        lookup = self.ledger.find(base, incarnation, number, secret, now)
         part = fields.get(headers.PART)
-        if type(found) is RemoteClient:
-            call = self._framed_call(served, context, found, number, secret, window, now)
+        if type(lookup) is RemoteClient:
+            call = self._framed_call(served, context, lookup, number, secret, window, now)
             actions = self.ledger.begin(call)
             if actions:
                 # One that is not to begin is ended by that.
                 self._carry_out(actions)
                 return
-        elif isinstance(found, Dropped):
-            self.bus.drop(found.reason)
+        elif isinstance(lookup, Dropped):
+            self.bus.drop(lookup.reason)
             return
         elif part is None:
             # The rest of a request in parts is parts.
             self.bus.drop(DropReason.STALE)
             return
         else:
-            assert isinstance(found, FramedCall)
-            call = found
+            assert isinstance(lookup, FramedCall)
+            call = lookup
         if part is None:
             self.execution.admit(call, message.data, now)
             return
@@ -399,16 +399,16 @@ class InstanceServer:
         )
         return FramedCall(served, context, port, now, client, writer)
 
-    def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[Found]:
+    def _cancel_requests(self, namespace: str, ids: Set[str]) -> list[EndedCall]:
         """End what an operator cancels, whether it runs or waits."""
         if namespace != self.name.namespace:
             return []
-        found: list[Found] = []
+        ended: list[EndedCall] = []
         for call in self.ledger.calls():
             if call.context.id in ids and not call.ended:
                 self.execution.cancel(call, 0.0, OPERATOR)
-                found.append(Found(call.context.id, str(self.name)))
-        return found
+                ended.append(EndedCall(call.context.id, str(self.name)))
+        return ended
 
     # What the ledger asks for ------------------------------------------------------------
 

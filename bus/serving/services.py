@@ -150,29 +150,29 @@ class ServiceResponder:
     def _items(self) -> dict[str, int]:
         """How many items the streams of each endpoint have sent so far, by its name."""
         server = self._server
-        found = {n: s.items for n, s in server.served.items() if s.endpoint.streaming}
+        sent = {n: s.items for n, s in server.served.items() if s.endpoint.streaming}
         for call in server.ledger.calls():
             name = call.served.endpoint.name
-            if name in found and not call.settled:
-                found[name] += call.reply.sent_items
-        return found
+            if name in sent and not call.settled:
+                sent[name] += call.reply.sent_items
+        return sent
 
     def _requests(self, most: int) -> dict[str, list[dict[str, Any]]]:
         """The oldest requests that run or wait, by the name of their endpoint."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        by_endpoint: dict[str, list[dict[str, Any]]] = {}
         if not most:
-            return found
+            return by_endpoint
         now = monotonic()
         calls = (call for call in self._server.ledger.calls() if not call.ended)
         for call in nsmallest(most, calls, key=lambda call: call.started_at):
-            found.setdefault(call.served.endpoint.name, []).append(
+            by_endpoint.setdefault(call.served.endpoint.name, []).append(
                 {
                     "id": call.context.id,
                     "age": round(max(0.0, now - call.started_at), 3),
                     "waits": call.began_at is None,
                 }
             )
-        return found
+        return by_endpoint
 
     def _identity(self, kind: str) -> dict[str, Any]:
         return {

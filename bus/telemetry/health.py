@@ -241,19 +241,19 @@ class HealthServer:
 
 def _answer_check(path: str, check: Callable[[], Status]) -> _Response:
     try:
-        found = check()
+        status = check()
     except Exception as error:
         # A check that cannot be made has failed.
         logger.exception("the health check of %s raised", path)
-        found = Status({"check": type(error).__name__})
-    status = HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE
+        status = Status({"check": type(error).__name__})
+    code = HTTPStatus.OK if status.ok else HTTPStatus.SERVICE_UNAVAILABLE
     body: dict[str, object] = {
-        "status": "ok" if found.ok else "unavailable",
-        "problems": dict(found.problems),
+        "status": "ok" if status.ok else "unavailable",
+        "problems": dict(status.problems),
     }
-    if found.details:
-        body["details"] = dict(found.details)
-    return _Response(status, json.dumps(body).encode() + b"\n")
+    if status.details:
+        body["details"] = dict(status.details)
+    return _Response(code, json.dumps(body).encode() + b"\n")
 
 
 def _problem(status: HTTPStatus) -> _Response:

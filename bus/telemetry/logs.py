@@ -45,9 +45,9 @@ def redact_url(text: str) -> str:
     return _CREDENTIALS.sub(_hide, text) if "@" in text else text
 
 
-def _hide(found: re.Match[str]) -> str:
-    scheme = "://" if found[0].startswith("://") else ""
-    user, colon, _ = found[0][len(scheme) : -1].partition(":")
+def _hide(match: re.Match[str]) -> str:
+    scheme = "://" if match[0].startswith("://") else ""
+    user, colon, _ = match[0][len(scheme) : -1].partition(":")
     return f"{scheme}{user}:{HIDDEN}@" if colon else f"{scheme}{HIDDEN}@"
 
 

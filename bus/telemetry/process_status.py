@@ -80,13 +80,13 @@ class ProcessStatus:
 
     def figures(self, instance: str) -> dict[str, float]:
         """All figures of an instance; those of several sources add up."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         with self._lock:
             for about, figures in self._figures.values():
                 if about == instance:
                     for key, value in figures.items():
-                        found[key] = found.get(key, 0) + value
-        return found
+                        totals[key] = totals.get(key, 0) + value
+        return totals
 
     def put_step(self, source: str, what: str, done: int = 0, total: int = 0) -> None:
         """Say how far a source is in its start; it is over when `remove` is called.
@@ -126,13 +126,13 @@ class ProcessStatus:
         """
         with self._lock:
             said = [each for each in self._fields.values() if each[0] != speaker]
-        found: dict[str, list[tuple[str, str]]] = {}
+        texts_of: dict[str, list[tuple[str, str]]] = {}
         for about, fields in said:
             for key, text in fields.items():
-                found.setdefault(key, []).append((about, text))
+                texts_of.setdefault(key, []).append((about, text))
         return {
             key: texts[0][1]
             if len({text for _, text in texts}) == 1
             else ", ".join(f"{about}: {text}" for about, text in texts)[:MAX_TEXT]
-            for key, texts in sorted(found.items())
+            for key, texts in sorted(texts_of.items())
         }

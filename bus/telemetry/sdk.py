@@ -396,15 +396,15 @@ def _exporter(signal: Signal, name: str, otlp_endpoint: str | None) -> Any:
     """Make the exporter that a package has registered under `name`."""
     from importlib.metadata import entry_points
 
-    found = entry_points(group=f"opentelemetry_{signal}_exporter", name=name)
-    if not found:
+    entries = entry_points(group=f"opentelemetry_{signal}_exporter", name=name)
+    if not entries:
         extra = "metrics" if name == "prometheus" else "otlp"
         raise ConfigError(
             f"OTEL_{signal.upper()}_EXPORTER {name!r} is not installed: "
             f"otlp comes with {how_to_install(extra)}"
         )
     try:
-        make = next(iter(found)).load()
+        make = next(iter(entries)).load()
     except ImportError as error:
         raise _missing_extra("otlp", error) from error
     if otlp_endpoint and name in PROTOCOLS.values():

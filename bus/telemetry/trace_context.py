@@ -71,14 +71,14 @@ class TraceApi:
         if parts is None or (parts[1] == "00" and parts[5]):
             return None
         state = fields.get(h.TRACESTATE)
-        found = self.SpanContext(
+        span = self.SpanContext(
             int(parts[2], 16),
             int(parts[3], 16),
             is_remote=True,
             trace_flags=self.TraceFlags(int(parts[4], 16)),
             trace_state=self.TraceState.from_header([state]) if state else None,
         )
-        return found if found.is_valid else None
+        return span if span.is_valid else None
 
     def write(self, span: SpanContext) -> dict[str, str]:
         fields = {

@@ -165,9 +165,9 @@ class DeadLetters:
             NoDeadLetter: there is none of this id.
         """
         if _LETTER_ID.fullmatch(letter_id):
-            found = await self._read(dead_letter_subject(self.namespace, letter=letter_id))
-            if found:
-                return found[-1]
+            letters = await self._read(dead_letter_subject(self.namespace, letter=letter_id))
+            if letters:
+                return letters[-1]
         raise NoDeadLetter(
             f"{letter_id!r} is no dead letter of {self.namespace}: dynbus queue dead "
             f"{self.namespace} names them"
@@ -211,10 +211,10 @@ class DeadLetters:
         try:
             # Told by any replica, and an empty list where there is no stream at all.
             await self._jetstream.stream_info(self._stream)
-            found = await self._jetstream.read(self._stream, subject, timeout=READ_TIMEOUT)
+            messages = await self._jetstream.read(self._stream, subject, timeout=READ_TIMEOUT)
         except NoStream:
             return []
-        return [letter for message in found if (letter := _letter(message)) is not None]
+        return [letter for message in messages if (letter := _letter(message)) is not None]
 
 
 def _letter(message: StoredMessage) -> DeadLetter | None:

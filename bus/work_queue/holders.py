@@ -101,7 +101,7 @@ def read_holders(messages: Iterable[StoredMessage], tokens: str) -> list[StoredH
     Args:
         tokens: what the tokens of the queue's jobs begin with, so that nothing else is published.
     """
-    found: list[StoredHolder] = []
+    holders: list[StoredHolder] = []
     for message in messages:
         if message.is_marker:
             continue
@@ -111,8 +111,8 @@ def read_holders(messages: Iterable[StoredMessage], tokens: str) -> list[StoredH
             continue
         is_safe = is_safe_reply(holder.listens, (f"{REPLY_ROOT}.",))
         if is_safe and all(is_safe_reply(job.token, (tokens,)) for job in holder.jobs):
-            found.append(StoredHolder(message.subject, message.sequence, holder))
-    return found
+            holders.append(StoredHolder(message.subject, message.sequence, holder))
+    return holders
 
 
 def orphans(dead: Holder, others: Iterable[Holder]) -> list[HeldJob]:
@@ -180,7 +180,7 @@ class Holders:
         self._ttl = float(max(1, math.ceil(jobs.ack_wait)))
         self._sequence = 0
         self._stored: list[HeldJob] = []
-        self._is_told = False
+        self._has_stored = False
         self._changed = asyncio.Event()
         self._absences = Absences()
 
@@ -252,7 +252,7 @@ class Holders:
 
     async def _store(self, jobs: list[HeldJob]) -> bool:
         """Store what is held; False where it has to be tried again, with another sequence."""
-        self._is_told = True
+        self._has_stored = True
         data = msgspec.json.encode(Holder(self._listens, jobs)) if jobs else b""
         try:
             self._sequence = await self._jetstream.publish(
@@ -281,7 +281,7 @@ class Holders:
 
     async def _withdraw(self) -> None:
         # Its last write may have been broken off, and be stored all the same.
-        if not self._is_told:
+        if not self._has_stored:
             return
         try:
             if not await self._store([]):
@@ -314,13 +314,13 @@ class Holders:
         """Look at each of the others; how many there are."""
         every = holder_subject(self._jobs.name, "*")
         messages = await self._jetstream.read(HOLDERS_STREAM.name, every, timeout=TRY_SECONDS)
-        found = read_holders(messages, f"$JS.ACK.{self._jobs.stream}.")
-        others = [one for one in found if one.subject != self._subject]
+        holders = read_holders(messages, f"$JS.ACK.{self._jobs.stream}.")
+        others = [one for one in holders if one.subject != self._subject]
         self._absences.keep([one.subject for one in others])
         async with task_group() as tasks:
             for one in others:
-                tasks.start_soon(self._look_at, one, [of.holder for of in found if of is not one])
-        return len(found)
+                tasks.start_soon(self._look_at, one, [of.holder for of in holders if of is not one])
+        return len(holders)
 
     async def _look_at(self, one: StoredHolder, others: list[Holder]) -> None:
         there = await self._bus.questions.is_heard(one.holder.listens)

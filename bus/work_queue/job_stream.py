@@ -169,7 +169,7 @@ class JobStream:
     async def _ask_clock(self) -> float:
         """Ask the server what time it is; when the stream was made."""
         info = await self.jetstream.stream_info(self.stream, timeout=TRY_SECONDS)
-        self._clock.told(info.now, monotonic())
+        self._clock.set(info.now, monotonic())
         return info.created
 
     def queued(self, delivery: Delivery) -> float:

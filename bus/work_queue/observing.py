@@ -121,11 +121,11 @@ class QueueFigures:
         async def measure() -> None:
             while True:
                 try:
-                    found = await depth()
+                    counts = await depth()
                 except DynbusError as error:
                     logger.debug("the depth of %s is not known: %s", self._name, error)
                 else:
-                    states = {"waiting": found.waiting, "held": found.held}
+                    states = {"waiting": counts.waiting, "held": counts.held}
                     gauge.put(
                         source,
                         {

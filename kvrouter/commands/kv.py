@@ -10,7 +10,7 @@ import click
 
 from dynbus.spi import terminal
 
-from .place import parse_place
+from .component_filter import parse_component
 
 if TYPE_CHECKING:
     from .kv_access import Report
@@ -48,7 +48,13 @@ def _report(command: Callable[..., Report]) -> Callable[..., None]:
         from .kv_access import run
 
         report = command(**options)
-        run(report, parse_place(namespace, component), timeout=timeout, as_json=as_json, nats=nats)
+        run(
+            report,
+            parse_component(namespace, component),
+            timeout=timeout,
+            as_json=as_json,
+            nats=nats,
+        )
 
     for option in (
         terminal.nats_option,

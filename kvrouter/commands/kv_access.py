@@ -28,7 +28,7 @@ from dynbus.spi import (
     terminal,
 )
 
-from .place import Place
+from .component_filter import ComponentFilter
 
 MAX_NAMED: Final = 10
 
@@ -51,22 +51,24 @@ class Where(NamedTuple):
 Report = Callable[[Where], Awaitable[None]]
 
 
-def run(report: Report, place: Place, *, timeout: float, as_json: bool, nats: str | None) -> None:
+def run(
+    report: Report, wanted: ComponentFilter, *, timeout: float, as_json: bool, nats: str | None
+) -> None:
     """Connect, print the report, and close the connection.
 
     Raises:
         ConfigError, NoHistory, NoStream, PermissionDenied, Unavailable: it cannot be told, and why.
     """
     config = terminal.settings(nats)
-    for kind, name in zip(place._fields, place, strict=True):
+    for kind, name in zip(wanted._fields, wanted, strict=True):
         if name is not None:
             check_token(kind, name)
 
     async def tell() -> None:
         async with terminal.server(config, "dynbus-kv") as server:
             jetstream = server.connection.jetstream
-            namespace = place.namespace or await _namespace(jetstream, place.component, timeout)
-            await report(Where(jetstream, namespace, place.component, timeout, as_json))
+            namespace = wanted.namespace or await _namespace(jetstream, wanted.component, timeout)
+            await report(Where(jetstream, namespace, wanted.component, timeout, as_json))
 
     asyncio.run(tell())
 
@@ -79,15 +81,15 @@ async def _namespace(jetstream: JetStream, component: str | None, timeout: float
     """
     remedy = "give --namespace, or --component as namespace.component"
     announced = await _announced(jetstream, "*", component or "*", timeout)
-    found: list[str] = []
+    namespaces: list[str] = []
     for namespace in sorted({name.namespace for name in announced or ()}):
         with suppress(NoStream):
             await jetstream.stream_info(kv_event_stream(namespace))
-            found.append(namespace)
-    if len(found) == 1:
-        return found[0]
-    named = f", of {', '.join(found[:MAX_NAMED])}" if found else ""
-    what = "several namespaces have" if found else "no namespace with an instance has"
+            namespaces.append(namespace)
+    if len(namespaces) == 1:
+        return namespaces[0]
+    named = f", of {', '.join(namespaces[:MAX_NAMED])}" if namespaces else ""
+    what = "several namespaces have" if namespaces else "no namespace with an instance has"
     raise ConfigError(f"{what} KV events: {remedy}{named}")
 
 
@@ -99,22 +101,22 @@ async def component_of(at: Where) -> str:
         NoStream: there is no stream of events, or nothing in it.
     """
     namespace, asked = at.namespace, at.component
-    found = await components_of(at.jetstream, namespace, timeout=at.timeout)
-    if asked is None and len(found) == 1:
-        return found[0]
-    if asked in found:
+    components = await components_of(at.jetstream, namespace, timeout=at.timeout)
+    if asked is None and len(components) == 1:
+        return components[0]
+    if asked in components:
         return asked
-    if asked is not None or not found:
+    if asked is not None or not components:
         # The stream may have outlived its messages, and snapshots may have, too.
         kept = {one.component for one in await SnapshotStore(at.jetstream, namespace).snapshots()}
         if asked in kept:
             return asked
-        found = sorted(kept.union(found))
-    if asked is None and len(found) == 1:
-        return found[0]
-    if not found:
+        components = sorted(kept.union(components))
+    if asked is None and len(components) == 1:
+        return components[0]
+    if not components:
         raise no_events(namespace)
-    named = ", ".join(found[:MAX_NAMED])
+    named = ", ".join(components[:MAX_NAMED])
     raise ConfigError(
         f"several components of {namespace} have events: give --component, of {named}"
         if asked is None
@@ -136,10 +138,10 @@ async def past_index(at: Where, component: str, point: Point = NOW) -> PastIndex
 
 async def leases_of(at: Where, component: str) -> dict[str, Mapping[str, str]] | None:
     """The metadata of the instances with a lease; None when there are no leases to read."""
-    found = await _announced(at.jetstream, at.namespace, component, at.timeout)
-    if found is None:
+    metadata_by_name = await _announced(at.jetstream, at.namespace, component, at.timeout)
+    if metadata_by_name is None:
         return None
-    return {name.instance_id: metadata for name, metadata in found.items()}
+    return {name.instance_id: metadata for name, metadata in metadata_by_name.items()}
 
 
 async def _announced(

@@ -108,12 +108,12 @@ def _holder(owner: tuple[Rank, int]) -> dict[str, Any]:
 
 def _by_instance(run: Run, owners: dict[int, str]) -> dict[str, int]:
     """How far each instance holds a run without a gap."""
-    found: dict[str, int] = {}
+    reach: dict[str, int] = {}
     for number, end in run.ends.items():
         instance = owners.get(number)
         if instance is not None:
-            found[instance] = max(end, found.get(instance, 0))
-    return found
+            reach[instance] = max(end, reach.get(instance, 0))
+    return reach
 
 
 def _path_hashes(run: Run, end: int) -> list[str]:

@@ -80,7 +80,7 @@ async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
         )
     past = await past_index(at, component)
     left_out = _drop_dead(past.index, leases, with_dead=with_dead)
-    found = sorted(past.index.overlaps(blocks).items(), key=lambda one: -one[1].total)
+    overlaps = sorted(past.index.overlaps(blocks).items(), key=lambda one: -one[1].total)
     rows: list[dict[str, Any]] = [
         {
             **rank._asdict(),
@@ -88,7 +88,7 @@ async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
             "blocks": overlap.total,
             **overlap._asdict(),
         }
-        for rank, overlap in found
+        for rank, overlap in overlaps
     ]
     if at.as_json:
         asked = [f"{number:#018x}" for number in blocks.tolist()]
@@ -130,9 +130,9 @@ async def print_changes(at: Where, before: Point, after: Point) -> None:
     component = await component_of(at)
     first = await past_index(at, component, before)
     second = await past_index(at, component, after)
-    found = changes(first.index, second.index)
+    rank_changes = changes(first.index, second.index)
     if at.as_json:
-        rows = [one._asdict() for one in found]
+        rows = [one._asdict() for one in rank_changes]
         terminal.print_json(
             {
                 "from": _head(at, component, first),
@@ -142,7 +142,7 @@ async def print_changes(at: Where, before: Point, after: Point) -> None:
         )
         return
     click.echo(f"from {_title(first)}\nto   {_title(second)}")
-    if not found:
+    if not rank_changes:
         terminal.notice("nothing changed")
         return
     terminal.print_table(
@@ -156,7 +156,7 @@ async def print_changes(at: Where, before: Point, after: Point) -> None:
                 str(one.blocks_before),
                 str(one.blocks_after),
             )
-            for one in found
+            for one in rank_changes
         ],
     )
 
@@ -168,10 +168,10 @@ async def print_snapshots(at: Where, *, check: bool) -> None:
         stream = await at.jetstream.stream_info(kv_event_stream(at.namespace))
     except NoStream:
         raise no_events(at.namespace) from None
-    found = await store.snapshots(at.component)
-    if at.component is not None and not found:
+    snapshots = await store.snapshots(at.component)
+    if at.component is not None and not snapshots:
         await component_of(at)
-    rows = [(one, await _state(store, one, stream, at, check=check)) for one in found]
+    rows = [(one, await _state(store, one, stream, at, check=check)) for one in snapshots]
     if at.as_json:
         terminal.print_json(
             [

@@ -8,7 +8,7 @@ import click
 
 from dynbus.spi import terminal
 
-from .place import parse_place
+from .component_filter import parse_component
 
 _HELP: Final = """Say why a request went where it went.
 
@@ -73,12 +73,12 @@ def why(
 
     if last and request_id is not None:
         raise click.UsageError("give a request id, or --last for the latest decision")
-    place = parse_place(namespace, component)
-    if place.component is not None and place.namespace is None:
+    wanted = parse_component(namespace, component)
+    if wanted.component is not None and wanted.namespace is None:
         raise click.UsageError("give --component as namespace.component, or --namespace beside it")
     question = Question(latest=1 if last else limit) if request_id is None else Question(request_id)
     config = terminal.settings(nats)
-    answers = asyncio.run(ask_routers(config, question, *place))
+    answers = asyncio.run(ask_routers(config, question, *wanted))
     knowing = [answer for answer in answers if answer.decisions]
     if last:
         knowing = newest_alone(knowing)

@@ -54,8 +54,8 @@ async def ask_routers(
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
         )
-    found = {answer.router: answer for answer in answers}
-    return sorted(found.values(), key=lambda answer: (answer.target, answer.process))
+    by_router = {answer.router: answer for answer in answers}
+    return sorted(by_router.values(), key=lambda answer: (answer.target, answer.process))
 
 
 def _read_answer(message: Message) -> Explanation | None:
@@ -222,19 +222,19 @@ def _trial(shadow: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
 
 def _outcome(decision: Mapping[str, Any]) -> str:
     outcome = decision["outcome"]
-    told: list[str] = []
+    parts: list[str] = []
     if outcome["first_item_s"] is not None:
-        told.append(f"first item after {outcome['first_item_s']:.3f} s")
+        parts.append(f"first item after {outcome['first_item_s']:.3f} s")
     if outcome["reused_tokens"] is not None:
         less = decision["expected_reuse"] - outcome["reused_tokens"]
         compared = f"{abs(less)} {'fewer' if less > 0 else 'more'} than" if less else "as"
-        told.append(f"{outcome['reused_tokens']} tokens reused, {compared} expected")
+        parts.append(f"{outcome['reused_tokens']} tokens reused, {compared} expected")
     if outcome["ended_s"] is None:
-        told.append("it still runs")
+        parts.append("it still runs")
     else:
         how = f" with {outcome['error']}" if outcome["error"] else ""
-        told.append(f"ended{how} after {outcome['ended_s']:.3f} s")
-    return ", ".join(told)
+        parts.append(f"ended{how} after {outcome['ended_s']:.3f} s")
+    return ", ".join(parts)
 
 
 def _name(rank: Mapping[str, Any]) -> str:

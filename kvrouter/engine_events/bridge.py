@@ -131,17 +131,17 @@ class EngineBridge:
     def status(self) -> BridgeStatus:
         """The state and the counters as of now."""
         streams = list(self._streams.values())
-        found = [(stream, stream.awareness) for stream in streams]
-        told = [f"rank {one.dp_rank or 0}: {held.reason}" for one, held in found if held.reason]
-        level = worst_level(held.level for _, held in found)
+        aware = [(stream, stream.awareness) for stream in streams]
+        reasons = [f"rank {one.dp_rank or 0}: {held.reason}" for one, held in aware if held.reason]
+        level = worst_level(held.level for _, held in aware)
         if not streams:
-            told, level = ["no engine is followed"], AwarenessLevel.DEGRADED
+            reasons, level = ["no engine is followed"], AwarenessLevel.DEGRADED
         translations = [stream.translation for stream in streams]
         age = None if self._last_event is None else self.clock() - self._last_event
         return replace(
             self.counters,
             level=level,
-            reason="; ".join(told) or None,
+            reason="; ".join(reasons) or None,
             events=self.counters.events.copy(),
             quarantined=self.counters.quarantined.copy(),
             filtered=sum((one.filtered for one in translations), Counter[str]()),
@@ -198,8 +198,8 @@ class RankStream:
         self._disconnected_at: float | None = None
         self._known = RankKnowledge()
         self._is_replaying = False
-        self._told_mismatch = False
-        self._told: tuple[int, CacheAwareness] | None = None
+        self._reported_mismatch = False
+        self._reported: tuple[int, CacheAwareness] | None = None
         self.dp_rank = dp_rank
         self.translation = translation
         self._tell()
@@ -213,12 +213,12 @@ class RankStream:
         """Tell the sink what has changed of that."""
         rank, sink = self.dp_rank or 0, self._bridge.sink
         now = (rank, self.awareness)
-        if now == self._told:
+        if now == self._reported:
             return
-        if self._told is not None and self._told[0] != rank:
+        if self._reported is not None and self._reported[0] != rank:
             # The rank was not known, and is another one: nothing is said of that one.
-            sink.set_awareness(EXACT, dp_rank=self._told[0])
-        self._told = now
+            sink.set_awareness(EXACT, dp_rank=self._reported[0])
+        self._reported = now
         sink.set_awareness(now[1], dp_rank=rank)
 
     def ask_reports(self) -> bool:
@@ -417,8 +417,8 @@ class RankStream:
         self._bridge.quarantine(self.dp_rank or 0, quarantined)
 
     def _refuse(self) -> None:
-        if not self._told_mismatch:
-            self._told_mismatch = True
+        if not self._reported_mismatch:
+            self._reported_mismatch = True
             logger.error("rank %d: %s", self.dp_rank or 0, self.translation.mismatch)
             self._bridge.counters.resets += 1
             self._bridge.sink.reset(self.dp_rank or 0)
@@ -429,6 +429,6 @@ class RankStream:
         self._numbering.begin_anew()
         self.translation.forget()
         self._known.begin_anew(f"forgotten: {why}")
-        self._told_mismatch = False
+        self._reported_mismatch = False
         self._bridge.counters.resets += 1
         self._bridge.sink.reset(rank)

@@ -73,8 +73,8 @@ def read_extra_keys(
                 break
         if begins and at == 0:
             salt, rest = _take_salt(rest)
-        found = [_hash(key, lora_name) for key in rest if not _names(key, "lora", "cache_salt")]
-        multimodal.append(found or None)
+        hashes = [_hash(key, lora_name) for key in rest if not _names(key, "lora", "cache_salt")]
+        multimodal.append(hashes or None)
     return ExtraKeys(salt, multimodal if any(multimodal) else ())
 
 

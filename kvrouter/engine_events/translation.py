@@ -104,7 +104,7 @@ class Translation:
         self._other_groups: dict[int, str] = {}
         self._nameless_groups: set[int] = set()
         self._size_seen = False
-        self._are_hits_told = False
+        self._are_hits_reported = False
         self._has_reports = False
         self._young_evictions = 0
         self.turned_over = False
@@ -137,16 +137,16 @@ class Translation:
     def _clear(self) -> None:
         self.cache.clear()
         self._copies.clear()
-        self._watch_evictions(are_hits_told=False)
+        self._watch_evictions(are_hits_reported=False)
 
     def report_hits(self) -> None:
         """From now on the engine also reports blocks that it reuses, from the first of a sequence
         on. What it holds already counts no further copy in such an event."""
-        self._watch_evictions(are_hits_told=True)
+        self._watch_evictions(are_hits_reported=True)
 
-    def _watch_evictions(self, *, are_hits_told: bool) -> None:
+    def _watch_evictions(self, *, are_hits_reported: bool) -> None:
         self.cache.generation += 1
-        self._are_hits_told = are_hits_told
+        self._are_hits_reported = are_hits_reported
         self._young_evictions = 0
         self._has_reports = self.turned_over = False
 
@@ -244,14 +244,14 @@ class Translation:
         if salt is None and above is not None:
             salt = above.salt
         hashes = event.hashes[:complete]
-        found = hash_blocks(
+        block_hashes = hash_blocks(
             event.tokens[: 4 * self._block_size * complete],
             self._block_size,
             hash_seed(self._lora_name(event), salt),
             keys.multimodal,
         )
-        is_report = self._are_hits_told and event.parent is None
-        return self._take_in(event.parent, hashes, found, tier, salt, is_report=is_report)
+        is_report = self._are_hits_reported and event.parent is None
+        return self._take_in(event.parent, hashes, block_hashes, tier, salt, is_report=is_report)
 
     def _complete_blocks(self, event: EngineStored, tier: Tier) -> int:
         """How many of the event's blocks are complete; 0 with `mismatch` set if none can be.
@@ -303,10 +303,10 @@ class Translation:
             runs[-1][2].append(block.block_hash)
             before = engine_hash
         copied: list[KvEvent] = []
-        for parent, hashes, found in runs:
+        for parent, hashes, block_hashes in runs:
             among = self.cache.stretch_of(hashes[0])
             salt = None if among is None else among.salt
-            copied += self._take_in(parent, hashes, found, tier, salt)
+            copied += self._take_in(parent, hashes, block_hashes, tier, salt)
         return copied
 
     def _lora_name(self, event: EngineStored) -> str | None:
@@ -321,7 +321,7 @@ class Translation:
         self,
         parent: int | None,
         hashes: list[int],
-        found: Hashes,
+        block_hashes: Hashes,
         tier: Tier,
         salt: str | None,
         *,
@@ -332,7 +332,7 @@ class Translation:
         Args:
             is_report: blocks that are held already may be no further copies.
         """
-        event = BlockStored(parent, hashes, found, tier)
+        event = BlockStored(parent, hashes, block_hashes, tier)
         again = self.cache.store(event, salt=salt)
         if again is None:
             return []

@@ -1,6 +1,6 @@
 """The radix index: which instance holds which prefix."""
 
-from .index import Applied, IndexStatistics, Overlap, RadixIndex, Rank, Verdict
+from .index import Applied, IndexStatistics, MessageOutcome, Overlap, RadixIndex, Rank
 from .snapshot import TornSnapshot, dump_index, load_index
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "RadixIndex",
     "Rank",
     "TornSnapshot",
-    "Verdict",
+    "MessageOutcome",
     "dump_index",
     "load_index",
 ]

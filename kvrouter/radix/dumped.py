@@ -147,13 +147,13 @@ class _Places:
             return np.empty(0, dtype=np.int64)
         numbers = locations >> np.uint64(DEPTH_BITS)
         depths = (locations & np.uint64(MAX_DEPTH)).astype(np.int64)
-        found = np.searchsorted(self._numbers, numbers)
-        if not len(self._numbers) or not (found < len(self._numbers)).all():
+        run_places = np.searchsorted(self._numbers, numbers)
+        if not len(self._numbers) or not (run_places < len(self._numbers)).all():
             raise ValueError("a location in no run")
-        of_run = self._at[found]
+        of_run = self._at[run_places]
         keys = self._bases[of_run] + depths
         at = np.searchsorted(self._keys, keys, side="right")
-        fits = (self._numbers[found] == numbers) & (depths >= self._starts[of_run])
+        fits = (self._numbers[run_places] == numbers) & (depths >= self._starts[of_run])
         if not fits.all() or not (at < len(self._keys)).all():
             raise ValueError("a location in no run")
         if not (self._bases[at] == self._bases[of_run]).all():
@@ -222,17 +222,17 @@ def _check_cache(cache: DumpedCache, places: _Places, claims: _Claims) -> None:
         raise ValueError(f"cache {cache.number} has blocks without a location")
     if len(np.unique(engine_hashes)) < len(engine_hashes):
         raise ValueError(f"cache {cache.number} has two blocks of one name")
-    found, names = np.unique(places.find(locations), return_counts=True)
+    held, names = np.unique(places.find(locations), return_counts=True)
     firsts, counts = np.array(sorted(claims.spans), dtype=np.int64).reshape(-1, 2).T
-    if counts.sum() != len(found):
+    if counts.sum() != len(held):
         raise ValueError(f"cache {cache.number} does not hold what the runs say")
     shifts = firsts - np.concatenate(([0], np.cumsum(counts)[:-1])) if len(firsts) else firsts
-    expected = np.repeat(shifts, counts) + np.arange(len(found))
-    expected_names = np.ones(len(found), dtype=np.int64)
+    expected = np.repeat(shifts, counts) + np.arange(len(held))
+    expected_names = np.ones(len(held), dtype=np.int64)
     copied = np.array(list(claims.copies), dtype=np.int64)
     copies = np.array(list(claims.copies.values()), dtype=np.int64)
     if not np.isin(copied, expected).all():
         raise ValueError(f"cache {cache.number} has names of blocks that it does not hold")
     expected_names[np.searchsorted(expected, copied)] += copies
-    if not ((found == expected) & (names == expected_names)).all():
+    if not ((held == expected) & (names == expected_names)).all():
         raise ValueError(f"cache {cache.number} does not hold what the runs say")

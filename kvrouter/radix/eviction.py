@@ -134,12 +134,12 @@ def _forget_names(holder: Holder, victims: Mapping[int, Run], leading: Container
 
 def _leading_to(runs: Iterable[Run]) -> set[int]:
     """The numbers of runs from which one of `runs` may be reached by tails, its own among them."""
-    found: set[int] = set()
+    leading: set[int] = set()
     for run in runs:
         above = run
-        while above.id not in found:
-            found.add(above.id)
+        while above.id not in leading:
+            leading.add(above.id)
             if above.parent is None or above.parent.tail is not above:
                 break
             above = above.parent
-    return found
+    return leading

@@ -37,7 +37,7 @@ OVERSHOOT: Final = 1.05
 """Beyond so many times `max_blocks` caches forget until less is held, however long that takes."""
 
 
-class Verdict(StrEnum):
+class MessageOutcome(StrEnum):
     """What became of a message."""
 
     APPLIED = "applied"
@@ -62,13 +62,17 @@ class Applied(NamedTuple):
         events: how many of its events were applied.
     """
 
-    verdict: Verdict
+    verdict: MessageOutcome
     events: int
 
     @property
     def needs_resync(self) -> bool:
         """Whether the index lacks blocks that only the instance can tell it again."""
-        return self.verdict in (Verdict.GAP, Verdict.UNKNOWN_PARENT, Verdict.EXCESSIVE)
+        return self.verdict in (
+            MessageOutcome.GAP,
+            MessageOutcome.UNKNOWN_PARENT,
+            MessageOutcome.EXCESSIVE,
+        )
 
 
 class Rank(NamedTuple):
@@ -111,7 +115,7 @@ class IndexStatistics:
     blocks: int
     detached: int
     runs: int
-    verdicts: dict[Verdict, int]
+    verdicts: dict[MessageOutcome, int]
     unknown_removals: int
     evicted: int
 
@@ -156,7 +160,7 @@ class RadixIndex:
         self._by_instance = LabelledHolders(self._names, int)
         self._by_rank = LabelledHolders(self._owners, _device_overlap)
         self._is_plain = True  # one rank per instance and one tier
-        self._verdicts = dict.fromkeys(Verdict, 0)
+        self._verdicts = dict.fromkeys(MessageOutcome, 0)
         self._unknown_removals = 0
         self._evicted = 0
         self._blocks = 0
@@ -175,8 +179,8 @@ class RadixIndex:
         try:
             batch = decode_events(message)
         except InvalidEvents:
-            self._verdicts[Verdict.MALFORMED] += 1
-            return Applied(Verdict.MALFORMED, 0)
+            self._verdicts[MessageOutcome.MALFORMED] += 1
+            return Applied(MessageOutcome.MALFORMED, 0)
         return self.apply_batch(Rank(instance, batch.dp_rank), batch)
 
     def apply_batch(self, rank: Rank, batch: EventBatch) -> Applied:
@@ -189,30 +193,30 @@ class RadixIndex:
 
     def _apply(self, rank: Rank, batch: EventBatch) -> Applied:
         state = self.ranks.get(rank)
-        verdict = Verdict.APPLIED
+        verdict = MessageOutcome.APPLIED
         skip = 0
         if state is None or batch.event_epoch > state.event_epoch:
             state = self._begin(rank, batch)
         elif batch.event_epoch < state.event_epoch:
-            return Applied(Verdict.STALE, 0)
+            return Applied(MessageOutcome.STALE, 0)
         elif batch.first_id > state.next_id:
             self._empty(rank, state)
             state.partial = True
-            verdict = Verdict.GAP
+            verdict = MessageOutcome.GAP
         else:
             skip = state.next_id - batch.first_id
             if skip and skip >= len(batch):
-                return Applied(Verdict.DUPLICATE, 0)
+                return Applied(MessageOutcome.DUPLICATE, 0)
         state.next_id = batch.first_id + len(batch)
         orphans = self._carry_out(rank, state, batch, skip)
         if orphans is None:
             self._empty(rank, state)
             state.partial = True
-            return Applied(Verdict.EXCESSIVE, 0)
+            return Applied(MessageOutcome.EXCESSIVE, 0)
         if self._to_forget or self._blocks > self._max_blocks:
             self._evict()
-        if orphans and verdict is Verdict.APPLIED and not state.partial:
-            verdict = Verdict.UNKNOWN_PARENT
+        if orphans and verdict is MessageOutcome.APPLIED and not state.partial:
+            verdict = MessageOutcome.UNKNOWN_PARENT
         return Applied(verdict, len(batch) - skip - orphans)
 
     def _begin(self, rank: Rank, batch: EventBatch) -> RankState:
@@ -418,14 +422,14 @@ class RadixIndex:
             return self._by_rank.find(self.tree, _packed(block_hashes))
         owners = self._owners
         path, end = self.tree.descend(_packed(block_hashes))
-        found: dict[Rank, Overlap] = {}
+        overlaps: dict[Rank, Overlap] = {}
         for number in {number for run in path for number in run.ends}:
             rank = owners.get(number)
-            if rank is not None and rank not in found:
+            if rank is not None and rank not in overlaps:
                 holders = self.ranks[rank].holders
                 numbers = [holders[tier].number if tier in holders else 0 for tier in Tier]
-                found[rank] = Overlap(*count_tiers(numbers, path, end))
-        return found
+                overlaps[rank] = Overlap(*count_tiers(numbers, path, end))
+        return overlaps
 
     def statistics(self) -> IndexStatistics:
         """Figures of this index."""

@@ -409,13 +409,13 @@ class PrefixTree:
     def find(self, blocks: bytes) -> dict[int, int]:
         """How many of these blocks each holder has from the first on, for those that have any."""
         path, end = self.descend(blocks)
-        found: dict[int, int] = {}
+        ends: dict[int, int] = {}
         for run in path:
-            found.update(run.ends)
+            ends.update(run.ends)
         if path and path[-1].end > end:
             for number, held in path[-1].ends.items():
-                found[number] = min(held, end)
-        return found
+                ends[number] = min(held, end)
+        return ends
 
     def by_level(self) -> Iterator[Run]:
         """All runs, each after its parent."""

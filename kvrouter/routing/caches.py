@@ -294,16 +294,16 @@ class _Held:
         blocks: the latest prompt that has a block, by its sequence hash. The oldest prompt's are
             forgotten first, from its last one on. So no block stays without the one before it:
             `leading_blocks` relies on that. Blocks that the exact index has stay here for the same
-            reason, and are told apart by `told`.
-        told: blocks that the exact index had, each with the value of `reversals` when it was found
-            there. While that value is the same, those before a block are here as well.
+            reason, and are told apart by `confirmed`.
+        confirmed: blocks that the exact index had, each with the value of `reversals` when it had
+            it. While that value is the same, those before a block are here as well.
     """
 
     gone_at: float = inf
     reversals: int = 0
     prompts: OrderedDict[_Guess, None] = field(default_factory=OrderedDict[_Guess, None])
     blocks: dict[int, _Guess] = field(default_factory=dict[int, _Guess])
-    told: dict[int, int] = field(default_factory=dict[int, int])
+    confirmed: dict[int, int] = field(default_factory=dict[int, int])
 
     def use(self, sequence_hashes: Sequence[int], gone_at: float) -> None:
         """A prompt is here, and its blocks were used the last."""
@@ -331,14 +331,14 @@ class _Held:
                 high = middle - 1
         return low
 
-    def tell(self, sequence_hashes: Sequence[int], end: int) -> None:
+    def confirm(self, sequence_hashes: Sequence[int], end: int) -> None:
         """The exact index has the first `end` blocks of a prompt, which are all here."""
-        told, reversals = self.told, self.reversals
+        confirmed, reversals = self.confirmed, self.reversals
         for at in range(end - 1, -1, -1):
             block = sequence_hashes[at]
-            if told.get(block) == reversals:
+            if confirmed.get(block) == reversals:
                 break
-            told[block] = reversals
+            confirmed[block] = reversals
 
     def shrink(self, limit: int) -> None:
         """Forget the blocks that were used the longest ago, beyond `limit`."""
@@ -354,19 +354,19 @@ class _Held:
 
     def _forget(self, guess: _Guess, start: int) -> None:
         """Forget a prompt's blocks from `start` on."""
-        blocks, told = self.blocks, self.told
+        blocks, confirmed = self.blocks, self.confirmed
         gone, guess.end = guess.sequence_hashes[start : guess.end], start
         if guess.start >= start:
             del self.prompts[guess]
             if not self.prompts:
                 # With what another router may have said that is no prompt's.
                 blocks.clear()
-                told.clear()
+                confirmed.clear()
                 return
         for block in gone:
             if blocks.get(block) is guess:
                 del blocks[block]
-                told.pop(block, None)
+                confirmed.pop(block, None)
 
 
 class ApproximateIndex:
@@ -411,13 +411,13 @@ class ApproximateIndex:
         self._ranks.move_to_end(rank)
         held.expire(now)
         held.gone_at = gone_at = inf if self._ttl is None else now + self._ttl
-        told = held.told
+        confirmed = held.confirmed
         held.use(sequence_hashes, gone_at)
-        if told and not told.keys().isdisjoint(guessed := sequence_hashes[start:]):
+        if confirmed and not confirmed.keys().isdisjoint(guessed := sequence_hashes[start:]):
             for block in guessed:
-                told.pop(block, None)
+                confirmed.pop(block, None)
             held.reversals += 1
-        held.tell(sequence_hashes, start)
+        held.confirm(sequence_hashes, start)
         held.shrink(DEFAULT_CAPACITY if capacity is None else capacity)
         while self._ranks and next(iter(self._ranks.values())).gone_at <= now:
             self._ranks.popitem(last=False)
@@ -438,19 +438,23 @@ class ApproximateIndex:
             del self._ranks[rank]
             return start
         end = leading_blocks(held.blocks, sequence_hashes, start)
-        if held.told:
+        if held.confirmed:
             # What the exact index had and has no longer is not held, nor what comes after it.
             for at in range(start, end):
-                if sequence_hashes[at] in held.told:
+                if sequence_hashes[at] in held.confirmed:
                     return at
         return end
 
     def confirm(self, rank: Rank, sequence_hashes: Sequence[int], end: int) -> None:
         """The exact index has the first `end` blocks of a prompt: guess them no longer."""
         held = self._ranks.get(rank)
-        if held is None or not end or held.told.get(sequence_hashes[end - 1]) == held.reversals:
+        if (
+            held is None
+            or not end
+            or held.confirmed.get(sequence_hashes[end - 1]) == held.reversals
+        ):
             return
-        held.tell(sequence_hashes, leading_blocks(held.blocks, sequence_hashes[:end]))
+        held.confirm(sequence_hashes, leading_blocks(held.blocks, sequence_hashes[:end]))
 
     def remove_instance(self, instance: str) -> None:
         """Forget an instance."""
@@ -499,15 +503,15 @@ class ReuseWatch:
             Why the rank is to be asked for a resync; empty when it is not.
         """
         compared = self._comparisons.setdefault(decision.chosen, _Comparison())
-        told, decided_at = decision.told_reuse, decision.decided_at
+        claimed, decided_at = decision.told_reuse, decision.decided_at
         if decided_at < compared.since:
             return ""
-        # Between what was told and what was guessed beside it nobody is wrong.
-        error = told - reused if reused < told else min(0, decision.expected_reuse - reused)
+        # Between what the rank claims and what is guessed beside it neither is wrong.
+        error = claimed - reused if reused < claimed else min(0, decision.expected_reuse - reused)
         compared.requests += 1
         weight = max(1 / compared.requests, 1 / MEMORY)
         compared.error += (error - compared.error) * weight
-        compared.tokens += (max(told, reused) - compared.tokens) * weight
+        compared.tokens += (max(claimed, reused) - compared.tokens) * weight
         if compared.requests < LEAST_REQUESTS:
             return ""
         allowed = max(LEAST_BLOCKS * decision.block_size, LEAST_SHARE * compared.tokens)

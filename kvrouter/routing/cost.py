@@ -106,13 +106,13 @@ class RequestShape:
     @property
     def sequence_hashes(self) -> list[int]:
         """The hash of each prefix of complete blocks; made at the first use."""
-        found = self._sequence_hashes
-        return self.hash_prefixes() if found is None else found
+        hashes = self._sequence_hashes
+        return self.hash_prefixes() if hashes is None else hashes
 
     def hash_prefixes(self) -> list[int]:
         """Make the sequence hashes now; they are kept."""
-        found = self._sequence_hashes = hash_prefixes(self.block_hashes)
-        return found
+        hashes = self._sequence_hashes = hash_prefixes(self.block_hashes)
+        return hashes
 
     @property
     def prompt_blocks(self) -> int:
@@ -345,14 +345,14 @@ class Popularity:
         if self._requests >= self._window:
             self._before, self._now, self._requests = self._now, {}, 0
         self._requests += 1
-        found: list[tuple[int, int]] = []
+        counts: list[tuple[int, int]] = []
         blocks = 1
         while blocks <= len(sequence_hashes):
             key = sequence_hashes[blocks - 1]
             count = self._now[key] = self._now.get(key, 0) + 1
             count += self._before.get(key, 0)
             if count > 1:
-                found.append((blocks, count))
+                counts.append((blocks, count))
             blocks = next_length(blocks)
         counted = self._requests + (self._window if self._before else 0)
-        return PrefixCounts(counted, found)
+        return PrefixCounts(counted, counts)

@@ -393,22 +393,22 @@ def encode_explanation(
     Raises:
         ValueError: it does not fit even with one candidate of one decision.
     """
-    told = newest(decisions)
-    longest = max((max(len(one.table), len(one.excluded)) for one in told), default=1)
-    most = min(longest, MAX_CANDIDATES // max(1, len(told)))
+    kept = newest(decisions)
+    longest = max((max(len(one.table), len(one.excluded)) for one in kept), default=1)
+    most = min(longest, MAX_CANDIDATES // max(1, len(kept)))
     while True:
         text = msgspec.json.encode(
             msgspec.structs.replace(
                 explanation,
-                decisions=tell(told, now, most),
-                decisions_left_out=len(decisions) - len(told),
+                decisions=tell(kept, now, most),
+                decisions_left_out=len(decisions) - len(kept),
             )
         )
         if len(text) <= limit:
             return text
         if most > 1:
             most //= 2
-        elif len(told) > 1:
-            told = newest(told, len(told) // 2)
+        elif len(kept) > 1:
+            kept = newest(kept, len(kept) // 2)
         else:
             raise ValueError(f"an answer of {len(text)} bytes does not fit into {limit}")

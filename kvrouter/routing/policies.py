@@ -194,9 +194,9 @@ def _import(name: str, module_name: str, attribute: str) -> CostFunction:
                 f"{', '.join(_own_folders()) or 'the current folder'}, or among the installed ones"
             ) from None
         raise _unloadable(name, error) from error
-    found = _attribute(module, attribute, name)
+    imported = _attribute(module, attribute, name)
     try:
-        policy = found() if isinstance(found, type) else found
+        policy = imported() if isinstance(imported, type) else imported
     except Exception as error:
         raise _unloadable(name, error) from error
     if not callable(policy):
@@ -249,16 +249,16 @@ def _attribute(module: ModuleType, path: str, name: str) -> Any:
     Raises:
         ConfigError: nothing.
     """
-    found: Any = module
+    value: Any = module
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             where = module.__file__ or module.__name__
             raise ConfigError(
                 f"policy {name!r} cannot be loaded: {where} has no {path!r}"
                 f"{suggestion(path, vars(module))}"
             )
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _did_you_mean(name: str) -> str:
@@ -313,5 +313,5 @@ def _place(policy: CostFunction, error: Exception) -> str:
         return ""  # It was not entered: what it takes is wrong.
     code = getattr(policy, "__code__", None) or getattr(type(policy).__call__, "__code__", None)
     own = [one for one in frames if code is not None and one.filename == code.co_filename]
-    found = (own or frames)[-1]
-    return f" ({found.filename}, line {found.lineno})"
+    frame = (own or frames)[-1]
+    return f" ({frame.filename}, line {frame.lineno})"

@@ -194,7 +194,7 @@ class Profiles:
         if self._agreed is None:
             profiles = [read_profile(one.id, one.metadata) for one in instances]
             self._agreed = self.agree(profiles, self._given_block_size)
-        found: list[InstanceProfile] = []
+        usable: list[InstanceProfile] = []
         misfits: dict[str, str] = {}
         for instance in instances:
             instance_id, metadata = instance.id, instance.metadata
@@ -207,12 +207,12 @@ class Profiles:
                 read = known[1] if known is not None and same else self._check(instance)
                 known = self._read[instance_id] = (metadata, read)
             if isinstance(known[1], InstanceProfile):
-                found.append(known[1])
+                usable.append(known[1])
             else:
                 misfits[instance_id] = str(known[1])
-        if not found:
+        if not usable:
             raise ConfigError(next(iter(misfits.values())), started=False)
-        return found, misfits
+        return usable, misfits
 
     def restarted(self) -> set[str]:
         """Instances that began anew under their old id since this was asked the last time."""

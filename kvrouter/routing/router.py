@@ -286,8 +286,8 @@ class KvRouter:
 
     async def _decide(self, wanted: SchedulingRequest, request: RouteRequest) -> Decision:
         """The decision for a call, at once or when there is room for it."""
-        found = self._scheduler.submit(wanted, wanted.arrived)
-        decision = await self._wait(found, request) if isinstance(found, Ticket) else found
+        outcome = self._scheduler.submit(wanted, wanted.arrived)
+        decision = await self._wait(outcome, request) if isinstance(outcome, Ticket) else outcome
         if decision.attempt > 1:
             tried = self._scheduler.decisions.tried_before(decision)
             decision.excluded = {**tried, **decision.excluded}
@@ -351,15 +351,15 @@ class KvRouter:
         if not self._waiting:
             return
         now = monotonic()
-        for ticket, found in self._scheduler.release(now):
+        for ticket, outcome in self._scheduler.release(now):
             future = self._waiting.get(ticket)
             if future is None or future.done():
-                if isinstance(found, Decision):
-                    self._scheduler.ended(found.number, now, "Cancelled")
-            elif isinstance(found, Decision):
-                future.set_result(found)
+                if isinstance(outcome, Decision):
+                    self._scheduler.ended(outcome.number, now, "Cancelled")
+            elif isinstance(outcome, Decision):
+                future.set_result(outcome)
             else:
-                future.set_exception(found)
+                future.set_exception(outcome)
 
     def _fail_waiting(self) -> None:
         """Fail all that wait with `Draining`: nobody would tell them that they may go on."""

@@ -103,13 +103,13 @@ class RouterActor(Actor, abstract=True):
                 resume=_RestOfTokens(),
             )
             known = runtime.discovery.view.everything()
-            found = [
+            instances = [
                 one
                 for one in known
                 if (one.record.namespace, one.record.component) == (namespace, component)
             ]
-            if found:
-                router.check(found)
+            if instances:
+                router.check(instances)
             self._exits = exits.pop_all()
 
     async def on_stop(self) -> None:
@@ -120,11 +120,11 @@ class RouterActor(Actor, abstract=True):
     @handler(idle_timeout=None)
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What the chosen instance gives, item by item."""
-        found = await self._call(request)
-        if not isinstance(found, Stream):
-            yield msgspec.json.decode(found)
+        reply = await self._call(request)
+        if not isinstance(reply, Stream):
+            yield msgspec.json.decode(reply)
             return
-        async with aclosing(found) as items:
+        async with aclosing(reply) as items:
             async for item in items:
                 yield msgspec.json.decode(item)
 
@@ -146,11 +146,11 @@ class RouterActor(Actor, abstract=True):
 
     async def _relay(self, request: msgspec.Raw, port: ReplyPort) -> None:
         """`generate`, with the request and the items passed on as they come."""
-        found = await self._call(request)
-        if not isinstance(found, Stream):
-            port.push(found)
+        reply = await self._call(request)
+        if not isinstance(reply, Stream):
+            port.push(reply)
             return
-        with await self._streams.open(found, key=port) as stream:
+        with await self._streams.open(reply, key=port) as stream:
             await stream.ended()
 
     def _deliver(self, arrivals: list[Arrival[ReplyPort, bytes]]) -> None:
@@ -181,8 +181,8 @@ class RouterActor(Actor, abstract=True):
     async def _call(self, request: Any) -> Stream[bytes] | bytes:
         if self._client is None:
             raise RuntimeError("the router was not started")
-        found: Stream[bytes] | bytes = await self._client.generate(request).raw()
-        return found
+        reply: Stream[bytes] | bytes = await self._client.generate(request).raw()
+        return reply
 
     @handler(idempotent=True)
     async def decisions(self, request: DecisionQuery) -> list[dict[str, Any]]:
@@ -191,8 +191,8 @@ class RouterActor(Actor, abstract=True):
         Each as `Decision.as_dict` gives it, with `ago_s`: seconds since it was made.
         """
         router = self._router
-        found = [] if router is None else router.decisions(request.request_id)
-        return tell(newest(found), monotonic())
+        decisions = [] if router is None else router.decisions(request.request_id)
+        return tell(newest(decisions), monotonic())
 
     @handler(idempotent=True)
     async def use_policy(self, request: PolicyChoice) -> PolicyChoice:

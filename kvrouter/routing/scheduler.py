@@ -143,7 +143,7 @@ class Lenders(NamedTuple):
         if not any(profile.fetches for profile in profiles):
             return NO_LENDERS
         models: dict[str, str] = {}
-        found: dict[str, tuple[_Lender, _Lender]] = {}
+        lenders: dict[str, tuple[_Lender, _Lender]] = {}
         at = 0
         for profile in profiles:
             if not profile.fetches:
@@ -153,18 +153,18 @@ class Lenders(NamedTuple):
             best = _NOBODY
             for rank in profile.ranks:
                 # What is only guessed may not be computed yet.
-                told = overlaps[at].total - predicted[at]
+                held = overlaps[at].total - predicted[at]
                 at += 1
                 if profile.lends is not None:
-                    told = min(told, profile.lends)
-                if told > best[1]:
-                    best = rank, told
-            first, second = found.get(profile.model, (_NOBODY, _NOBODY))
+                    held = min(held, profile.lends)
+                if held > best[1]:
+                    best = rank, held
+            first, second = lenders.get(profile.model, (_NOBODY, _NOBODY))
             if best[1] > first[1]:
-                found[profile.model] = best, first
+                lenders[profile.model] = best, first
             elif best[1] > second[1]:
-                found[profile.model] = first, best
-        return cls(models, found)
+                lenders[profile.model] = first, best
+        return cls(models, lenders)
 
     def other_than(self, rank: Rank) -> _Lender:
         """The best for a rank that fetches: of another instance, with the same model."""
@@ -311,8 +311,8 @@ class KvScheduler:
             The decision that it belongs to, the latest of the request; None when it is not
             kept any longer.
         """
-        found = self.decisions.find(request_id)
-        return self.note_reused(found[-1].number, tokens, now) if found else None
+        decisions = self.decisions.find(request_id)
+        return self.note_reused(decisions[-1].number, tokens, now) if decisions else None
 
     def note_reused(self, number: int, tokens: int, now: float) -> Decision | None:
         """The same as `report_reused`, of a decision by its number."""

@@ -432,13 +432,13 @@ class _TierMirror:
 
     def _free_names(self, count: int) -> NDArray[np.uint64]:
         """Numbers that are no engine's hash of a held block."""
-        found: list[int] = []
+        free: list[int] = []
         candidate = 1
-        while len(found) < count:
+        while len(free) < count:
             if candidate not in self.held:
-                found.append(candidate)
+                free.append(candidate)
             candidate += 1
-        return np.array(found, dtype=np.uint64)
+        return np.array(free, dtype=np.uint64)
 
 
 def _tell(

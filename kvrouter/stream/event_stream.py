@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from dynbus import ConfigError
 from dynbus.kvrouter.events import HEADER, EventBatch, InvalidEvents, decode_events
 from dynbus.kvrouter.names import AWARENESS, PUBLISHED, kv_event_stream, kv_event_subject
-from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import Applied, MessageOutcome, RadixIndex, Rank
 from dynbus.spi import JetStream, StoredMessage, StreamConfig, StreamLimits, check_token
 
 from .awareness import decode_awareness, encode_awareness
@@ -31,7 +31,7 @@ a true epoch."""
 UNREADABLE: Final = "a message that this version cannot read"
 
 _TOKENS: Final = 5
-_UNUSED: Final = (Verdict.DUPLICATE, Verdict.STALE)
+_UNUSED: Final = (MessageOutcome.DUPLICATE, MessageOutcome.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ async def ensure_stream(
     """
     wanted = stream.config
     await jetstream.ensure_stream(wanted, probe=probe, timeout=timeout)
-    found = await jetstream.stream_config(wanted.name, timeout=timeout)
-    listed = wanted.differences(found, "in_memory")
+    existing = await jetstream.stream_config(wanted.name, timeout=timeout)
+    listed = wanted.differences(existing, "in_memory")
     if listed:
         raise ConfigError(
             f"stream {wanted.name} exists with {', '.join(listed)}: give EventStream its settings, "

@@ -232,15 +232,15 @@ class IndexFollower(Openable):
 
     def lookup(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[str, int]:
         """`RadixIndex.lookup`, for the instances that are known."""
-        found = self.index.lookup(block_hashes)
+        held_by = self.index.lookup(block_hashes)
         is_known = self._live.members.is_known
-        return {instance: held for instance, held in found.items() if is_known(instance)}
+        return {instance: held for instance, held in held_by.items() if is_known(instance)}
 
     def overlaps(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[Rank, Overlap]:
         """`RadixIndex.overlaps`, for the instances that are known."""
-        found = self.index.overlaps(block_hashes)
+        overlaps = self.index.overlaps(block_hashes)
         is_known = self._live.members.is_known
-        return {rank: overlap for rank, overlap in found.items() if is_known(rank.instance)}
+        return {rank: overlap for rank, overlap in overlaps.items() if is_known(rank.instance)}
 
     def awareness(self, *, with_stated: bool = True) -> CacheAwareness:
         """How far routing can rely on the index at this moment.

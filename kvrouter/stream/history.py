@@ -101,10 +101,10 @@ async def components_of(
         NoStream: there is no stream, so that nothing was ever published.
         Unavailable: JetStream does not answer.
     """
-    found: set[str] = set()
+    components: set[str] = set()
 
     def take(message: StoredMessage) -> bool:
-        found.add(message.subject.split(".")[1])
+        components.add(message.subject.split(".")[1])
         return False
 
     await _read(
@@ -115,7 +115,7 @@ async def components_of(
         last_per_subject=True,
         end=monotonic() + timeout,
     )
-    return sorted(found)
+    return sorted(components)
 
 
 async def index_at(
@@ -278,7 +278,7 @@ async def _read(
 def changes(before: RadixIndex, after: RadixIndex) -> list[RankChange]:
     """What each rank gained and lost, by the engine's hashes; ranks without a change are left
     out."""
-    found: list[RankChange] = []
+    rank_changes: list[RankChange] = []
     for rank in sorted(before.ranks.keys() | after.ranks.keys()):
         gained = lost = old = new = 0
         for tier in Tier:
@@ -289,8 +289,8 @@ def changes(before: RadixIndex, after: RadixIndex) -> list[RankChange]:
             gained += len(now) - kept
             lost += len(was) - kept
         if gained or lost:
-            found.append(RankChange(rank, gained, lost, old, new))
-    return found
+            rank_changes.append(RankChange(rank, gained, lost, old, new))
+    return rank_changes
 
 
 def _held(index: RadixIndex, rank: Rank, tier: Tier) -> NDArray[np.uint64]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynbus.kvrouter.events import CacheDigest
-from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, RadixIndex, Rank
 from dynbus.spi import StoredMessage
 
 from .awareness import CacheAwareness, decode_awareness
@@ -100,7 +100,7 @@ class LiveIndex:
         rank, batch = events.rank, events.batch
         before = self.index.ranks.get(rank)
         applied = apply_events(self.index, events)
-        if applied.verdict is Verdict.STALE:
+        if applied.verdict is MessageOutcome.STALE:
             if self.check.note_stale(rank):
                 self.need(rank, "stale", now)
             return
@@ -113,9 +113,9 @@ class LiveIndex:
             self.plan.answer(rank)
         elif applied.needs_resync or is_new:
             verdict = "joined late" if is_new else applied.verdict.value.replace("_", " ")
-            self.need(rank, verdict, now, is_lost=applied.verdict is Verdict.GAP)
+            self.need(rank, verdict, now, is_lost=applied.verdict is MessageOutcome.GAP)
         digest = batch.closing_digest
-        if digest is not None and applied.verdict is not Verdict.DUPLICATE:
+        if digest is not None and applied.verdict is not MessageOutcome.DUPLICATE:
             self._compare(rank, digest, now)
         if is_live and events.published:
             self._note_staleness(events.published, unix_now)
@@ -232,10 +232,10 @@ class LiveIndex:
 
     def requests(self, now: float) -> list[tuple[Rank, ResyncRequest]]:
         """Who is to be asked now, and what; they count as asked."""
-        found: list[tuple[Rank, ResyncRequest]] = []
+        requests: list[tuple[Rank, ResyncRequest]] = []
         for rank in self.plan.due(now):
             if self.members.is_known(rank.instance):
                 state = self.index.ranks.get(rank)
                 epoch = state.event_epoch if state is not None else 0
-                found.append((rank, ResyncRequest(epoch, self.plan.reason(rank))))
-        return found
+                requests.append((rank, ResyncRequest(epoch, self.plan.reason(rank))))
+        return requests

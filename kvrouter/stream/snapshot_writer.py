@@ -305,12 +305,12 @@ class SnapshotWriter(Openable):
 
     async def _learn(self) -> None:
         """Learn what others have written."""
-        found = await self._store.snapshots(self._follower.component)
+        snapshots = await self._store.snapshots(self._follower.component)
         dropped = await self._store.drop_abandoned()
         if dropped:
             logger.info("%r: dropped %d snapshots that were never finished", self, dropped)
         created = self._follower.position.created
-        ours = [one for one in found if one.coverage.created == created]
+        ours = [one for one in snapshots if one.coverage.created == created]
         self._status.latest = ours[-1] if ours else None
         self._knows_latest = True
 

@@ -100,10 +100,10 @@ def snapshot_name(component: str, sequence: int) -> str:
     return f"{component}/{sequence}"
 
 
-def read_info(found: ObjectInfo, stream: str) -> SnapshotInfo | None:
+def read_info(entry: ObjectInfo, stream: str) -> SnapshotInfo | None:
     """What an object's record says of a snapshot of `stream`; None for any other object."""
-    component, _, sequence = found.name.partition("/")
-    fields = found.headers
+    component, _, sequence = entry.name.partition("/")
+    fields = entry.headers
     if fields.get(STREAM_KEY) != stream:
         return None
     try:
@@ -111,8 +111,8 @@ def read_info(found: ObjectInfo, stream: str) -> SnapshotInfo | None:
         return SnapshotInfo(
             component,
             Coverage(float(fields[CREATED_KEY]), int(sequence)),
-            found.size,
-            found.modified,
+            entry.size,
+            entry.modified,
             int(fields[BLOCKS_KEY]),
             int(fields[INSTANCES_KEY]),
         )
@@ -120,10 +120,10 @@ def read_info(found: ObjectInfo, stream: str) -> SnapshotInfo | None:
         return None
 
 
-def superseded(found: Iterable[SnapshotInfo], created: float, keep: int) -> list[SnapshotInfo]:
+def superseded(infos: Iterable[SnapshotInfo], created: float, keep: int) -> list[SnapshotInfo]:
     """Those of one component's snapshots that are to go: all of other streams, and of this one
     all but the newest."""
-    ours = sorted(found, key=lambda one: (one.coverage.created == created, one.coverage.sequence))
+    ours = sorted(infos, key=lambda one: (one.coverage.created == created, one.coverage.sequence))
     kept = [one for one in ours if one.coverage.created == created][-keep:]
     return [one for one in ours if one not in kept]
 
@@ -186,9 +186,9 @@ class SnapshotStore:
             objects = await self._objects.list_objects(timeout=timeout)
         except NoStream:
             return []  # none was ever taken
-        found = [info for one in objects if (info := read_info(one, self._stream)) is not None]
+        infos = [info for one in objects if (info := read_info(one, self._stream)) is not None]
         return sorted(
-            (one for one in found if component in (None, one.component)),
+            (one for one in infos if component in (None, one.component)),
             key=lambda one: (one.component, one.coverage.sequence),
         )
 
@@ -291,8 +291,8 @@ class SnapshotStore:
         return SnapshotInfo(component, coverage, len(data), stored.modified, blocks, instances)
 
     async def _drop_superseded(self, component: str, created: float, keep: int) -> None:
-        found = await self.snapshots(component)
-        for one in superseded(found, created, keep):
+        snapshots = await self.snapshots(component)
+        for one in superseded(snapshots, created, keep):
             await self._objects.delete(one.name)
 
     async def drop_abandoned(self, *, older_than: float = ABANDONED_AFTER) -> int:

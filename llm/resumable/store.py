@@ -128,7 +128,7 @@ class StreamStore:
 
     async def _read_clock(self) -> None:
         info = await self._jetstream.stream_info(STREAM_LOGS, timeout=STORE_TIMEOUT)
-        self._clock.told(info.now, monotonic())
+        self._clock.set(info.now, monotonic())
 
     def server_time(self) -> float:
         """Unix seconds by the server's clock, which alone says how old a record is; known to who is

@@ -137,8 +137,8 @@ class Commands(click.Group):
         return sorted(registered(self._entry_points))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = registered(self._entry_points).get(cmd_name, [])
-        return _load(cmd_name, found) if found else None
+        entry_points = registered(self._entry_points).get(cmd_name, [])
+        return _load(cmd_name, entry_points) if entry_points else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own = {name for texts in self._sections.values() for name in texts}
@@ -218,15 +218,15 @@ def _owner(entry_point: metadata.EntryPoint) -> str:
 
 def registered(group: str = GROUP) -> dict[str, list[metadata.EntryPoint]]:
     """The entry points of a group by name; dynbus's own hide those of plug-ins of the same name."""
-    found = list(metadata.entry_points(group=group))
-    own = [each for each in found if _is_own(each)]
+    entry_points = list(metadata.entry_points(group=group))
+    own = [each for each in entry_points if _is_own(each)]
     if not own:
         own = _of_checkout(group)
-        found += own
+        entry_points += own
     names = {each.name for each in own}
     seen: Counter[tuple[str, str]] = Counter()
     by_name: dict[str, list[metadata.EntryPoint]] = {}
-    for each in found:
+    for each in entry_points:
         # One distribution may be found twice, in an editable install and on the path.
         seen[(each.name, each.value)] += 1
         if seen[(each.name, each.value)] > 1 or (each.name in names and each not in own):

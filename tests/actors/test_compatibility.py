@@ -18,7 +18,7 @@ from dynbus.actors.commands.schema import as_yaml
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.compatibility import changes
-from dynbus.actors.documents.schema_difference import Verdict
+from dynbus.actors.documents.schema_difference import Fit
 
 
 class Part(BaseModel):
@@ -94,7 +94,7 @@ class Newer(Actor, namespace="documents", component="Oracle"):
 def test_more_that_is_read_and_more_that_is_written_fit() -> None:
     found = changes(documented(Old), documented(Newer))
 
-    assert {one.verdict for one in found} == {Verdict.COMPATIBLE}
+    assert {one.verdict for one in found} == {Fit.COMPATIBLE}
     assert ("documents.Oracle.more", "is new") in [(one.endpoint, one.what) for one in found]
     assert [one.endpoint for one in changes(documented(Newer), documented(Newer))] == []
 
@@ -130,7 +130,7 @@ def test_what_clients_rely_on_and_is_no_more_breaks_them() -> None:
     assert ("ask", "reply has another type") in told
     assert ("follow", "is unary now, and was stream") in told
     assert ("rest", "is gone") in told
-    assert {one.verdict for one in found} >= {Verdict.INCOMPATIBLE}
+    assert {one.verdict for one in found} >= {Fit.INCOMPATIBLE}
 
 
 class Colourful(BaseModel):
@@ -158,12 +158,12 @@ def test_what_depends_on_the_values_is_told_apart() -> None:
     assert [(one.endpoint, one.verdict, one.what.partition(":")[0]) for one in found] == [
         (
             "documents.Oracle.ask",
-            Verdict.UNCLEAR,
+            Fit.UNCLEAR,
             "field 'colour' of the reply may be 'green', which is not read",
         ),
         (
             "documents.Oracle.follow",
-            Verdict.INCOMPATIBLE,
+            Fit.INCOMPATIBLE,
             "the request may not be left out now",
         ),
     ]

@@ -18,9 +18,9 @@ from tests.conditions import PATIENCE
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import (
     Done,
+    Progress,
     RestartNodes,
     RunShown,
-    Told,
     ask,
     controlled,
     find_run,
@@ -91,8 +91,8 @@ async def test_a_command_that_is_stopped_holds_up_no_restart_and_reads_all_steps
         going_on.set()
         answers = await reading
 
-    steps = [Told(f"step {number}") for number in range(STEPS)]
-    assert answers == [*steps, Told("demo.Splitter: restarted"), Done()]
+    steps = [Progress(f"step {number}") for number in range(STEPS)]
+    assert answers == [*steps, Progress("demo.Splitter: restarted"), Done()]
 
 
 class FakeRun:

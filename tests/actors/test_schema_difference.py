@@ -13,7 +13,7 @@ from dynbus.actors.declaring.schemas import canonical_schema
 from dynbus.actors.documents.schema_difference import (
     MAX_DIFFERENCES,
     Difference,
-    Verdict,
+    Fit,
     compare,
     worst,
 )
@@ -68,7 +68,7 @@ def test_what_the_reader_takes_fits_and_the_field_is_named(case: str) -> None:
 
     found = sent(written, read)
 
-    assert worst(found) is Verdict.COMPATIBLE
+    assert worst(found) is Fit.COMPATIBLE
     assert [one.field for one in found] == ([] if field is None else [field])
 
 
@@ -133,7 +133,7 @@ MISFITTING = {
 def test_what_the_reader_does_not_take_is_named_with_both_types(case: str) -> None:
     written, read, field, writes, reads = MISFITTING[case]
 
-    found = [one for one in sent(written, read) if one.verdict is Verdict.INCOMPATIBLE]
+    found = [one for one in sent(written, read) if one.verdict is Fit.INCOMPATIBLE]
 
     assert (field, writes, reads) in [(one.field, one.written, one.read) for one in found]
 
@@ -175,15 +175,15 @@ UNCLEAR: dict[str, tuple[Any, Any]] = {
 def test_what_nobody_can_tell_is_never_called_a_misfit(case: str) -> None:
     written, read = UNCLEAR[case]
 
-    assert worst(sent(written, read)) is Verdict.UNCLEAR
+    assert worst(sent(written, read)) is Fit.UNCLEAR
 
 
 def test_a_reply_is_compared_the_other_way_round() -> None:
     less, more = obj("a", a=INTEGER), obj("a b", a=INTEGER, b=STRING)
 
-    assert worst(compare(less, more, "reply")) is Verdict.COMPATIBLE
+    assert worst(compare(less, more, "reply")) is Fit.COMPATIBLE
     [missing] = compare(more, less, "reply")
-    assert missing.verdict is Verdict.INCOMPATIBLE
+    assert missing.verdict is Fit.INCOMPATIBLE
     assert str(missing) == (
         "field 'b' of the reply is required and never sent: "
         "the instance sends no such field, the client reads string"
@@ -202,15 +202,15 @@ def test_a_difference_reads_as_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("client", "server", "verdict"),
     [
-        (None, None, Verdict.COMPATIBLE),
-        (INTEGER, None, Verdict.INCOMPATIBLE),
-        (either(INTEGER, NULL), None, Verdict.UNCLEAR),
-        (None, INTEGER, Verdict.INCOMPATIBLE),
-        (None, either(INTEGER, NULL), Verdict.UNCLEAR),
+        (None, None, Fit.COMPATIBLE),
+        (INTEGER, None, Fit.INCOMPATIBLE),
+        (either(INTEGER, NULL), None, Fit.UNCLEAR),
+        (None, INTEGER, Fit.INCOMPATIBLE),
+        (None, either(INTEGER, NULL), Fit.UNCLEAR),
     ],
 )
 def test_a_request_that_only_one_side_has_fits_where_it_may_be_null(
-    client: Any, server: Any, verdict: Verdict
+    client: Any, server: Any, verdict: Fit
 ) -> None:
     assert worst(compare(client, server, "request")) is verdict
 
@@ -271,7 +271,7 @@ SCHEMAS = st.recursive(
 
 @given(SCHEMAS, st.sampled_from(["request", "reply"]))
 def test_every_schema_fits_itself(schema: Any, direction: Literal["request", "reply"]) -> None:
-    assert worst(compare(schema, schema, direction)) is Verdict.COMPATIBLE
+    assert worst(compare(schema, schema, direction)) is Fit.COMPATIBLE
 
 
 @given(_objects(SCHEMAS), SCHEMAS)
@@ -280,7 +280,7 @@ def test_a_new_optional_field_always_fits(schema: dict[str, Any], field: Any) ->
 
     [found] = sent(schema, newer)
 
-    assert (found.verdict, found.field) == (Verdict.COMPATIBLE, "new")
+    assert (found.verdict, found.field) == (Fit.COMPATIBLE, "new")
 
 
 @given(_objects(SCHEMAS), SCHEMAS)
@@ -294,12 +294,12 @@ def test_a_required_field_that_the_reply_has_no_longer_never_fits(
 
     found = compare(client, schema, "reply")
 
-    assert ("gone", Verdict.INCOMPATIBLE) in [(one.field, one.verdict) for one in found]
+    assert ("gone", Fit.INCOMPATIBLE) in [(one.field, one.verdict) for one in found]
 
 
 @given(SCHEMAS, SCHEMAS)
 def test_one_more_alternative_of_the_reader_always_fits(schema: Any, other: Any) -> None:
-    assert worst(sent(schema, either(schema, other))) is Verdict.COMPATIBLE
+    assert worst(sent(schema, either(schema, other))) is Fit.COMPATIBLE
 
 
 @given(SCHEMAS, SCHEMAS)

@@ -16,7 +16,7 @@ from dynbus.bus.protocol.cancellation import (
     REQUEST_SECONDS,
     BadCancel,
     Ended,
-    Found,
+    EndedCall,
     Tombstones,
     by_request,
     read_ids,
@@ -132,6 +132,11 @@ def test_the_oldest_of_too_many_cancels_is_forgotten_and_a_repeated_one_is_new()
 
 
 def test_what_was_ended_is_told_request_by_request() -> None:
-    found = [Found("a", "demo.A@1"), Found("b"), Found("a", "demo.A@1"), Found("a", "demo.A@2")]
+    calls = [
+        EndedCall("a", "demo.A@1"),
+        EndedCall("b"),
+        EndedCall("a", "demo.A@1"),
+        EndedCall("a", "demo.A@2"),
+    ]
 
-    assert by_request(found) == {"a": Ended({"demo.A@1": 2, "demo.A@2": 1}), "b": Ended(made=1)}
+    assert by_request(calls) == {"a": Ended({"demo.A@1": 2, "demo.A@2": 1}), "b": Ended(made=1)}

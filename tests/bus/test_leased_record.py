@@ -53,7 +53,7 @@ def test_a_lease_is_nobody_else_s_for_its_ttl_after_its_last_write_began() -> No
 
 def test_a_lease_that_is_not_held_has_no_time_left() -> None:
     lost = held()
-    lost.found(None, is_mine=False)
+    lost.observe(None, is_mine=False)
 
     assert (Lease("a", 10.0).left(100.0), lost.left(101.0)) == (0.0, 0.0)
 
@@ -61,7 +61,7 @@ def test_a_lease_that_is_not_held_has_no_time_left() -> None:
 def test_nothing_stored_means_that_the_lease_expired() -> None:
     lease = held()
 
-    lease.found(None, is_mine=False)
+    lease.observe(None, is_mine=False)
 
     assert (lease.state, lease.begin()) == (LeaseState.LOST, 0)
 
@@ -70,7 +70,7 @@ def test_nothing_stored_means_that_the_lease_expired() -> None:
 def test_a_marker_means_that_the_lease_expired(header: dict[str, str]) -> None:
     lease = held()
 
-    lease.found(stored(9, headers=header), is_mine=False)
+    lease.observe(stored(9, headers=header), is_mine=False)
 
     assert (lease.state, lease.begin()) == (LeaseState.LOST, 9)
 
@@ -78,7 +78,7 @@ def test_a_marker_means_that_the_lease_expired(header: dict[str, str]) -> None:
 def test_a_record_of_its_own_is_taken_over() -> None:
     lease = held()
 
-    lease.found(stored(9, b"mine"), is_mine=True)
+    lease.observe(stored(9, b"mine"), is_mine=True)
 
     assert (lease.state, lease.begin()) == (LeaseState.LOST, 9)
 
@@ -86,7 +86,7 @@ def test_a_record_of_its_own_is_taken_over() -> None:
 def test_another_s_record_is_a_conflict() -> None:
     lease = held()
 
-    lease.found(stored(9, b"another's"), is_mine=False)
+    lease.observe(stored(9, b"another's"), is_mine=False)
 
     assert lease.state is LeaseState.CONFLICT
 

@@ -23,7 +23,7 @@ from dynbus.kvrouter.events import (
     decode_events,
     encode_events,
 )
-from dynbus.kvrouter.radix.index import RadixIndex, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, RadixIndex
 
 hashes = st.integers(0, 2**64 - 1)
 tiers = st.sampled_from(Tier)
@@ -188,7 +188,7 @@ def test_a_digest_changes_nothing_in_an_index_and_takes_an_id() -> None:
     index.apply("a", message)
     following = index.apply("a", encode_events([BlockRemoved([1])], event_epoch=1, first_id=2))
 
-    assert following.verdict is Verdict.APPLIED
+    assert following.verdict is MessageOutcome.APPLIED
     assert index.lookup([1]) == {}
 
 

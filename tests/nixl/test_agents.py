@@ -359,13 +359,13 @@ async def test_a_peer_that_lies_about_its_memory_fails_its_own_transfers_alone(
         assert at_rest(ours)
 
 
-def saying(*kinds: type[messages.Told]) -> Callable[[Message], bool]:
+def saying(*kinds: type[messages.AgentMessage]) -> Callable[[Message], bool]:
     return lambda message: isinstance(messages.decode(message.data), kinds)
 
 
 @pytest.mark.parametrize("lost", [messages.Push, messages.Pushed, messages.Unknown])
 async def test_a_message_about_a_push_that_is_lost_costs_a_look_and_not_the_transfer(
-    lost: type[messages.Told],
+    lost: type[messages.AgentMessage],
 ) -> None:
     server, layout = MemoryBus(), small_layout(blocks=64)
     ours, theirs = filled(layout, 1), filled(layout, 2)

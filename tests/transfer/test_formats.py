@@ -11,7 +11,7 @@ from dynbus.transfer.checksums import Vouched, Wanted
 from dynbus.transfer.descriptors import AgentDescription
 from dynbus.transfer.layout import Region
 from dynbus.transfer.leases import Ticket
-from dynbus.transfer.messages import Here, Push, Pushed, Stop, Told, Unknown
+from dynbus.transfer.messages import AgentMessage, Here, Push, Pushed, Stop, Unknown
 from dynbus.transfer.settling import Settled, Settlement
 
 TICKET = Ticket("demo.Engine.1", "e1", 7, (3, 1), 6, 2.5)
@@ -39,7 +39,7 @@ ENVELOPE = (
     b"\xa6device\x01\xa4kind\xa4VRAM\xa8metadata\xc4\x07of NIXL\xa4host\xa1h"
 )
 
-TOLD: list[tuple[Told, bytes]] = [
+TOLD: list[tuple[AgentMessage, bytes]] = [
     (
         Push(1, "demo.Engine.2", "e2", b"landing", TICKET, (3,), (0,), 4, 0, 1, 2.5),
         b"\x8c\xa4type\xa4push\xa6number\x01\xa6reader\xaddemo.Engine.2\xa5epoch"
@@ -92,13 +92,13 @@ def test_the_record_of_an_agent_has_these_bytes() -> None:
 
 
 @pytest.mark.parametrize(("message", "data"), TOLD, ids=lambda value: type(value).__name__)
-def test_a_message_of_agents_has_these_bytes(message: Told, data: bytes) -> None:
+def test_a_message_of_agents_has_these_bytes(message: AgentMessage, data: bytes) -> None:
     assert messages.encode(message) == data
     assert messages.decode(data) == message
 
 
 def test_the_goldens_cover_every_message_of_agents() -> None:
-    assert {type(message) for message, _ in TOLD} == set(Told.__args__)
+    assert {type(message) for message, _ in TOLD} == set(AgentMessage.__args__)
 
 
 @pytest.mark.parametrize(("told", "data"), SETTLED, ids=lambda value: type(value).__name__)

@@ -103,16 +103,16 @@ class Client:
     def instance_ids(self) -> list[str]:
         """The instances that are known now; their ids are texts here, and numbers in Dynamo."""
         endpoint = self._client.endpoint
-        found = self._discovery.view.instances(endpoint.namespace, endpoint.component, monotonic())
-        return [one.id for one in found if endpoint.endpoint in one.record.endpoints]
+        known = self._discovery.view.instances(endpoint.namespace, endpoint.component, monotonic())
+        return [one.id for one in known if endpoint.endpoint in one.record.endpoints]
 
     async def wait_for_instances(self) -> list[str]:
         """The instances, once there is one."""
         await self._client.wait_for_instances(None)
         # Others of the component may be known that do not serve this endpoint: nothing tells of it.
-        while not (found := self.instance_ids()):  # noqa: ASYNC110
+        while not (ids := self.instance_ids()):  # noqa: ASYNC110
             await anyio.sleep(LOOK_INTERVAL)
-        return found
+        return ids
 
     async def generate(
         self, request: Any, annotated: bool = True, context: Context | None = None

@@ -26,7 +26,7 @@ from dynbus.kvrouter import KvEventPublisher as EventPublisher
 from dynbus.llm import LoadMetrics
 
 from .runtime import Component
-from .service_context import current_place
+from .service_context import current_context
 
 METRICS_ENDPOINT: Final = "load_metrics"
 METRICS_TIMEOUT: Final = 1.0
@@ -74,9 +74,11 @@ class KvMetricsPublisher:
         Raises:
             RuntimeError: the service is going away.
         """
-        place = current_place()
-        if place is not None and place.service is not None:
-            await place.service.__dynbus_instance__.add_endpoints({METRICS_ENDPOINT: self._answer})
+        context = current_context()
+        if context is not None and context.service is not None:
+            await context.service.__dynbus_instance__.add_endpoints(
+                {METRICS_ENDPOINT: self._answer}
+            )
             return
         endpoint = component.endpoint(METRICS_ENDPOINT)
         component.runtime.runtime.background.start(
@@ -121,7 +123,7 @@ class KvMetricsAggregator:
             Unavailable: the instances cannot be read.
         """
         client = await self._endpoint.client()
-        found: dict[str, EndpointKvMetrics] = {}
+        metrics: dict[str, EndpointKvMetrics] = {}
 
         async def ask(worker_id: str) -> None:
             try:
@@ -129,7 +131,7 @@ class KvMetricsAggregator:
                     async for item in await client.direct(None, worker_id, annotated=False):
                         said = LoadMetrics.__struct_fields__
                         known = {name: item[name] for name in said if name in item}
-                        found[worker_id] = EndpointKvMetrics(**known, worker_id=worker_id)
+                        metrics[worker_id] = EndpointKvMetrics(**known, worker_id=worker_id)
             except DynbusError:
                 return
 
@@ -137,7 +139,7 @@ class KvMetricsAggregator:
         async with anyio.create_task_group() as tasks:
             for worker_id in workers:
                 tasks.start_soon(ask, worker_id)
-        return AggregatedMetrics([found[each] for each in workers if each in found])
+        return AggregatedMetrics([metrics[each] for each in workers if each in metrics])
 
 
 class KvEventPublisher:
@@ -152,11 +154,11 @@ class KvEventPublisher:
     def __init__(
         self, component: Component, worker_id: str | None = None, kv_block_size: int = 16
     ) -> None:
-        place = current_place()
+        context = current_context()
         if worker_id is None:
-            if place is None:
+            if context is None:
                 raise ValueError("give worker_id: only a service knows its own")
-            worker_id = place.name.instance_id
+            worker_id = context.name.instance_id
         self._block_size = kv_block_size
         runtime = component.runtime.runtime
         self._publisher = EventPublisher(

@@ -1,4 +1,4 @@
-"""The place of a service's code: `dynamo_context` and `get_runtime`."""
+"""The context of a service's code: `dynamo_context` and `get_runtime`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynbus.spi import InstanceName, ServedInstance
 from .runtime import DistributedRuntime
 
 
-class Place:
+class ServiceContext:
     """Where the code of one service runs.
 
     Attributes:
@@ -28,25 +28,25 @@ class Place:
         self.service: Actor | None = None
 
 
-_places: Final[WeakValueDictionary[InstanceName, Place]] = WeakValueDictionary()
+_contexts: Final[WeakValueDictionary[InstanceName, ServiceContext]] = WeakValueDictionary()
 """Those of this process, each of which its service keeps."""
 
 
-def make_place(name: InstanceName, runtime: Runtime, endpoints: Sequence[str]) -> Place:
+def make_context(name: InstanceName, runtime: Runtime, endpoints: Sequence[str]) -> ServiceContext:
     """Where the code of the instance `name` runs from now on, as long as somebody keeps it."""
-    made = _places[name] = Place(name, runtime, endpoints)
+    made = _contexts[name] = ServiceContext(name, runtime, endpoints)
     return made
 
 
-def current_place() -> Place | None:
+def current_context() -> ServiceContext | None:
     """That of the service whose code is running; None outside of one.
 
     On threads that nobody told, it is that of the process where there is only one.
     """
     name = ServedInstance.current_name()
     if name is not None:
-        return _places.get(name)
-    known = list(_places.values())
+        return _contexts.get(name)
+    known = list(_contexts.values())
     return known[0] if len(known) == 1 else None
 
 
@@ -58,13 +58,13 @@ class DynamoContext(Mapping[str, Any]):
     """
 
     def __getitem__(self, key: str) -> Any:
-        place = current_place()
-        if place is None:
+        context = current_context()
+        if context is None:
             raise KeyError(
                 f"{key!r}: dynamo_context is only known inside a service; elsewhere use "
                 "`await get_runtime()`"
             )
-        name, runtime = place.name, place.runtime
+        name, runtime = context.name, context.runtime
         match key:
             case "runtime":
                 return runtime
@@ -78,19 +78,19 @@ class DynamoContext(Mapping[str, Any]):
                 return runtime.namespace(name.namespace).component(name.component)
             case "endpoints":
                 component = runtime.namespace(name.namespace).component(name.component)
-                return [component.endpoint(each) for each in place.endpoints]
+                return [component.endpoint(each) for each in context.endpoints]
             case _:
                 raise KeyError(f"{key!r}: dynamo_context has {', '.join(_KEYS)}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_KEYS if current_place() is not None else ())
+        return iter(_KEYS if current_context() is not None else ())
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __repr__(self) -> str:
-        place = current_place()
-        return f"<dynamo_context of {place.name}>" if place else "<dynamo_context, no service>"
+        context = current_context()
+        return f"<dynamo_context of {context.name}>" if context else "<dynamo_context, no service>"
 
 
 _KEYS: Final = ("runtime", "namespace", "service_name", "component", "endpoints", "instance_id")
@@ -129,9 +129,9 @@ async def get_runtime() -> DistributedRuntime:
     Raises:
         Unavailable: the bus cannot be used.
     """
-    place = current_place()
-    if place is not None:
-        return place.runtime
+    context = current_context()
+    if context is not None:
+        return context.runtime
     loop = asyncio.get_running_loop()
     opened = _opened.get(loop)
     if opened is None:

@@ -20,7 +20,7 @@ from dynbus.kvrouter.events import (
     encode_events,
 )
 from dynbus.kvrouter.radix import index as radix_index
-from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, Overlap, RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index, load_index
 
 
@@ -52,7 +52,7 @@ def test_a_message_that_comes_twice_changes_nothing() -> None:
 
     again = index.apply("a", message(stored(1, 2)))
 
-    assert again.verdict is Verdict.DUPLICATE
+    assert again.verdict is MessageOutcome.DUPLICATE
     assert index.lookup([1, 2]) == {"a": 1}
 
 
@@ -62,7 +62,7 @@ def test_of_a_message_that_overlaps_only_the_new_events_are_applied() -> None:
 
     applied = index.apply("a", message(stored(1), BlockRemoved([1]), stored(5)))
 
-    assert (applied.verdict, applied.events) == (Verdict.APPLIED, 1)
+    assert (applied.verdict, applied.events) == (MessageOutcome.APPLIED, 1)
     assert index.lookup([1]) == {}
     assert index.lookup([5]) == {"a": 1}
 
@@ -74,7 +74,7 @@ def test_after_a_gap_nothing_from_before_it_is_claimed() -> None:
 
     applied = index.apply("a", message(stored(9), first_id=5))
 
-    assert applied.verdict is Verdict.GAP
+    assert applied.verdict is MessageOutcome.GAP
     assert applied.needs_resync
     assert index.lookup([1, 2]) == {"b": 2}
     assert index.lookup([9]) == {"a": 1}
@@ -87,7 +87,7 @@ def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over() -> None:
     index.apply("a", message(stored(3), epoch=2))
     late = index.apply("a", message(stored(4), first_id=1, epoch=1))
 
-    assert late.verdict is Verdict.STALE
+    assert late.verdict is MessageOutcome.STALE
     assert index.lookup([1]) == {}
     assert index.lookup([3]) == {"a": 1}
     assert index.lookup([4]) == {}
@@ -98,7 +98,7 @@ def test_a_block_without_its_parent_is_left_out_and_told() -> None:
 
     applied = index.apply("a", message(stored(2, parent=1), stored(5)))
 
-    assert applied == (Verdict.UNKNOWN_PARENT, 1)
+    assert applied == (MessageOutcome.UNKNOWN_PARENT, 1)
     assert applied.needs_resync
     assert index.lookup([5]) == {"a": 1}
 
@@ -108,7 +108,7 @@ def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed() -> None:
 
     applied = index.apply("a", message(stored(2, parent=1), stored(5), first_id=100))
 
-    assert applied.verdict is Verdict.APPLIED
+    assert applied.verdict is MessageOutcome.APPLIED
     assert index.lookup([5]) == {"a": 1}
 
 
@@ -118,9 +118,9 @@ def test_what_is_no_message_is_counted_and_changes_nothing() -> None:
 
     applied = index.apply("a", b"\x01 not a message")
 
-    assert applied == (Verdict.MALFORMED, 0)
+    assert applied == (MessageOutcome.MALFORMED, 0)
     assert index.lookup([1]) == {"a": 1}
-    assert index.statistics().verdicts[Verdict.MALFORMED] == 1
+    assert index.statistics().verdicts[MessageOutcome.MALFORMED] == 1
 
 
 def test_clearing_empties_one_rank_of_all_tiers() -> None:
@@ -370,7 +370,7 @@ def test_a_message_with_numbers_that_nothing_could_follow_hides_no_rank(
 
     applied = index.apply("a", bytes(forged))
 
-    assert applied == (Verdict.MALFORMED, 0)
+    assert applied == (MessageOutcome.MALFORMED, 0)
     assert index.lookup([1]) == {"a": 1}
     assert load_index(dump_index(index, 1), max_blocks=10)[0].lookup([1]) == {"a": 1}
 
@@ -387,7 +387,7 @@ def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_tim
 
     # All of it would take one minute or more.
     assert time.process_time() - begun < 10.0
-    assert applied == (Verdict.EXCESSIVE, 0)
+    assert applied == (MessageOutcome.EXCESSIVE, 0)
     assert applied.needs_resync
     assert index.lookup([1, 2]) == {"b": 2}
     assert index.statistics().blocks == 2
@@ -402,5 +402,5 @@ def test_a_block_with_many_below_it_may_come_and_go() -> None:
 
     applied = index.apply("a", message(*again, first_id=5_001))
 
-    assert applied == (Verdict.APPLIED, 20)
+    assert applied == (MessageOutcome.APPLIED, 20)
     assert index.lookup([1, 5001]) == {"a": 2}

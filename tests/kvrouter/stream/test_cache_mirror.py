@@ -19,7 +19,7 @@ from dynbus.kvrouter.events import (
     Tier,
     encode_events,
 )
-from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, RadixIndex, Rank
 from dynbus.kvrouter.stream.cache_mirror import CacheMirror
 from dynbus.kvrouter.stream.digest import index_digest
 
@@ -33,7 +33,7 @@ def index_of(events: Sequence[KvEvent]) -> RadixIndex:
     index = RadixIndex()
     for first_id in range(0, len(events), 3):
         message = encode_events(events[first_id : first_id + 3], event_epoch=1, first_id=first_id)
-        assert index.apply("a", message).verdict is Verdict.APPLIED
+        assert index.apply("a", message).verdict is MessageOutcome.APPLIED
     return index
 
 

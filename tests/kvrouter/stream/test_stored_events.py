@@ -8,7 +8,7 @@ from tests.kvrouter.event_bus import event_subject, stored
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import encode_events
 from dynbus.kvrouter.names import AWARENESS, PUBLISHED
-from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, RadixIndex, Rank
 from dynbus.kvrouter.stream.event_stream import (
     UNREADABLE,
     RefusedEvents,
@@ -97,7 +97,7 @@ def test_an_epoch_that_nothing_can_follow_any_longer_gives_way(
 
     applied = apply_events(index, counting(message(event_epoch=said)))
 
-    assert applied.verdict is (Verdict.APPLIED if gives_way else Verdict.STALE)
+    assert applied.verdict is (MessageOutcome.APPLIED if gives_way else MessageOutcome.STALE)
     assert index.ranks[A3].event_epoch == (said if gives_way else known)
 
 

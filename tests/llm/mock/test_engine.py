@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynbus.kvrouter.events import encode_events
 from dynbus.kvrouter.hashing import block_hashes
-from dynbus.kvrouter.radix.index import RadixIndex, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, RadixIndex
 from dynbus.llm.engine import RequestTooLong
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.mock.engine import MockConfig, MockEngine, StepResult
@@ -205,7 +205,7 @@ def test_the_index_learns_from_the_events_what_the_cache_holds() -> None:
     for result in results:
         message = encode_events(result.events, event_epoch=1, first_id=next_id)
         next_id += len(result.events)
-        assert index.apply("engine", message).verdict is Verdict.APPLIED
+        assert index.apply("engine", message).verdict is MessageOutcome.APPLIED
 
     # The last token was never computed, so its block is not complete.
     assert index.lookup(block_hashes(whole, 4)) == {"engine": 8}

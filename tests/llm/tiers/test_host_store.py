@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.events import BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.hashing import block_hashes
-from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import MessageOutcome, Overlap, RadixIndex, Rank
 from dynbus.kvrouter.stream.cache_mirror import CacheMirror
 from dynbus.llm.engine import EngineLimits, ModelEngine
 from dynbus.llm.engine.interface import Held, Step
@@ -54,7 +54,7 @@ class Engine:
         if accepted:
             message = encode_events(accepted, event_epoch=1, first_id=self.told)
             self.told += len(accepted)
-            assert self.index.apply("a", message).verdict is Verdict.APPLIED
+            assert self.index.apply("a", message).verdict is MessageOutcome.APPLIED
 
     def step(self) -> Step:
         step = self.engine.step()

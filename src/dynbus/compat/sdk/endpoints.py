@@ -65,12 +65,12 @@ class _EndpointSpec(HandlerSpec):
 
     @cached_property
     def annotations(self) -> dict[str, Any]:
-        found = super().annotations
+        annotations = super().annotations
         name = self.parameter.name if self.parameter is not None else ""
-        request = found.get(name)
+        request = annotations.get(name)
         if isinstance(request, type) and issubclass(request, BaseModel):
-            found[name] = Annotated[request, BeforeValidator(_from_text)]
-        return found
+            annotations[name] = Annotated[request, BeforeValidator(_from_text)]
+        return annotations
 
 
 def _from_text(value: Any) -> Any:
@@ -89,14 +89,14 @@ def async_on_shutdown(hook: F) -> F:
 
 def hooks(service: type[Any], mark: str) -> list[Callable[[Any], Any]]:
     """The methods of a class that have the mark: of base classes first, in their order."""
-    found: dict[str, Callable[[Any], Any]] = {}
+    methods: dict[str, Callable[[Any], Any]] = {}
     for base in reversed(service.__mro__):
         for name, value in vars(base).items():
             if getattr(value, mark, False):
-                found[name] = value
+                methods[name] = value
             else:
-                found.pop(name, None)
-    return list(found.values())
+                methods.pop(name, None)
+    return list(methods.values())
 
 
 async def run_hook(hook: Callable[[Any], Any], service: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from dynbus import Actor, ConfigError, Runtime
-from dynbus.compat.service_context import Place, current_place, make_place
+from dynbus.compat.service_context import ServiceContext, current_context, make_context
 from dynbus.spi import ClientDependency, ComponentName, InstanceName, brief_repr, suggestion
 
 from .endpoints import ON_SHUTDOWN, ON_START, hooks, run_hook
@@ -152,7 +152,7 @@ class Service(Actor, abstract=True):
     runtime: Any = _Own("runtime")
     instance_id: Any = _Own("instance_id")
 
-    _dynamo_place: Place | None = None
+    _dynamo_service_context: ServiceContext | None = None
 
     @classmethod
     def dynamo_address(cls) -> tuple[str, str]:
@@ -163,10 +163,10 @@ class Service(Actor, abstract=True):
         """
         if not cls.__dynbus_service__.enabled:
             raise ConfigError(f"{cls.__name__} is not enabled, and so has no address")
-        place = current_place()
+        context = current_context()
         # A run may have it in another namespace.
-        if place is not None:
-            return place.runtime.runtime.address_of(cls)
+        if context is not None:
+            return context.runtime.runtime.address_of(cls)
         return ComponentName.of(cls.__dynbus_service__.namespace, cls.__dynbus_component__)
 
     @classmethod
@@ -175,10 +175,10 @@ class Service(Actor, abstract=True):
     ) -> Self:
         endpoints = [spec.name for spec in cls.__dynbus_handlers__.values()]
         # Its constructor may ask for it.
-        place = make_place(name, runtime, endpoints)
+        context = make_context(name, runtime, endpoints)
         made = super().__dynbus_construct__(runtime, name, arguments)
-        made._dynamo_place = place
-        place.service = made
+        made._dynamo_service_context = context
+        context.service = made
         return made
 
     async def on_start(self) -> None:
@@ -207,10 +207,10 @@ class ServiceDependency(ClientDependency[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or vars(self).get("name"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        place = current_place()
-        if place is None:
+        context = current_context()
+        if context is None:
             raise RuntimeError("depends() gives a client in a class, or in the code of a service")
-        return getattr(place.runtime.runtime.client(self.actor), name)
+        return getattr(context.runtime.runtime.client(self.actor), name)
 
 
 @overload

@@ -7,24 +7,24 @@ from typing import NamedTuple
 import click
 
 
-class Place(NamedTuple):
+class ComponentFilter(NamedTuple):
     """What the options name; None for what has to be found."""
 
     namespace: str | None
     component: str | None
 
 
-def parse_place(namespace: str | None, component: str | None) -> Place:
+def parse_component(namespace: str | None, component: str | None) -> ComponentFilter:
     """What the options name, where the component may be written with its namespace.
 
     Raises:
         click.UsageError: they name two namespaces.
     """
     if component is None or "." not in component:
-        return Place(namespace, component)
+        return ComponentFilter(namespace, component)
     of, _, name = component.partition(".")
     if namespace not in (None, of):
         raise click.UsageError(
             f"--namespace is {namespace}, and --component names one of {of}: give one of them"
         )
-    return Place(of, name)
+    return ComponentFilter(of, name)
