@@ -42,7 +42,7 @@ def _end(message: StoredMessage) -> float:
 
 
 class ExpiredRecords:
-    """A bucket for somebody who reads it, finds what has expired, and removes that when it stays.
+    """The records of a bucket that have expired, found by a reader and removed when they stay.
 
     Args:
         stream: of the bucket; its subjects keep their last message alone.

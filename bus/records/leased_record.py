@@ -163,7 +163,7 @@ class StreamRepair:
 
 
 class LeasedRecord:
-    """A record of a bucket that is written for as long as nobody else holds it.
+    """A record of a bucket that is written for as long as no other process holds it.
 
     Args:
         stream: the bucket's; its subjects keep their last message alone.

@@ -38,7 +38,7 @@ class HttpSettings(Options):
         Option("a file with a tenant and a key, or its `sha256:`, in each line; none lets all in"),
     ] = None
     insecure_public: Annotated[
-        bool, Option("allow a host that other machines can reach although nobody needs a key")
+        bool, Option("allow a host that other machines can reach without keys")
     ] = False
     tls_cert: Annotated[Path | None, Option("a certificate with its chain, PEM")] = None
     tls_key: Annotated[Path | None, Option("its key, PEM")] = None
