@@ -63,18 +63,21 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a process tells the bus about itself and expects of it.
 
     Attributes:
-        servers: NATS URLs; HOST:PORT alone is read as `nats://HOST:PORT`. One on this machine is
-            preferred, then those with `?zone=` and the name of our zone, then any.
-        zone: where this process is.
+        servers: NATS URLs; commas between several, and `?zone=NAME` behind one says where it is.
+            One on this machine is preferred, then those of our zone, then any. `NATS_URL` is
+            understood too, and `HOST:PORT` or `USER:PASSWORD@HOST:PORT` without a scheme.
+        zone: where this process is: servers of the same zone are preferred; empty for nowhere.
         principal: the credential's name as permissions spell it in `_R.{principal}.>`.
-        credentials: path of a NATS credentials file.
+        credentials: path of a NATS credentials file; needs the extra `nkeys`.
         connect_timeout: seconds for the first connection.
-        max_request_bytes, max_item_bytes: larger requests and items are refused.
+        max_request_bytes: larger requests are refused.
+        max_item_bytes: larger items and results are refused.
         stream_window: bytes that one stream may be ahead of its reader.
         connection_window: bytes that all streams together may be ahead of their readers.
         instance_window: bytes that one instance keeps for its clients: results that they do not
-            have yet, and requests that wait.
-        reader_stall_timeout: seconds without credit after which a stream is ended.
+            have yet, and requests that wait; a client may hold a quarter of what is free, and each
+            of its streams 16 KiB in any case.
+        reader_stall_timeout: seconds without credit after which a stream ends with `ReaderStalled`.
         lease_ttl: seconds after which an instance that does not renew is gone; at least 2.
         stall_limit: seconds for which a blocked main loop is tolerated.
         replicas: how many servers of a cluster keep each stream and bucket; 1 to 5, and no more
@@ -85,7 +88,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             and not those of its user alone.
         debug: send a handler's traceback to its caller.
         schema_check: what a typed client does about an instance of another version of its class:
-            `warn`, or `off` for nothing.
+            `warn` of it in the log, or `off` for nothing.
     """
 
     servers: tuple[str, ...] = (DEFAULT_URL,)

@@ -29,7 +29,6 @@ from dynbus.actors.calling.routing import RoutingName
 from dynbus.actors.declaring import handlers
 from dynbus.actors.declaring.resume import ResumeRule
 from dynbus.bus import exit_codes
-from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol import headers, wire
@@ -471,16 +470,6 @@ def test_the_readme_lists_every_guide() -> None:
 
 
 # Tables -------------------------------------------------------------------------------------
-
-
-def test_every_field_of_the_bus_is_documented_with_its_variable_and_default() -> None:
-    documented = [row[:3] for row in rows(page("docs/configuration.md"), "## The bus")]
-
-    defaults = BusConfig()
-    assert documented == [
-        [name, f"DYNBUS_{name.upper()}", _shown(getattr(defaults, name))]
-        for name in BusConfig.__struct_fields__
-    ]
 
 
 def _shown(value: Any) -> str:
