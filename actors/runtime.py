@@ -23,6 +23,7 @@ from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName,
 
 from .calling.client_side import ClientSide
 from .calling.clients import EndpointAddress, Namespace, typed_client
+from .calling.jobs import BusJob, JobId
 from .calling.options import ClientOptions, client_options
 from .calling.routing import Routing
 from .declaring.actor import (
@@ -44,6 +45,9 @@ from .declaring.actor_config import (
 )
 from .declaring.arguments import build_arguments, parameters_of
 from .declaring.brief_repr import brief_repr
+from .declaring.durable import Durable, DurableWithoutRequest, JobHandle
+from .declaring.handlers import HandlerSpec
+from .declaring.json_object import decode_json
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
 from .serving.instance import (
     InstanceState,
@@ -53,6 +57,7 @@ from .serving.instance import (
     new_instance_id,
     stop_all,
 )
+from .serving.job_runner import JobRunner
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,7 @@ MOST_WAIT: Final = 1.0
 
 A = TypeVar("A", bound="Actor")
 S = TypeVar("S", bound=ServedInstance)
+T = TypeVar("T")
 
 
 class Actor(DeclaredActor, abstract=True):
@@ -231,16 +237,21 @@ class ActorInstance(ServedInstance):
             self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
             endpoints = list(map(self.actor.__dynbus_endpoint__, made))
+        runners = _job_runners(runtime.bus, name, actor, endpoints)
         super().__init__(
             runtime.bus,
             runtime.background,
             name,
-            endpoints,
+            [
+                *(one for one in endpoints if one.name not in runners),
+                *(each.endpoint for each in runners.values()),
+            ],
             self.actor,
             id_was_given=bool(instance_id) and not id_is_random,
             announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
             drain=self.actor.__dynbus_drain__,
             has_other=runtime.has_other,
+            beside=list(runners.values()),
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
@@ -273,6 +284,22 @@ class ActorInstance(ServedInstance):
             Unavailable: the bus does not answer.
         """
         await self.serve_also(endpoints_of_functions(functions))
+
+
+def _job_runners(
+    bus: Bus, name: InstanceName, actor: type[Actor], endpoints: Sequence[Endpoint]
+) -> dict[str, JobRunner]:
+    """What runs the jobs of the durable handlers of an instance, by their names."""
+    durable = {
+        spec.name: spec.durable
+        for spec in actor.__dynbus_handlers__.values()
+        if spec.durable is not None
+    }
+    return {
+        endpoint.name: JobRunner(bus, name, endpoint, durable[endpoint.name])
+        for endpoint in endpoints
+        if endpoint.name in durable
+    }
 
 
 class _Endpoints:
@@ -447,6 +474,33 @@ class Runtime(ClientSide):
         namespaces = {each.namespace for each in there}
         check_token("node", node)
         return ComponentName(namespaces.pop(), node) if len(namespaces) == 1 else None
+
+    @overload
+    def job(self, job_id: str, /) -> JobHandle[Any]: ...
+    @overload
+    def job(
+        self, job_id: str, /, handler: Durable[Any, T] | DurableWithoutRequest[T]
+    ) -> JobHandle[T]: ...
+
+    def job(self, job_id: str, /, handler: Any = None) -> JobHandle[Any]:
+        """A job that was submitted, in this process or another.
+
+        Args:
+            job_id: as its handle has it.
+            handler: whose job it is, such as `Desk.summarise`, for a result of its type; without
+                it the result is JSON as it is read.
+
+        Raises:
+            ConfigError: it is no job's id, or `handler` is no durable handler.
+        """
+        known = JobId(job_id)
+        endpoint, _ = known.split_name()
+        spec = None if handler is None else HandlerSpec.of(handler)
+        if handler is not None and (spec is None or spec.durable is None):
+            raise ConfigError(f"{brief_repr(handler)} is no durable handler: give Actor.method")
+        decode = decode_json if spec is None else spec.result_codec.decode
+        options = None if spec is None else spec.durable
+        return BusJob(self.jobs_of(endpoint, options), known, decode)
 
     def namespace(self, name: str) -> Namespace:
         """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""

@@ -235,6 +235,13 @@ class StreamFull(DynbusError):
     retryable = True
 
 
+class SubjectTaken(StreamFull):
+    """Raised when a stream keeps the message that it has of a subject, and takes no other one."""
+
+    code = "SubjectTaken"
+    retryable = False
+
+
 class NoRoom(DynbusError):
     """Raised when the server has no room on its disk for a stream, or may not use it."""
 
@@ -472,6 +479,7 @@ class JetStream(Protocol):
             WrongLastSequence: `expected_last_subject_sequence` does not hold.
             NoStream: no stream takes the subject.
             StreamFull: the stream is full, and `discard_new`.
+            SubjectTaken: the subject has its message already, and `keep_first`.
             PayloadTooLarge: the stream takes no message of this size.
         """
         ...

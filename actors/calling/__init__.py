@@ -5,6 +5,15 @@
 their attempts and parts, and `Migrations` carry it out.
 """
 
-from . import clients, continuation, dependencies, options, relay, routing, stream
+from . import clients, continuation, dependencies, jobs, options, relay, routing, stream
 
-__all__ = ["clients", "continuation", "dependencies", "options", "relay", "routing", "stream"]
+__all__ = [
+    "clients",
+    "continuation",
+    "dependencies",
+    "jobs",
+    "options",
+    "relay",
+    "routing",
+    "stream",
+]

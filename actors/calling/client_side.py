@@ -8,16 +8,18 @@ from contextlib import AsyncExitStack, contextmanager
 
 import anyio
 
+from dynbus.actors.declaring.durable import DEFAULTS, DurableOptions
 from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, Unavailable
 from dynbus.bus.protocol.cancellation import OPERATOR, EndedCall
-from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import ConnectionState
 
+from .jobs import JobQueue
 from .migration_line import Migrations
 from .schema_check import SchemaCheck
 
@@ -41,6 +43,7 @@ class ClientSide:
         self._connected = asyncio.Event()
         self._connected.set()
         self._closed = False
+        self._jobs: dict[EndpointName, JobQueue] = {}
         # What no instance has yet: calls that wait for one, for the bus, or for another attempt.
         self._waits: dict[anyio.CancelScope, tuple[str, str]] = {}
 
@@ -101,6 +104,17 @@ class ClientSide:
                 scope.cancel()
                 ended.append(EndedCall(request_id))
         return ended
+
+    def jobs_of(self, endpoint: EndpointName, options: DurableOptions | None = None) -> JobQueue:
+        """The jobs of a durable handler.
+
+        Args:
+            options: of the handler, where they are known.
+        """
+        jobs = self._jobs.get(endpoint)
+        if jobs is None or (options is not None and options != jobs.options):
+            jobs = self._jobs[endpoint] = JobQueue(self.bus, endpoint, options or DEFAULTS)
+        return jobs
 
     def known_instances(self, component: ComponentName) -> Sequence[Instance]:
         """The instances of a component that may be chosen now."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from datetime import datetime
 from inspect import Parameter
-from typing import Any, Final, TypeVar, Unpack, cast
+from typing import Any, Final, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 from dynbus.actors.declaring.actor import DeclaredActor
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import Misfit
+from dynbus.actors.declaring.durable import DurableOptions, JobHandle
 from dynbus.actors.declaring.handlers import HandlerSpec
 from dynbus.actors.declaring.json_object import decode_json, decode_json_items, encode_json
 from dynbus.actors.declaring.resume import (
@@ -25,6 +27,7 @@ from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 from .client_side import ClientSide
 from .continuation import Replay, Resume, resume_by
 from .invocation import Invocation, Terms
+from .jobs import BusJob, JobRequest, Submission
 from .options import (
     NONE,
     CallOptions,
@@ -411,7 +414,7 @@ class ActorClient:
 
 A = TypeVar("A", bound=DeclaredActor)
 C = TypeVar("C", bound=DeclaredActor | EndpointClient)
-M = TypeVar("M", bound=Invocation)
+M = TypeVar("M", bound=Invocation | JobRequest)
 
 
 def with_options(client: C, /, **options: Unpack[CallOptions]) -> C:
@@ -475,6 +478,9 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
     methods: dict[str, Any] = {}
     for attribute, spec in actor.__dynbus_handlers__.items():
         spec.check()
+        if spec.durable is not None:
+            methods[attribute] = DurableClientMethod(spec, spec.durable)
+            continue
         make = _stream_method if spec.streaming else _unary_method
         terms = Terms(
             spec.streaming,
@@ -504,6 +510,84 @@ def _resume_of(actor: type[DeclaredActor], spec: HandlerSpec) -> Resume | None:
         decode_many=spec.result_codec.decode_many,
         encode=codec.encode,
     )
+
+
+class DurableClientMethod:
+    """A durable handler in the class of its clients."""
+
+    def __init__(self, spec: HandlerSpec, options: DurableOptions) -> None:
+        self.spec = spec
+        self._options = options
+        # A job is no call: nothing but its request and its options is known of it here.
+        self._invoke = _invoker(spec, Terms(streaming=False), JobRequest)
+        self.__name__ = spec.name
+        self.__doc__ = spec.function.__doc__
+
+    def __repr__(self) -> str:
+        return f"<durable handler {self.spec.label}>"
+
+    @overload
+    def __get__(self, client: None, owner: type[Any]) -> DurableClientMethod: ...
+    @overload
+    def __get__(self, client: ActorClient, owner: type[Any]) -> BoundDurable: ...
+    def __get__(
+        self, client: ActorClient | None, owner: type[Any]
+    ) -> DurableClientMethod | BoundDurable:
+        return self if client is None else BoundDurable(self, client)
+
+    async def submit(
+        self,
+        client: ActorClient,
+        request: tuple[Any, ...],
+        named: dict[str, Any],
+        when: Submission | None,
+    ) -> tuple[BusJob[Any], float | None]:
+        """Have a job stored; its handle, and the seconds in which it is to end.
+
+        Args:
+            when: None for a call that waits for it, which does not begin after its own deadline.
+        """
+        asked = self._invoke(client, request, named)
+        left = asked.time_left
+        if when is None:
+            when = {"deadline": left}
+        jobs = asked.side.jobs_of(asked.endpoint, self._options)
+        job_id = await jobs.submit(asked.data, options=asked.options, parent=asked.parent, **when)
+        return BusJob(jobs, job_id, self.spec.result_codec.decode), left
+
+
+class BoundDurable:
+    """A durable handler of one client; see `DurableMethod`, whose type it has."""
+
+    def __init__(self, method: DurableClientMethod, client: ActorClient) -> None:
+        self._method = method
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"<{self._method.spec.name} of {self._client!r}>"
+
+    async def __call__(self, *request: Any, **named: Any) -> Any:
+        job, left = await self._method.submit(self._client, request, named, None)
+        return await job.result(left)
+
+    async def submit(
+        self,
+        *request: Any,
+        delay: float = 0.0,
+        at: datetime | None = None,
+        idempotency_key: str = "",
+        deadline: float | None = None,
+        **named: Any,
+    ) -> JobHandle[Any]:
+        """Have a job stored; see `DurableMethod.submit`."""
+        when: Submission = {
+            "delay": delay,
+            "at": at,
+            "idempotency_key": idempotency_key,
+            "deadline": deadline,
+        }
+        job, _ = await self._method.submit(self._client, request, named, when)
+        return job
 
 
 def _unary_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:

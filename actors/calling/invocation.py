@@ -36,7 +36,7 @@ from dynbus.bus.protocol.random_ids import jitter, random_id
 from .attempt import Attempt
 from .client_side import ClientSide
 from .continuation import Continuation, Resume
-from .options import CallOptions
+from .options import CallOptions, inherited
 from .retry_policy import (
     FailedAttempt,
     GiveUp,
@@ -550,14 +550,10 @@ class Invocation:
         if not options and parent is None and self.side.bus.telemetry is None:
             return {}
         fields = dict(self._observe())
-        metadata = dict(parent.metadata) if parent is not None else {}
-        metadata |= options.get("metadata") or {}
+        metadata, priority = inherited(options, parent)
         if metadata:
             self._metadata = metadata
             fields[headers.METADATA] = headers.encode_metadata(metadata)
-        priority = options.get("priority")
-        if priority is None and parent is not None:
-            priority = parent.priority
         if priority:
             self._priority = priority
             fields[headers.PRIORITY] = str(priority)

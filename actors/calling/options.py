@@ -10,6 +10,7 @@ from contextvars import ContextVar, Token
 from typing import Any, Final, TypedDict, Unpack, cast
 
 from dynbus.bus.config import suggestion
+from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.endpoint import MAX_SECONDS
 from dynbus.bus.protocol.names import check_token
@@ -103,6 +104,16 @@ def checked_options(given: CallOptions, where: str) -> CallOptions:
                 f"{', '.join(_ALL)}"
             )
     return _checked(given)
+
+
+def inherited(options: CallOptions, parent: Context | None) -> tuple[dict[str, str], int]:
+    """The metadata and the priority of what is asked for with these options in a running call."""
+    metadata = dict(parent.metadata) if parent is not None else {}
+    metadata |= options.get("metadata") or {}
+    priority = options.get("priority")
+    if priority is None:
+        priority = parent.priority if parent is not None else 0
+    return metadata, priority
 
 
 class OptionsBlock:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, overload
 
 from dynbus.bus.errors import ConfigError, InvalidRequest
@@ -20,6 +28,7 @@ from dynbus.bus.protocol.endpoint import (
 from dynbus.bus.protocol.names import check_token
 
 from .codec import AnyCodec, Misfit, codec_for
+from .durable import DEFAULT_JOBS, DurableDecorator, DurableOptions, durable_options
 from .raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
 from .reply import (
@@ -77,8 +86,8 @@ class HandlerSpec:
         parameter: of the request; None for a handler without one.
         takes_context: whether it has a `context` parameter.
         takes_reply: whether it streams by a `reply` parameter in place of yielding.
-        concurrency, queue, timeout, idle_timeout, idempotent, resume, migration_limit: see
-            `handler`.
+        concurrency, queue, timeout, idle_timeout, idempotent, resume, migration_limit, durable:
+            see `handler`.
     """
 
     function: Callable[..., Any]
@@ -94,6 +103,7 @@ class HandlerSpec:
     idempotent: bool
     resume: str | None
     migration_limit: int
+    durable: DurableOptions | None
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> HandlerSpec | None:
@@ -254,6 +264,7 @@ def _is_nothing(data: bytes) -> bool:
 
 
 _UNSET: Any = object()
+NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @overload
@@ -286,6 +297,19 @@ def handler(
     resume: str,
     migration_limit: int | None = None,
 ) -> StreamDecorator: ...
+@overload
+def handler(
+    *,
+    name: str | None = None,
+    concurrency: int | None = DEFAULT_JOBS,
+    timeout: float | None = None,
+    durable: Literal[True],
+    tries: int | None = None,
+    backoff: float | None = None,
+    ack_wait: float | None = None,
+    max_age: float | None = None,
+    result_age: float | None = None,
+) -> DurableDecorator: ...
 
 
 def handler(
@@ -293,13 +317,19 @@ def handler(
     /,
     *,
     name: str | None = None,
-    concurrency: int | None = DEFAULT_CONCURRENCY,
+    concurrency: int | None = _UNSET,
     queue: int | None = DEFAULT_QUEUE,
     timeout: float | None = _UNSET,
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
     idempotent: bool = False,
     resume: str | None = None,
     migration_limit: int | None = None,
+    durable: bool = False,
+    tries: int | None = None,
+    backoff: float | None = None,
+    ack_wait: float | None = None,
+    max_age: float | None = None,
+    result_age: float | None = None,
 ) -> Any:
     """Make an `async def` method of an `Actor` callable over the bus.
 
@@ -326,6 +356,16 @@ def handler(
         migration_limit: how often one call may move to another instance; 3 with `resume`. Without,
             0, and a call moves only before its first item, when the handler raises `Migrate` or
             its instance drains.
+        durable: whether each call is a job: stored by the server before it counts, done by an
+            instance that has time, and tried again until it is. Clients have `submit` beside the
+            call, which submits and waits; `concurrency` are the jobs that an instance runs at a
+            time (16), and `timeout` is none unless given.
+        tries: how often a job is tried before it is a dead letter; 5 unless given.
+        backoff: seconds before a job that failed is tried again, doubled for each failure; 0.5.
+        ack_wait: seconds after which a job goes to another instance where its own is frozen or
+            cut off; 30. One whose process is killed goes on about a second later.
+        max_age: seconds after which a job is not begun any more but a dead letter; none.
+        result_age: seconds for which the result of a job is kept, and its key known; a day.
 
     Raises:
         ConfigError: the method or an option is not usable; the message says what to do.
@@ -342,6 +382,14 @@ def handler(
             idempotent=idempotent,
             resume=resume,
             migration_limit=migration_limit,
+            durable=durable,
+            job_options={
+                "tries": tries,
+                "backoff": backoff,
+                "ack_wait": ack_wait,
+                "max_age": max_age,
+                "result_age": result_age,
+            },
         )
         if _is_in_class(method) and not inspect.signature(method).parameters:
             raise ConfigError(f"{spec.label} takes no self: a handler is a method of an Actor")
@@ -383,13 +431,15 @@ def _declare(
     method: Callable[..., Any],
     *,
     name: str | None,
-    concurrency: int | None = DEFAULT_CONCURRENCY,
+    concurrency: int | None = _UNSET,
     queue: int | None = DEFAULT_QUEUE,
     timeout: float | None = _UNSET,
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
     idempotent: bool = False,
     resume: str | None = None,
     migration_limit: int | None = None,
+    durable: bool = False,
+    job_options: Mapping[str, Any] = NO_OPTIONS,
 ) -> HandlerSpec:
     """The handler that a method is; its first parameter is the actor."""
     yields = _check_kind(method)
@@ -400,7 +450,11 @@ def _declare(
     parameters = list(signature.parameters.values())[1:]
     request = _request_parameter(label, parameters)
     _check_return(label, signature, yields=yields, replies=replies)
-    default = None if streaming else DEFAULT_TIMEOUT
+    default = None if streaming or durable else DEFAULT_TIMEOUT
+    if durable and streaming:
+        raise ConfigError(f"{label} streams, and the result of a job is one: return it")
+    if concurrency is _UNSET:
+        concurrency = DEFAULT_JOBS if durable else DEFAULT_CONCURRENCY
     return HandlerSpec(
         function=method,
         name=check_token("endpoint", name if name is not None else method.__name__),
@@ -415,6 +469,7 @@ def _declare(
         idempotent=idempotent,
         resume=checked_resume(label, resume, streaming=streaming),
         migration_limit=checked_limit(label, migration_limit, resumes=resume is not None),
+        durable=durable_options(label, durable, job_options),
     )
 
 

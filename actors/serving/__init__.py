@@ -1,5 +1,5 @@
 """The service of an actor's object as an instance on the bus."""
 
-from . import endpoints, instance
+from . import endpoints, instance, job_runner
 
-__all__ = ["endpoints", "instance"]
+__all__ = ["endpoints", "instance", "job_runner"]

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, cast
 
 import anyio
 
-from dynbus.bus.background import Background, Work
+from dynbus.bus.background import Background, Work, task_group
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import current_instance, inside_instance
@@ -92,6 +92,19 @@ class Served(Protocol):
         """Runs after the drain, when no call is left."""
 
 
+class Beside(Protocol):
+    """Work of an instance beside its calls, such as taking jobs of a queue."""
+
+    async def start(self, background: Background) -> None:
+        """Begin; runs before the instance is announced, and an exception here stops it."""
+
+    async def drain(self, grace: float) -> None:
+        """Begin nothing new, and end what runs within `grace` seconds."""
+
+    async def stop(self) -> None:
+        """End what still runs."""
+
+
 class ServedInstance:
     """One instance on the bus, from its start to its end.
 
@@ -106,6 +119,7 @@ class ServedInstance:
             calls of what it serves under other names finish.
         has_other: whether an instance but this takes calls of an endpoint, so that streams can be
             handed on to it in a drain; None where nobody knows.
+        beside: what is done beside its calls, from its announcement to its drain.
         ended: called with the instance when it has stopped after it was ready.
 
     Attributes:
@@ -132,6 +146,7 @@ class ServedInstance:
         announced: bool = True,
         drain: Callable[[float], Awaitable[None]] | None = None,
         has_other: Callable[[EndpointName, str], bool] | None = None,
+        beside: Sequence[Beside] = (),
         ended: Callable[[ServedInstance], object],
     ) -> None:
         self.name = name
@@ -149,6 +164,7 @@ class ServedInstance:
         self._on_end = ended
         self._drain_elsewhere = drain
         self._has_other = has_other
+        self._beside = beside
         self._hurried = anyio.Event()
         self._keeper: LeaseKeeper | None = None
         self._metadata: dict[str, str] | None = None
@@ -355,6 +371,8 @@ class ServedInstance:
         self._services = ServiceResponder(self.server, self._service_metadata())
         await self._services.start()
         await self._bus.lane.run(self._describe(keeper, metadata))
+        for one in self._beside:
+            await one.start(self._background)
         await self._bus.lane.run(keeper.announce())
 
     async def _describe(self, keeper: LeaseKeeper, metadata: dict[str, str]) -> None:
@@ -388,7 +406,10 @@ class ServedInstance:
                 "%s: calls that run or wait: %d; they have %g s to finish",
                 *(self.name, load, round(self._grace, 1)),
             )
-        await self.server.drain(self._grace, self._another_serves)
+        async with task_group() as tasks:
+            for one in self._beside:
+                tasks.start_soon(one.drain, self._grace)
+            await self.server.drain(self._grace, self._another_serves)
 
     def _another_serves(self, endpoint: EndpointName) -> bool:
         return self._has_other is not None and self._has_other(endpoint, self.id)
@@ -414,6 +435,9 @@ class ServedInstance:
             self._resuming.cancel()
         if self._services is not None:
             self._services.stop()
+        async with task_group() as tasks:
+            for one in self._beside:
+                tasks.start_soon(one.stop)
         if not self.announced:
             return
         try:

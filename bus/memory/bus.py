@@ -28,6 +28,7 @@ from dynbus.bus.transport import (
     Message,
     NoStream,
     StreamFull,
+    SubjectTaken,
     WatchedConnection,
     WrongLastSequence,
 )
@@ -41,7 +42,11 @@ FaultT = TypeVar("FaultT", bound=Fault)
 
 logger = logging.getLogger(__name__)
 
-ERROR_NUMBERS: Final[dict[type[DynbusError], int]] = {WrongLastSequence: 10071, StreamFull: 10077}
+ERROR_NUMBERS: Final[dict[type[DynbusError], int]] = {
+    WrongLastSequence: 10071,
+    StreamFull: 10077,
+    SubjectTaken: 10077,
+}
 """What nats-server calls its refusals."""
 
 DEFAULT_MAX_PAYLOAD: Final = 1024 * 1024

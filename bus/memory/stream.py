@@ -21,6 +21,7 @@ from dynbus.bus.transport import (
     StreamConfig,
     StreamFull,
     StreamInfo,
+    SubjectTaken,
     WrongLastSequence,
 )
 
@@ -82,6 +83,7 @@ class MemoryStream:
             ConfigError: the headers ask for a TTL that the stream does not have.
             NoRollup: they ask for a roll-up, likewise.
             StreamFull: there is no room, and the stream keeps its old messages.
+            SubjectTaken: the stream keeps the message that the subject has.
             PayloadTooLarge: the stream takes no message of this size.
         """
         self.expire(now, unix)
@@ -206,7 +208,7 @@ class MemoryStream:
             and len(of_subject) >= limits.max_messages_per_subject
         )
         if replaces and limits.keep_first and not rolls_up:
-            raise StreamFull(f"publish to {subject}: maximum messages per subject exceeded")
+            raise SubjectTaken(f"publish to {subject}: maximum messages per subject exceeded")
         if (
             limits.max_messages is not None
             and len(self._records) >= limits.max_messages

@@ -21,6 +21,7 @@ from dynbus.bus.transport import (
     NoRoom,
     NoStream,
     StreamFull,
+    SubjectTaken,
     Subscription,
     WrongLastSequence,
 )
@@ -206,6 +207,8 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise PayloadTooLarge(text)
     if code == ROLLUP_REFUSED:
         raise NoRollup(text)
+    if code == NOT_STORED and "maximum messages per subject" in text:
+        raise SubjectTaken(text)
     if code == NOT_STORED and "maximum " in text:
         raise StreamFull(text)
     if code in NO_ROOM or (code == NOT_STORED and "creating store" in text):

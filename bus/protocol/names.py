@@ -7,6 +7,7 @@ Tokens that start with `_` belong to dynbus; a user's token never does.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Final, NamedTuple
 
@@ -22,6 +23,7 @@ ANONYMOUS: Final = "-"
 
 INSTANCES_BUCKET: Final = "dynbus_instances"
 WORK: Final = "_work"
+JOBS: Final = "_jobs"
 DEAD: Final = "_dead"
 HOLDERS_BUCKET: Final = "dynbus_jobs"
 CANCEL: Final = "_cancel"
@@ -30,6 +32,7 @@ DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 _ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
 
 _LITERAL_SUBJECT = re.compile(r"[!-~]+")
+_JOB_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_token(kind: str, value: object) -> str:
@@ -178,9 +181,22 @@ def cancel_subject(namespace: str) -> str:
     return f"{namespace}.{CANCEL}"
 
 
-def work_subject(queue: EndpointName) -> str:
-    """Where jobs of an endpoint are put."""
-    return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}"
+def job_token(job_id: str) -> str:
+    """A job's id as a token of a subject: itself where it can be one, else its hash behind `=`."""
+    if _JOB_TOKEN.fullmatch(job_id):
+        return job_id
+    return f"={hashlib.blake2s(job_id.encode(), digest_size=16).hexdigest()}"
+
+
+def work_subject(queue: EndpointName, job: str = ">") -> str:
+    """Where one job of an endpoint is put, by its token; `>` for any. Copies of it have one more
+    token."""
+    return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}.{job}"
+
+
+def job_of_subject(subject: str) -> str:
+    """The token of the job that was put at a subject."""
+    return subject.split(".")[4]
 
 
 _WORK_STREAM: Final = "DYNBUS_WORK_"
@@ -189,6 +205,21 @@ _WORK_STREAM: Final = "DYNBUS_WORK_"
 def work_stream(queue: EndpointName) -> str:
     """The stream of an endpoint's jobs; `+` is in no token, so no two endpoints share one."""
     return f"{_WORK_STREAM}{queue.namespace}+{queue.component}+{queue.endpoint}"
+
+
+def job_log_subject(queue: EndpointName, job: str, record: str = ">") -> str:
+    """Where a record of one job of an endpoint is kept, by the job's token; `>` for any."""
+    return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}.{job}.{record}"
+
+
+def job_cancel_subject(queue: EndpointName) -> str:
+    """Where the takers of an endpoint's jobs hear of one that was cancelled."""
+    return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}"
+
+
+def job_log_stream(queue: EndpointName) -> str:
+    """The stream of what became of an endpoint's jobs."""
+    return f"DYNBUS_JOBS_{queue.namespace}+{queue.component}+{queue.endpoint}"
 
 
 def queue_of_stream(stream: str) -> EndpointName | None:

@@ -8,10 +8,11 @@ carry it out.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import execution, server, services
+    from . import execution, requests, server, services
 
 __all__ = [
     "execution",
+    "requests",
     "server",
     "services",
 ]

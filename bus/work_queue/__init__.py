@@ -7,9 +7,16 @@ jobs nobody has any more; `Taker` and `Holders` carry it out.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .dead_letters import DeadLetter, DeadLetters, NoDeadLetter, dead_letter_config
+    from .dead_letters import (
+        DeadLetter,
+        DeadLetters,
+        NoDeadLetter,
+        dead_letter_config,
+        letter_id_of,
+    )
     from .holders import HOLDERS_STREAM
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
+    from .job_log import JobLog, JobResult, Outcome, TryFailure, job_log_config
     from .job_stream import queue_config, takers_config
     from .needed import NeededStream
     from .queue import WorkQueue
@@ -22,13 +29,19 @@ __all__ = [
     "DeathReason",
     "Job",
     "JobEnd",
+    "JobLog",
+    "JobResult",
     "NeededStream",
     "NoDeadLetter",
+    "Outcome",
     "QueueDepth",
     "Taker",
+    "TryFailure",
     "WorkQueue",
     "WorkQueueConfig",
     "dead_letter_config",
+    "job_log_config",
+    "letter_id_of",
     "queue_config",
     "takers_config",
 ]
@@ -37,5 +50,6 @@ if not TYPE_CHECKING:
     from dynbus.bus.lazy_exports import lazy_exports
 
     __getattr__, __dir__ = lazy_exports(
-        __name__, "job", "job_stream", "holders", "dead_letters", "taker", "queue", "needed"
+        __name__,
+        *("job", "job_log", "job_stream", "holders", "dead_letters", "taker", "queue", "needed"),
     )

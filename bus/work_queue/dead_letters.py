@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import DynbusError, PayloadTooLarge
@@ -14,6 +16,9 @@ from dynbus.bus.protocol.names import (
     check_token,
     dead_letter_stream,
     dead_letter_subject,
+    job_log_stream,
+    job_log_subject,
+    job_token,
     work_subject,
 )
 from dynbus.bus.transport import (
@@ -23,9 +28,13 @@ from dynbus.bus.transport import (
     StreamConfig,
     StreamFull,
     StreamLimits,
+    SubjectTaken,
 )
 
 from .job import DeathReason, error_text, is_reserved, put_at
+from .job_log import END_RECORD
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 * 1024 * 1024
 MAX_AGE: Final = 14 * 24 * 3600.0
@@ -189,18 +198,27 @@ class DeadLetters:
                 "came, and discard the letter"
             )
         fields = {**letter.headers, header_names.JOB: letter.job_id}
+        await self._forget_end(letter)
         try:
             await self._jetstream.publish(
-                work_subject(letter.queue),
+                work_subject(letter.queue, job_token(letter.job_id)),
                 letter.data,
                 # Of the letter: a process that tries twice puts it once, and its first put is not
                 # in the way.
                 message_id=f"{letter.letter_id} {letter.sequence}",
                 headers=fields,
             )
+        except SubjectTaken:
+            logger.info("job %s is in the queue %s already", letter.job_id, letter.queue)
         except StreamFull:
             raise StreamFull(f"the queue {letter.queue} is full: try again later") from None
         await self.discard(letter)
+
+    async def _forget_end(self, letter: DeadLetter) -> None:
+        """Drop the record of how the job ended, where there is one: it has not ended."""
+        subject = job_log_subject(letter.queue, job_token(letter.job_id), END_RECORD)
+        with suppress(NoStream):
+            await self._jetstream.purge(job_log_stream(letter.queue), subject)
 
     async def discard(self, letter: DeadLetter) -> None:
         """Discard a letter; one that is gone is no error, and a later one of the same job stays."""

@@ -11,11 +11,14 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
+from dynbus.bus.protocol.names import job_of_subject
 from dynbus.bus.transport import Delivery, StoredMessage
 
 MAX_ERROR_TEXT: Final = 1024
 MAX_RETRY_DELAY: Final = 60.0
 MIN_ACK_WAIT: Final = 0.2
+LEAST_WAIT: Final = 0.001
+"""Seconds before its time from which on a job may begin: times of jobs are in milliseconds."""
 
 _JOB_ID = re.compile(r"[!-~]{1,128}")
 _RESERVED: Final = ("nats-", "dynbus-job", "dynbus-dead", "dynbus-deadline")
@@ -206,12 +209,13 @@ def judge(
     message = delivery.message
     fields = message.headers
     # A plain NATS client may put jobs too.
-    job_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID) or ""
+    job_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID)
+    job_id = job_id or job_of_subject(message.subject)
     own = {name: value for name, value in fields.items() if not is_reserved(name)}
     text = fields.get(header_names.DEADLINE)
     readable = text is None or _MILLISECONDS.fullmatch(text) is not None
     deadline = queued + int(text) / 1000 if text is not None and readable else None
-    facts = Facts(job_id or f"#{message.sequence}", own, deadline)
+    facts = Facts(job_id, own, deadline)
     if not readable:
         error = f"{header_names.DEADLINE} is {text!r}, which is no number of milliseconds"
         return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
@@ -235,19 +239,27 @@ def judge(
     return Disposition(facts)
 
 
-def counted(delivery: Delivery) -> tuple[Delivery, float]:
+def counted(delivery: Delivery, age: float) -> tuple[Delivery, float]:
     """A delivery as its job counts it, and the seconds for which it is to be given back at once; 0
     for one that may begin.
 
-    A copy of a job that was given back for a while waits by its first delivery: a stream hands out
-    what is put at once.
+    A job that is to begin later waits by its first delivery: a stream hands out what is put at
+    once. So does a copy of one that was given back for a while.
+
+    Args:
+        age: seconds since the job was put.
     """
-    text = delivery.message.headers.get(header_names.JOB_DELAY, "")
-    if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        return delivery, 0.0
-    if delivery.tries > 1:
+    fields = delivery.message.headers
+    begins = fields.get(header_names.JOB_BEGINS, "")
+    wait = int(begins) / 1000 - age if _MILLISECONDS.fullmatch(begins) else 0.0
+    text = fields.get(header_names.JOB_DELAY, "")
+    if delivery.tries == 1 and _MILLISECONDS.fullmatch(text):
+        wait = max(wait, int(text) / 1000)
+    if wait >= LEAST_WAIT:
+        return delivery, wait
+    if (begins or text) and delivery.tries > 1:
         return delivery._replace(tries=delivery.tries - 1), 0.0
-    return delivery, int(text) / 1000
+    return delivery, 0.0
 
 
 def error_text(error: BaseException | str) -> str:

@@ -19,7 +19,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol import headers as header_names
-from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
+from dynbus.bus.protocol.names import EndpointName, job_token, work_stream, work_subject
 from dynbus.bus.protocol.server_clock import ServerClock
 from dynbus.bus.transport import (
     AckKind,
@@ -28,9 +28,11 @@ from dynbus.bus.transport import (
     Delivery,
     NoStream,
     PullConsumerConfig,
+    StoredMessage,
     StreamConfig,
     StreamFull,
     StreamLimits,
+    SubjectTaken,
 )
 
 from .job import (
@@ -51,9 +53,11 @@ MAX_PUT_SECONDS: Final = 100.0
 TRY_SECONDS: Final = 2.0
 RETRY_PAUSE: Final = 0.1
 MAX_RETRY_PAUSE: Final = 1.0
+PROBE: Final = "_probe"
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 RETRY_AFTER_FULL: Final = 1.0
+KEPT_BY_COPIES: Final = (header_names.DEADLINE, header_names.JOB_BEGINS)
 CLOCK_AGE: Final = 60.0
 """Seconds after which the server is asked again what time it is: its clock may have been set."""
 
@@ -66,8 +70,11 @@ def queue_config(name: EndpointName, config: WorkQueueConfig) -> StreamConfig:
         StreamLimits(
             max_bytes=config.max_bytes,
             max_messages=config.max_jobs,
+            max_messages_per_subject=1,
             duplicate_window=DUPLICATE_WINDOW,
             discard_new=True,
+            # A job that is in the queue is not put again, however long it waits.
+            keep_first=True,
         ),
         work_queue=True,
         in_memory=config.in_memory,
@@ -90,7 +97,6 @@ class JobStream:
         self.name = name
         self.config = config.check()
         self.stream = work_stream(name)
-        self._subject = work_subject(name)
         self._ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
@@ -139,7 +145,7 @@ class JobStream:
             Unavailable: the server does not answer.
         """
         config = queue_config(self.name, self.config)
-        await self.jetstream.ensure_stream(config, probe=self._subject)
+        await self.jetstream.ensure_stream(config, probe=work_subject(self.name, PROBE))
         await self.jetstream.ensure_pull_consumer(self.stream, takers_config(self.config))
         await self._check_age()
         self._created = await self._ask_clock()
@@ -172,6 +178,26 @@ class JobStream:
         self._clock.set(info.now, monotonic())
         return info.created
 
+    async def now(self) -> float:
+        """See `WorkQueue.now`."""
+        try:
+            await self.read_clock()
+        except NoStream:
+            await self.ensure()
+        return self._clock.unix(monotonic())
+
+    async def find(self, job_id: str) -> StoredMessage | None:
+        """See `WorkQueue.find`."""
+        subject = work_subject(self.name, job_token(job_id))
+        try:
+            found = await self.jetstream.last(self.stream, subject)
+            if found is None:
+                copies = await self.jetstream.read(self.stream, f"{subject}.*")
+                found = copies[-1] if copies else None
+        except NoStream:
+            return None
+        return found
+
     def queued(self, delivery: Delivery) -> float:
         """When a job was put, on the own monotonic clock: by what the server says that it is now,
         and not by the time of day of any other host."""
@@ -186,11 +212,14 @@ class JobStream:
         deadline: float | None,
         headers: Mapping[str, str] | None,
         timeout: float,
+        delay: float = 0.0,
     ) -> None:
         """See `WorkQueue.put`."""
         now = monotonic()
         until = now + min(timeout, MAX_PUT_SECONDS)
         fields = job_headers(job_id, headers)
+        if delay > 0:
+            fields[header_names.JOB_BEGINS] = milliseconds(delay)
         if deadline is not None:
             fields[header_names.DEADLINE] = milliseconds(deadline - now)
         room = self.jetstream.max_payload - LETTER_ROOM
@@ -211,6 +240,7 @@ class JobStream:
         self, data: bytes, job_id: str, fields: dict[str, str], deadline: float | None, until: float
     ) -> None:
         pause = RETRY_PAUSE
+        was_made = False
         while True:
             left = until - monotonic()
             if deadline is not None:
@@ -218,12 +248,14 @@ class JobStream:
                 fields[header_names.DEADLINE] = milliseconds(deadline - monotonic())
             try:
                 await self.jetstream.publish(
-                    self._subject,
+                    work_subject(self.name, job_token(job_id)),
                     data,
                     timeout=min(TRY_SECONDS, max(left, RETRY_PAUSE)),
                     message_id=job_id,
                     headers=fields,
                 )
+                return
+            except SubjectTaken:
                 return
             except StreamFull:
                 raise Overloaded(
@@ -238,6 +270,10 @@ class JobStream:
                     await self.ensure()
                 except Unavailable as error:
                     failure = error
+                else:
+                    if not was_made:
+                        was_made = True
+                        continue
             if monotonic() + pause >= until:
                 raise Unavailable(
                     f"job {job_id} was not confirmed by the queue {self.name} and may be in it: "
@@ -306,16 +342,18 @@ class JobStream:
         fields = {
             name: value
             for name, value in message.headers.items()
-            if not is_reserved(name) or name == header_names.DEADLINE
+            if not is_reserved(name) or name in KEPT_BY_COPIES
         }
         fields[header_names.JOB] = job_id
         # What counts from the put counts from the first one.
         fields[header_names.JOB_AGE] = milliseconds(monotonic() - self.queued(delivery))
         if delay > 0:
             fields[header_names.JOB_DELAY] = milliseconds(delay)
+        # The job itself is still there.
+        token = f"{job_token(job_id)}.{message.sequence}"
         try:
             await self.jetstream.publish(
-                self._subject,
+                work_subject(self.name, token),
                 message.data,
                 timeout=TRY_SECONDS,
                 message_id=f"{job_id} again {message.sequence}",

@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 import anyio
 
 from dynbus.bus.bus import Bus
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, holder_subject
+from dynbus.bus.transport import NoStream, StoredMessage
 
 from .dead_letters import DeadLetters
-from .holders import Holders
+from .holders import HOLDERS_STREAM, Holders, read_holders
 from .job import JobEnd, QueueDepth, WorkQueueConfig
 from .job_stream import JobStream
 from .observing import QueueFigures
@@ -58,9 +59,10 @@ class WorkQueue:
         deadline: float | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
+        delay: float = 0.0,
     ) -> None:
-        """Put a job; on return the server has stored it. One that was put under this id in the
-        last two minutes is not put again.
+        """Put a job; on return the server has stored it. One that is in the queue under this id, or
+        was put under it in the last two minutes, is not put again.
 
         Args:
             headers: for its taker. The trace of the caller goes with them.
@@ -69,6 +71,7 @@ class WorkQueue:
                 is dropped. What is left of it counts from when the server has stored the job, by
                 the server's clock and no other.
             timeout: seconds to try for; a try that was not answered is repeated.
+            delay: seconds before it may begin, by the server's clock.
 
         Raises:
             Overloaded: the queue is full.
@@ -77,7 +80,9 @@ class WorkQueue:
             Unavailable: the server did not confirm it in time; it may be there.
         """
         with self._figures.putting(job_id) as trace:
-            await self._jobs.put(data, job_id, deadline, {**trace, **(headers or {})}, timeout)
+            await self._jobs.put(
+                data, job_id, deadline, {**trace, **(headers or {})}, timeout, delay
+            )
         self._figures.put()
 
     @asynccontextmanager
@@ -113,6 +118,46 @@ class WorkQueue:
         finally:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 await taker.close()
+
+    async def ensure(self) -> None:
+        """Make the queue where it is missing.
+
+        Raises:
+            ConfigError, PermissionDenied, NoRoom, Unavailable: as of `JetStream.ensure_stream`.
+        """
+        await self._jobs.ensure()
+
+    async def now(self) -> float:
+        """Unix seconds by the server's clock.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        return await self._jobs.now()
+
+    async def find(self, job_id: str) -> StoredMessage | None:
+        """A job that is in the queue, waiting or held, as it was put; None where it is not.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        return await self._jobs.find(job_id)
+
+    async def holding(self, job: StoredMessage) -> int:
+        """How often a job was handed out to the taker that holds it; 0 where none is known to.
+
+        A taker tells what it holds for longer than a quarter of a second.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        subject = holder_subject(self.name, "*")
+        try:
+            records = await self._bus.data.jetstream.read(HOLDERS_STREAM.name, subject)
+        except NoStream:
+            return 0
+        held = (one for record in read_holders(records, "") for one in record.holder.jobs)
+        return next((one.tries for one in held if one.sequence == job.sequence), 0)
 
     async def depth(self, *, max_age: float = 0.25) -> QueueDepth:
         """How many jobs there are, as the server said at most `max_age` seconds ago, and what was

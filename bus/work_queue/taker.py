@@ -57,6 +57,8 @@ class Job:
         tries: how often it was handed out, this time included.
         deadline: on the library's monotonic clock in seconds; None without one.
         queued_at: Unix seconds by the server's clock, at which it was put.
+        waited: seconds since then, by the server's clock and ours.
+        end: what became of it; None until it is settled.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Job:
         delivery: Delivery,
         facts: Facts,
         created: float,
+        waited: float,
         observation: CallObservation | None = None,
     ) -> None:
         self.job_id = facts.job_id
@@ -72,6 +75,8 @@ class Job:
         self.headers: Mapping[str, str] = facts.headers
         self.tries = delivery.tries
         self.deadline = facts.deadline
+        self.waited = waited
+        self.end: JobEnd | None = None
         self.queued_at = put_at(delivery.message)
         self.delivery = delivery
         self.created = created
@@ -148,6 +153,7 @@ class Job:
 
     def left(self, end: JobEnd, error: BaseException | str | None = None) -> None:
         """It is settled: its attempt is over."""
+        self.end = end
         if self._observation is not None:
             self._observation.note("dynbus.result", str(end))
             failure = HandlerError(error_text(error)) if isinstance(error, str) else error
@@ -197,6 +203,7 @@ class Taker:
     Attributes:
         ended: how many jobs left it, by how they did; shared by the takers of a queue.
         on_change: called when what it holds changes.
+        on_dropped: called with the id of a job that left the queue without having begun, and how.
     """
 
     def __init__(
@@ -212,6 +219,7 @@ class Taker:
             raise ConfigError(f"limit = {limit} is not usable: give 1 to {MAX_LIMIT} jobs")
         self.ended: Counter[JobEnd] = figures.ended
         self.on_change: Callable[[], None] = lambda: None
+        self.on_dropped: Callable[[str, JobEnd], None] = lambda _id, _end: None
         self._figures = figures
         self._cancelled = cancelled
         self._jobs = jobs
@@ -323,7 +331,7 @@ class Taker:
 
     def _receive(self, delivery: Delivery) -> None:
         key = _key(delivery)
-        delivery, delay = counted(delivery)
+        delivery, delay = counted(delivery, monotonic() - self._jobs.queued(delivery))
         if (job := self._held.get(key)) is not None:
             # A server that was killed had not kept to itself that we have it, or was not heard for
             # so long that it gave it to us once more.
@@ -352,9 +360,9 @@ class Taker:
             if disposition.end is None:
                 facts = disposition.facts
                 attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
-                job = Job(self, delivery, facts, self._jobs.created, attempt)
-                self._held[_key(delivery)] = job
                 waited = monotonic() - self._jobs.queued(delivery)
+                job = Job(self, delivery, facts, self._jobs.created, waited, attempt)
+                self._held[_key(delivery)] = job
                 self._figures.taken(waited if delivery.tries == 1 else None)
                 return job
             await self._refuse(delivery, disposition)
@@ -383,7 +391,9 @@ class Taker:
         ):
             return
         if await self._drop(delivery, self._jobs.created):
-            self._figures.left(disposition.end or JobEnd.DEAD)
+            end = disposition.end or JobEnd.DEAD
+            self._figures.left(end)
+            self.on_dropped(job_id, end)
 
     async def _write_letter(
         self, delivery: Delivery, job_id: str, reason: DeathReason, error: BaseException | str

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dynbus.actors.calling.clients import Call, EndpointClient, with_options
     from dynbus.actors.calling.dependencies import depends
+    from dynbus.actors.calling.jobs import NoJob
     from dynbus.actors.calling.options import call_options
     from dynbus.actors.calling.relay import Arrival, Relay
     from dynbus.actors.calling.routing import (
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         RouteRequest,
     )
     from dynbus.actors.calling.stream import Stream
+    from dynbus.actors.declaring.durable import JobHandle, JobState
     from dynbus.actors.declaring.handlers import handler
     from dynbus.actors.declaring.json_object import JsonObject
     from dynbus.actors.declaring.reply import Reply, push_each
@@ -67,10 +69,13 @@ __all__ = [
     "InvalidResponse",
     "Job",
     "JobEnd",
+    "JobHandle",
+    "JobState",
     "JsonObject",
     "Load",
     "Migrate",
     "NoInstances",
+    "NoJob",
     "Option",
     "Options",
     "Overloaded",
@@ -118,10 +123,12 @@ if not TYPE_CHECKING:
         "actors.runtime",
         "actors.calling.clients",
         "actors.calling.dependencies",
+        "actors.calling.jobs",
         "actors.calling.options",
         "actors.calling.relay",
         "actors.calling.routing",
         "actors.calling.stream",
+        "actors.declaring.durable",
         "actors.declaring.handlers",
         "actors.declaring.json_object",
         "actors.declaring.reply",

@@ -418,7 +418,7 @@ async def test_a_letter_of_a_job_that_was_too_large_to_keep_is_not_tried_again_e
     js = here.data.jetstream
     await queue.depth()
     size = js.max_payload - 100
-    await js.publish(work_subject(name), bytes(size))
+    await js.publish(work_subject(name, "large"), bytes(size))
     async with queue.take() as taker:
         await (await next_job(taker)).bury("no paper")
     letters = DeadLetters(js, name.namespace)
@@ -482,7 +482,7 @@ async def test_a_job_past_its_deadline_is_dropped_and_not_begun(
 ) -> None:
     await queue.depth()
     over = {"Dynbus-Job": "late", "Dynbus-Deadline": "0"}
-    await here.data.jetstream.publish(work_subject(name), b"", headers=over)
+    await here.data.jetstream.publish(work_subject(name, "over"), b"", headers=over)
     await queue.put(b"", job_id="in-time", deadline=monotonic() + 3600)
 
     async with queue.take() as taker:
@@ -711,10 +711,10 @@ async def test_plain_nats_clients_may_put_jobs_and_bad_ones_are_dead_letters(
 ) -> None:
     js = here.data.jetstream
     await queue.depth()
-    await js.publish(work_subject(name), b"plain")
-    await js.publish(work_subject(name), b"known", message_id="mine")
-    for headers in ({"Dynbus-Deadline": "soon"}, {"Dynbus-Job": "a b"}):
-        await js.publish(work_subject(name), b"bad", headers=headers)
+    await js.publish(work_subject(name, "first"), b"plain")
+    await js.publish(work_subject(name, "second"), b"known", message_id="mine")
+    for number, headers in enumerate(({"Dynbus-Deadline": "soon"}, {"Dynbus-Job": "a b"})):
+        await js.publish(work_subject(name, f"bad-{number}"), b"bad", headers=headers)
 
     async with queue.take() as taker:
         one, two = await next_job(taker), None
@@ -727,11 +727,11 @@ async def test_plain_nats_clients_may_put_jobs_and_bad_ones_are_dead_letters(
                 await eventually(lambda: queue.ended[JobEnd.DEAD] == 2, 30.0)
                 tasks.cancel_scope.cancel()
 
-    assert (one.job_id, one.data, two.job_id) == ("#1", b"plain", "mine")
+    assert (one.job_id, one.data, two.job_id) == ("first", b"plain", "mine")
     letters = await DeadLetters(js, name.namespace).find()
     assert sorted((letter.reason, letter.job_id) for letter in letters) == [
-        ("malformed", "#3"),
         ("malformed", "a b"),
+        ("malformed", "bad-0"),
     ]
 
 

@@ -47,7 +47,9 @@ async def test_dead_letters_are_listed_shown_redriven_and_discarded(
     shown = (await command("dead", namespace, one)).output
     as_json = json.loads((await command("dead", namespace, one, "--json")).output)
     await bus.data.jetstream.publish(
-        work_subject(queue.name), bytes(bus.data.jetstream.max_payload - 100), message_id="large"
+        work_subject(queue.name, "large"),
+        bytes(bus.data.jetstream.max_payload - 100),
+        message_id="large",
     )
     async with queue.take() as taker:
         await (await anext(taker)).bury("too large")

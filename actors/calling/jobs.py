@@ -1,0 +1,347 @@
+"""Jobs of durable handlers, for who submits them and asks what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
+
+import anyio
+
+from dynbus.actors.declaring.codec import Misfit
+from dynbus.actors.declaring.durable import DEFAULTS, DurableOptions, JobHandle, JobState
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import Context
+from dynbus.bus.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    InvalidResponse,
+)
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import EndpointName, job_cancel_subject, job_token
+from dynbus.bus.protocol.random_ids import random_id
+from dynbus.bus.transport import Message
+from dynbus.bus.work_queue import (
+    DeadLetter,
+    DeadLetters,
+    JobLog,
+    JobResult,
+    NoDeadLetter,
+    Outcome,
+    WorkQueue,
+    letter_id_of,
+)
+
+from .options import CallOptions, inherited
+
+T = TypeVar("T")
+
+LOOK_PAUSE: Final = 5.0
+"""Seconds after which a job that is waited for is looked at again, though nothing was heard."""
+FIRST_LOOK: Final = 0.005
+MAX_DELAY: Final = 366 * 24 * 3600.0
+
+
+class NoJob(DynbusError):
+    """Raised when there is no job of an id, or none any more."""
+
+    code = "NoJob"
+
+
+class JobId(str):
+    """The id of a job: `namespace.component.endpoint.name`, of which the name is the queue's."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, endpoint: EndpointName, name: str) -> JobId:
+        """The id of a job of an endpoint."""
+        return cls(f"{endpoint}.{name}")
+
+    def split_name(self) -> tuple[EndpointName, str]:
+        """The endpoint, and the job's name in its queue.
+
+        Raises:
+            ConfigError: it is no id of a job.
+        """
+        *place, name = self.split(".", 3)
+        if len(place) != 3 or not name:
+            raise ConfigError(
+                f"{str(self)[:140]!r} is no job's id: write namespace.component.endpoint.name, as "
+                "the handle of a job has it"
+            )
+        return EndpointName.of(*place), name
+
+
+class Submission(TypedDict, total=False):
+    """When a job is to be done, and under which name; see `DurableMethod.submit`."""
+
+    delay: float
+    at: datetime | None
+    idempotency_key: str
+    deadline: float | None
+
+
+class JobRequest:
+    """What a durable handler is asked for by a client: a call that is stored in place of sent.
+
+    Attributes:
+        time_left: seconds in which it is to end, as its options and the running call say; None for
+            no limit.
+    """
+
+    def __init__(
+        self,
+        side: Submitter,
+        endpoint: EndpointName,
+        router: object,
+        request: object,
+        data: bytes,
+        terms: object,
+        *,
+        options: CallOptions,
+        parent: Context | None,
+    ) -> None:
+        self.side = side
+        self.endpoint = endpoint
+        self.data = data
+        self.options = options
+        self.parent = parent or Context.current()
+        remaining = None if self.parent is None else self.parent.time_left()
+        limits = [one for one in (options.get("timeout"), remaining) if one is not None]
+        self.time_left = max(0.0, min(limits)) if limits else None
+
+
+class Submitter(Protocol):
+    """The process that submits jobs."""
+
+    def jobs_of(
+        self, endpoint: EndpointName, options: DurableOptions | None = None
+    ) -> JobQueue: ...
+
+
+class JobQueue:
+    """The jobs of one durable handler, as its clients see them.
+
+    Args:
+        options: of the handler; of one that is not known here the defaults, which count where the
+            queue does not exist yet.
+    """
+
+    def __init__(
+        self, bus: Bus, endpoint: EndpointName, options: DurableOptions = DEFAULTS
+    ) -> None:
+        self.endpoint = endpoint
+        self.options = options
+        self.queue = WorkQueue(bus, endpoint, options.queue)
+        self.log = JobLog(bus.data.jetstream, endpoint)
+        self._bus = bus
+
+    def __repr__(self) -> str:
+        return f"<JobQueue {self.endpoint}>"
+
+    async def submit(
+        self,
+        data: bytes,
+        *,
+        options: CallOptions,
+        parent: Context | None,
+        **when: Unpack[Submission],
+    ) -> JobId:
+        """Have a job stored; see `DurableMethod.submit`."""
+        delay = await self._delay(when.get("delay", 0.0), when.get("at"))
+        deadline = when.get("deadline")
+        _check_seconds("deadline", deadline)
+        key = when.get("idempotency_key") or options.get("idempotency_key") or ""
+        name = key or random_id()
+        job_id = JobId.of(self.endpoint, name)
+        fields = _fields(options, parent)
+        if key:
+            fields[headers.KEYED] = "1"
+            if await self.log.result(name) is not None:
+                return job_id
+        await self.queue.put(
+            data,
+            job_id=name,
+            deadline=None if deadline is None else monotonic() + deadline,
+            headers=fields,
+            delay=delay,
+        )
+        return job_id
+
+    async def _delay(self, delay: float, at: datetime | None) -> float:
+        _check_seconds("delay", delay)
+        if at is None:
+            return delay
+        if delay:
+            raise InvalidRequest("give delay or at, not both", started=False)
+        if at.tzinfo is None:
+            raise InvalidRequest(
+                f"at={at.isoformat()} has no time zone: give one, as in "
+                "datetime(2027, 1, 31, 7, 0, tzinfo=UTC)",
+                started=False,
+            )
+        left = at.timestamp() - await self.queue.now()
+        if left < 0:
+            raise InvalidRequest(
+                f"at={at.isoformat()} was {-left:.0f} s ago by the server's clock: leave it out "
+                "for a job that may begin now",
+                started=False,
+            )
+        _check_seconds("at", left)
+        return left
+
+    async def result(self, name: str, timeout: float | None = None) -> bytes:
+        """Wait until a job has ended; its encoded result. See `JobHandle.result`."""
+        heard = asyncio.Event()
+
+        def hear(_: Message) -> None:
+            heard.set()
+
+        # Heard before it is stored, and also where the server then refuses it.
+        subscription = self._bus.data.subscribe(self.log.end_subject(name), hear)
+        try:
+            with anyio.move_on_after(timeout):
+                return await self._read_result(name, heard)
+        finally:
+            subscription.unsubscribe()
+        raise DeadlineExceeded(
+            f"job {JobId.of(self.endpoint, name)} has not ended within {timeout:g} s, and goes on"
+        )
+
+    async def _read_result(self, name: str, heard: asyncio.Event) -> bytes:
+        pause = LOOK_PAUSE
+        while True:
+            found = await self.log.result(name)
+            if found is not None:
+                return _unwrapped(found)
+            if heard.is_set():
+                heard.clear()
+                pause = FIRST_LOOK
+            elif pause >= LOOK_PAUSE and await self.queue.find(name) is None:
+                return _unwrapped(await self._end_without_record(name))
+            with anyio.move_on_after(pause):
+                await heard.wait()
+            pause = min(2 * pause, LOOK_PAUSE)
+
+    async def _end_without_record(self, name: str) -> JobResult:
+        """How a job ended that is not in its queue, nor known to have ended a moment ago.
+
+        Raises:
+            NoJob: nobody knows.
+        """
+        found = await self.log.result(name)
+        if found is not None:
+            return found
+        letter = await self._letter(name)
+        if letter is not None:
+            return JobResult.failed(HandlerError(f"the job failed for good: {letter.error}"))
+        raise NoJob(
+            f"there is no job {JobId.of(self.endpoint, name)}: it was not submitted, or ended more "
+            "than its handler's result_age ago, or was dropped since its deadline had passed"
+        )
+
+    async def _letter(self, name: str) -> DeadLetter | None:
+        letters = DeadLetters(self._bus.data.jetstream, self.endpoint.namespace)
+        try:
+            return await letters.get(letter_id_of(self.endpoint, name))
+        except NoDeadLetter:
+            return None
+
+    async def state(self, name: str) -> JobState:
+        """Where a job is; see `JobHandle.state`."""
+        found = await self.log.result(name)
+        queued = None if found is not None else await self.queue.find(name)
+        failures = tuple(await self.log.failures(name))
+        if queued is not None:
+            tries = await self.queue.holding(queued)
+            return JobState("running" if tries else "waiting", tries or len(failures), failures)
+        if found is None:
+            found = await self._end_without_record(name)
+        return JobState(found.outcome.value, len(failures) + 1, failures, error_line(found.error))
+
+    async def cancel(self, name: str) -> bool:
+        """Have a job end as cancelled; see `JobHandle.cancel`."""
+        error = Cancelled("the job was cancelled")
+        result = JobResult.failed(error, Outcome.CANCELLED)
+        if await self.queue.find(name) is None:
+            found = await self.log.result(name)
+            if found is None:
+                await self._end_without_record(name)
+            return False
+        if not await self.log.end(name, result, self.options.result_age):
+            return False
+        self._bus.data.publish(job_cancel_subject(self.endpoint), job_token(name).encode())
+        return True
+
+
+class BusJob(JobHandle[T]):
+    """A job on the bus."""
+
+    def __init__(self, queue: JobQueue, job_id: JobId, decode: Callable[[bytes], T]) -> None:
+        self._queue = queue
+        self._id = job_id
+        _, self._name = job_id.split_name()
+        self._decode = decode
+
+    def __repr__(self) -> str:
+        return f"<Job {self._id}>"
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    async def result(self, timeout: float | None = None) -> T:
+        if timeout is not None:
+            _check_seconds("timeout", timeout)
+        data = await self._queue.result(self._name, timeout)
+        try:
+            return self._decode(data)
+        except Misfit as error:
+            raise InvalidResponse(f"{self._id}: {error}") from None
+
+    async def state(self) -> JobState:
+        return await self._queue.state(self._name)
+
+    async def cancel(self) -> bool:
+        return await self._queue.cancel(self._name)
+
+
+def error_line(error: DynbusError | None) -> str:
+    """The type and text of what a try raised; empty for None."""
+    if error is None or isinstance(error, HandlerError):
+        return "" if error is None else error.message
+    return f"{error.code}: {error.message}"
+
+
+def _unwrapped(found: JobResult) -> bytes:
+    error = found.error
+    if error is not None:
+        raise error
+    return found.data
+
+
+def _fields(options: CallOptions, parent: Context | None) -> dict[str, str]:
+    """What a job carries of the call in which it is submitted."""
+    metadata, priority = inherited(options, parent)
+    fields = {headers.REQUEST_ID: options.get("request_id") or (parent.id if parent else "")}
+    if metadata:
+        fields[headers.METADATA] = headers.encode_metadata(metadata)
+    if priority:
+        fields[headers.PRIORITY] = str(priority)
+    return {name: value for name, value in fields.items() if value}
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_DELAY:
+        raise InvalidRequest(
+            f"{name}={value!r} is no number of seconds from 0 to {MAX_DELAY:g}", started=False
+        )

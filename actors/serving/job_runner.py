@@ -1,0 +1,319 @@
+"""The jobs of a durable handler at one instance: taken from their queue, run, and ended once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from dynbus.actors.calling.jobs import JobQueue, error_line
+from dynbus.actors.declaring.durable import DurableOptions
+from dynbus.bus.background import Background, Work
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import Context, context, entered
+from dynbus.bus.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    InvalidResponse,
+    Migrate,
+    PayloadTooLarge,
+    describe_exception,
+    only_cause,
+)
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.cancellation import EndedCall
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    InstanceName,
+    job_cancel_subject,
+    job_token,
+)
+from dynbus.bus.serving.requests import read_context
+from dynbus.bus.transport import Message, Subscription
+from dynbus.bus.work_queue import Job, JobEnd, JobResult, Outcome, Taker, TryFailure
+
+logger = logging.getLogger(__name__)
+
+ASKS_AFTER: Final = 30.0
+"""Seconds in its queue after which a job is looked up before it begins: who cancelled it may have
+done so before this instance could hear it."""
+CANCELS_KEPT: Final = 60.0
+MIGRATE_DELAY: Final = 0.2
+NOT_TRIED_AGAIN: Final = (InvalidRequest, InvalidResponse, ConfigError, PayloadTooLarge)
+"""What a try raises that every other try would raise too."""
+
+
+class JobRunner:
+    """Runs the jobs of one durable handler of an instance.
+
+    Args:
+        endpoint: of the handler: how its request is read, run and answered.
+        options: of the handler.
+    """
+
+    def __init__(
+        self, bus: Bus, instance: InstanceName, endpoint: Endpoint, options: DurableOptions
+    ) -> None:
+        self._bus = bus
+        self._endpoint = endpoint
+        self._options = options
+        self._name = EndpointName(instance.namespace, instance.component, endpoint.name)
+        self._hop = self._name.hop(instance.instance_id)
+        self._instance = str(instance)
+        self._jobs = JobQueue(bus, self._name, options)
+        self._log = self._jobs.log
+        self._running: dict[str, tuple[anyio.CancelScope, Context]] = {}
+        self._cancelled: dict[str, float] = {}
+        self._taker: Taker | None = None
+        self._is_draining = False
+        self._subscription: Subscription | None = None
+        self._work: Work | None = None
+        self._ended = asyncio.Event()
+        self._stopping = anyio.CancelScope()
+
+    def __repr__(self) -> str:
+        state = "draining" if self._is_draining else "taking"
+        return f"<JobRunner {self._name} [{state} | {len(self._running)} running]>"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What serves calls of the handler by plain clients: each is a job that is waited for."""
+        decode = self._endpoint.decode
+
+        def checked(data: bytes) -> bytes:
+            decode(data)
+            return data
+
+        return replace(
+            self._endpoint,
+            invoke=self._submit_and_wait,
+            decode=checked,
+            encode=bytes,
+            concurrency=None,
+        )
+
+    async def _submit_and_wait(self, data: bytes) -> bytes:
+        called = context()
+        job_id = await self._jobs.submit(
+            data,
+            options={"idempotency_key": called.idempotency_key or None},
+            parent=called,
+            deadline=called.time_left(),
+        )
+        _, name = job_id.split_name()
+        return await self._jobs.result(name)
+
+    # Its life --------------------------------------------------------------------------
+
+    async def start(self, background: Background) -> None:
+        """Begin to take jobs.
+
+        Raises:
+            ConfigError, PermissionDenied, Unavailable: the streams of the queue are not there, and
+                cannot be made.
+        """
+        await self._log.ensure()
+        await self._jobs.queue.ensure()
+        subject = job_cancel_subject(self._name)
+        self._subscription = self._bus.data.subscribe(subject, self._hear_cancel)
+        self._bus.cancels.add(self._cancel_requests)
+        self._work = background.start(self._take, name=f"jobs of {self._name}")
+
+    async def drain(self, grace: float) -> None:
+        """Take no more jobs, and let those that run end within `grace` seconds; others go to
+        another instance."""
+        self._is_draining = True
+        if self._work is None:
+            return
+        with anyio.move_on_after(grace):
+            if self._taker is not None:
+                await self._taker.drain()
+            await self._ended.wait()
+
+    async def stop(self) -> None:
+        """Give back what still runs, and take no more."""
+        self._is_draining = True
+        self._stopping.cancel()
+        if self._subscription is not None:
+            self._subscription.unsubscribe()
+        self._bus.cancels.remove(self._cancel_requests)
+        if self._work is not None:
+            await self._work.wait()
+
+    async def _take(self) -> None:
+        try:
+            with self._stopping:
+                async with (
+                    self._jobs.queue.take(limit=self._endpoint.concurrency or 1) as taker,
+                    anyio.create_task_group() as tasks,
+                ):
+                    self._taker = taker
+                    taker.on_dropped = partial(self._note_dropped, tasks)
+                    if self._is_draining:
+                        await taker.drain()
+                    async for job in taker:
+                        tasks.start_soon(self._run, job)
+        finally:
+            self._ended.set()
+
+    # Cancels ---------------------------------------------------------------------------
+
+    def _hear_cancel(self, message: Message) -> None:
+        token = message.data.decode("utf-8", "replace")[:128]
+        now = monotonic()
+        for old in [one for one, at in self._cancelled.items() if now - at > CANCELS_KEPT]:
+            del self._cancelled[old]
+        self._cancelled[token] = now
+        self._drop(token)
+
+    def _drop(self, token: str) -> None:
+        running = self._running.get(token)
+        if running is not None:
+            scope, called = running
+            called.kill()
+            scope.cancel()
+
+    def _note_dropped(self, tasks: TaskGroup, job_id: str, end: JobEnd) -> None:
+        """A job left the queue without having begun."""
+        if end is JobEnd.EXPIRED:
+            error: DynbusError = DeadlineExceeded("the job was not begun by its deadline")
+            result = JobResult.failed(error)
+        elif end is JobEnd.CANCELLED:
+            error = Cancelled("an operator cancelled the job before it began")
+            result = JobResult.failed(error, Outcome.CANCELLED)
+        else:
+            return
+        tasks.start_soon(self._end, job_id, result)
+
+    def _cancel_requests(self, namespace: str, ids: AbstractSet[str]) -> list[EndedCall]:
+        """End the jobs that run here of requests which an operator has cancelled."""
+        if namespace != self._name.namespace:
+            return []
+        running = [
+            (token, called)
+            for token, (_, called) in self._running.items()
+            if called.id in ids or called.idempotency_key in ids
+        ]
+        for token, _ in running:
+            self._drop(token)
+        return [EndedCall(called.id, self._instance) for _, called in running]
+
+    # One job ---------------------------------------------------------------------------
+
+    async def _run(self, job: Job) -> None:
+        try:
+            async with job:
+                await self._carry_out(job)
+        except DynbusError as error:
+            # It is stored how the job ended, or another taker gets it.
+            logger.warning("job %s of %s: %s", job.job_id, self._name, error)
+
+    async def _carry_out(self, job: Job) -> None:
+        token = job_token(job.job_id)
+        if self._may_have_ended(job, token) and await self._log.result(job.job_id) is not None:
+            await job.ack()
+            return
+        try:
+            request = self._endpoint.decode(job.data)
+            called = self._context(job)
+        except InvalidRequest as error:
+            await self._fail(job, error, is_last=True)
+            return
+        entered(called)
+        failure: BaseException | None = None
+        data = b""
+        with anyio.CancelScope() as scope:
+            self._running[token] = (scope, called)
+            try:
+                with anyio.move_on_after(self._endpoint.timeout) as limit:
+                    result = await self._endpoint.invoke(request)
+                    data = self._endpoint.encode(result)
+                if limit.cancelled_caught:
+                    called.kill()
+                    seconds = self._endpoint.timeout
+                    failure = DeadlineExceeded(f"the handler took longer than its {seconds:g} s")
+            except Exception as error:  # noqa: BLE001 - what users' handlers raise
+                failure = error
+            finally:
+                del self._running[token]
+        if scope.cancelled_caught:
+            cancelled = Cancelled("the job was cancelled while it ran")
+            await self._end(job.job_id, JobResult.failed(cancelled, Outcome.CANCELLED))
+            await job.ack()
+        elif failure is not None:
+            await self._failed(job, failure)
+        else:
+            await self._end(job.job_id, JobResult(Outcome.DONE, data))
+            await job.ack()
+
+    def _may_have_ended(self, job: Job, token: str) -> bool:
+        """Whether the job may have ended before, elsewhere or by a cancel."""
+        if job.tries > 1 or token in self._cancelled:
+            return True
+        return headers.KEYED in job.headers or job.waited >= ASKS_AFTER
+
+    def _context(self, job: Job) -> Context:
+        fields = dict(job.headers)
+        fields.setdefault(headers.REQUEST_ID, job.job_id)
+        called = read_context(
+            fields,
+            timeout=self._endpoint.timeout,
+            hop=self._hop,
+            draining=lambda: self._is_draining,
+            now=monotonic(),
+        )
+        called.attempt = job.tries
+        called.idempotency_key = job.job_id
+        current = Context.current()
+        if current is not None:
+            called.set_trace_headers(current.trace_headers())
+        return called
+
+    async def _failed(self, job: Job, raised: BaseException) -> None:
+        error = only_cause(raised)
+        if isinstance(error, Migrate):
+            await job.give_back(delay=MIGRATE_DELAY)
+            return
+        if not isinstance(error, DynbusError):
+            logger.exception(
+                "%s raised in try %d of job %s", self._name, job.tries, job.job_id, exc_info=raised
+            )
+            unknown = HandlerError(describe_exception(error))
+            unknown.error_type, error = type(error).__name__, unknown
+        is_last = isinstance(error, NOT_TRIED_AGAIN) or job.tries >= self._options.tries
+        await self._fail(job, error, is_last=is_last)
+
+    async def _fail(self, job: Job, error: DynbusError, *, is_last: bool) -> None:
+        if not is_last:
+            failure = TryFailure(job.tries, error_line(error), self._hop)
+            await self._log.note_failure(job.job_id, failure)
+            await job.nak(error)
+            return
+        if job.tries >= self._options.tries:
+            await job.nak(error)
+        else:
+            await job.bury(error)
+        if job.end is JobEnd.DEAD:
+            await self._end(job.job_id, JobResult.failed(error))
+
+    async def _end(self, job_id: str, result: JobResult) -> None:
+        try:
+            is_first = await self._log.end(job_id, result, self._options.result_age)
+        except PayloadTooLarge as error:
+            is_first = await self._log.end(
+                job_id, JobResult.failed(error), self._options.result_age
+            )
+        if not is_first:
+            logger.info("job %s of %s had ended before: its result stays", job_id, self._name)

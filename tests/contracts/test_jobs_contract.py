@@ -1,0 +1,387 @@
+"""What durable handlers promise, in memory and over nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+
+import anyio
+import msgspec
+import pytest
+from tests.conditions import PATIENCE
+
+from dynbus import (
+    Actor,
+    ActorInstance,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    HandlerError,
+    InvalidRequest,
+    JobHandle,
+    NoJob,
+    PayloadTooLarge,
+    Runtime,
+    context,
+    handler,
+)
+from dynbus.bus.bus import Bus as Presence
+from dynbus.bus.clock import unix_time
+from dynbus.bus.config import BusConfig
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    dead_letter_stream,
+    job_log_stream,
+    work_stream,
+    work_subject,
+)
+from dynbus.bus.work_queue import DeadLetters
+
+from .conftest import Bus
+
+pytestmark = pytest.mark.anyio
+
+
+class Order(msgspec.Struct):
+    number: int
+    fails: int = 0
+    size: int = 0
+
+
+class Receipt(msgspec.Struct):
+    number: int
+    tries: int
+    key: str
+    text: str = ""
+
+
+class Till(Actor, abstract=True):
+    """A till that counts what it has begun; `gate` lets orders above 1000 end."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.gate = asyncio.Event()
+
+    @handler(durable=True, tries=3, backoff=0.01)
+    async def charge(self, order: Order) -> Receipt:
+        self.begun.append(order.number)
+        if context().attempt <= order.fails:
+            raise LookupError(f"no card in try {context().attempt}")
+        if order.number > 1000:
+            await self.gate.wait()
+        return Receipt(order.number, context().attempt, context().idempotency_key, "x" * order.size)
+
+    @handler(durable=True)
+    async def close_day(self) -> int:
+        return len(self.begun)
+
+
+class Desk:
+    """A till on the bus under test, and a client of it in a process of its own.
+
+    Attributes:
+        tills: the objects behind the instances, in the order of their starts.
+    """
+
+    def __init__(self, bus: Bus, runtime: Runtime, kind: type[Till]) -> None:
+        self.bus = bus
+        self.runtime = runtime
+        self.kind = kind
+        self.client = runtime.client(kind)
+        self.runtimes = [runtime]
+        self.tills: list[Till] = []
+
+    @property
+    def queue(self) -> EndpointName:
+        return EndpointName(self.kind.__dynbus_service__.namespace, "Till", "charge")
+
+    async def start(self) -> ActorInstance:
+        runtime = await new_runtime(self.bus)
+        self.runtimes.append(runtime)
+        instance = await runtime.start(self.kind)
+        assert isinstance(instance.actor, Till)
+        self.tills.append(instance.actor)
+        return instance
+
+
+async def new_runtime(bus: Bus) -> Runtime:
+    return await Runtime.over(
+        await Presence.over(BusConfig(), await bus.connect(), await bus.connect())
+    )
+
+
+@pytest.fixture
+async def desk(bus: Bus) -> AsyncIterator[Desk]:
+    namespace = f"n{secrets.token_hex(6)}"
+
+    class OwnTill(Till, namespace=namespace, component="Till"):
+        pass
+
+    made = Desk(bus, await new_runtime(bus), OwnTill)
+    yield made
+    js = made.runtime.bus.data.jetstream
+    for name in ("charge", "close_day"):
+        queue = EndpointName(namespace, "Till", name)
+        await js.delete_stream(work_stream(queue))
+        await js.delete_stream(job_log_stream(queue))
+    await js.delete_stream(dead_letter_stream(namespace))
+    for runtime in made.runtimes[::-1]:
+        await runtime.close()
+
+
+async def ended(job: JobHandle[Receipt]) -> Receipt:
+    with anyio.fail_after(PATIENCE):
+        return await job.result()
+
+
+async def comes_to(job: JobHandle[Receipt], status: str) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while (await job.state()).status != status:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+
+
+async def test_a_call_of_a_durable_handler_is_a_job_that_is_waited_for(desk: Desk) -> None:
+    await desk.start()
+
+    receipt = await desk.client.charge(Order(7))
+
+    assert (receipt.number, receipt.tries) == (7, 1)
+    assert await desk.client.close_day() == 1
+
+
+async def test_a_job_is_done_though_nobody_was_there_when_it_was_submitted(desk: Desk) -> None:
+    job = await desk.client.charge.submit(Order(1))
+    assert (await job.state()).status == "waiting"
+
+    await desk.start()
+
+    assert (await ended(job)).number == 1
+    assert (await job.state())[:2] == ("done", 1)
+
+
+async def test_a_job_is_known_by_its_id_in_every_process(desk: Desk) -> None:
+    await desk.start()
+    job = await desk.client.charge.submit(Order(4))
+    other = await new_runtime(desk.bus)
+
+    typed = await ended(other.job(job.id, desk.kind.charge))
+    untyped = await other.job(job.id).result(PATIENCE)
+    await other.close()
+
+    assert typed == Receipt(4, 1, typed.key)
+    assert untyped == {"number": 4, "tries": 1, "key": typed.key, "text": ""}
+
+
+async def test_a_try_that_fails_is_followed_by_another_and_its_cause_is_kept(desk: Desk) -> None:
+    instance = await desk.start()
+    job = await desk.client.charge.submit(Order(2, fails=2))
+
+    assert (await ended(job)).tries == 3
+
+    state = await job.state()
+    hop = f"{desk.queue}@{instance.id}"
+    assert (state.status, state.tries) == ("done", 3)
+    assert [(one.tries, one.error, one.instance) for one in state.failures] == [
+        (1, "LookupError: no card in try 1", hop),
+        (2, "LookupError: no card in try 2", hop),
+    ]
+
+
+async def test_a_job_that_fails_for_good_says_why_and_may_be_put_back(desk: Desk) -> None:
+    await desk.start()
+    job = await desk.client.charge.submit(Order(3, fails=5))
+
+    with pytest.raises(HandlerError, match="no card in try 3") as caught:
+        await ended(job)
+
+    assert caught.value.error_type == "LookupError"
+    state = await job.state()
+    assert (state.status, state.error) == ("failed", "LookupError: no card in try 3")
+    letters = DeadLetters(desk.runtime.bus.data.jetstream, desk.queue.namespace)
+    (letter,) = await letters.find()
+    assert job.id == f"{desk.queue}.{letter.job_id}"
+
+    await letters.redrive(letter)
+
+    with pytest.raises(HandlerError, match="no card in try 3"):
+        await ended(job)
+    assert desk.tills[0].begun == [3] * 6
+
+
+async def test_a_request_that_no_try_can_read_is_tried_once(desk: Desk) -> None:
+    await desk.start()
+    subject = work_subject(desk.queue, "odd")
+    await desk.runtime.bus.data.jetstream.publish(subject, b'{"number": "many"}')
+    job = desk.runtime.job(f"{desk.queue}.odd", desk.kind.charge)
+
+    with pytest.raises(InvalidRequest, match="number"):
+        await ended(job)
+
+    assert desk.tills[0].begun == []
+
+
+async def test_plain_nats_clients_submit_by_publishing_json(desk: Desk) -> None:
+    await desk.start()
+    js = desk.runtime.bus.data.jetstream
+
+    await js.publish(work_subject(desk.queue, "mine"), b'{"number": 11}')
+
+    assert await ended(desk.runtime.job(f"{desk.queue}.mine", desk.kind.charge)) == Receipt(
+        11, 1, "mine"
+    )
+
+
+async def test_untyped_calls_of_a_durable_handler_wait_for_the_job_too(desk: Desk) -> None:
+    await desk.start()
+    client = await desk.runtime.endpoint(str(desk.queue)).client()
+    await client.wait_for_instances(PATIENCE)
+
+    answer = await client.generate({"number": 12, "fails": 1})
+
+    assert (answer["number"], answer["tries"]) == (12, 2)
+
+
+async def test_one_result_is_recorded_for_a_key(desk: Desk) -> None:
+    await desk.start()
+
+    first = await desk.client.charge.submit(Order(5), idempotency_key="order.5of=x")
+    second = await desk.client.charge.submit(Order(6), idempotency_key="order.5of=x")
+    one = await ended(first)
+    third = await desk.client.charge.submit(Order(7), idempotency_key="order.5of=x")
+
+    assert first.id == second.id == third.id
+    assert one == await ended(second) == await ended(third) == Receipt(5, 1, "order.5of=x")
+    assert desk.tills[0].begun == [5]
+
+
+async def test_a_job_that_waits_is_not_begun_once_it_is_cancelled(desk: Desk) -> None:
+    job = await desk.client.charge.submit(Order(8))
+
+    assert await job.cancel()
+    assert not await job.cancel()
+    with pytest.raises(Cancelled):
+        await ended(job)
+    assert (await job.state()).status == "cancelled"
+
+    await desk.start()
+    assert (await ended(await desk.client.charge.submit(Order(9)))).number == 9
+    assert 8 not in desk.tills[0].begun or (await job.state()).status == "cancelled"
+
+
+async def test_a_job_that_runs_is_dropped_when_it_is_cancelled(desk: Desk) -> None:
+    await desk.start()
+    job = await desk.client.charge.submit(Order(1001))
+    await comes_to(job, "running")
+
+    assert await job.cancel()
+
+    with pytest.raises(Cancelled):
+        await ended(job)
+    assert (await ended(await desk.client.charge.submit(Order(10)))).number == 10
+    # It is in no queue any more.
+    js = desk.runtime.bus.data.jetstream
+    async with asyncio.timeout(PATIENCE):
+        while (await js.stream_info(work_stream(desk.queue))).messages:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_job_begins_after_its_delay(desk: Desk) -> None:
+    await desk.start()
+    began = unix_time()
+    job = await desk.client.charge.submit(Order(1), delay=0.4)
+    at = datetime.fromtimestamp(began + 0.8, UTC)
+    other = await desk.client.charge.submit(Order(2), at=at)
+
+    await ended(job)
+    assert unix_time() - began >= 0.4
+    await ended(other)
+    assert unix_time() - began >= 0.7
+
+
+async def test_times_that_are_none_are_refused(desk: Desk) -> None:
+    await desk.start()
+    await desk.client.charge(Order(1))
+    charge = desk.client.charge
+    past = datetime.now(UTC) - timedelta(days=4000)
+    for wrong, said in (
+        (charge.submit(Order(1), delay=-1), "delay=-1 is no number of seconds"),
+        (charge.submit(Order(1), at=datetime.fromtimestamp(1)), "has no time zone"),
+        (charge.submit(Order(1), at=past), "by the server's clock"),
+        (charge.submit(Order(1), delay=1.0, at=past), "not both"),
+        (charge.submit(Order(1), deadline=-2), "deadline=-2"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            await wrong
+    with pytest.raises(ConfigError, match="job id"):
+        await charge.submit(Order(1), idempotency_key="two words")
+
+
+async def test_a_job_that_was_not_begun_by_its_deadline_is_dropped(desk: Desk) -> None:
+    job = await desk.client.charge.submit(Order(1), deadline=0.5)
+    await anyio.sleep(0.6)
+
+    await desk.start()
+
+    with pytest.raises(DeadlineExceeded, match="not begun by its deadline"):
+        await ended(job)
+    assert desk.tills[0].begun == []
+
+
+async def test_waiting_for_a_result_does_not_end_the_job(desk: Desk) -> None:
+    await desk.start()
+    job = await desk.client.charge.submit(Order(1002))
+
+    with pytest.raises(DeadlineExceeded, match="and goes on"):
+        await job.result(0.1)
+
+    desk.tills[0].gate.set()
+    assert (await ended(job)).number == 1002
+
+
+async def test_an_instance_that_drains_lets_its_jobs_end_or_hands_them_on(desk: Desk) -> None:
+    first = await desk.start()
+    ends = await desk.client.charge.submit(Order(1003))
+    await comes_to(ends, "running")
+    stopping = asyncio.ensure_future(first.stop(PATIENCE))
+    await desk.start()
+    moves = await desk.client.charge.submit(Order(1004))
+    async with asyncio.timeout(PATIENCE):
+        while not desk.tills[1].begun:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    desk.tills[0].gate.set()
+    assert (await ended(ends)).tries == 1
+    await stopping
+
+    second = await desk.start()
+    await desk.runtimes[2].stop(0.0)
+    desk.tills[2].gate.set()
+
+    assert (await ended(moves)).number == 1004
+    assert [till.begun for till in desk.tills] == [[1003], [1004], [1004]]
+    await second.stop()
+
+
+async def test_a_result_over_the_limit_of_a_message_is_an_error(desk: Desk) -> None:
+    await desk.start()
+    size = desk.runtime.bus.data.jetstream.max_payload
+
+    job = await desk.client.charge.submit(Order(1, size=size))
+
+    with pytest.raises(PayloadTooLarge):
+        await ended(job)
+
+
+async def test_a_job_that_nobody_knows_is_told(desk: Desk) -> None:
+    await desk.start()
+    unknown = desk.runtime.job(f"{desk.queue}.never")
+
+    with pytest.raises(NoJob, match="was not submitted"):
+        await unknown.result(PATIENCE)
+    with pytest.raises(NoJob):
+        await unknown.state()
+    with pytest.raises(NoJob):
+        await unknown.cancel()
+    with pytest.raises(ConfigError, match=r"write namespace.component.endpoint.name"):
+        desk.runtime.job("never")
