@@ -8,9 +8,6 @@ import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 
-WITHOUT = "DYNBUS_TESTS_WITHOUT"
-"""The variable with the modules that are absent, with commas between."""
-
 
 class Absent:
     """A finder that finds no module of these, nor below them."""

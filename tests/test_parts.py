@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import Final
 
 import pytest
 from tests.absent import run_without
+from tests.parts import (
+    FOREIGN,
+    LAB,
+    LAB_TESTS,
+    PARTS,
+    ROOT,
+    Part,
+    belongs,
+    is_below,
+    missing,
+)
 from tests.test_structure import source_files
 
 from dynbus.bus.extras import EXTRAS
-
-ROOT = Path(__file__).parents[1]
-
-LAB: Final = (
-    "dynbus.actors.chaos",
-    "dynbus.actors.commands.bench",
-    "dynbus.actors.commands.chaos",
-    "dynbus.actors.commands.schema",
-    "dynbus.actors.documents",
-    "dynbus.compat",
-    "dynbus.kvrouter.commands.kv",
-    "dynbus.kvrouter.commands.kv_access",
-    "dynbus.kvrouter.commands.kv_arguments",
-    "dynbus.kvrouter.commands.kv_reports",
-    "dynbus.kvrouter.stream.history",
-    "dynbus.llm.commands.replay",
-    "dynbus.llm.commands.replaying",
-    "dynbus.llm.replay",
-)
-"""What the other parts never import."""
 
 NEED_MORE: Final = {
     # Their extras are zmq, http, torch, and vLLM itself.
@@ -42,40 +32,6 @@ NEED_MORE: Final = {
     "dynbus.llm.small.torch_backend",
     "dynbus.llm.vllm",
 }
-FOREIGN: Final = {
-    "kv": {"numpy", "xxhash"},
-    "zmq": {"zmq"},
-    "llm": {"huggingface_hub", "jinja2", "llguidance", "packaging", "threadpoolctl", "tokenizers"},
-    "http": {"httptools", "starlette", "uvicorn"},
-    "transfer": {"nixl"},
-    "torch": {"torch"},
-    "vllm": {"vllm"},
-}
-
-
-class Part(NamedTuple):
-    """A part that is installed alone.
-
-    Attributes:
-        packages: that are its own, all of whose modules are imported.
-        absent: packages of the other parts.
-        foreign: extras whose packages it has.
-    """
-
-    packages: tuple[str, ...]
-    absent: tuple[str, ...]
-    foreign: tuple[str, ...] = ()
-
-
-PARTS: Final = {
-    "dynbus": Part(
-        ("dynbus.spi", "dynbus.testing", "dynbus.cli", "dynbus.bus", "dynbus.actors"),
-        ("dynbus.kvrouter", "dynbus.transfer", "dynbus.llm"),
-    ),
-    "kv": Part(("dynbus.kvrouter",), ("dynbus.transfer", "dynbus.llm"), ("kv",)),
-    "transfer": Part(("dynbus.transfer",), ("dynbus.kvrouter", "dynbus.llm"), ("kv",)),
-    "llm": Part(("dynbus.llm",), (), ("kv", "llm", "http")),
-}
 
 
 def modules_of(part: Part) -> Iterator[str]:
@@ -83,17 +39,6 @@ def modules_of(part: Part) -> Iterator[str]:
         is_own = any(name == each or name.startswith(f"{each}.") for each in part.packages)
         if is_own and not is_below(name, LAB) and not is_below(name, NEED_MORE):
             yield name
-
-
-def is_below(name: str, packages: Sequence[str] | set[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in packages)
-
-
-def missing(part: Part) -> set[str]:
-    foreign = {
-        each for extra, names in FOREIGN.items() if extra not in part.foreign for each in names
-    }
-    return foreign | set(part.absent) | set(LAB)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -154,3 +99,17 @@ def test_the_extras_are_those_that_are_looked_for() -> None:
 
     assert set(EXTRAS) <= set(declared["optional-dependencies"])
     assert not {"numpy", "xxhash"} & {each.split(">")[0] for each in declared["dependencies"]}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_tree_of_a_part_has_its_tests_and_packages_and_nothing_of_the_others(name: str) -> None:
+    part = PARTS[name]
+    others = [each for each in PARTS.values() if set(each.packages) & set(part.absent)]
+    absent = [each.removeprefix("dynbus.") for each in part.absent]
+
+    assert all(belongs(path, part) for path in ("pyproject.toml", "bus/bus.py", *part.tests))
+    assert all((ROOT / path).exists() for path in (*part.tests, *part.needs_more, *LAB_TESTS))
+    left_out = [path for each in others for path in each.tests]
+    left_out += [path for each in absent for path in (f"{each}/__init__.py", f"src/dynbus/{each}")]
+    left_out += [*LAB_TESTS, "src/dynbus/compat/__init__.py", "actors/chaos/trial.py"]
+    assert [path for path in left_out if belongs(path, part)] == []

@@ -8,7 +8,6 @@ import pytest
 from tests.story import on_a_kit
 
 from dynbus import Actor, ConfigError, NoInstances, depends, handler
-from dynbus.kvrouter import KvEventPublisher
 from dynbus.testing import TestKit
 
 
@@ -96,14 +95,6 @@ def test_a_namespace_of_the_start_and_the_client_goes_before_that_of_the_class()
         return await kit.client(Homeless, namespace="elsewhere").ask()
 
     assert on_a_kit(story) == "found"
-
-
-def test_what_publishes_for_an_instance_does_so_under_its_node() -> None:
-    async def story(kit: TestKit) -> str:
-        instance = await kit.start(Engine, node="prefill", instance_id="a")
-        return repr(KvEventPublisher.of(instance.actor))
-
-    assert "nodes.prefill.a" in on_a_kit(story)
 
 
 def test_a_constructor_that_takes_a_node_and_a_namespace_itself_is_given_them() -> None:

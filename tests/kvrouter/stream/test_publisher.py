@@ -22,6 +22,7 @@ from tests.kvrouter.event_bus import (
     stored_messages,
 )
 
+from dynbus import Actor, handler
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, Unavailable
@@ -41,7 +42,7 @@ from dynbus.kvrouter.stream.event_log import OutgoingBatch
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.kvrouter.stream.resync import ResyncRequest, encode_resync
-from dynbus.testing import run
+from dynbus.testing import TestKit, run
 
 
 async def ask(at: EventBus, known_epoch: int = 0, instance_id: str = "a") -> None:
@@ -598,3 +599,18 @@ def test_a_bridge_that_came_late_is_seen_by_routers_until_it_knows_everything() 
             return said
 
     assert len(run(story())) == 4
+
+
+class Engine(Actor, namespace="nodes"):
+    @handler
+    async def ask(self) -> str:
+        return "plain"
+
+
+def test_what_publishes_for_an_instance_does_so_under_its_node() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            instance = await kit.start(Engine, node="prefill", instance_id="a")
+            return repr(KvEventPublisher.of(instance.actor))
+
+    assert "nodes.prefill.a" in run(story())
