@@ -72,11 +72,10 @@ class Part(NamedTuple):
     Attributes:
         packages: that are its own.
         absent: packages of the other parts.
-        foreign: extras whose packages it has.
-        extras: that are installed for its tests.
-        group: of dependencies, which its tests need beside.
         tests: that it has to pass.
-        needs_more: those of them that need another extra.
+        foreign: extras whose packages its modules need.
+        extras: that its tests need, those of what it can do beside among them.
+        group: of dependencies, which its tests need beside.
     """
 
     packages: tuple[str, ...]
@@ -85,7 +84,6 @@ class Part(NamedTuple):
     foreign: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     group: str = "tests"
-    needs_more: tuple[str, ...] = ()
 
 
 PARTS: Final = {
@@ -100,8 +98,7 @@ PARTS: Final = {
         ("dynbus.transfer", "dynbus.llm"),
         ("tests/kvrouter", "tests/budgets/test_kv.py"),
         foreign=("kv",),
-        extras=("kv",),
-        needs_more=("tests/kvrouter/engines/test_engine_events.py",),
+        extras=("kv", "metrics", "zmq"),
     ),
     "transfer": Part(
         ("dynbus.transfer",),
@@ -115,7 +112,7 @@ PARTS: Final = {
         (),
         ("tests/llm", "tests/budgets/test_tokens.py"),
         foreign=("kv", "llm", "http"),
-        extras=("http",),
+        extras=("http", "metrics", "zmq"),
         group="tests-llm",
     ),
 }
@@ -125,14 +122,14 @@ def is_below(name: str, packages: Iterable[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in packages)
 
 
-def foreign(part: Part) -> set[str]:
-    """Packages of others that a part does without."""
-    return {each for extra, names in FOREIGN.items() if extra not in part.foreign for each in names}
+def packages_beside(extras: Iterable[str]) -> set[str]:
+    """Packages of others that no extra of these brings."""
+    return {each for extra, names in FOREIGN.items() if extra not in extras for each in names}
 
 
 def missing(part: Part) -> set[str]:
     """All that is not there where a part is installed alone."""
-    return foreign(part) | set(part.absent) | set(LAB)
+    return packages_beside(part.foreign) | set(part.absent) | set(LAB)
 
 
 # The tree --------------------------------------------------------------------------------------
@@ -154,7 +151,7 @@ def belongs(path: str, part: Part) -> bool:
             if set(each.packages) & set(part.absent)
             for test in each.tests
         }
-        left_out = {*LAB_TESTS, *part.needs_more, *others}
+        left_out = {*LAB_TESTS, *others}
         return not any(path == one or path.startswith(f"{one}/") for one in left_out)
     name = module_of(path)
     if is_below(name, RIG) or name == "dynbus.actors.chaos":
@@ -195,7 +192,8 @@ def main(name: str, *rest: str) -> None:
         make_tree(part, Path(rest[0]))
         print(",".join(part.extras), part.group, *part.tests)
         return
-    found = [each for each in sorted(missing(part) - set(LAB) - OF_THE_TESTS) if is_there(each)]
+    beside = packages_beside((*part.foreign, *part.extras)) - OF_THE_TESTS
+    found = [each for each in sorted({*beside, *part.absent}) if is_there(each)]
     if found:
         sys.exit(f"part {name}: {', '.join(found)} can be imported: remove this environment")
 

@@ -294,3 +294,19 @@ class _Owned(metadata.Distribution):
         made = entry_point(name, value)
         vars(made)["dist"] = self
         return made
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("lab", "chaos", "--minutes=nan"),
+        ("cancel", "some-id", "--wait=nan"),
+        ("call", "demo.A.f", "--timeout=nan"),
+        ("http", "--grace=nan"),
+    ],
+)
+def test_a_command_refuses_a_number_that_is_none(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command) == 2
+    assert "is no number" in capsys.readouterr().err
