@@ -15,13 +15,13 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from dynbus import ConfigError, Option, Reply, handler, takes
+from dynbus import ConfigError, Option, handler, takes
 from dynbus.transfer import Settled, Settlement
 
 from .engine.interface import Engine, EngineLimits
 from .engine.options import SpeedupRatio
 from .engine.worker import EngineWorker
-from .generation import Generated, GenerateRequest
+from .generation import GenerateRequest
 from .hand_over.messages import LendRequest, Lent
 from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
@@ -242,7 +242,7 @@ class ModelWorker(EngineWorker, abstract=True):
         return engine
 
     async def on_engine(self, limits: EngineLimits) -> None:
-        await self.hold(self.tiers.opened(self, self._running(), self.served))
+        self.sink = await self.hold(self.tiers.opened(self, self._running(), self.served))
         await self.register_model(limits, self.generate, self.embed)
 
     async def register_model(self, limits: EngineLimits, generate: Any, embed: Any) -> None:
@@ -258,12 +258,6 @@ class ModelWorker(EngineWorker, abstract=True):
     def instance_metadata(self) -> Mapping[str, str]:
         own = {**self.tiers.metadata(), **self.served.metadata()}
         return {**super().instance_metadata(), **own}
-
-    async def serve_request(
-        self, name: str, request: GenerateRequest, reply: Reply[Generated]
-    ) -> None:
-        here = partial(super().serve_request, name, request, reply)
-        await self.tiers.serve(name, request, reply, here)
 
     @handler(concurrency=None)
     async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:

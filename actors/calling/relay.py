@@ -300,23 +300,19 @@ class RelayedStream(OfInvocation, Generic[K]):
     def take(self) -> Arrival[K, Any] | None:
         """What has arrived since the last time, and its end; None for nothing."""
         call = self._call
-        items: Sequence[Any] = ()
         if call is None:
-            raw = self._raw
-            if not raw or self.is_over:
-                return self._take_undelivered()
-            self._raw = []
-        else:
-            reader = call.reader
-            raw = reader.ready
-            if raw:
-                reader.ready = []
-                if not self._is_direct:
-                    try:
-                        raw = self._invocation.arrived(raw)
-                    except ResumeMismatch as mismatch:
-                        self._finish(mismatch)
-                        return Arrival(self, (), True, mismatch)
+            return self._take_uncalled()
+        items: Sequence[Any] = ()
+        reader = call.reader
+        raw = reader.ready
+        if raw:
+            reader.ready = []
+            if not self._is_direct:
+                try:
+                    raw = self._invocation.arrived(raw)
+                except ResumeMismatch as mismatch:
+                    self._finish(mismatch)
+                    return Arrival(self, (), True, mismatch)
         if raw:
             try:
                 if len(raw) == 1:
@@ -330,10 +326,8 @@ class RelayedStream(OfInvocation, Generic[K]):
                 if failure is not None:
                     self.cancel(failure)
                     return Arrival(self, items, True, failure)
-        if call is None:
-            return _arrival((self, items, False, None))
         error = call.error
-        if error is None and call.reader.terminal is None:
+        if error is None and reader.terminal is None:
             return _arrival((self, items, False, None)) if items else None
         if error is not None and self._invocation.may_follow and self._read_on(error):
             self._call = None
@@ -344,13 +338,23 @@ class RelayedStream(OfInvocation, Generic[K]):
         self._finish(error)
         return Arrival(self, items, True, error)
 
-    def _take_undelivered(self) -> Arrival[K, Any] | None:
-        """Why no call is open and none will be, where nobody has been told so."""
-        arrival, self._undelivered = self._undelivered, None
-        if self.is_over or arrival is None:
+    def _take_uncalled(self) -> Arrival[K, Any] | None:
+        """What has come where no call is open here, and why none will be."""
+        raw, end = self._raw, self._undelivered
+        self._raw, self._undelivered = [], None
+        if self.is_over:
             return None
-        self._finish(arrival.error)
-        return arrival
+        items: Sequence[Any] = ()
+        if raw:
+            self.unread_bytes += sum(map(len, raw))
+            items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
+            if failure is not None:
+                self.cancel(failure)
+                return Arrival(self, items, True, failure)
+        if end is not None:
+            self._finish(end.error)
+            return end._replace(items=items)
+        return Arrival(self, items, False, None) if items else None
 
     def lose(self, error: BaseException) -> None:
         """What was taken was not delivered, and nothing else will be."""

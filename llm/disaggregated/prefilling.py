@@ -13,7 +13,7 @@ from dynbus.kvrouter import KvRouter
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.mover import Mover
 from dynbus.llm.hand_over.observing import HandOverFigures
-from dynbus.llm.hand_over.sink import Limits, Receiving
+from dynbus.llm.hand_over.sink import Limits, Origin
 
 from .choosing import PrefillChoice
 
@@ -24,8 +24,8 @@ class Prefilling(Protocol):
     def prefill(self, request: PrefillRequest, /) -> AsyncGenerator[Prefilled, None]: ...
 
 
-class PrefillInstances:
-    """The prefill instances of a component; an `Origin`.
+class PrefillInstances(Origin):
+    """The prefill instances of a component.
 
     Args:
         client: of theirs, routed by `routing`.
@@ -55,10 +55,6 @@ class PrefillInstances:
             async with aclosing(self._client.prefill(request)) as items:
                 async for item in items:
                     yield item
-
-    def ended(self, receiving: Receiving) -> None:
-        """See `Origin.ended`."""
-        self.figures.ended(receiving.machine.outcome)
 
 
 class PrefillRouting:

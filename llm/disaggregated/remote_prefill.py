@@ -1,18 +1,17 @@
-"""The one place where a decode instance decides about a prompt, and has it computed elsewhere."""
+"""The decision of a decode instance about one prompt: computed here, or by prefill instances."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import msgspec
 
-from dynbus import DynbusError, Reply, WorkQueue, context
-from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.hand_over.machine import HandOver
+from dynbus import DynbusError, WorkQueue, context
+from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.hand_over.messages import PrefillJob
-from dynbus.llm.hand_over.sink import Origin, Sink
+from dynbus.llm.hand_over.observing import TransferSpans
+from dynbus.llm.hand_over.sink import Origin, Plan
 
 from .choosing import PrefillChoice
 
@@ -20,13 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePrefill:
-    """Has prompts computed by prefill instances, where that is better than computing them here.
+    """Plans which prompts are computed by prefill instances.
 
     Args:
-        sink: of the engine that goes on.
         choice: decides.
         origin: the prefill instances.
-        has_tickets: see `HandOver`.
         queue: of the jobs of prefill instances; None where prompts go directly always.
         instance: by which prefill instances answer to these jobs.
         model: the fingerprint of the own model, for who takes a job.
@@ -34,19 +31,17 @@ class RemotePrefill:
 
     def __init__(
         self,
-        sink: Sink,
         choice: PrefillChoice,
         origin: Origin,
+        spans: TransferSpans,
         *,
-        has_tickets: bool = True,
         queue: WorkQueue | None = None,
         instance: str = "",
         model: str = "",
     ) -> None:
-        self.sink = sink
         self.choice = choice
         self.origin = origin
-        self._has_tickets = has_tickets
+        self._spans = spans
         self._queue = queue
         self._instance = instance
         self._model = model
@@ -54,50 +49,29 @@ class RemotePrefill:
     def __repr__(self) -> str:
         return f"<RemotePrefill {self.choice!r}>"
 
-    async def serve(
-        self,
-        name: str,
-        request: GenerateRequest,
-        reply: Reply[Generated],
-        here: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Serve a request of the running call to its end.
-
-        Args:
-            name: of the request in the engine.
-            here: serves one whose prompt is computed here.
-        """
-        choice = self.choice
+    async def plan(self, request: GenerateRequest) -> Plan | None:
+        """See `Planner.plan`."""
+        choice, running = self.choice, context()
         queue = self._queue if choice.goes_by_queue else None
         jobs = 0 if queue is None else await _waiting(queue)
 
         def is_remote(cached: int) -> bool:
             decision = choice.decide(request, cached, jobs=jobs)
-            self.sink.spans.decided(decision.describe())
-            logger.debug("%s: %s", name, decision.describe())
+            self._spans.decided(decision.describe())
+            logger.debug("%s: %s", running.id, decision.describe())
             if not decision.remote:
                 self.origin.figures.computed_here(str(decision.reason))
             return decision.remote
 
-        expected = choice.cached_tokens(context().metadata)
+        expected = choice.cached_tokens(running.metadata)
         if not is_remote(expected):
-            await here()
-            return
-        machine = HandOver(
-            len(request.token_ids),
-            has_tickets=self._has_tickets,
-            queued=queue is not None,
-            vocabulary=self.sink.runner.limits.vocabulary,
-        )
-        await self.sink.receive(
-            name,
-            request,
-            reply,
+            return None
+        return Plan(
             self.origin,
-            machine,
+            len(request.token_ids),
             # More of it may be here than its router knew.
-            is_worth=lambda cached: cached <= expected or is_remote(cached),
-            enqueue=None if queue is None else self._enqueue,
+            lambda cached: cached <= expected or is_remote(cached),
+            None if queue is None else self._enqueue,
         )
 
     async def _enqueue(self, hand_over: str, tokens: int, deadline: float) -> None:

@@ -136,7 +136,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         self._events = RoleEvents()
         self._roles: Roles | None = None
         self._source: Source | None = None
-        self._remote: RemotePrefill | None = None
+        self._decodes: Sink | None = None
 
     def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
         """What moves its blocks, for subclasses that move them otherwise.
@@ -328,19 +328,22 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 compares=self._checksums,
                 patience=limits.settle,
             )
+            origin = PrefillInstances(
+                client, routing, mover, limits, self.figures, self.served.fingerprint
+            )
+            spans = TransferSpans(runtime.bus.telemetry, name)
             remote = RemotePrefill(
-                Sink(runner, runtime.background, TransferSpans(runtime.bus.telemetry, name)),
                 choice,
-                PrefillInstances(
-                    client, routing, mover, limits, self.figures, self.served.fingerprint
-                ),
+                origin,
+                spans,
                 queue=self._queue,
                 instance=self._control.instance_id,
                 model=self.served.fingerprint,
             )
+            sink = Sink(runner, runtime.background, spans, remote)
             ended = asyncio.Event()
             try:
-                self._remote = remote
+                self.sink = self._decodes = sink
                 await self.register_model(
                     self._limits_of_engine,
                     self._target(name, "generate", ended),
@@ -349,8 +352,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 yield
             finally:
                 ended.set()
-                if self._remote is remote:
-                    self._remote = None
+                if self._decodes is sink:
+                    self.sink = self._decodes = None
 
     def _control_client(self) -> DisaggregatedWorker:
         """All instances, whatever they serve."""
@@ -398,21 +401,18 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     async def serve_request(
         self, name: str, request: GenerateRequest, reply: Reply[Generated]
     ) -> None:
-        here = partial(super().serve_request, name, request, reply)
-        if self._remote is not None:
-            await self._remote.serve(name, request, reply, here)
-        else:
+        if self.sink is None:
             # The decode role is given up.
             self.figures.computed_here("no_prefill")
-            await here()
+        await super().serve_request(name, request, reply)
 
     @handler(concurrency=None)
     async def offer(self, offer: Offer) -> OfferAnswer:
         """A prefill instance has taken a job of this one: it ends when the prompt is handed over,
         or when nobody waits for it."""
-        if self._remote is None:
+        if self._decodes is None:
             return OfferAnswer(done=False, reason="this instance decodes no longer")
-        return await self._remote.sink.offer(offer, is_own=offer.instance in self._ids)
+        return await self._decodes.offer(offer, is_own=offer.instance in self._ids)
 
     # Prefill --------------------------------------------------------------------------------
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from itertools import count
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -32,16 +33,33 @@ KEPT_OF_IDLE: Final = 1 / 3
 """The part of `idle_timeout` for which outputs of a request that wants no stream are kept."""
 
 
+class PromptSink(Protocol):
+    """What serves requests whose prompts may come from elsewhere."""
+
+    async def serve(
+        self,
+        name: str,
+        request: GenerateRequest,
+        reply: Reply[Generated],
+        here: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Serve a request; by `here`, where its prompt is computed here."""
+
+
 class EngineWorker(Actor, abstract=True):
     """Serves an engine: a subclass says in `make_engine` which.
 
     Its KV events go to the routers, where the engine has any. A worker whose engine raises is
     broken: calls go elsewhere, and `dynbus run` starts it anew. A stream of tokens that is lost
     goes on at another worker, behind what has come.
+
+    Attributes:
+        sink: decides where prompts come from; None where all are computed here.
     """
 
     rest_of = staticmethod(resume)
 
+    sink: PromptSink | None = None
     _engine_runner: EngineRunner | None = None
     _engine_exits: AsyncExitStack | None = None
     _engine_numbers: Iterator[int]
@@ -181,6 +199,15 @@ class EngineWorker(Actor, abstract=True):
         Args:
             name: of the request in the engine.
         """
+        here = partial(self._serve_here, name, request, reply)
+        if self.sink is None:
+            await here()
+        else:
+            await self.sink.serve(name, request, reply, here)
+
+    async def _serve_here(
+        self, name: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
         runner, running = self._running(), context()
         await runner.prepare(request)
         unlink = running.link(lambda _: runner.cancel(name))

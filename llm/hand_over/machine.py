@@ -44,7 +44,6 @@ class Phase(Enum):
     `FALLING_BACK` is `DECODING` of a request that computes what it lacks of its prompt itself.
     """
 
-    LOCAL = "local"
     RESERVING = "reserving"
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -142,7 +141,7 @@ class _Part:
 
 
 class HandOver:
-    """One request whose prompt's blocks come from elsewhere.
+    """One request whose prompt's blocks come from elsewhere; the engine reserves blocks for it.
 
     Args:
         tokens: of the prompt that are wanted, from the first on: all of one that is computed.
@@ -170,7 +169,7 @@ class HandOver:
         queued: bool = False,
         vocabulary: int = ANY_TOKENS,
     ) -> None:
-        self.phase = Phase.LOCAL
+        self.phase = Phase.RESERVING
         self.reason: Reason = ""
         self.detail = ""
         self.cached = self.settled = 0
@@ -183,7 +182,7 @@ class HandOver:
         self._parts: list[_Part] = []
         self._offered = 0
         self._calls = self._leaves = False
-        self._holds = False
+        self._holds = True
         self._has_ended = False
 
     def __repr__(self) -> str:
@@ -199,13 +198,6 @@ class HandOver:
         """What became of it: nothing where the prompt came, the reason, or `cancelled`."""
         has_come = self.first is not None or self.phase is Phase.DECODING
         return self.reason or ("" if has_come else "cancelled")
-
-    def begin(self) -> list[Action]:
-        """Blocks are being reserved."""
-        if self.phase is Phase.LOCAL and not self._has_ended:
-            self.phase = Phase.RESERVING
-            self._holds = True
-        return []
 
     def reserved(self, cached: int, *, is_worth: bool = True) -> list[Action]:
         """The blocks are there.

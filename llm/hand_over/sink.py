@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextvars
 import logging
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol, assert_never
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, assert_never
 
 import anyio
 import msgspec
@@ -84,18 +85,19 @@ class Origin(Protocol):
     """Where the blocks of prompts come from, as the sink asks it.
 
     Attributes:
+        mover: brings the blocks.
         limits: for each of its hand-overs.
         figures: of its hand-overs.
+        computes, has_tickets: see `HandOver`.
     """
 
+    mover: Mover
     limits: Limits
     figures: HandOverFigures
+    computes: ClassVar[bool] = True
+    has_tickets: ClassVar[bool] = True
 
-    @property
-    def mover(self) -> Mover:
-        """What brings the blocks."""
-        ...
-
+    @abstractmethod
     def ask(self, request: PrefillRequest, instance: str) -> AsyncGenerator[Prefilled, None]:
         """Have a source compute a prompt, or lend what it has of it.
 
@@ -104,12 +106,36 @@ class Origin(Protocol):
         """
         ...
 
-    def ended(self, receiving: Receiving) -> None:
-        """A hand-over is over, well or not; the engine goes on, or the request has ended."""
-
 
 Enqueuing = Callable[[str, int, float], Awaitable[None]]
 """Puts a job into the work queue: its id, the tokens that are to be computed, and its deadline."""
+
+
+class Plan(NamedTuple):
+    """The way of a prompt's blocks from elsewhere.
+
+    Attributes:
+        origin: where they come from.
+        tokens: of the prompt that are wanted; see `HandOver`.
+        is_worth: whether the rest is asked for of a prompt of which so many tokens are here.
+        enqueue: for a request that is taken out of the work queue; None for one that is sent.
+        ended: called when the engine goes on, or the request has ended.
+    """
+
+    origin: Origin
+    tokens: int
+    is_worth: Callable[[int], bool]
+    enqueue: Enqueuing | None = None
+    ended: Callable[[Receiving], object] = lambda _: None
+
+
+class Planner(Protocol):
+    """What decides whether prompts come from elsewhere."""
+
+    async def plan(self, request: GenerateRequest) -> Plan | None:
+        """The way of the prompt of a request of the running call; None where it is computed
+        here."""
+        ...
 
 
 class Sink:
@@ -117,45 +143,49 @@ class Sink:
 
     Args:
         background: owns what goes on after a request has ended: transfers that are given up.
+        planner: decides for each request.
     """
 
-    def __init__(self, runner: EngineRunner, background: Background, spans: TransferSpans) -> None:
+    def __init__(
+        self,
+        runner: EngineRunner,
+        background: Background,
+        spans: TransferSpans,
+        planner: Planner,
+    ) -> None:
         self.runner = runner
         self.background = background
         self.spans = spans
+        self.planner = planner
         self.open: dict[str, Receiving] = {}
 
     def __repr__(self) -> str:
         return f"<Sink [{len(self.open)} hand-overs]>"
 
-    async def receive(
+    async def serve(
         self,
         name: str,
         request: GenerateRequest,
         reply: Reply[Generated],
-        origin: Origin,
-        machine: HandOver,
-        *,
-        is_worth: Callable[[int], bool] = lambda _: True,
-        enqueue: Enqueuing | None = None,
+        here: Callable[[], Awaitable[None]],
     ) -> None:
-        """Serve a request of the running call, whose prompt's blocks come from elsewhere, until its
-        reply has ended.
+        """Serve a request of the running call until its reply has ended, with what comes of its
+        prompt from elsewhere, where some is to.
 
         Args:
             name: of the request in the engine.
-            machine: new, for this request.
-            is_worth: whether the rest is asked for of a prompt of which so many tokens are here.
-            enqueue: for a machine whose request is taken out of the work queue.
+            here: serves it without that.
 
         Raises:
             InvalidRequest, Unavailable: the engine does not take it.
         """
+        plan = await self.planner.plan(request)
+        if plan is None:
+            await here()
+            return
         running = context()
         await self.runner.prepare(request)
-        receiving = Receiving(
-            self, name, request, reply, origin, machine, is_worth, enqueue, running
-        )
+        receiving = Receiving(self, name, request, reply, plan, running)
         unlink = running.link(lambda _: self.runner.cancel(name))
         try:
             if not running.is_stopped():
@@ -179,7 +209,7 @@ class Sink:
 
 
 class Receiving:
-    """One request whose prompt's blocks come from elsewhere; see `Sink.receive`.
+    """One request whose prompt's blocks come from elsewhere; see `Sink.serve`.
 
     Attributes:
         machine: where it is.
@@ -195,13 +225,16 @@ class Receiving:
         name: str,
         request: GenerateRequest,
         reply: Reply[Generated],
-        origin: Origin,
-        machine: HandOver,
-        is_worth: Callable[[int], bool],
-        enqueue: Enqueuing | None,
+        plan: Plan,
         running: Context,
     ) -> None:
-        self.machine = machine
+        self.machine = HandOver(
+            plan.tokens,
+            is_computed=plan.origin.computes,
+            has_tickets=plan.origin.has_tickets,
+            queued=plan.enqueue is not None,
+            vocabulary=sink.runner.limits.vocabulary,
+        )
         self.error: DynbusError | None = None
         self.bytes = 0
         self.asked = self.answered = self.read = 0.0
@@ -211,9 +244,8 @@ class Receiving:
         self._id = random_id()
         self._request = request
         self._reply = reply
-        self._origin = origin
-        self._is_worth = is_worth
-        self._put = enqueue
+        self._origin = plan.origin
+        self._plan = plan
         self._running = running
         self._time_left: float | None = None
         self._tasks: TaskGroup | None = None
@@ -244,7 +276,6 @@ class Receiving:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                self._do(self.machine.begin())
                 tasks.start_soon(self._wait_for_blocks)
                 await self._reply.ended()
                 tasks.cancel_scope.cancel()
@@ -265,8 +296,9 @@ class Receiving:
         if self._waiting is not None:
             self._waiting.end()
         self._sink.open.pop(self._id, None)
-        self._origin.ended(self)
         machine = self.machine
+        self._origin.figures.ended(machine.outcome)
+        self._plan.ended(self)
         if machine.reason and machine.reason not in NOT_COUNTED:
             logger.warning(
                 "%s: its prompt is computed here from token %d on: %s (%s)",
@@ -381,7 +413,7 @@ class Receiving:
             return
         self.asked = monotonic()
         self._time_left = self._running.time_left()
-        is_worth = self._is_worth(held.cached)
+        is_worth = self._plan.is_worth(held.cached)
         self._do(self.machine.reserved(held.cached, is_worth=is_worth))
         if not self.machine.waits:
             return
@@ -402,12 +434,13 @@ class Receiving:
         return min(seconds, max(0.0, self._time_left * SHARE_OF_DEADLINE))
 
     async def _enqueue(self, cached: int) -> None:
-        assert self._put is not None, "only a machine with a queue asks for it"
+        put = self._plan.enqueue
+        assert put is not None, "only a machine with a queue asks for it"
         self._waiting = self._sink.spans.begin("work_queue")
         tokens = len(self._request.token_ids) - cached
         deadline = monotonic() + self._limit(self._origin.limits.queue)
         try:
-            await self._put(self._id, tokens, deadline)
+            await put(self._id, tokens, deadline)
         except DynbusError as error:
             self._fall_back("queue_failed", error)
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
-from dynbus import Reply, context
+from dynbus import context
 from dynbus.kvrouter import requests as routed
-from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.hand_over.machine import HandOver
+from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.hand_over.messages import LendRequest, Lent, Prefilled, PrefillRequest
 from dynbus.llm.hand_over.mover import Mover
 from dynbus.llm.hand_over.observing import HandOverFigures
-from dynbus.llm.hand_over.sink import Limits, Receiving, Sink
+from dynbus.llm.hand_over.sink import Limits, Origin, Plan, Receiving
 from dynbus.llm.hand_over.source import MAX_SECONDS
 from dynbus.spi import monotonic
 from dynbus.transfer import BadDescription
@@ -91,10 +90,9 @@ class FetchStatistics:
 
 
 class PrefixFetcher:
-    """Fetches prefixes from peers for the requests of one engine.
+    """Plans which prefixes are fetched from peers for the requests of one engine.
 
     Args:
-        sink: of the engine.
         mover: reads into the engine's memory.
         rates: measured; they decide.
         peer: gives an instance by its id.
@@ -107,7 +105,6 @@ class PrefixFetcher:
 
     def __init__(
         self,
-        sink: Sink,
         mover: Mover,
         rates: Rates,
         *,
@@ -122,39 +119,20 @@ class PrefixFetcher:
         self.model = model
         self.statistics = FetchStatistics()
         self.figures = HandOverFigures()
-        self._sink = sink
 
     def __repr__(self) -> str:
         return f"<PrefixFetcher [{self.figures.open} running]>"
 
-    async def serve(
-        self,
-        name: str,
-        request: GenerateRequest,
-        reply: Reply[Generated],
-        here: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Serve a request of the running call to its end, with what a peer holds of its prompt.
-
-        Args:
-            name: of the request in the engine.
-            here: serves it without that.
-        """
+    async def plan(self, request: GenerateRequest) -> Plan | None:
+        """See `Planner.plan`."""
         running = context()
-        fetch = self.plan(request, running.metadata, running.deadline)
+        fetch = self.choose(request, running.metadata, running.deadline)
         if fetch is None:
-            await here()
-            return
-        await self._sink.receive(
-            name,
-            request,
-            reply,
-            _Lender(self, fetch),
-            HandOver(fetch.tokens, is_computed=False),
-            is_worth=lambda cached: cached < fetch.tokens,
-        )
+            return None
+        lender = _Lender(self, fetch)
+        return Plan(lender, fetch.tokens, lambda cached: cached < fetch.tokens, ended=lender.ended)
 
-    def plan(
+    def choose(
         self, request: GenerateRequest, metadata: Mapping[str, str], deadline: float | None
     ) -> Fetch | None:
         """What is to be fetched for a request, as its router has said who holds it.
@@ -184,8 +162,10 @@ class PrefixFetcher:
         return Fetch(peer, blocks * size, verdict, spare)
 
 
-class _Lender:
-    """The peer of one fetch; see `Origin`."""
+class _Lender(Origin):
+    """The peer of one fetch."""
+
+    computes: ClassVar[bool] = False
 
     def __init__(self, fetcher: PrefixFetcher, fetch: Fetch) -> None:
         patience = fetch.patience
@@ -228,13 +208,9 @@ class _Lender:
         return Prefilled(lent.tokens, start, ticket, fetch.peer)
 
     def ended(self, receiving: Receiving) -> None:
-        machine, statistics, rates = (
-            receiving.machine,
-            self._fetcher.statistics,
-            self._fetcher.rates,
-        )
+        machine, fetcher = receiving.machine, self._fetcher
+        statistics, rates = fetcher.statistics, fetcher.rates
         blocks = (machine.settled - machine.cached) // rates.block_size
-        self.figures.ended(machine.outcome)
         if machine.outcome == "cancelled":
             return
         if machine.reason and machine.reason != "cached":

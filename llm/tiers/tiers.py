@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Protocol
 
-from dynbus import ConfigError, InvalidRequest, Reply, Unavailable, context, with_options
+from dynbus import ConfigError, InvalidRequest, Unavailable, context, with_options
 from dynbus.kvrouter import profiles
 from dynbus.llm.engine import EngineRunner, EngineWorker, ModelEngine
-from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.hand_over.messages import LendRequest, Lent
 from dynbus.llm.hand_over.mover import AgentMover
 from dynbus.llm.hand_over.observing import TransferSpans
@@ -88,9 +87,9 @@ class Tiers:
     @asynccontextmanager
     async def opened(
         self, worker: EngineWorker, runner: EngineRunner, model: ServedModel
-    ) -> AsyncGenerator[None]:
+    ) -> AsyncGenerator[Sink | None]:
         """Fetch and lend prefixes, and tell operators of all that is kept elsewhere, while it is
-        entered.
+        entered. It gives what serves requests with prefixes of others; None where none are fetched.
 
         Args:
             worker: whose instances are the peers: they have `lend_prefix` and `settle`.
@@ -100,16 +99,17 @@ class Tiers:
             ConfigError: the engine's blocks cannot be moved, or not be compared.
         """
         if not self._host_memory and not self._fetches:
-            yield
+            yield None
             return
         async with AsyncExitStack() as exits:
+            sink: Sink | None = None
             if self._fetches:
-                await self._open_fetching(exits, worker, runner, model)
+                sink = await self._open_fetching(exits, worker, runner, model)
             watch = TierWatch(
                 worker.runtime.bus, worker.__dynbus_name__, self.store, self.fetcher, self.source
             )
             await exits.enter_async_context(watch)
-            yield
+            yield sink
 
     async def _open_fetching(
         self,
@@ -117,7 +117,7 @@ class Tiers:
         worker: EngineWorker,
         runner: EngineRunner,
         model: ServedModel,
-    ) -> None:
+    ) -> Sink:
         runtime, own, limits = worker.runtime, worker.__dynbus_name__, runner.limits
         try:
             memory: KvMemory = runner.memory
@@ -146,9 +146,6 @@ class Tiers:
             return found
 
         self.settling = Settling(memory, agent.leases)
-        spans = TransferSpans(runtime.bus.telemetry, own)
-        sink = Sink(runner, runtime.bus.background, spans)
-
         mover = AgentMover(
             agent,
             memory,
@@ -157,7 +154,7 @@ class Tiers:
             patience=MOST_PATIENCE,
         )
         self.fetcher = PrefixFetcher(
-            sink, mover, self.rates, peer=peer, agent_of=agent_of, model=model.fingerprint
+            mover, self.rates, peer=peer, agent_of=agent_of, model=model.fingerprint
         )
         self.source = Source(
             runner,
@@ -168,6 +165,8 @@ class Tiers:
             most_lent=max(1, int(self._lend_share * limits.blocks)),
             model=model.fingerprint,
         )
+        spans = TransferSpans(runtime.bus.telemetry, own)
+        return Sink(runner, runtime.bus.background, spans, self.fetcher)
 
     def metadata(self) -> dict[str, str]:
         """What an instance announces that has it."""
@@ -175,25 +174,7 @@ class Tiers:
             return {}
         return {profiles.FETCHES_KEY: "true", profiles.LENDS_KEY: str(self.source.most_lent)}
 
-    async def serve(
-        self,
-        name: str,
-        request: GenerateRequest,
-        reply: Reply[Generated],
-        here: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Serve a request of the running call to its end, with what a peer holds of its prompt.
-
-        Args:
-            name: of the request in the engine.
-            here: serves it without.
-        """
-        if self.fetcher is None:
-            await here()
-        else:
-            await self.fetcher.serve(name, request, reply, here)
-
-    async def lend(self, request: LendRequest) -> AsyncGenerator[Lent]:
+    def lend(self, request: LendRequest) -> AsyncGenerator[Lent]:
         """Lease the cached blocks of a prefix to another instance, until the call ends.
 
         Raises:
@@ -201,10 +182,7 @@ class Tiers:
         """
         if self.source is None:
             raise Unavailable(LENDS_NONE)
-        lending: Any = self.source.lend(request, context())
-        async with aclosing(lending):
-            async for lent in lending:
-                yield lent
+        return self.source.lend(request, context())
 
     async def settle(self, settlement: Settlement) -> Settled:
         """Whether a lease on this instance's blocks has held until now, which ends it.

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import anyio
 import msgspec
@@ -36,7 +36,7 @@ from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.mover import Part
 from dynbus.llm.hand_over.observing import HandOverFigures, TransferSpans
-from dynbus.llm.hand_over.sink import Limits, Receiving, Sink
+from dynbus.llm.hand_over.sink import Limits, Origin, Sink
 from dynbus.spi import ComponentName, InstanceName, describe_exception
 from dynbus.transfer import LeaseLost
 
@@ -73,7 +73,7 @@ async def remote_prefill(
     identity: KvIdentity,
     settings: DisaggregationSettings,
     figures: HandOverFigures,
-) -> AsyncGenerator[RemotePrefill]:
+) -> AsyncGenerator[Sink]:
     """Have prompts computed by the instances of a component while the block runs.
 
     Args:
@@ -93,17 +93,19 @@ async def remote_prefill(
         engines = PrefillEngines(
             runtime, prefill, client(router), client(None), engine, identity, figures
         )
-        sink = Sink(runner, runtime.background, TransferSpans(runtime.bus.telemetry, own))
-        yield RemotePrefill(sink, choice, engines, has_tickets=False)
+        spans = TransferSpans(runtime.bus.telemetry, own)
+        yield Sink(runner, runtime.background, spans, RemotePrefill(choice, engines, spans))
 
 
-class PrefillEngines:
-    """The prefill engines of a component, and vLLM's connector to them: `Origin` and `Mover`.
+class PrefillEngines(Origin):
+    """The prefill engines of a component, and vLLM's connector to them: a `Mover` as well.
 
     Args:
         routed, direct: clients of theirs, by the router and by an instance's id.
         identity: of the own engine.
     """
+
+    has_tickets: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -148,10 +150,6 @@ class PrefillEngines:
         """The call of an engine whose blocks can be read here."""
         with call_options(metadata={REQUIRED_KEY: self._identity.tag}, retries=1):
             return self._routed.prefill(request)
-
-    def ended(self, receiving: Receiving) -> None:
-        """See `Origin.ended`."""
-        self.figures.ended(receiving.machine.outcome)
 
     def start(self, part: Part, deadline: float) -> _Reading:
         """See `Mover.start`."""

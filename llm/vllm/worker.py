@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from dynbus import ConfigError, InvalidRequest, Option, Reply, Unavailable, context, handler, takes
+from dynbus import ConfigError, InvalidRequest, Option, Unavailable, context, handler, takes
 from dynbus.kvrouter import profiles
 from dynbus.llm.disaggregated.roles import Role
 from dynbus.llm.disaggregated.settings import DisaggregationOption, DisaggregationSettings
@@ -26,7 +26,6 @@ from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.options import KvEvents
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL, EngineWorker
-from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch
 from dynbus.llm.hand_over.source import Source
@@ -50,7 +49,7 @@ from .starting import (
 
 if TYPE_CHECKING:
     from dynbus.kvrouter import EngineEvents, KvRouter
-    from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
+    from dynbus.llm.hand_over.sink import Sink
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +191,6 @@ class VllmWorker(EngineWorker, namespace="llm"):
         self._lease = options.kv_lease
         self._role: Role | None = None
         self._identity: KvIdentity | None = None
-        self._remote: RemotePrefill | None = None
         self.figures = HandOverFigures()
         self._keeper: ConnectorKeeper | None = None
         self._source: Source | None = None
@@ -314,7 +312,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
             return
         await self.hold(HandOverWatch(self.runtime.bus, name, self.figures, lambda: role))
         if role == "decode":
-            self._remote = await self.hold(self._remote_prefill())
+            self.sink = await self.hold(self._remote_prefill())
         else:
             self._keeper = ConnectorKeeper(engine)
             self._source = Source(
@@ -371,7 +369,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     # Prompts that others compute, and that are computed for others -----------------------
 
-    def _remote_prefill(self) -> AbstractAsyncContextManager[RemotePrefill]:
+    def _remote_prefill(self) -> AbstractAsyncContextManager[Sink]:
         """What has prompts computed elsewhere."""
         from .connector_mover import prefill_component, remote_prefill
 
@@ -395,15 +393,6 @@ class VllmWorker(EngineWorker, namespace="llm"):
             self._settings,
             self.figures,
         )
-
-    async def serve_request(
-        self, name: str, request: GenerateRequest, reply: Reply[Generated]
-    ) -> None:
-        here = partial(super().serve_request, name, request, reply)
-        if self._remote is None:
-            await here()
-        else:
-            await self._remote.serve(name, request, reply, here)
 
     @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[Prefilled]:

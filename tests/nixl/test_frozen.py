@@ -27,6 +27,7 @@ from tests.scenarios.observation import Prefer
 from dynbus import Runtime, with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
 from dynbus.llm.disaggregated.worker import BlockAgent, DisaggregatedWorker
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.mover import Moving, Part
@@ -74,11 +75,11 @@ class WatchedAgent:
         return self._agent.start(*args, **options)
 
 
-class WatchedOrigin:
+class WatchedOrigin(Origin):
     """Prefill instances of which it is told what they say, and what is read of them."""
 
     def __init__(self, origin: Origin, phases: Phases) -> None:
-        self.limits, self.figures, self.ended = origin.limits, origin.figures, origin.ended
+        self.limits, self.figures = origin.limits, origin.figures
         self.mover = self
         self._origin = origin
         self._phases = phases
@@ -204,8 +205,10 @@ def test_a_request_is_right_and_in_time_in_whatever_phase_its_prefill_instance_f
             await whole.stop()
             decode = await one.start(Engine, node="decode", disaggregation=REMOTE, **model)
             here = engine_of(decode)
-            remote = here._remote  # pyright: ignore[reportPrivateUsage]
-            assert remote is not None
+            sink = here._decodes  # pyright: ignore[reportPrivateUsage]
+            assert sink is not None
+            remote = sink.planner
+            assert isinstance(remote, RemotePrefill)
             remote.origin = WatchedOrigin(remote.origin, here.phases)
             ended = here.figures.ended
 

@@ -30,6 +30,7 @@ from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.work_queue import JobEnd
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.disaggregated import roles
+from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
 from dynbus.llm.disaggregated.roles import Role, RoleChange, RoleState
 from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -138,9 +139,10 @@ def engine_of(instance: ActorInstance) -> Engine:
 
 def router_of(instance: ActorInstance) -> KvRouter:
     """By which a decode instance sends prompts to prefill instances."""
-    remote = engine_of(instance)._remote  # pyright: ignore[reportPrivateUsage]
-    assert remote is not None
-    return remote.choice._router  # pyright: ignore[reportPrivateUsage]
+    sink = engine_of(instance)._decodes  # pyright: ignore[reportPrivateUsage]
+    assert sink is not None
+    assert isinstance(sink.planner, RemotePrefill)
+    return sink.planner.choice._router  # pyright: ignore[reportPrivateUsage]
 
 
 async def takes_no_jobs(instance: ActorInstance) -> None:

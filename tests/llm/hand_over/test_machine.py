@@ -43,7 +43,6 @@ def chunk(start: int, stop: int, first: Generated | None = None) -> Prefilled:
 
 def began(*, cached: int = 0, queued: bool = False) -> HandOver:
     one = HandOver(PROMPT, queued=queued, vocabulary=VOCABULARY)
-    one.begin()
     one.reserved(cached)
     return one
 
@@ -59,7 +58,6 @@ def kinds(actions: list[Action]) -> list[type]:
 def test_a_prompt_that_comes_in_two_parts_is_delivered_when_both_are_settled() -> None:
     one = HandOver(PROMPT)
 
-    assert one.begin() == []
     assert one.reserved(16) == [Call("", 16)]
     assert one.came(chunk(16, 32)) == [Read(0, chunk(16, 32))]
     assert at(one) is Phase.PREFILLING
@@ -130,7 +128,6 @@ def test_a_job_is_offered_once_and_not_needed_after_that() -> None:
     assert one.offered("p2") == []
 
     two = HandOver(PROMPT, queued=True)
-    two.begin()
     assert two.reserved(0) == [Enqueue(0)]
     assert two.fall_back("too_slow", "nobody took it") == [Deliver(0, None), Release()]
     assert two.offered("p1") == []
@@ -138,7 +135,6 @@ def test_a_job_is_offered_once_and_not_needed_after_that() -> None:
 
 def test_a_prompt_that_is_cached_after_all_is_computed_here() -> None:
     one = HandOver(PROMPT)
-    one.begin()
 
     assert one.reserved(32, is_worth=False) == [Deliver(32, None), Release()]
     assert one.reason == "cached"
@@ -168,8 +164,7 @@ def test_an_answer_that_cannot_be_is_used_for_nothing(item: Prefilled) -> None:
 
 
 PHASES: dict[Phase, Callable[[], HandOver]] = {
-    Phase.LOCAL: lambda: HandOver(PROMPT),
-    Phase.RESERVING: lambda: _after(lambda one: one.begin()),
+    Phase.RESERVING: lambda: HandOver(PROMPT),
     Phase.QUEUED: lambda: began(),
     Phase.PREFILLING: lambda: _after(lambda one: one.came(chunk(0, 32)), began()),
     Phase.READING: lambda: _after(lambda one: one.came(chunk(0, PROMPT, FIRST)), began()),
@@ -181,8 +176,7 @@ PHASES: dict[Phase, Callable[[], HandOver]] = {
 }
 
 
-def _after(event: Callable[[HandOver], object], one: HandOver | None = None) -> HandOver:
-    one = one or HandOver(PROMPT)
+def _after(event: Callable[[HandOver], object], one: HandOver) -> HandOver:
     event(one)
     return one
 
@@ -219,7 +213,7 @@ def test_the_promises_hold_whatever_comes_in_whatever_order(
     queued: bool, cached: int, events: list[tuple[str, int]]
 ) -> None:
     one = HandOver(PROMPT, queued=queued)
-    done: list[Action] = one.begin()
+    done: list[Action] = []
     reads: list[Read] = []
     quiet: set[int] = set()
     proven: set[int] = set(range(16 * cached))

@@ -47,13 +47,13 @@ class Story:
         spans = TransferSpans(None, InstanceName("test", "a", "a"))
         memory: Any = self.memory
         self.fetcher = PrefixFetcher(
-            Sink(cast(Any, self.engine), background, spans),
             AgentMover(memory, memory, self.settle, patience=60.0),
             self.rates,
             peer=lambda _: self,
             agent_of=lambda name: f"agent of {name}",
             model="of a",
         )
+        self.sink = Sink(cast(Any, self.engine), background, spans, self.fetcher)
 
     async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
         assert request.model == "of a"
@@ -79,7 +79,7 @@ class Story:
         async def here() -> None:
             raise AssertionError("it is fetched")
 
-        await self.fetcher.serve("r", PROMPT, cast(Any, Ending()), here)
+        await self.sink.serve("r", PROMPT, cast(Any, Ending()), here)
 
     def check_nothing_is_left(self) -> None:
         assert self.lender.loans == 0
@@ -276,7 +276,7 @@ def test_a_peer_may_take_as_long_as_computing_and_a_transfer_four_times_what_is_
 def test_nothing_is_fetched_where_nobody_is_said_to_hold_more(metadata: dict[str, str]) -> None:
     async def story() -> Fetch | None:
         async with Background("test") as background:
-            return Story(background).fetcher.plan(PROMPT, metadata, None)
+            return Story(background).fetcher.choose(PROMPT, metadata, None)
 
     assert run(story()) is None
 
@@ -286,7 +286,7 @@ def test_of_a_prompt_whose_blocks_are_all_held_the_last_token_is_computed() -> N
         async with Background("test") as background:
             told = Story(background)
             metadata = {"kv_peer": "b", "kv_peer_blocks": "1000"}
-            return told.fetcher.plan(GenerateRequest([1] * 8 * SIZE), metadata, None)
+            return told.fetcher.choose(GenerateRequest([1] * 8 * SIZE), metadata, None)
 
     plan = run(story())
     assert plan is not None
@@ -299,8 +299,8 @@ def test_a_request_with_several_continuations_and_more_than_some_at_a_time_compu
             told = Story(background)
             metadata = {"kv_peer": "b", "kv_peer_blocks": "8"}
             several = GenerateRequest(PROMPT.token_ids, n=2)
-            plans = [told.fetcher.plan(several, metadata, None)]
+            plans = [told.fetcher.choose(several, metadata, None)]
             told.fetcher.figures.open = MAX_FETCHES
-            return [*plans, told.fetcher.plan(PROMPT, metadata, None)]
+            return [*plans, told.fetcher.choose(PROMPT, metadata, None)]
 
     assert run(story()) == [None, None]
