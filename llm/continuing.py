@@ -54,11 +54,15 @@ class Again:
         Raises:
             ResumeMismatch: something else comes than came before.
         """
+        if self._at == len(self._token_ids):
+            return item
         expected = self._token_ids[self._at : self._at + len(item.token_ids)]
         count = len(expected)
         same = item.token_ids[:count] == list(expected)
         self._at += count
-        if not same or (item.finish_reason is not None and self._at < len(self._token_ids)):
+        # One that is broken off has not come out otherwise.
+        is_whole = item.finish_reason not in (None, "cancelled")
+        if not same or (is_whole and self._at < len(self._token_ids)):
             raise ResumeMismatch(
                 "the output was made once more from its beginning, and comes out otherwise: "
                 f"of {len(self._token_ids)} tokens that had come, one of the first {self._at} "

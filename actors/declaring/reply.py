@@ -18,7 +18,6 @@ PARAMETER: Final = "reply"
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
-U = TypeVar("U")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -40,10 +39,6 @@ class Reply(Generic[T_contra]):
     def __repr__(self) -> str:
         state = "ended" if self.has_ended else "paused" if self.is_paused else "open"
         return f"<Reply [{state}]>"
-
-    def converting(self, convert: Callable[[U], T_contra]) -> Reply[U]:
-        """This stream, for a maker of items of another kind, which `convert` makes its own."""
-        return Reply(self._port, lambda item: self._encode(convert(item)))
 
     @property
     def is_paused(self) -> bool:

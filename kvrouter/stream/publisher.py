@@ -36,6 +36,7 @@ from dynbus.spi import (
 )
 
 from .awareness import AwarenessLevel, CacheAwareness
+from .cache_mirror import CacheMirror
 from .event_buffer import DEFAULT_HANDED_BYTES, EventBuffer, own_events
 from .event_log import EventLog, LogStatistics, OutgoingBatch
 from .event_stream import EpochClock, EventStream, StoredEvents, ensure_stream, read_events
@@ -397,8 +398,17 @@ class KvEventPublisher(Openable):
             self._event_buffer.set_awareness(rank, awareness)
             self._wake_loop()
 
-    def loop_sink(self) -> LoopSink:
-        """A sink for an engine's reader on the publisher's own event loop; see `LoopSink`."""
+    def loop_sink(self, cache: CacheMirror | None = None) -> LoopSink:
+        """A sink for an engine's reader on the publisher's own event loop; see `LoopSink`.
+
+        Args:
+            cache: what rank 0 holds, where several publishers share that: it is said as a whole.
+        """
+        if cache is not None:
+            log = self._log(0)
+            log.mirror = cache
+            log.begin_anew()
+            self._wake.set()
         return LoopSink(self._log, self._takes, self._wake.set)
 
     def _takes(self) -> bool:

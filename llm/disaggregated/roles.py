@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Final, Literal, Self, TypeAlias
 
@@ -110,23 +111,24 @@ class RoleEvents:
     """
 
     def __init__(self) -> None:
-        self._mirror = CacheMirror()
-        self._publishers: list[KvEventPublisher] = []
+        self._cache = CacheMirror()
+        self._says: list[Callable[[Sequence[KvEvent]], object]] = []
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """See `EventSink.publish`."""
-        self._mirror.apply(events)
-        for publisher in self._publishers:
-            publisher.publish(events)
+        taken = self._cache.apply(events)
+        for say in self._says:
+            say(taken)
 
-    def join(self, publisher: KvEventPublisher) -> None:
-        """Publish there, too, from now on."""
-        publisher.publish(list(self._mirror.state()))
-        self._publishers.append(publisher)
-
-    def leave(self, publisher: KvEventPublisher) -> None:
-        """Publish there no longer."""
-        self._publishers.remove(publisher)
+    @contextmanager
+    def joined(self, publisher: KvEventPublisher) -> Generator[None]:
+        """Publish there, too, within the block."""
+        say = partial(publisher.loop_sink(self._cache).publish, dp_rank=0)
+        self._says.append(say)
+        try:
+            yield
+        finally:
+            self._says.remove(say)
 
 
 class RoleInstance:
@@ -186,8 +188,7 @@ class RoleInstance:
                     background=bus.background,
                 )
                 await exits.enter_async_context(publisher)
-                self._events.join(publisher)
-                exits.callback(self._events.leave, publisher)
+                exits.enter_context(self._events.joined(publisher))
             await exits.enter_async_context(self._life(self))
             self._exits = exits.pop_all()
 

@@ -299,8 +299,7 @@ class _Asked:
         sampling: of each continuation, by its name in vLLM; of a text to embed its pooling.
         options: what else `AsyncLLM.generate` or `AsyncLLM.encode` gets.
         has_output: whether something was made for it.
-        shown: its first token, which was sent already, and comes once more; None without one.
-        again: its output that came before, where vLLM makes it from the beginning; None elsewhere.
+        again: its output that was sent before, where vLLM makes that once more; None elsewhere.
         restarts: whether its sampler begins anew in the middle of an output.
         reads: whether vLLM was told to read what another engine has computed.
         decided: set once something was made for it, or it has ended.
@@ -312,7 +311,6 @@ class _Asked:
     sampling: dict[str, Any]
     options: dict[str, Any]
     has_output: bool = False
-    shown: int | None = None
     again: Again | None = None
     restarts: bool = False
     reads: bool = False
@@ -505,7 +503,7 @@ class VllmStepper:
         if engine.only_embeds:
             raise ValueError("this engine makes embeddings alone: ask another one for tokens")
         check_request(request, engine.limits)
-        again: Again | None = None
+        again = _shown_of(request)
         restarts = request.generated > 0
         form = request.structured
         if form is not None and request.generated:
@@ -527,7 +525,6 @@ class VllmStepper:
         }
         asked = _Asked(request, sampling, options, again=again, restarts=restarts, open=request.n)
         if isinstance(request, ReadingRequest):
-            asked.shown = request.shown
             asked.reads = request.kv_transfer_params is not None
         return asked
 
@@ -542,7 +539,7 @@ class VllmStepper:
             {f"{request_id}-0-{attempts}": sampling_params(request, 0, None)},
             {**former.options, "prompt": prompt},
             has_output=former.has_output,
-            shown=request.shown if isinstance(request, ReadingRequest) else None,
+            again=_shown_of(request),
             decided=former.decided,
             attempts=attempts,
             restarts=former.restarts,
@@ -672,22 +669,17 @@ class VllmStepper:
             try:
                 new = asked.again.new_of(item)
             except ResumeMismatch as error:
-                self._refuse(request_id, asked, error)
-                self._abort(*asked.sampling)
+                if _shown_of(request) is not None:
+                    self._go_on_from_shown(request_id, asked)
+                else:
+                    self._refuse(request_id, asked, error)
+                    self._abort(*asked.sampling)
                 return
             if new is None:
                 return
             item = new
         if asked.restarts and reason is not None:
             item = msgspec.structs.replace(item, sampler_restarted=True)
-        if asked.shown is not None and item.token_ids:
-            shown, asked.shown = asked.shown, None
-            if item.token_ids[0] != shown:
-                self._go_on_from(request_id, asked, shown)
-                return
-            item = _without_first(item)
-            if not item.token_ids and item.finish_reason is None:
-                return
         if isinstance(request, PromptRequest):
             if output.kv_transfer_params is None or item.finish_reason is None:
                 self._fail(request_id, "vLLM does not hold what it has computed")
@@ -702,12 +694,13 @@ class VllmStepper:
             if not asked.open:
                 self._end(request_id)
 
-    def _go_on_from(self, request_id: str, asked: _Asked, shown: int) -> None:
+    def _go_on_from_shown(self, request_id: str, asked: _Asked) -> None:
         """Go on from the first token that was sent: this engine has drawn another, as engines do
         that round otherwise, or draw at random."""
         logger.debug("%s: the engine that computed the prompt drew another token", request_id)
         request = cast("ReadingRequest", asked.request)
-        rest = request.continued([shown], request.index)
+        assert request.shown is not None, "another token was shown"
+        rest = request.continued([request.shown], request.index)
         rest = msgspec.structs.replace(rest, kv_transfer_params=None, shown=None)
         try:
             self._begin_anew(request_id, asked, rest)
@@ -740,6 +733,12 @@ def _fields(request: GenerateRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in GenerateRequest.__struct_fields__}
 
 
+def _shown_of(request: GenerateRequest) -> Again | None:
+    """The first token that was sent already of a request; None where none was."""
+    shown = request.shown if isinstance(request, ReadingRequest) else None
+    return None if shown is None else Again([shown])
+
+
 def _reading(
     request: GenerateRequest, ticket: ConnectorTicket | None, shown: Generated | None
 ) -> ReadingRequest:
@@ -761,12 +760,6 @@ def drawn_alike(request: GenerateRequest, seed: int, engine: VllmEngine) -> Gene
     if engine.is_cpu or sampling.temperature == 0 or sampling.seed is not None:
         return request
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, seed=seed))
-
-
-def _without_first(item: Generated) -> Generated:
-    """An item without its first token."""
-    logprobs = None if item.logprobs is None else item.logprobs[1:]
-    return msgspec.structs.replace(item, token_ids=item.token_ids[1:], logprobs=logprobs)
 
 
 # How busy it is -----------------------------------------------------------------------------

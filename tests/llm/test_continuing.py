@@ -139,6 +139,14 @@ def test_of_an_output_that_comes_again_only_the_rest_is_new(came: int, cuts: set
     assert new.finish_reason == "stop"
 
 
+def test_an_output_that_is_broken_off_once_more_has_not_come_out_differently() -> None:
+    again = Again([10, 11, 12])
+
+    new = again.new_of(Generated([10], finish_reason="cancelled"))
+
+    assert new == Generated([], finish_reason="cancelled")
+
+
 @pytest.mark.parametrize(
     "item",
     [

@@ -13,6 +13,7 @@ from dynbus.bus.memory.bus import MemoryBus
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, decode_events
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
+from dynbus.kvrouter.stream.cache_mirror import CacheMirror
 from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.kvrouter.stream.event_log import EventLog
 from dynbus.kvrouter.stream.event_stream import EpochClock
@@ -98,3 +99,22 @@ def test_events_after_the_close_are_counted_as_refused() -> None:
         return publisher.status().refused
 
     assert run(story()) == 1
+
+
+def test_a_publisher_that_shares_a_cache_later_says_it_whole_and_then_what_follows() -> None:
+    async def story() -> bool:
+        at = EventBus()
+        cache = CacheMirror()
+        async with at.publisher("a") as first, at.follower() as follower:
+            sinks = [first.loop_sink(cache)]
+            say(sinks[0], [stored(7)])
+            async with at.publisher("b") as second:
+                await second.flush()
+                sinks.append(second.loop_sink(cache))
+                taken = cache.apply([stored(8, parent=7), BlockRemoved([5])])
+                for sink in sinks:
+                    sink.publish(taken, dp_rank=0)
+                await at.settled(follower)
+                return follower.lookup([7, 8]) == {"a": 2, "b": 2}
+
+    assert run(story())
