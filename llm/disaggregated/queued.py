@@ -4,8 +4,8 @@ the decode instance that waits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 import anyio
 import msgspec
@@ -30,12 +30,8 @@ OTHERS_DELAY: Final = 0.2
 """Seconds after which a job for another model may be taken by another instance."""
 
 
-class Offers(Protocol):
-    """The decode instances, as a prefill instance calls them."""
-
-    async def offer(self, offer: Offer, instance: str) -> OfferAnswer:
-        """Offer to compute the prompt of a job."""
-        ...
+Offering = Callable[[Offer, str], Awaitable[OfferAnswer]]
+"""Offers a decode instance, by its id, to compute the prompt of a job."""
 
 
 class JobTaker:
@@ -50,13 +46,13 @@ class JobTaker:
     def __init__(
         self,
         queue: WorkQueue,
-        offers: Offers,
+        offer: Offering,
         instance: str,
         is_wanted: Callable[[], bool],
         model: str = "",
     ) -> None:
         self._queue = queue
-        self._offers = offers
+        self._offer_to = offer
         self._instance = instance
         self._is_wanted = is_wanted
         self._model = model
@@ -125,9 +121,7 @@ class JobTaker:
         try:
             async with job:
                 try:
-                    await self._offers.offer(
-                        Offer(wanted.hand_over, self._instance), wanted.instance
-                    )
+                    await self._offer_to(Offer(wanted.hand_over, self._instance), wanted.instance)
                 except (NoInstances, UnknownOutcome, StreamLost) as error:
                     # Its decode instance is gone, and with it the request.
                     logger.info("the prefill job %s has nobody: %s", wanted.hand_over, error)

@@ -70,8 +70,8 @@ class RemotePrefill:
             self.origin,
             len(request.token_ids),
             # More of it may be here than its router knew.
-            lambda cached: cached <= expected or is_remote(cached),
-            None if queue is None else self._enqueue,
+            is_worth=lambda cached: cached <= expected or is_remote(cached),
+            enqueue=None if queue is None else self._enqueue,
         )
 
     async def _enqueue(self, hand_over: str, tokens: int, deadline: float) -> None:

@@ -267,9 +267,10 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     @asynccontextmanager
     async def _prefilling(self, role: RoleInstance) -> AsyncGenerator[None]:
         """Take jobs, where prompts go by the work queue."""
+        control = self._control_client()
         taker = JobTaker(
             self._queue,
-            _DecodeClient(self._control_client()),
+            lambda one, instance: with_options(control, instance=instance, timeout=None).offer(one),
             role.instance.id,
             self._has_jobs,
             self.served.fingerprint,
@@ -430,13 +431,3 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         async with aclosing(items):
             async for item in items:
                 yield item
-
-
-class _DecodeClient:
-    """The decode instances; see `Offers`."""
-
-    def __init__(self, control: DisaggregatedWorker) -> None:
-        self._control = control
-
-    async def offer(self, offer: Offer, instance: str) -> OfferAnswer:
-        return await with_options(self._control, instance=instance, timeout=None).offer(offer)

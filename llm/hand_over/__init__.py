@@ -5,8 +5,9 @@ each:
 
 - `source.Source` holds the blocks, and leases them part by part until they are read. It computes a
   prompt for another instance (`prefill`), or lends what is cached of one (`lend`).
-- `sink.Sink` is where the request goes on. It has its engine reserve blocks, asks an `Origin` for
-  what these lack, reads that, and lets the engine go on with what came and is proven.
+- `sink.Sink` is where the request goes on. Its `Planner` decides whether blocks of its prompt come
+  from elsewhere; all requests of an engine pass there. It has the engine reserve blocks, asks an
+  `Origin` for what these lack, reads that, and lets the engine go on with what came and is proven.
 - `machine.HandOver` decides what follows from what happens to one request, without I/O or clock:
 
     RESERVING  the engine makes room; what of the prompt is cached need not come

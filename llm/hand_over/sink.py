@@ -10,6 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, assert_never
 
 import anyio
@@ -111,7 +112,8 @@ Enqueuing = Callable[[str, int, float], Awaitable[None]]
 """Puts a job into the work queue: its id, the tokens that are to be computed, and its deadline."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """The way of a prompt's blocks from elsewhere.
 
     Attributes:

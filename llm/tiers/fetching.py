@@ -130,7 +130,12 @@ class PrefixFetcher:
         if fetch is None:
             return None
         lender = _Lender(self, fetch)
-        return Plan(lender, fetch.tokens, lambda cached: cached < fetch.tokens, ended=lender.ended)
+        return Plan(
+            lender,
+            fetch.tokens,
+            is_worth=lambda cached: cached < fetch.tokens,
+            ended=lender.ended,
+        )
 
     def choose(
         self, request: GenerateRequest, metadata: Mapping[str, str], deadline: float | None
