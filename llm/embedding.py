@@ -55,10 +55,10 @@ class Embedded(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         given = self.embedding
         if isinstance(given, bytes):
-            found = np.frombuffer(given, "<f4")
+            array = np.frombuffer(given, "<f4")
         else:
             with np.errstate(over="ignore"):
-                found = np.array(given, "<f4")
-        if not found.size or not np.isfinite(found).all():
+                array = np.array(given, "<f4")
+        if not array.size or not np.isfinite(array).all():
             raise ValueError("an embedding has numbers, all of them finite")
-        return found
+        return array

@@ -220,8 +220,8 @@ class ModelWorker(EngineWorker, abstract=True):
         return LocalModel(Path(folder), "folder", MOCK_NAME, MOCK_NAME)
 
     async def before_engine(self) -> None:
-        found = await self.find_model()
-        self.served.files = await self.stand_in() if found is None else found
+        model = await self.find_model()
+        self.served.files = await self.stand_in() if model is None else model
         self.show_step(LOADING)
 
     async def on_start(self) -> None:

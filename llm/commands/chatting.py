@@ -225,13 +225,13 @@ def _opener(url: str) -> OpenerDirector:
 def _message(data: bytes) -> str:
     """What an error's body says, in OpenAI's form or others; empty for nothing."""
     try:
-        found: Any = msgspec.json.decode(data)
+        content: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]  # pyright: ignore[reportUnknownVariableType]
-    return found if isinstance(found, str) else ""
+        if isinstance(content, dict) and key in content:
+            content = content[key]  # pyright: ignore[reportUnknownVariableType]
+    return content if isinstance(content, str) else ""
 
 
 # Conversations ------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ def _question(words: Sequence[str]) -> str:
     """The question of the command line, with standard input where it belongs."""
     if not words:
         words = [STDIN]
-    before, found, after = _split(words)
-    parts = [" ".join(before), sys.stdin.read() if found else "", " ".join(after)]
+    before, stdin_marker, after = _split(words)
+    parts = [" ".join(before), sys.stdin.read() if stdin_marker else "", " ".join(after)]
     text = "\n\n".join(filter(None, map(str.strip, parts)))
     if not text:
         raise click.UsageError("the question is empty")
@@ -417,9 +417,9 @@ class _Printed:
             return
         self._is_begun, self._is_dim = True, dim
         self._ends_line = text.endswith("\n")
-        told = _for_terminal(text) if self.shows else text
+        shown = _for_terminal(text) if self.shows else text
         has_colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        sys.stdout.write(click.style(told, dim=True) if dim and has_colour else told)
+        sys.stdout.write(click.style(shown, dim=True) if dim and has_colour else shown)
         sys.stdout.flush()
 
     def end(self) -> None:

@@ -55,11 +55,11 @@ def _list(as_json: bool, nats: str | None) -> None:
                 raise Unavailable(catalog.problem)
             return catalog.models
 
-    found = _run(look, nats)
+    models = _run(look, nats)
     if as_json:
-        terminal.print_json([_json(model) for model in found])
+        terminal.print_json([_json(model) for model in models])
         return
-    if not found:
+    if not models:
         terminal.notice("no model")
         return
     terminal.print_table(
@@ -73,7 +73,7 @@ def _list(as_json: bool, nats: str | None) -> None:
                 str(model.instances),
                 str(model.card.context_length or "-"),
             )
-            for model in found
+            for model in models
         ],
     )
 

@@ -28,9 +28,9 @@ def policy_names(text: str) -> list[str]:
     for file in files.values():
         _look_first_in(str(file.parent))
     for name, file in files.items():
-        found = find_spec(file.stem)
-        if found is None or found.origin is None or not file.samefile(found.origin):
-            where = "no module" if found is None else f"another module ({found.origin})"
+        spec = find_spec(file.stem)
+        if spec is None or spec.origin is None or not file.samefile(spec.origin):
+            where = "no module" if spec is None else f"another module ({spec.origin})"
             raise ConfigError(
                 f"policy {name!r}: the name {file.stem!r} belongs to {where}: rename the file"
             )

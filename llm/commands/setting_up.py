@@ -127,8 +127,8 @@ async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Out
 
 async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
     """What of a stream, or of its consumer, is otherwise than dynbus makes it."""
-    found = await jetstream.stream_config(one.stream.name)
-    listed = one.stream.differences(found, "in_memory", "rollup", "marker_ttl")
+    existing = await jetstream.stream_config(one.stream.name)
+    listed = one.stream.differences(existing, "in_memory", "rollup", "marker_ttl")
     if one.consumer is not None:
         has = (await jetstream.consumer_info(one.stream.name, one.consumer.name)).ack_wait
         if has != one.consumer.ack_wait:

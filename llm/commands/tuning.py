@@ -75,13 +75,13 @@ def _split(change: str) -> tuple[str, str]:
 def _list(as_json: bool, nats: str | None) -> None:
     from dynbus.llm.disaggregated.settings import stored_components
 
-    found = [str(name) for name in _run(stored_components, nats)]
+    components = [str(name) for name in _run(stored_components, nats)]
     if as_json:
-        terminal.print_json(found)
-    elif not found:
+        terminal.print_json(components)
+    elif not components:
         terminal.notice("no component has a record")
     else:
-        terminal.print_table(("COMPONENT",), [(terminal.plain(name),) for name in found])
+        terminal.print_table(("COMPONENT",), [(terminal.plain(name),) for name in components])
 
 
 def _carry_out(
@@ -125,13 +125,13 @@ def _show(stored: StoredSettings, own: Mapping[str, DisaggregationSettings], as_
 
     live: dict[str, Any] = msgspec.to_builtins(stored.over(DisaggregationSettings()))
     if as_json:
-        told = {
+        workers = {
             each: {"own": msgspec.to_builtins(one), "live": msgspec.to_builtins(stored.over(one))}
             for each, one in own.items()
         }
         changed = sorted(stored.changes)
         terminal.print_json(
-            {"settings": live, "changed": changed, "revision": stored.revision, "workers": told}
+            {"settings": live, "changed": changed, "revision": stored.revision, "workers": workers}
         )
         return
     rows: list[tuple[str, ...]] = []
@@ -151,10 +151,10 @@ def _nobody(component: str, decoding: Sequence[str]) -> str:
     """The hint that no instance goes by a record."""
     from dynbus.spi import suggestion
 
-    told = f"no decode instance of {component} is there{suggestion(component, decoding)}"
+    problem = f"no decode instance of {component} is there{suggestion(component, decoding)}"
     if decoding:
-        return f"{told}: there are those of {', '.join(decoding)}"
-    return f"{told}: those that start later go by its record"
+        return f"{problem}: there are those of {', '.join(decoding)}"
+    return f"{problem}: those that start later go by its record"
 
 
 def _run(work: Callable[[JetStream], Awaitable[T]], nats: str | None) -> T:

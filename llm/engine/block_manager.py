@@ -79,15 +79,15 @@ class BlockManager:
         if not self._prefix_caching:
             return 0, 0
         cached, uses = self._cached, self._uses
-        found = used = 0
+        held = used = 0
         for sequence_hash in islice(sequence_hashes, limit):
             block = cached.get(sequence_hash)
             if block is None:
                 break
-            found += 1
+            held += 1
             if uses[block]:
                 used += 1
-        return found, used
+        return held, used
 
     def admits(self, blocks: int, used: int) -> bool:
         """Whether a request of `blocks` blocks has room, `used` of them being in use by others."""

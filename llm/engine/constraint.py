@@ -87,16 +87,16 @@ class Grammars:
         form = msgspec.structs.replace(structured, thinking=None)
         key = msgspec.json.encode(form)
         with self._lock:
-            found = self._kept.get(key)
-        if found is None:
+            matcher = self._kept.get(key)
+        if matcher is None:
             # Not under the lock: the engine's steps go on beside it.
-            found = with_deep_stack(lambda: self._made(form))
+            matcher = with_deep_stack(lambda: self._made(form))
         with self._lock:
-            self._kept[key] = found
+            self._kept[key] = matcher
             self._kept.move_to_end(key)
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return matcher
 
     def _made(self, form: StructuredOutput) -> LLMatcher:
         guidance = library()

@@ -146,10 +146,10 @@ class Sampler:
     def _drawn(self, logits: NDArray[np.float32], position: int) -> int | None:
         if self.is_greedy:
             return likeliest(logits)
-        found = candidates(logits, self._sampling)
-        if found is None:
+        choices = candidates(logits, self._sampling)
+        if choices is None:
             return None
-        token_ids, weights = found
+        token_ids, weights = choices
         return pick(token_ids, weights, uniform(self._seed, position, self._index))
 
     def _changed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -285,15 +285,15 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
     for count in _PROMISING:
         # With the smallest are all that equal it, so the order among these is that of all.
         ids = _likeliest_ids(weights, count)
-        found = weights[ids]
-        if float(found.sum(dtype=np.float64)) >= wanted:
+        largest = weights[ids]
+        if float(largest.sum(dtype=np.float64)) >= wanted:
             break
     else:
-        ids, found = np.arange(len(weights)), weights
-    falling = np.sort(found)[::-1]
+        ids, largest = np.arange(len(weights)), weights
+    falling = np.sort(largest)[::-1]
     # The one that reaches the sum belongs to it.
     count = min(int(falling.cumsum(dtype=np.float64).searchsorted(wanted)) + 1, len(falling))
-    above, equal = found > falling[count - 1], found == falling[count - 1]
+    above, equal = largest > falling[count - 1], largest == falling[count - 1]
     above[np.flatnonzero(equal)[: count - int(above.sum())]] = True
     kept: NDArray[np.int64] = ids[above]
     return kept

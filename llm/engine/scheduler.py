@@ -282,10 +282,10 @@ class Scheduler(Generic[S]):
                 has_place = self._parked < self._max_num_seqs
             else:
                 has_place = budget > used and self._has_seat
-            found = self._room_for(request) if has_place else None
-            if found is None:
+            cached_blocks = self._room_for(request) if has_place else None
+            if cached_blocks is None:
                 break
-            cached = found * self._block_size
+            cached = cached_blocks * self._block_size
             lacking = request.sequence.length - cached
             taken = min(lacking, budget - used)
             if request.is_text:
@@ -300,7 +300,7 @@ class Scheduler(Generic[S]):
             _insert(self.running, request)
             # The last token is computed in any case.
             most = (request.sequence.length - 1) // self._block_size if request.caches else 0
-            cached = self._claim(request.blocks, request.sequence, found, most)
+            cached = self._claim(request.blocks, request.sequence, cached_blocks, most)
             taken = min(taken, request.sequence.length - cached)
             if request.is_text:
                 text_budget -= taken
@@ -337,8 +337,8 @@ class Scheduler(Generic[S]):
         if not request.caches:
             return 0 if self._manager.admits(-(-length // size), 0) else None
         # The last token is computed in any case: its result is the next token.
-        found, used = self._cached_prefix(request.sequence, (length - 1) // size)
-        return found if self._manager.admits(-(-length // size), used) else None
+        cached, used = self._cached_prefix(request.sequence, (length - 1) // size)
+        return cached if self._manager.admits(-(-length // size), used) else None
 
     def _cached_prefix(self, sequence: S, limit: int) -> tuple[int, int]:
         """How many of the first `limit` blocks are cached, and in use; see `BlockManager.prefix`.
@@ -350,41 +350,41 @@ class Scheduler(Generic[S]):
         while True:
             blocks = min(limit, max(2 * blocks, LOOKED_UP))
             sequence.hash_to(blocks)
-            found, used = self._manager.prefix(sequence.sequence_hashes, blocks)
-            if found < blocks or blocks == limit:
-                return found, used
+            cached, used = self._manager.prefix(sequence.sequence_hashes, blocks)
+            if cached < blocks or blocks == limit:
+                return cached, used
 
-    def _claim(self, table: list[int], sequence: S, found: int, most: int) -> int:
+    def _claim(self, table: list[int], sequence: S, cached: int, most: int) -> int:
         """Give a request the cached blocks that it begins with.
 
         Args:
-            found: how many the cache has.
+            cached: how many the cache has.
             most: up to so many in all are brought back from the tier below, as room allows.
 
         Returns:
             How many tokens are in its blocks.
         """
         manager, size = self._manager, self._block_size
-        manager.claim(table, sequence.sequence_hashes, found)
+        manager.claim(table, sequence.sequence_hashes, cached)
         if manager.tier is None:
-            return found * size
-        limit = min(most, found + manager.free - manager.headroom)
-        kept = self._kept_in_tier(manager.tier, sequence, found, limit)
+            return cached * size
+        limit = min(most, cached + manager.free - manager.headroom)
+        kept = self._kept_in_tier(manager.tier, sequence, cached, limit)
         if not kept:
-            return found * size
-        has_room = manager.grow(table, found + kept)
+            return cached * size
+        has_room = manager.grow(table, cached + kept)
         assert has_room, "the blocks of a tier were taken back without room for them"
-        end = found + kept
-        filled = manager.tier.fill(table[found:], sequence.sequence_hashes[found:end])
-        lost = table[found + filled :]
-        del table[found + filled :]
+        end = cached + kept
+        filled = manager.tier.fill(table[cached:], sequence.sequence_hashes[cached:end])
+        lost = table[cached + filled :]
+        del table[cached + filled :]
         manager.release(lost)
-        self._store(table, sequence, found, len(table))
+        self._store(table, sequence, cached, len(table))
         return len(table) * size
 
-    def _kept_in_tier(self, tier: BlockTier, sequence: S, found: int, limit: int) -> int:
-        """How many of the blocks behind those found the tier has, up to a limit."""
-        known, looked_up = found, LOOKED_UP
+    def _kept_in_tier(self, tier: BlockTier, sequence: S, cached: int, limit: int) -> int:
+        """How many of the blocks behind the cached ones the tier has, up to a limit."""
+        known, looked_up = cached, LOOKED_UP
         while known < limit:
             end = min(limit, known + looked_up)
             sequence.hash_to(end)
@@ -393,7 +393,7 @@ class Scheduler(Generic[S]):
             if known < end:
                 break
             looked_up *= 2
-        return known - found
+        return known - cached
 
     def _store(self, table: Sequence[int], sequence: S, first: int, last: int) -> None:
         """Cache the blocks of a sequence from `first` to before `last`, whose contents are there.
@@ -476,9 +476,9 @@ class Scheduler(Generic[S]):
         """Hold what is cached of a sequence, and what the tier below has of it."""
         self.is_stalled = False
         limit = sequence.length // self._block_size
-        found, _ = self._cached_prefix(sequence, limit)
+        cached, _ = self._cached_prefix(sequence, limit)
         table: list[int] = []
-        tokens = self._claim(table, sequence, found, limit)
+        tokens = self._claim(table, sequence, cached, limit)
         self._manager.hold(hold_id, table)
         self._held.append(Held(hold_id, tuple(table), tokens, tokens))
         self._manager.release(table)

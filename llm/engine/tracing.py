@@ -119,11 +119,11 @@ class EngineTrace:
         for prefill in step.prefilled:
             request = requests.get(prefill.request_id)
             if request is not None:
-                told = {
+                attributes = {
                     "gen_ai.usage.cache_read.input_tokens": prefill.cached_tokens,
                     "dynbus.engine.chunks": prefill.chunks,
                 }
-                self._prefilled(request, now, told)
+                self._prefilled(request, now, attributes)
         if not self._recorded:
             return
         for request_id, item in step.outputs:
@@ -161,7 +161,7 @@ class EngineTrace:
         request.admitted = True
         request.began = now
 
-    def _prefilled(self, request: _Request, now: float, told: Mapping[str, int]) -> None:
+    def _prefilled(self, request: _Request, now: float, attributes: Mapping[str, int]) -> None:
         if self._prefill is not None and request.admitted:
             self._prefill.record(now - request.began, self._labels)
         self._span(
@@ -169,7 +169,7 @@ class EngineTrace:
             "prefill",
             request.began,
             now,
-            {"gen_ai.usage.input_tokens": request.prompt_tokens, **told},
+            {"gen_ai.usage.input_tokens": request.prompt_tokens, **attributes},
         )
         if self._tracer is not None and request.parent is not None:
             at = request.unix(now)

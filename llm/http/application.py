@@ -131,39 +131,39 @@ class Origins:
         """
         allowed = self._allowed(headers["origin"])
         asked = headers["access-control-request-method"]
-        told = {
+        answered = {
             "vary": "Origin, Access-Control-Request-Headers",
             "access-control-allow-methods": ", ".join(METHODS),
             "access-control-max-age": str(REMEMBERED_SECONDS),
         }
         if allowed:
-            told["access-control-allow-origin"] = allowed
+            answered["access-control-allow-origin"] = allowed
         if wanted := headers.get("access-control-request-headers"):
-            told["access-control-allow-headers"] = wanted
+            answered["access-control-allow-headers"] = wanted
         refused = [] if allowed else ["origin"]
         if asked not in METHODS:
             refused.append("method")
         if refused:
             text = f"Disallowed CORS {', '.join(refused)}"
-            return Response(400, text.encode(), raw_headers(told))
-        return Response(200, b"OK", raw_headers(told))
+            return Response(400, text.encode(), raw_headers(answered))
+        return Response(200, b"OK", raw_headers(answered))
 
     def sending(self, headers: Mapping[str, str], send: Send) -> Send:
         """A `send` that tells the browser in the headers of an answer who may read it."""
-        told = {} if "*" in self._origins else {"vary": "Origin"}
+        added = {} if "*" in self._origins else {"vary": "Origin"}
         origin = headers.get("origin")
         allowed = self._allowed(origin) if origin is not None else ""
         if allowed:
-            told["access-control-allow-origin"] = allowed
-            told["access-control-expose-headers"] = self._exposed
-        more = raw_headers(told)
+            added["access-control-allow-origin"] = allowed
+            added["access-control-expose-headers"] = self._exposed
+        more = raw_headers(added)
 
-        def send_told(message: MutableMapping[str, Any]) -> Coroutine[Any, Any, None]:
+        def send_with_headers(message: MutableMapping[str, Any]) -> Coroutine[Any, Any, None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *more]
             return send(message)
 
-        return send_told
+        return send_with_headers
 
     def _allowed(self, origin: str) -> str:
         """What allows an origin; empty where nothing does."""
@@ -232,8 +232,8 @@ class Application:
             response = await self._respond(method, path, caller)
         except DynbusError as error:
             tell = message_error if path.startswith(ANTHROPICS) else answer_of
-            told = tell(error, caller.request_id)
-            response = _error(told, in_browser=_is_for_browsers(path))
+            refusal = tell(error, caller.request_id)
+            response = _error(refusal, in_browser=_is_for_browsers(path))
         await self._send(response, method, caller, send)
 
     async def _respond(self, method: str, path: str, caller: Caller) -> Response:
@@ -284,24 +284,24 @@ class Application:
         if away:
             return json_response({"status": "unavailable", "reason": away}, 503)
         # Which models there are is told to those who have a key.
-        told: dict[str, Any] = {"status": "ok", "models": len(names)}
+        status: dict[str, Any] = {"status": "ok", "models": len(names)}
         if shared.keys is not None and shared.keys.problem:
             # Where it is and what is wrong with it is in the log.
-            told["warning"] = "the file of keys cannot be used: those from before stay in force"
-        return json_response(told)
+            status["warning"] = "the file of keys cannot be used: those from before stay in force"
+        return json_response(status)
 
     async def _models(self, caller: Caller) -> Response:
         cards = self._cards()
         if caller.is_anthropics:
             return json_response(model_list([cards[name] for name in sorted(cards)]))
-        told = [_told(cards[name]) for name in sorted(cards)]
-        return json_response({"object": "list", "data": told})
+        entries = [_entry(cards[name]) for name in sorted(cards)]
+        return json_response({"object": "list", "data": entries})
 
     async def _model(self, name: str, caller: Caller) -> Response:
         card = self._cards().get(name)
         if card is None:
             raise self._shared.models.unknown(name)
-        return json_response(model_info(card) if caller.is_anthropics else _told(card))
+        return json_response(model_info(card) if caller.is_anthropics else _entry(card))
 
     def _cards(self) -> dict[str, ModelCard]:
         """Those of the models that can be asked, by name."""
@@ -355,38 +355,38 @@ def _registered() -> bytes:
     return b"" if prometheus is None else prometheus.generate_latest(prometheus.REGISTRY)
 
 
-def _error(told: ErrorAnswer, *, in_browser: bool) -> Response:
+def _error(answer: ErrorAnswer, *, in_browser: bool) -> Response:
     """An error as it is answered; a browser asks for the key."""
-    headers = {**told.headers}
-    if in_browser and told.status == 401:
+    headers = {**answer.headers}
+    if in_browser and answer.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="dynbus", charset="UTF-8"'
-    return Response(told.status, told.body, (JSON, *raw_headers(headers)))
+    return Response(answer.status, answer.body, (JSON, *raw_headers(headers)))
 
 
 def _refused(
     path: str, status: int, message: str, code: str, caller: Caller, headers: Headers = ()
 ) -> Response:
-    told: dict[str, Any]
+    body: dict[str, Any]
     if path.startswith(ANTHROPICS):
-        told = anthropics_error(status, message, caller.request_id)
+        body = anthropics_error(status, message, caller.request_id)
     else:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        told = {"error": {**error, "request_id": caller.request_id}}
-    return json_response(told, status, headers)
+        body = {"error": {**error, "request_id": caller.request_id}}
+    return json_response(body, status, headers)
 
 
 _started: Final = int(time.time())
 
 
-def _told(card: ModelCard) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _entry(card: ModelCard) -> dict[str, Any]:
+    entry: dict[str, Any] = {
         "id": card.name,
         "object": "model",
         "created": int(card.created) or _started,
         "owned_by": "dynbus",
     }
     if card.base_model:
-        told["parent"] = card.base_model
+        entry["parent"] = card.base_model
     if card.context_length:
-        told["max_model_len"] = card.context_length
-    return told
+        entry["max_model_len"] = card.context_length
+    return entry

@@ -191,5 +191,5 @@ class CompletionExchange(Exchange):
 
 def _refused(why: str) -> dict[str, str]:
     # A header has no line ends, and nothing beyond ASCII everywhere.
-    told = "".join(sign if " " <= sign <= "~" else " " for sign in why)
-    return {RESUMABLE: "0", RESUMABLE_REASON: told[:200]}
+    printable = "".join(sign if " " <= sign <= "~" else " " for sign in why)
+    return {RESUMABLE: "0", RESUMABLE_REASON: printable[:200]}

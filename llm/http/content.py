@@ -180,9 +180,9 @@ def _parts(message: Mapping[str, Any]) -> list[Part]:
     called: list[Part] = []
     for call in items_of(message.get("tool_calls")):
         fields = fields_of(call)
-        told = fields_of(fields.get("function"))
-        arguments = _text(told.get("arguments"))
-        called.append(_part("tool_call", arguments, id=fields.get("id"), name=told.get("name")))
+        function = fields_of(fields.get("function"))
+        arguments = _text(function.get("arguments"))
+        called.append(_part("tool_call", arguments, id=fields.get("id"), name=function.get("name")))
     return [_part("text", text), *called] if text or not called else called
 
 
@@ -213,16 +213,16 @@ def _last(messages: Sequence[tuple[str, list[Part]]]) -> list[tuple[str, list[Pa
     room = MAX_CONTENT
     kept: list[tuple[str, list[Part]]] = []
     for role, parts in reversed(messages):
-        found: list[Part] = []
+        cut: list[Part] = []
         for part in reversed(parts):
             if room <= 0:
                 break
             name = _TEXTS[part["type"]]
             text: str = part[name]
-            found.append({**part, name: text[-room:]})
+            cut.append({**part, name: text[-room:]})
             room -= len(text)
-        if found:
-            kept.append((role, found[::-1]))
+        if cut:
+            kept.append((role, cut[::-1]))
     return kept[::-1]
 
 

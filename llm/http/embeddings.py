@@ -47,5 +47,5 @@ def _operation(request: EmbeddingsRequest) -> Operation:
         "request.encoding_formats": [request.encoding_format] if request.encoding_format else None,
         "embeddings.dimension.count": request.dimensions,
     }
-    told = {name: value for name, value in attributes.items() if value is not None}
-    return Operation("embeddings", request.model, told)
+    given = {name: value for name, value in attributes.items() if value is not None}
+    return Operation("embeddings", request.model, given)

@@ -389,9 +389,9 @@ class Exchange(ABC):
         self._trace.ended(status, writer.error, timing, self._work, self._content)
         if logger.isEnabledFor(logging.INFO):
             fields = self._log_fields(now)
-            told = " ".join(f"{name}={value}" for name, value in fields.items())
+            text = " ".join(f"{name}={value}" for name, value in fields.items())
             asked = {"method": self._scope["method"], "path": self._path, "status": status}
-            logger.info("%s %s %s %s", *asked.values(), told, extra={**asked, **fields})
+            logger.info("%s %s %s %s", *asked.values(), text, extra={**asked, **fields})
 
     def _log_names(self) -> dict[str, str]:
         """What else the log names its request by."""

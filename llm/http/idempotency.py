@@ -147,23 +147,23 @@ class KeptAnswers:
         self._forget_old(now)
         known = _Known(tenant, key)
         given = self._given.get(tenant)
-        found = self._running.get(known) or (None if given is None else given.get(key))
-        if found is None:
+        recorded = self._running.get(known) or (None if given is None else given.get(key))
+        if recorded is None:
             self._running[known] = recording = Recording(self, tenant, digest)
             return recording
-        if found.digest != digest:
+        if recorded.digest != digest:
             raise BadRequest(
                 "this Idempotency-Key was sent with another request: take a new key for each",
                 param="Idempotency-Key",
                 reason="idempotency_key_reused",
                 status=422,
             )
-        if found.ended_at is None:
+        if recorded.ended_at is None:
             raise IdempotencyConflict(
                 "the first request with this Idempotency-Key is still being answered: ask again",
                 started=False,
             )
-        return found
+        return recorded
 
     def end(self, tenant: str, key: str, now: float, *, well: bool) -> None:
         """A request was answered; its answer is kept where it ended well and is whole."""

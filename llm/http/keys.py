@@ -75,11 +75,11 @@ class ApiKeys:
         """Whose key this is; None for nobody's. The time that it takes says nothing of the keys."""
         self._look()
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-        found: KeyHolder | None = None
+        matching: KeyHolder | None = None
         for known, holder in self._holders:
             if hmac.compare_digest(known, digest):
-                found = holder
-        return found
+                matching = holder
+        return matching
 
     def _look(self) -> None:
         now = self._now()
@@ -103,12 +103,12 @@ class ApiKeys:
 
     def _identify(self) -> _Identity:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError as error:
             raise ConfigError(
                 f"the keys in {self._path} cannot be read: {error.strerror}"
             ) from None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _read(self) -> list[tuple[bytes, KeyHolder]]:
         try:
@@ -120,7 +120,7 @@ class ApiKeys:
             ) from None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{self._path} is larger than {MAX_BYTES} bytes")
-        found: list[tuple[bytes, KeyHolder]] = []
+        holders: list[tuple[bytes, KeyHolder]] = []
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             words = line.split(maxsplit=2)
             if not words or words[0].startswith("#"):
@@ -138,10 +138,10 @@ class ApiKeys:
                     "a tenant has letters, digits, '.', '_' and '-'"
                 )
             holder = KeyHolder(words[0], is_operator=bool(role))
-            found.append((self._digest(words[1], number), holder))
-        if not found:
+            holders.append((self._digest(words[1], number), holder))
+        if not holders:
             raise ConfigError(f"{self._path} has no keys: write a tenant and a key in each line")
-        return found
+        return holders
 
     def _digest(self, word: str, number: int) -> bytes:
         hashed = _HASH.fullmatch(word)

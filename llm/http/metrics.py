@@ -153,8 +153,8 @@ def _family(name: str, kind: str, text: str) -> tuple[str, str]:
 
 
 def _line(name: str, labels: Labels, value: float) -> str:
-    told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
-    return f"{name}{{{told}}} {value}" if told else f"{name} {value}"
+    pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
+    return f"{name}{{{pairs}}} {value}" if pairs else f"{name} {value}"
 
 
 def _escaped(text: str) -> str:

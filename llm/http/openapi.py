@@ -282,9 +282,9 @@ def _fields(schema: Schema) -> str:
     required = schema.get("required", [])
     rows: list[str] = []
     for name, field in schema["properties"].items():
-        told = " or ".join(dict.fromkeys(_types(field))) or "any"
+        kinds = " or ".join(dict.fromkeys(_types(field))) or "any"
         needed = ", needed" if name in required else ""
-        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(told)}{needed}")
+        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(kinds)}{needed}")
     return f"<table>{''.join(rows)}</table>"
 
 
@@ -292,10 +292,10 @@ def _page() -> bytes:
     schemas = DOCUMENT["components"]["schemas"]
     parts: list[str] = []
     for path, methods in DOCUMENT["paths"].items():
-        for method, told in methods.items():
+        for method, operation in methods.items():
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
-            parts.append(f"<p>{html.escape(told['summary'])}</p>")
-            content = told.get("requestBody", {}).get("content", {})
+            parts.append(f"<p>{html.escape(operation['summary'])}</p>")
+            content = operation.get("requestBody", {}).get("content", {})
             for media in content.values():
                 parts.append(_fields(schemas[media["schema"]["$ref"].rpartition("/")[2]]))
     rows = "".join(f"<tr><td>{status}<td>{html.escape(text)}" for status, text in _STATUSES.items())

@@ -70,9 +70,9 @@ class Caller:
     @property
     def id_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of an answer that tell the request's id."""
-        told = self.request_id.encode()
-        headers = [(b"x-request-id", told)]
-        return [*headers, (b"request-id", told)] if self.is_anthropics else headers
+        request_id = self.request_id.encode()
+        headers = [(b"x-request-id", request_id)]
+        return [*headers, (b"request-id", request_id)] if self.is_anthropics else headers
 
     @property
     def metadata(self) -> Mapping[str, str]:

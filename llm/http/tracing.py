@@ -243,12 +243,12 @@ class _Spans(RequestTrace):
             return
         from opentelemetry.trace import SpanKind
 
-        told = {f"gen_ai.{name}": value for name, value in asked.attributes.items()}
+        request_attributes = {f"gen_ai.{name}": value for name, value in asked.attributes.items()}
         self._model = self._tracer.start_span(
             f"{asked.name} {asked.model}",
             context=self._context,
             kind=SpanKind.CLIENT,
-            attributes={**self._attributes, **told},
+            attributes={**self._attributes, **request_attributes},
         )
         self._context = self._api.with_span(self._model, self._context)
         self._carry(self._model)
@@ -256,8 +256,8 @@ class _Spans(RequestTrace):
         self._api.attach(self._context)
 
     def prepared(self, tokens: int | None, begun: float, ended: float) -> None:
-        told = {} if tokens is None else {"gen_ai.usage.input_tokens": tokens}
-        self._part("tokenize", begun, ended, told)
+        attributes = {} if tokens is None else {"gen_ai.usage.input_tokens": tokens}
+        self._part("tokenize", begun, ended, attributes)
 
     def sent(self, instances: Sequence[str], begun: float, ended: float) -> None:
         self._part("route", begun, ended, {"dynbus.instances": instances})
@@ -284,7 +284,7 @@ class _Spans(RequestTrace):
             self._record(self._metrics, error, timing, usage)
         if self._model is not None:
             if work is not None:
-                self._model.set_attributes(self._told_of(work))
+                self._model.set_attributes(self._answer_attributes(work))
             if content is not None:
                 # Attributes are no objects: the conventions have JSON in that case.
                 self._model.set_attribute("gen_ai.input.messages", content.input_messages)
@@ -302,21 +302,21 @@ class _Spans(RequestTrace):
             self._fail(self._server, error if status >= 500 else None)
             self._server.end()
 
-    def _told_of(self, work: Work) -> dict[str, Any]:
+    def _answer_attributes(self, work: Work) -> dict[str, Any]:
         """The attributes of an answer."""
-        told: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         if work.finish_reasons:
-            told["gen_ai.response.model"] = self._attributes["gen_ai.request.model"]
-            told["gen_ai.response.finish_reasons"] = work.finish_reasons
+            attributes["gen_ai.response.model"] = self._attributes["gen_ai.request.model"]
+            attributes["gen_ai.response.finish_reasons"] = work.finish_reasons
         if work.answer_id:
-            told["gen_ai.response.id"] = work.answer_id
+            attributes["gen_ai.response.id"] = work.answer_id
         usage = work.usage
         if usage is not None:
-            told["gen_ai.usage.input_tokens"] = usage.prompt
-            told["gen_ai.usage.output_tokens"] = usage.completion
+            attributes["gen_ai.usage.input_tokens"] = usage.prompt
+            attributes["gen_ai.usage.output_tokens"] = usage.completion
             if usage.cached is not None:
-                told["gen_ai.usage.cache_read.input_tokens"] = usage.cached
-        return told
+                attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached
+        return attributes
 
     def _record(
         self,

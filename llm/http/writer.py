@@ -186,8 +186,8 @@ class AnswerWriter:
         self.has_ended = True
         self.error = error
         if error is not None and not self.status:
-            told = self._refusal(error, self._request_id)
-            self._answer(told.status, told.body, told.headers)
+            refusal = self._refusal(error, self._request_id)
+            self._answer(refusal.status, refusal.body, refusal.headers)
         elif self._stream is None:
             self._answer(200, b"".join(self._whole), {})
         elif error is not None:

@@ -36,7 +36,7 @@ class MessageFormat:
 
     def start(self, usage: Usage | None) -> bytes:
         """The event before the first block."""
-        return _event("message_start", message=self._told([], usage))
+        return _event("message_start", message=self._message([], usage))
 
     def output(self, index: int) -> _Events:
         """How its output is told: there is one."""
@@ -59,13 +59,13 @@ class MessageFormat:
 
     def whole(self, outputs: Sequence[Output], usage: Usage | None) -> bytes:
         """The message where nothing is streamed."""
-        [told] = outputs
+        [only] = outputs
         output = _Events()
-        output.piece(told)
+        output.piece(only)
         output.close()
-        return _encode({**self._told(output.content(), usage), **output.stop})
+        return _encode({**self._message(output.content(), usage), **output.stop})
 
-    def _told(self, content: Sequence[Any], usage: Usage | None) -> dict[str, Any]:
+    def _message(self, content: Sequence[Any], usage: Usage | None) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "message",
@@ -174,24 +174,26 @@ def _whole(block: Block) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     """The input of a tool; of arguments that were cut off, or are no object, what there is."""
     try:
-        found: Any = msgspec.json.decode(text or "{}")
+        decoded: Any = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
         return {"arguments": text}
     # As it is: what can be decoded may be nested too deeply to be encoded within a message.
     raw = msgspec.Raw(text.encode() or b"{}")
-    return raw if isinstance(found, dict) else {"arguments": raw}
+    return raw if isinstance(decoded, dict) else {"arguments": raw}
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:
-    told = usage or Usage(0, 0)
-    cached = told.cached or 0
+    counted = usage or Usage(0, 0)
+    cached = counted.cached or 0
     return {
-        "input_tokens": max(0, told.prompt - cached),
+        "input_tokens": max(0, counted.prompt - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": told.completion,
+        "output_tokens": counted.completion,
         **(
-            {"output_tokens_details": {"thinking_tokens": told.reasoning}} if told.reasoning else {}
+            {"output_tokens_details": {"thinking_tokens": counted.reasoning}}
+            if counted.reasoning
+            else {}
         ),
-        **({"sampler_restarted": True} if told.sampler_restarted else {}),
+        **({"sampler_restarted": True} if counted.sampler_restarted else {}),
     }

@@ -40,10 +40,10 @@ def message_error(error: DynbusError, request_id: str = "") -> ErrorAnswer:
 def message_error_body(error: DynbusError, request_id: str = "") -> bytes:
     """An error as a JSON object, as in a stream that has begun."""
     fields = error_fields(error, request_id)
-    told = anthropics_error(_status(error), fields["message"], fields["request_id"])
+    body = anthropics_error(_status(error), fields["message"], fields["request_id"])
     if fields["code"] == NO_THREADS:
-        told["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [fields["param"]]}
-    return msgspec.json.encode(told)
+        body["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [fields["param"]]}
+    return msgspec.json.encode(body)
 
 
 def anthropics_error(status: int, message: str, request_id: str | None) -> dict[str, Any]:

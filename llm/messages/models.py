@@ -27,10 +27,10 @@ def model_info(card: ModelCard) -> dict[str, Any]:
 
 def model_list(cards: Sequence[ModelCard]) -> dict[str, Any]:
     """All models on one page."""
-    told = [model_info(card) for card in cards]
+    entries = [model_info(card) for card in cards]
     return {
-        "data": told,
+        "data": entries,
         "has_more": False,
-        "first_id": told[0]["id"] if told else None,
-        "last_id": told[-1]["id"] if told else None,
+        "first_id": entries[0]["id"] if entries else None,
+        "last_id": entries[-1]["id"] if entries else None,
     }

@@ -111,19 +111,19 @@ def chat_body(request: ConversationRequest) -> dict[str, Any]:
 def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
     if not request.messages:
         raise misfit("messages", "give at least one")
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     system = _content(request.system, "system", _only_text) if request.system else ""
     if system:
-        _add(found, "system", system)
+        _add(messages, "system", system)
     for place, message in enumerate(request.messages):
         where = f"messages[{place}]"
         role, content = message.get("role"), message.get("content")
         if role == "user":
-            _add_user(found, content, f"{where}.content")
+            _add_user(messages, content, f"{where}.content")
         elif role == "assistant":
-            found.append(_assistant(content, f"{where}.content"))
+            messages.append(_assistant(content, f"{where}.content"))
         elif role == "system":
-            _add(found, "system", _content(content, f"{where}.content", _only_text))
+            _add(messages, "system", _content(content, f"{where}.content", _only_text))
         else:
             raise misfit(f"{where}.role", "give 'user' or 'assistant'")
     if request.messages[-1].get("role") == "assistant":
@@ -132,37 +132,37 @@ def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
             "the last message is the assistant's, and continuing it is not supported; end with the "
             "user's",
         )
-    for message in found:
+    for message in messages:
         if isinstance(message["content"], _Texts):
             message["content"] = "\n\n".join(message["content"])
-    return found
+    return messages
 
 
 class _Texts(list[str]):
     """The texts of one message, while there may be more."""
 
 
-def _add(found: list[dict[str, Any]], role: str, content: Any) -> None:
+def _add(messages: list[dict[str, Any]], role: str, content: Any) -> None:
     """A message; texts of one role that follow each other are one, as templates want it."""
     if isinstance(content, str):
-        last = found[-1] if found else {}
+        last = messages[-1] if messages else {}
         if last.get("role") == role and isinstance(last["content"], _Texts):
             last["content"].append(content)
             return
         content = _Texts([content])
-    found.append({"role": role, "content": content})
+    messages.append({"role": role, "content": content})
 
 
-def _add_user(found: list[dict[str, Any]], content: object, where: str) -> None:
+def _add_user(messages: list[dict[str, Any]], content: object, where: str) -> None:
     if isinstance(content, str):
-        _add(found, "user", content)
+        _add(messages, "user", content)
         return
     parts: list[dict[str, Any]] = []
     for place, block in enumerate(_blocks(content, where)):
         at = f"{where}[{place}]"
         if block.get("type") == "tool_result":
             # They answer the calls of the message before, so they come first.
-            found.append(
+            messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": text_of(block, "tool_use_id", at),
@@ -172,7 +172,7 @@ def _add_user(found: list[dict[str, Any]], content: object, where: str) -> None:
         else:
             parts.append(_part(block, at))
     if parts:
-        _add(found, "user", content_of(parts))
+        _add(messages, "user", content_of(parts))
     elif not content:
         raise misfit(where, "it is empty; give a text, or at least one block")
 
@@ -319,18 +319,18 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 def _output(config: Mapping[str, Any]) -> dict[str, Any]:
     """The effort and the form of an answer."""
-    found: dict[str, Any] = {"reasoning_effort": config.get("effort")}
+    options: dict[str, Any] = {"reasoning_effort": config.get("effort")}
     given = config.get("format")
     if given is None:
-        return found
+        return options
     form = fields_of(given)
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise misfit("output_config.format", "give {'type': 'json_schema', 'schema': {...}}")
-    found["response_format"] = {
+    options["response_format"] = {
         "type": "json_schema",
         "json_schema": {"name": "output", "schema": form.get("schema"), "strict": True},
     }
-    return found
+    return options
 
 
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,14 +75,14 @@ class Artefacts:
         """
         stream, subject = ARTEFACTS_STREAM.name, self._subject(digest, "*")
         try:
-            found = await read_latest(
+            messages = await read_latest(
                 self._jetstream, stream, subject, timeout=READ_TIMEOUT, retry=True
             )
         except NoStream:
-            found = {}
+            messages = {}
         pieces = {
             int(number): message.data
-            for name, message in found.items()
+            for name, message in messages.items()
             if (number := name.rpartition(".")[2]).isdecimal()
         }
         data = b"".join(pieces[number] for number in sorted(pieces))

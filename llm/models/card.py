@@ -69,11 +69,11 @@ class ModelType(Flag):
 
 @lru_cache(maxsize=64)
 def _named(names: tuple[str, ...]) -> ModelType:
-    found = ModelType(0)
+    combined = ModelType(0)
     for one in ModelType:
         if one.name and one.name.lower() in names:
-            found |= one
-    return found
+            combined |= one
+    return combined
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -103,14 +103,14 @@ class CardView:
 
     def named(self, name: str) -> list[ServedModel]:
         """The models of a name that are served now."""
-        found: list[ServedModel] = []
+        served: list[ServedModel] = []
         for stored in self._of_its_owners(name):
             card, instances = stored.card, self._count(stored)
             if instances is None:
                 continue
-            same = next((one for one in found if one.card.type & card.type), None)
+            same = next((one for one in served if one.card.type & card.type), None)
             if same is None:
-                found.append(ServedModel(card, instances))
+                served.append(ServedModel(card, instances))
             elif problem := differences(card, same.card):
                 self._tell(
                     name,
@@ -119,8 +119,8 @@ class CardView:
                     + "; ".join(problem),
                 )
             else:
-                found[found.index(same)] = ServedModel(same.card, same.instances + instances)
-        return found
+                served[served.index(same)] = ServedModel(same.card, same.instances + instances)
+        return served
 
     def _of_its_owners(self, name: str) -> list[StoredCard]:
         """The cards of a name that are of a component that it belongs to, oldest first."""
@@ -223,8 +223,8 @@ class Catalog(Openable):
     def find(self, name: str, type: ModelType) -> ModelCard | None:
         """The model of a name that is asked for this; None where none is served now."""
         # Each request asks: instances are counted now and then.
-        found = (served.card for served in self.models if served.card.name == name)
-        return next((card for card in found if card.type & type), None)
+        cards = (served.card for served in self.models if served.card.name == name)
+        return next((card for card in cards if card.type & type), None)
 
     async def wait_for(
         self, name: str, type: ModelType, *, timeout: float | None = None
@@ -266,12 +266,12 @@ class Catalog(Openable):
         tokens = (tuple(card.eos_token_ids), tuple(sorted(card.special_tokens.items())))
         key = (card.base_model or card.name, *artefacts, *tokens)
         async with self._loading.setdefault(key, asyncio.Lock()):
-            found = self._text_models.get(key)
-            if found is None:
-                found = self._text_models[key] = await self._load(card)
+            text_model = self._text_models.get(key)
+            if text_model is None:
+                text_model = self._text_models[key] = await self._load(card)
                 self._forget_text_models()
             self._text_models.move_to_end(key)
-            return found
+            return text_model
 
     async def _load(self, card: ModelCard) -> TextModel:
         component = card.endpoint_name.component_name
@@ -402,9 +402,9 @@ class Catalog(Openable):
 
     def _owners(self, card: ModelCard) -> list[tuple[str, str]]:
         namespace, component, endpoint = card.endpoint_name
-        found = self._runtime.discovery.view.instances(namespace, component, monotonic())
+        instances = self._runtime.discovery.view.instances(namespace, component, monotonic())
         return [
             (instance.id, instance.record.incarnation)
-            for instance in found
+            for instance in instances
             if endpoint in instance.record.endpoints
         ]

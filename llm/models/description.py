@@ -71,10 +71,14 @@ def describe(model: LocalModel) -> Description:
         UnsupportedModel: it has a tokenizer of a kind that is not known.
         BrokenTemplate: its chat template is none.
     """
-    found = _of_gguf(model.path) if model.format == "gguf" else _of_folder(model.path)
-    if found.template is not None:
-        ChatTemplate(found.template, model=model.name).check()
-    return found if found.sampling != DefaultSampling() else replace(found, sampling=model.sampling)
+    description = _of_gguf(model.path) if model.format == "gguf" else _of_folder(model.path)
+    if description.template is not None:
+        ChatTemplate(description.template, model=model.name).check()
+    return (
+        description
+        if description.sampling != DefaultSampling()
+        else replace(description, sampling=model.sampling)
+    )
 
 
 def _of_gguf(path: Path) -> Description:
@@ -155,14 +159,14 @@ def _template(folder: Path) -> str | None:
 
 def _of_several(given: list[object]) -> object:
     """One template of several by name: the default, and where there are tools the one for them."""
-    found: dict[object, object] = {}
+    by_name: dict[object, object] = {}
     for one in given:
         if isinstance(one, dict):
             named = cast("dict[str, object]", one)
             name = named.get("name")
             if name in ("default", "tool_use"):
-                found.setdefault(name, named.get("template"))
-    default, with_tools = found.get("default"), found.get("tool_use")
+                by_name.setdefault(name, named.get("template"))
+    default, with_tools = by_name.get("default"), by_name.get("tool_use")
     if not isinstance(default, str) or not isinstance(with_tools, str):
         return default
     # As `transformers` chooses between them.

@@ -52,7 +52,7 @@ def repository_folder(source: HubSource, download: Download, *, weights: bool) -
         output = Path(working) / "output"
         try:
             status = download.run(
-                command, os.environ, output, lambda said: _progress(name, _told(said))
+                command, os.environ, output, lambda said: _progress(name, _report_in(said))
             )
         except TimeoutError as error:
             raise ModelUnavailable(
@@ -60,33 +60,33 @@ def repository_folder(source: HubSource, download: Download, *, weights: bool) -
                 "downloading it and hold its lock in the hub's cache"
             ) from None
         said = output.read_text(errors="replace")
-    told = _told(said)
-    if "folder" in told:
-        return Path(told["folder"])
+    report = _report_in(said)
+    if "folder" in report:
+        return Path(report["folder"])
     last = " ".join(said.split())[-600:] or f"its process ended with status {status}"
-    why = told.get("failed", last)
-    remedy = _REMEDIES.get(told.get("kind", ""), _CHECK)
+    why = report.get("failed", last)
+    remedy = _REMEDIES.get(report.get("kind", ""), _CHECK)
     if lacks_room(why):
         remedy = "make room in the hub's cache, or set HF_HOME to a folder that has it"
     raise ModelUnavailable(f"{name} cannot be downloaded: {why}; {remedy}")
 
 
-def _told(said: str) -> Mapping[str, Any]:
+def _report_in(said: str) -> Mapping[str, Any]:
     """What the process has told so far."""
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for line in said.split("\n"):
         if line.startswith('{"dynbus"'):
             # The last one may not be written to its end.
             with contextlib.suppress(ValueError):
-                told |= json.loads(line)["dynbus"]
-    return told
+                report |= json.loads(line)["dynbus"]
+    return report
 
 
-def _progress(name: str, told: Mapping[str, Any]) -> Progress:
+def _progress(name: str, report: Mapping[str, Any]) -> Progress:
     """How much of a repository is here, by the sizes of its files in the hub's cache."""
-    if "blobs" not in told:
+    if "blobs" not in report:
         return Progress(f"looking for {name}", 0, 0)
-    blobs, expected = Path(told["blobs"]), told["expected"]
+    blobs, expected = Path(report["blobs"]), report["expected"]
     done = 0
     for blob, size in expected.items():
         here = 0

@@ -95,7 +95,7 @@ def cached(hub: Any, repository: str, revision: str | None, file: str) -> Path:
 
 def _check_parts(folder: Path, names: list[str]) -> None:
     """Raises ValueError where some of the weights are missing."""
-    parts = [int(found[1]) for name in names if (found := _PART.search(name))]
+    parts = [int(match[1]) for name in names if (match := _PART.search(name))]
     index = folder / "model.safetensors.index.json"
     named: set[str] = set()
     if index.is_file():

@@ -116,10 +116,10 @@ class NameView:
         """A record was written, or taken back."""
         subject = message.subject
         self._drop(subject)
-        found = None if message.is_marker else _said_in(message)
-        if found is not None:
-            name, said = found
-            self._by_subject[subject] = found
+        record = None if message.is_marker else _said_in(message)
+        if record is not None:
+            name, said = record
+            self._by_subject[subject] = record
             self._by_name.setdefault(name, {})[subject] = said
 
     def begin_reading(self) -> None:
@@ -138,8 +138,8 @@ class NameView:
         for reason in (Reason.BOUND, Reason.ADDED):
             of_operators = [said for said in records.values() if said.reason is reason]
             if of_operators:
-                found = {one for said in of_operators for one in said.components}
-                return Owners(tuple(sorted(found)), reason)
+                components = {one for said in of_operators for one in said.components}
+                return Owners(tuple(sorted(components)), reason)
         if not records:
             return None
         subject, first = min(records.items(), key=lambda one: one[1].sequence)
@@ -208,12 +208,12 @@ class Names:
         view = NameView()
         subject = f"{_subject(name)}.>"
         try:
-            found = await read_latest(
+            messages = await read_latest(
                 self._jetstream, NAMES_STREAM.name, subject, timeout=READ_TIMEOUT
             )
         except NoStream:
             return view
-        for message in found.values():
+        for message in messages.values():
             view.put(message)
         return view
 

@@ -138,19 +138,19 @@ def _package(text: str) -> PackageSource:
     try:
         if not separator:
             raise InvalidVersion("there is no ==VERSION")
-        found = PackageSource(canonicalize_name(name, validate=True), str(Version(version)))
+        package = PackageSource(canonicalize_name(name, validate=True), str(Version(version)))
     except (InvalidName, InvalidVersion) as error:
         raise ConfigError(
             f"model_path {text!r} is no package: {error}; write pip://NAME==VERSION#sha256=HEX"
         ) from None
     if not fragment:
-        return found
+        return package
     digest = _HASH.fullmatch(fragment.lower())
     if digest is None:
         raise ConfigError(
             f"model_path {text!r} has {fragment!r} after #: write sha256= and 64 hexadecimal digits"
         )
-    return PackageSource(found.name, found.version, digest[1])
+    return PackageSource(package.name, package.version, digest[1])
 
 
 def _hub(text: str, rest: str) -> HubSource:

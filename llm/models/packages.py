@@ -147,9 +147,9 @@ def _download(source: PackageSource, working: Path, download: Download) -> Path:
         *("--progress-bar", "off"),
     ]
     said = _run(command, environment, source, download)
-    found = [path for path in wheels.iterdir() if _is_wheel_of(source, path.name)]
-    if len(found) == 1:
-        return found[0]
+    matching = [path for path in wheels.iterdir() if _is_wheel_of(source, path.name)]
+    if len(matching) == 1:
+        return matching[0]
     if "THESE PACKAGES DO NOT MATCH THE HASHES" in said or "Got        " in said:
         got = re.search(r"Got\s+([0-9a-f]{64})", said)
         raise _changed(source, f"has sha256={got[1]}" if got else "has another hash")
@@ -162,10 +162,10 @@ def _download(source: PackageSource, working: Path, download: Download) -> Path:
 
 def _is_wheel_of(source: PackageSource, name: str) -> bool:
     try:
-        found, version, _, _ = parse_wheel_filename(name)
+        distribution, version, _, _ = parse_wheel_filename(name)
     except InvalidWheelFilename:
         return False
-    return found == source.name and str(version) == source.version
+    return distribution == source.name and str(version) == source.version
 
 
 def pip_command() -> Sequence[str]:
@@ -291,7 +291,7 @@ def model_members(members: Sequence[zipfile.ZipInfo], label: str) -> list[zipfil
         ModelUnavailable: there are none; or one has a name that leads out of its folder, is a
             link, or they are too many or too large.
     """
-    found: dict[str, zipfile.ZipInfo] = {}
+    files: dict[str, zipfile.ZipInfo] = {}
     for member in members:
         name = member.filename
         inside = name.removesuffix("/")
@@ -301,15 +301,15 @@ def model_members(members: Sequence[zipfile.ZipInfo], label: str) -> list[zipfil
         is_metadata = inside.split("/")[0].endswith((".dist-info", ".data"))
         if member.is_dir() or is_metadata or not name.endswith(_MODEL_FILES):
             continue
-        if name in found:
+        if name in files:
             raise ModelUnavailable(f"{label} has {name!r} twice: it is not used")
-        found[name] = member
-    if not found:
+        files[name] = member
+    if not files:
         raise ModelUnavailable(f"{label} has no files of a model")
-    total = sum(member.file_size for member in found.values())
-    if len(found) > MAX_MEMBERS or total > MAX_UNPACKED:
+    total = sum(member.file_size for member in files.values())
+    if len(files) > MAX_MEMBERS or total > MAX_UNPACKED:
         raise ModelUnavailable(
-            f"{label} has {len(found)} model files of {total} bytes: at most {MAX_MEMBERS} of "
+            f"{label} has {len(files)} model files of {total} bytes: at most {MAX_MEMBERS} of "
             f"{MAX_UNPACKED} bytes are unpacked"
         )
-    return list(found.values())
+    return list(files.values())

@@ -80,9 +80,9 @@ async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) 
         )
     held = _registered.setdefault(target.bus, {})
     if subject in held:
-        found = differences(card, held[subject])
-        if found or card.types != held[subject].types:
-            raise _conflict(card, "this process", found or ["it is asked for something else"])
+        conflicts = differences(card, held[subject])
+        if conflicts or card.types != held[subject].types:
+            raise _conflict(card, "this process", conflicts or ["it is asked for something else"])
         return
     held[subject] = card
     try:
@@ -199,9 +199,9 @@ async def _refuse_conflicts(target: Target, card: ModelCard) -> None:
 async def _refuse_later(target: Target, card: ModelCard, sequence: int) -> None:
     """Of two that register at once and disagree, the one that came first stays."""
     for one in await _cards_that_count(target, card):
-        found = differences(card, one.card)
-        if found and one.sequence < sequence and one.owner != target.owner:
-            raise _conflict(card, _told_owner(one), found)
+        conflicts = differences(card, one.card)
+        if conflicts and one.sequence < sequence and one.owner != target.owner:
+            raise _conflict(card, _told_owner(one), conflicts)
 
 
 async def _conflicting(target: Target, card: ModelCard) -> StoredCard | None:
@@ -247,9 +247,10 @@ def _told_owner(other: StoredCard) -> str:
     return f"{other.card.endpoint} ({other.owner})"
 
 
-def _conflict(card: ModelCard, owner: str, found: Sequence[str]) -> ConfigError:
+def _conflict(card: ModelCard, owner: str, misfits: Sequence[str]) -> ConfigError:
+    listed = "; ".join(misfits)
     return ConfigError(
-        f"the model {card.name!r} is registered by {owner} with another card: {'; '.join(found)}. "
+        f"the model {card.name!r} is registered by {owner} with another card: {listed}. "
         "Make them agree, or give another model_name"
     )
 

@@ -109,10 +109,10 @@ async def read_cards(jetstream: JetStream, name: str = "") -> list[StoredCard]:
     """
     subject = f"$KV.{CARDS_BUCKET}.*.*.*.{model_token(name)}.*" if name else ""
     try:
-        found = await read_latest(jetstream, CARDS_STREAM.name, subject, timeout=READ_TIMEOUT)
+        messages = await read_latest(jetstream, CARDS_STREAM.name, subject, timeout=READ_TIMEOUT)
     except NoStream:
         return []
-    cards = [card for message in found.values() if (card := card_of(message)) is not None]
+    cards = [card for message in messages.values() if (card := card_of(message)) is not None]
     return sorted(
         (one for one in cards if not name or one.card.name == name), key=lambda one: one.sequence
     )

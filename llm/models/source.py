@@ -61,12 +61,12 @@ def model_in(folder: Path, name: str, origin: str) -> LocalModel:
     """
     if (folder / "config.json").is_file():
         return LocalModel(folder, "folder", name or folder.resolve().name, origin)
-    found = sorted(folder.rglob("*.gguf"))
-    if len(found) == 1:
-        return LocalModel(found[0], "gguf", name or found[0].stem, origin)
-    if found:
-        names = ", ".join(str(path.relative_to(folder)) for path in found)
-        raise ConfigError(f"{origin} has {len(found)} GGUF files: name one of {names}")
+    files = sorted(folder.rglob("*.gguf"))
+    if len(files) == 1:
+        return LocalModel(files[0], "gguf", name or files[0].stem, origin)
+    if files:
+        names = ", ".join(str(path.relative_to(folder)) for path in files)
+        raise ConfigError(f"{origin} has {len(files)} GGUF files: name one of {names}")
     configs = sorted(folder.glob("*/config.json"))
     if len(configs) == 1:
         return model_in(configs[0].parent, name, origin)
@@ -135,11 +135,11 @@ def _get(source: Source, origin: str, download: Download, weights: bool) -> Loca
             name = source.repository.rpartition("/")[2]
             if source.file:
                 return LocalModel(folder / source.file, "gguf", Path(source.file).stem, origin)
-            found = model_in(folder, "", origin)
-            return found if found.format == "gguf" else LocalModel(folder, "folder", name, origin)
+            model = model_in(folder, "", origin)
+            return model if model.format == "gguf" else LocalModel(folder, "folder", name, origin)
         case PackageSource():
-            found = model_in(unpacked(source, download), source.model_name, origin)
-            return replace(found, sampling=source.sampling)
+            model = model_in(unpacked(source, download), source.model_name, origin)
+            return replace(model, sampling=source.sampling)
 
 
 def _tell_nobody(progress: Progress) -> None:

@@ -32,18 +32,18 @@ DONE: Final = b"data: [DONE]\n\n"
 
 def usage_json(usage: Usage) -> dict[str, Any]:
     """The object that OpenAI calls `usage`."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
     }
     if usage.cached is not None:
-        told["prompt_tokens_details"] = {"cached_tokens": usage.cached}
+        fields["prompt_tokens_details"] = {"cached_tokens": usage.cached}
     if usage.reasoning is not None:
-        told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
     if usage.sampler_restarted:
-        told["sampler_restarted"] = True
-    return told
+        fields["sampler_restarted"] = True
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class _ChatChunks(_OutputChunks):
             said["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             said["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-        told = None if piece.logprobs is None else chat_logprobs(piece.logprobs)
-        end = self._end(told, piece.finish_reason, usage)
+        logprobs = None if piece.logprobs is None else chat_logprobs(piece.logprobs)
+        end = self._end(logprobs, piece.finish_reason, usage)
         return self._begin + b'"delta":' + _encode(said) + end
 
 
@@ -134,8 +134,8 @@ class _CompletionChunks(_OutputChunks):
         """A chunk of any kind."""
         text, offset = piece.said.content, self._offset
         self._offset += len(text)
-        told = None if piece.logprobs is None else _completion_logprobs(piece.logprobs, offset)
-        return self._before + _encode(text) + self._end(told, piece.finish_reason, usage)
+        logprobs = None if piece.logprobs is None else _completion_logprobs(piece.logprobs, offset)
+        return self._before + _encode(text) + self._end(logprobs, piece.finish_reason, usage)
 
 
 class _CompletionsFormat(ABC):
@@ -168,15 +168,15 @@ class _CompletionsFormat(ABC):
 
     def end(self, usage: Usage | None) -> bytes:
         """The chunk with the usage, where one is wanted, and the end of the events."""
-        head, told = self._head, b""
+        head, last_chunk = self._head, b""
         if head.include_usage and usage is not None:
             fields: dict[str, Any] = {
                 **_head_fields(head, self._chunk_kind),
                 "choices": [],
                 "usage": usage_json(usage),
             }
-            told = head.frame[0] + _encode(fields) + head.frame[1]
-        return told + DONE if head.frame == SSE else told
+            last_chunk = head.frame[0] + _encode(fields) + head.frame[1]
+        return last_chunk + DONE if head.frame == SSE else last_chunk
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
         """The event that clients raise."""
@@ -193,8 +193,8 @@ class _CompletionsFormat(ABC):
             }
             for output in outputs
         ]
-        told = None if usage is None else usage_json(usage)
-        return _encode({**_head_fields(self._head, self._kind), "choices": choices, "usage": told})
+        used = None if usage is None else usage_json(usage)
+        return _encode({**_head_fields(self._head, self._kind), "choices": choices, "usage": used})
 
     _kind: str
     _chunk_kind: str

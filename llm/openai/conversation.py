@@ -37,16 +37,16 @@ def messages_for_template(
     """
     # Arguments are JSON within a string, which nobody has counted.
     size = None if text_arguments else JsonSize()
-    told: list[dict[str, Any]] = []
+    prepared: list[dict[str, Any]] = []
     # The ids of the calls that the next messages may answer.
     open_calls: set[str | None] = set()
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
-        found = _message(message, where, size)
+        checked = _message(message, where, size)
         if message["role"] != "tool":
             open_calls = {
                 _id_of(fields_of(call), "id", f"{where}.tool_calls[{at}]")
-                for at, call in enumerate(items_of(found.get("tool_calls")))
+                for at, call in enumerate(items_of(checked.get("tool_calls")))
             }
         elif _id_of(message, "tool_call_id", where) not in open_calls:
             raise misfit(
@@ -54,8 +54,8 @@ def messages_for_template(
                 "it is the id of no call in tool_calls of the assistant's message before; an "
                 "answer of a tool follows its call",
             )
-        told.append(found)
-    return told
+        prepared.append(checked)
+    return prepared
 
 
 def _id_of(fields: Mapping[str, Any], name: str, where: str) -> str | None:
@@ -110,8 +110,8 @@ def _call(call: object, where: str, size: JsonSize | None) -> dict[str, Any]:
     if isinstance(function.get("name"), str) and (
         isinstance(arguments, str) or is_object(arguments)
     ):
-        told = _as_text(arguments) if size is None else _as_object(arguments, where, size)
-        return {**fields, "function": {**function, "arguments": told}}
+        read = _as_text(arguments) if size is None else _as_object(arguments, where, size)
+        return {**fields, "function": {**function, "arguments": read}}
     raise misfit(
         where, "give {'id': '...', 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
     )

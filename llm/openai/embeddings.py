@@ -100,12 +100,12 @@ class EmbeddingsFormat:
 
     def embedding(self, index: int, vector: NDArray[np.float32]) -> msgspec.Raw:
         """One embedding of the answer; they may be many, and are told one by one."""
-        told: list[float] | str = (
+        encoded: list[float] | str = (
             b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
             if self._in_base64
             else vector.tolist()
         )
-        return msgspec.Raw(msgspec.json.encode(OneEmbedding(told, index)))
+        return msgspec.Raw(msgspec.json.encode(OneEmbedding(encoded, index)))
 
     def whole(self, embeddings: list[msgspec.Raw], usage: Usage) -> bytes:
         """The answer, of the embeddings in their order."""

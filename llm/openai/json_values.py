@@ -77,10 +77,10 @@ class JsonSize:
             is_outside = np.bitwise_xor.accumulate(quotes) == is_within
             # An opening bracket and an opening brace differ in one bit.
             opens = (signs | 0x20) == ord("{")
-            found = int(np.count_nonzero(quotes)) + is_within
-            self._values += int(np.count_nonzero(opens & is_outside)) + found // 2
+            count = int(np.count_nonzero(quotes)) + is_within
+            self._values += int(np.count_nonzero(opens & is_outside)) + count // 2
             self._items += int(np.count_nonzero((signs == ord(",")) & is_outside))
-            is_within = found % 2
+            is_within = count % 2
             if self._problem:
                 break
         self._exact = (self._values, self._items)

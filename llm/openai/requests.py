@@ -63,8 +63,8 @@ class EngineFields(StructureFields, frozen=True, kw_only=True):
     @property
     def engine_fields(self) -> dict[str, Any]:
         """Those of these fields that are given."""
-        found = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
-        return {name: value for name, value in found.items() if value is not None}
+        fields = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class CommonRequest(EngineFields, frozen=True, kw_only=True):
@@ -151,12 +151,12 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
                 f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are taken",
                 param="logit_bias",
             )
-        found: dict[int, float] = {}
+        by_token: dict[int, float] = {}
         for key, bias in biases.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise misfit("logit_bias", f"{key[:40]!r} is no token id")
-            found[int(key)] = bias
-        return found
+            by_token[int(key)] = bias
+        return by_token
 
 
 def _first(asked: float | None, default: float | None, otherwise: float) -> float:

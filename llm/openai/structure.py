@@ -44,15 +44,15 @@ class StructureFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             BadRequest: a form does not fit, is too large, or there are several.
         """
-        found = self._forms()
-        if not found:
+        forms = self._forms()
+        if not forms:
             return None
-        if len(found) > 1:
+        if len(forms) > 1:
             raise BadRequest(
-                f"{' and '.join(found)} each give a form: give one of them",
-                param=list(found)[-1],
+                f"{' and '.join(forms)} each give a form: give one of them",
+                param=list(forms)[-1],
             )
-        ((param, form),) = found.items()
+        ((param, form),) = forms.items()
         try:
             check_structured(form)
         except ValueError as error:
@@ -65,18 +65,18 @@ class StructureFields(msgspec.Struct, frozen=True, kw_only=True):
         return next(iter(self._forms()), "")
 
     def _forms(self) -> dict[str, StructuredOutput]:
-        found: dict[str, StructuredOutput] = {}
+        forms: dict[str, StructuredOutput] = {}
         if self.response_format is not None:
             form = _response_format(self.response_format)
             if form is not None:
-                found["response_format"] = form
+                forms["response_format"] = form
         if self.structured_outputs is not None:
-            found["structured_outputs"] = _structured_outputs(self.structured_outputs)
+            forms["structured_outputs"] = _structured_outputs(self.structured_outputs)
         for name in _FORMS:
             value = getattr(self, f"guided_{name}")
             if value is not None:
-                found[f"guided_{name}"] = _vllm_form(f"guided_{name}", name, value)
-        return found
+                forms[f"guided_{name}"] = _vllm_form(f"guided_{name}", name, value)
+        return forms
 
 
 def _response_format(given: Mapping[str, Any]) -> StructuredOutput | None:

@@ -95,15 +95,15 @@ class PageState:
             name = model.card.endpoint_name
             by_component.setdefault((name.namespace, name.component), []).append(model)
         namespaces = {namespace for namespace, _ in by_component}
-        found: dict[tuple[str, str], list[Instance]] = {place: [] for place in by_component}
+        by_place: dict[tuple[str, str], list[Instance]] = {place: [] for place in by_component}
         for one in self._runtime.discovery.view.everything():
             place = (one.record.namespace, one.record.component)
-            if place in found:
-                found[place].append(one)
+            if place in by_place:
+                by_place[place].append(one)
             elif place[0] in namespaces and PREFILL in one.record.endpoints:
-                found.setdefault(place, []).append(one)
+                by_place.setdefault(place, []).append(one)
         answers = await self._survey.of(
-            InstanceName(*place, one.id) for place, all_of in found.items() for one in all_of
+            InstanceName(*place, one.id) for place, all_of in by_place.items() for one in all_of
         )
         return msgspec.json.encode(
             {
@@ -111,7 +111,7 @@ class PageState:
                 "models": [_model(model) for model in models],
                 "instances": [
                     _instance(place, one, by_component.get(place, ()), answers)
-                    for place, all_of in found.items()
+                    for place, all_of in by_place.items()
                     for one in sorted(all_of, key=lambda one: (one.record.started, one.id))
                 ],
                 "hit_rate": hit_rate(
@@ -157,7 +157,7 @@ def _instance(
     """An instance, with its calls as it says itself and its load as routers know it."""
     record = instance.record
     answer = answers.get(record.name)
-    told: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "id": instance.id,
         "component": ".".join(place),
         "models": [model.card.name for model in models],
@@ -169,16 +169,16 @@ def _instance(
         "status": dict(answer.status) if answer is not None else {},
     }
     if PREFILL in record.endpoints:
-        told["role"] = PREFILL
+        shown["role"] = PREFILL
     counts = answer.counts if answer is not None else None
     if counts is not None and "transferred_bytes" in counts.figures:
-        told["transfers"] = {name: counts.figures.get(name, 0) for name in TRANSFERS}
+        shown["transfers"] = {name: counts.figures.get(name, 0) for name in TRANSFERS}
     router = next((model.router for model in models if model.router is not None), None)
     if router is not None:
         # One that says what its router cannot use gets no calls, and has nothing to show.
         with suppress(ConfigError):
-            told["cache"] = _cache(router, read_profile(instance.id, instance.metadata))
-    return told
+            shown["cache"] = _cache(router, read_profile(instance.id, instance.metadata))
+    return shown
 
 
 def _cache(router: KvRouter, profile: InstanceProfile) -> dict[str, Any]:
@@ -299,18 +299,18 @@ class InstanceSurvey:
 
     async def _ask(self, wanted: set[InstanceName]) -> dict[InstanceName, InstanceReport]:
         bus = self._bus
-        found: dict[InstanceName, InstanceReport] = {}
+        reports: dict[InstanceName, InstanceReport] = {}
         complete = asyncio.Event()
 
         def take(message: Message) -> None:
             row = InstanceReport.read(message.data)
             if row is not None:
-                found[InstanceName(row.namespace, row.component, row.instance_id)] = row
-                if wanted <= found.keys():
+                reports[InstanceName(row.namespace, row.component, row.instance_id)] = row
+                if wanted <= reports.keys():
                     complete.set()
 
         if not wanted:
-            return found
+            return reports
         inbox = f"{bus.replies.base}.{random_id()}"
         subscription = bus.data.subscribe(inbox, take)
         try:
@@ -320,4 +320,4 @@ class InstanceSurvey:
                 await complete.wait()
         finally:
             subscription.unsubscribe()
-        return found
+        return reports

@@ -64,13 +64,13 @@ def value_as_json(value: str, types: frozenset[str]) -> str:
     if lower in ("true", "false") and types & {"boolean", ANY}:
         return lower
     try:
-        found = msgspec.json.decode(word)
+        decoded = msgspec.json.decode(word)
     except (ValueError, msgspec.MsgspecError, RecursionError):
         return as_json(value)
-    if isinstance(found, str) and "string" in types:
+    if isinstance(decoded, str) and "string" in types:
         # The quotes are part of the text.
         return as_json(value)
-    return word if ANY in types or types & _types_of(found) else as_json(value)
+    return word if ANY in types or types & _types_of(decoded) else as_json(value)
 
 
 def _types(schema: object, depth: int) -> frozenset[str]:
@@ -80,14 +80,14 @@ def _types(schema: object, depth: int) -> frozenset[str]:
         return frozenset((kind,))
     if isinstance(kind, list):
         return frozenset(str(one) for one in cast("list[object]", kind)) or frozenset((ANY,))
-    found: frozenset[str] = frozenset()
+    types: frozenset[str] = frozenset()
     for several in (given.get("anyOf"), given.get("oneOf")):
         if isinstance(several, list) and depth:
             for one in cast("list[object]", several):
-                found |= _types(one, depth - 1)
+                types |= _types(one, depth - 1)
     for one in (given["const"],) if "const" in given else _sequence(given.get("enum")):
-        found |= _types_of(one)
-    return found or frozenset((ANY,))
+        types |= _types_of(one)
+    return types or frozenset((ANY,))
 
 
 def _types_of(value: object) -> frozenset[str]:

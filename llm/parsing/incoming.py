@@ -160,9 +160,9 @@ class IncomingText:
         self._kept = None
 
     def _take_to_marker(self, markers: Markers, end: int) -> tuple[str, str]:
-        found = markers.find(self._text, self._at, end)
-        if found is not None and found.start() <= end:
-            return self._take_to(found.start()), found.group()
+        match = markers.find(self._text, self._at, end)
+        if match is not None and match.start() <= end:
+            return self._take_to(match.start()), match.group()
         held = 0 if self.has_ended else markers.begun(self._text, self._at)
         return self._take_to(min(end, len(self._text) - held)), ""
 

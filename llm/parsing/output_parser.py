@@ -127,15 +127,15 @@ def output_parser(
         new_id: what the ids of calls are made of.
     """
     thinking = _THINKING.get(reasoning_parser)
-    found = _FORMATS.get(tool_call_parser) if tools else None
-    if found is not None:
+    call_format = _FORMATS.get(tool_call_parser) if tools else None
+    if call_format is not None:
         return _TextParser(
-            found.reads(tools),
-            tokens=found.tokens,
-            make_id=partial(found.make_id, new_id),
+            call_format.reads(tools),
+            tokens=call_format.tokens,
+            make_id=partial(call_format.make_id, new_id),
             thinking=thinking,
             reasons_from_start=reasons_from_start,
-            ends_reasoning=found.ends_reasoning,
+            ends_reasoning=call_format.ends_reasoning,
             form_sign=form_sign,
         )
     if thinking is not None:
@@ -166,10 +166,10 @@ def forced_calls_parser(
             their arguments came, and the rest is left out.
         new_id: what the ids of calls are made of.
     """
-    found = _FORMATS.get(tool_call_parser)
+    call_format = _FORMATS.get(tool_call_parser)
     return _TextParser(
         _read_array if function is None else lambda text, out: _read_object(text, out, function),
-        make_id=partial(found.make_id if found is not None else _call_id, new_id),
+        make_id=partial(call_format.make_id if call_format is not None else _call_id, new_id),
         thinking=_THINKING.get(reasoning_parser),
         reasons_from_start=reasons_from_start,
         form_sign="[" if function is None else "{",

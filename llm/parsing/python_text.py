@@ -78,11 +78,11 @@ def read_python(text: IncomingText, take: Callable[[str], None]) -> Reading[bool
             wants = "key" if closers[-1] == "}" else "item"
         elif takes_value:
             word = yield from text.take_run(_WORD, MAX_WORD)
-            found = _word_as_json(word)
-            if found is None:
+            literal = _word_as_json(word)
+            if literal is None:
                 take(comma + word)
                 return False
-            take(comma + found)
+            take(comma + literal)
             wants = "next"
         else:
             take(comma)

@@ -61,27 +61,27 @@ class Embeddings:
             DynbusError: one of them could not be embedded; the others are left.
             Cancelled: it was left.
         """
-        told = [msgspec.Raw()] * len(self._requests)
+        embeddings = [msgspec.Raw()] * len(self._requests)
         failed: list[DynbusError] = []
-        places = iter(range(len(told)))
+        places = iter(range(len(embeddings)))
 
         async def work() -> None:
             for place in places:
                 try:
-                    told[place] = await self._embed(client, place)
+                    embeddings[place] = await self._embed(client, place)
                 except DynbusError as error:
                     failed.append(error)
                     tasks.cancel_scope.cancel()
 
         with self._scope:
             async with anyio.create_task_group() as tasks:
-                for _ in range(min(MOST_AT_ONCE, len(told))):
+                for _ in range(min(MOST_AT_ONCE, len(embeddings))):
                     tasks.start_soon(work)
         if failed:
             raise failed[0]
         if self._scope.cancelled_caught:
             raise Cancelled("the request was left")
-        return self._format.whole(told, self.usage)
+        return self._format.whole(embeddings, self.usage)
 
     def cancel(self, error: DynbusError | None = None) -> None:
         """Leave it: engines stop."""
@@ -161,10 +161,10 @@ async def _result(client: EndpointClient, request: Any, instances: list[str]) ->
     with call_options(idempotency_key=random_id()):
         call = client.generate(request).raw()
     try:
-        found: Any = await call
-        if isinstance(found, bytes):
-            return found
-        async for item in found:
+        reply: Any = await call
+        if isinstance(reply, bytes):
+            return reply
+        async for item in reply:
             data: bytes = item
             return data
     finally:

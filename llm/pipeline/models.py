@@ -218,8 +218,8 @@ class Models:
 
     def _went(self, name: str, wanted: ModelType) -> float | None:
         """When the last instance of a model has gone that may come back; None where none has."""
-        found = [at for (gone, of), at in self._gone.items() if gone == name and of & wanted]
-        last = max(found, default=-AWAY_TIMEOUT)
+        left_at = [at for (gone, of), at in self._gone.items() if gone == name and of & wanted]
+        last = max(left_at, default=-AWAY_TIMEOUT)
         return last if monotonic() - last < AWAY_TIMEOUT else None
 
     def _is_away(self, name: str, wanted: ModelType) -> bool:
@@ -243,13 +243,13 @@ class Models:
     # Following the catalog ------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        async for found in self._catalog.changes():
-            self._reconcile(found)
+        async for models in self._catalog.changes():
+            self._reconcile(models)
 
-    def _reconcile(self, found: Sequence[ServedModel]) -> None:
+    def _reconcile(self, models: Sequence[ServedModel]) -> None:
         wanted = {
             (one.card.name, one.card.endpoint, tuple(one.card.types)): one.card
-            for one in found
+            for one in models
             if one.instances and one.card.type & SERVED and self._only in ("", one.card.name)
         }
         for key, serving in list(self._served.items()):
@@ -257,7 +257,7 @@ class Models:
             if card is None or differences(card, serving.card):
                 del self._served[key]
                 serving.leaving.set()
-                if serving.card.base_model not in {one.card.name for one in found}:
+                if serving.card.base_model not in {one.card.name for one in models}:
                     # An adapter whose model is there was unloaded: it is not only away.
                     self._gone[serving.card.name, serving.card.type] = monotonic()
         for key, card in wanted.items():
@@ -377,9 +377,9 @@ class Models:
         await runtime.discovery.wait(endpoint, 1, limit)
         with anyio.move_on_after(limit):
             while True:
-                found = runtime.discovery.view.instances(namespace, component, monotonic())
-                if not lora_name or any(has_adapter(one, lora_name) for one in found):
-                    return list(found)
+                instances = runtime.discovery.view.instances(namespace, component, monotonic())
+                if not lora_name or any(has_adapter(one, lora_name) for one in instances):
+                    return list(instances)
                 # Its card may come before the record of the instance that says it.
                 await anyio.sleep(LOOK_INTERVAL)
         raise NoInstances(f"no instance of {endpoint} has loaded the adapter {lora_name}")

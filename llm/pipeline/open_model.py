@@ -80,10 +80,10 @@ class OpenModel:
     @property
     def answers(self) -> ModelType:
         """What it can be asked for: chats, completions, embeddings."""
-        found = self.card.type & ~(ModelType.Backend | ModelType.Chat)
+        types = self.card.type & ~(ModelType.Backend | ModelType.Chat)
         if self.card.type & ModelType.Backend:
-            found |= ModelType.Completions
-        return found | ModelType.Chat if self.takes_chat else found
+            types |= ModelType.Completions
+        return types | ModelType.Chat if self.takes_chat else types
 
     @property
     def takes_chat(self) -> bool:

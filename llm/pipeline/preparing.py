@@ -200,9 +200,9 @@ async def _encode_chat(
     characters = sum(len(message.get("content") or "") for message in messages)
     check_characters(characters, limits, "messages", request.model)
 
-    def encode(told: list[dict[str, Any]]) -> Awaitable[list[int]]:
+    def encode(conversation: list[dict[str, Any]]) -> Awaitable[list[int]]:
         return text.encode_chat(
-            told, tools=use.tools or None, add_generation_prompt=add, **variables
+            conversation, tools=use.tools or None, add_generation_prompt=add, **variables
         )
 
     try:

@@ -193,7 +193,7 @@ class Completion(ABC):
             # The hearer of it may still have to tell the sink.
             self._leave_streams()
             if isinstance(error, InvalidRequest):
-                raise self.told(error) from error
+                raise self.client_error(error) from error
             raise
 
     @abstractmethod
@@ -222,12 +222,12 @@ class Completion(ABC):
         """Leave it, and tell the sink that it has ended, with an error if there is one."""
         if not self._is_over:
             if error is not None:
-                error = self.told(error)
+                error = self.client_error(error)
             self.cancel(error)
             self._sink.end(error)
 
     @staticmethod
-    def told(error: DynbusError) -> DynbusError:
+    def client_error(error: DynbusError) -> DynbusError:
         """An error of its call, for who asked."""
         return mismatch_of(error) if not error.hop else error
 
@@ -272,7 +272,7 @@ class TokenCompletion(Completion):
         self._came: Mapping[int, Sequence[bytes]] = {}
 
     @staticmethod
-    def told(error: DynbusError) -> DynbusError:
+    def client_error(error: DynbusError) -> DynbusError:
         return mismatch_of(error)
 
     @property
@@ -399,8 +399,8 @@ class TextCompletion(Completion):
             self.timing.tokens(len(arrival.items), now)
         try:
             if self._merged is None:
-                told = self._framed if self._frame is not None else self._translated
-                self._write([told(item) for item in arrival.items])
+                translate = self._framed if self._frame is not None else self._translated
+                self._write([translate(item) for item in arrival.items])
             else:
                 for item in arrival.items:
                     self._merged.take(item)
@@ -448,13 +448,13 @@ class TextCompletion(Completion):
         """A chunk in the format of the answer."""
         read = read_answer(item)
         self._usage = read.usage or self._usage
-        told = b""
+        chunks = b""
         for output in read.outputs:
             known = self._outputs.get(output.index)
             if known is None:
                 known = self._outputs[output.index] = self._format.output(output.index)
-            told += known.piece(output, self._usage)
-        return told
+            chunks += known.piece(output, self._usage)
+        return chunks
 
 
 def deliver(arrivals: list[Arrival[Part, bytes]]) -> None:

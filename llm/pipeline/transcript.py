@@ -248,7 +248,7 @@ class _Output:
                 return None
             if not (delta.reasoning or delta.tool_calls or self._rules.logprobs or usage):
                 return self._format.text(delta.content)
-        return self._format.piece(self._told(delta), usage)
+        return self._format.piece(self._output_of(delta), usage)
 
     def _read(self, parser: OutputParser, ids: Sequence[int]) -> Delta:
         """What tokens say."""
@@ -282,9 +282,9 @@ class _Output:
 
     def whole(self) -> Output:
         """All of it, where it is not streamed."""
-        return self._told(joined(self._deltas))
+        return self._output_of(joined(self._deltas))
 
-    def _told(self, said: Delta) -> Output:
+    def _output_of(self, said: Delta) -> Output:
         """What is told now, with the log-probabilities that have come since it was last asked."""
         logprobs, self._logprobs = self._logprobs, []
         return Output(

@@ -70,16 +70,16 @@ def models_of(body: bytes) -> list[ServerModel]:
     listed = _items((_object(body) or {}).get("data"))
     if listed is None:
         raise InvalidResponse(f"it has no list of models: {_brief(body)}")
-    found: dict[str, ServerModel] = {}
+    models: dict[str, ServerModel] = {}
     for fields in filter(None, map(_fields, listed)):
         name = _text(fields.get("id"))
         if name:
-            found[name] = ServerModel(
+            models[name] = ServerModel(
                 name,
                 next(filter(None, map(_count, map(fields.get, _LENGTHS))), None),
                 _text(fields.get("parent")),
             )
-    return sorted(found.values(), key=lambda model: (model.parent, model.name))[:MAX_MODELS]
+    return sorted(models.values(), key=lambda model: (model.parent, model.name))[:MAX_MODELS]
 
 
 def cache_in_metrics(text: str) -> CacheShape | None:
@@ -138,9 +138,9 @@ def error_in(item: bytes) -> DynbusError | None:
         return None
     answer = _object(item) or {}
     code = _count((_fields(answer.get("error")) or answer).get("code"))
-    found = error_of(code if code is not None and 400 <= code < 600 else 500, {}, item)
+    error = error_of(code if code is not None and 400 <= code < 600 else 500, {}, item)
     # Its stream has begun, so that it goes nowhere else.
-    return StreamLost(found.message) if isinstance(found, Migrate) else found
+    return StreamLost(error.message) if isinstance(error, Migrate) else error
 
 
 def is_finished(chunk: bytes) -> bool:
@@ -159,14 +159,14 @@ def _message(body: bytes) -> str:
     if answer is None:
         return _brief(body)
     for name in ("error", "detail", "message"):
-        told: object = answer.get(name)
-        if (fields := _fields(told)) is not None:
-            told = fields.get("message")
-        if (misfits := _items(told)) is not None:
+        detail: object = answer.get(name)
+        if (fields := _fields(detail)) is not None:
+            detail = fields.get("message")
+        if (misfits := _items(detail)) is not None:
             # FastAPI's, one for each field.
-            told = "; ".join(map(_misfit, misfits))
-        if isinstance(told, str) and told:
-            return told[:MAX_TEXT]
+            detail = "; ".join(map(_misfit, misfits))
+        if isinstance(detail, str) and detail:
+            return detail[:MAX_TEXT]
     return _brief(body)
 
 

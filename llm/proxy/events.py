@@ -29,12 +29,12 @@ class EventReader:
         if rest:
             rest += piece
             text = rest
-        found: list[bytes] = []
+        events: list[bytes] = []
         begin, look = 0, self._looked
         while (end := _END.search(text, look)) is not None:
             data = _data_of(bytes(text[begin : end.start()]))
             if data:
-                found.append(data)
+                events.append(data)
             begin = look = end.end()
         if rest:
             del rest[:begin]
@@ -44,7 +44,7 @@ class EventReader:
         self._looked = max(0, len(rest) - 3)
         if len(rest) > MAX_EVENT:
             raise ValueError(f"an event of the stream has more than {MAX_EVENT} bytes")
-        return found
+        return events
 
     def end(self) -> list[bytes]:
         """The data of an event that the stream's end has left without an empty line."""

@@ -143,12 +143,12 @@ class Answer:
             BrokenOff: the connection ended before it.
             ValueError: it has more than `limit` bytes.
         """
-        found = bytearray()
+        data = bytearray()
         async for piece in self.pieces():
-            found += piece
-            if len(found) > limit:
+            data += piece
+            if len(data) > limit:
                 raise ValueError(f"the answer has more than {limit} bytes")
-        return bytes(found)
+        return bytes(data)
 
 
 class HttpClient:
@@ -249,12 +249,12 @@ class HttpClient:
             raise NotReached(f"there is no connection within {CONNECT_TIMEOUT:g} s") from None
         except OSError as error:
             raise NotReached(describe_exception(error)) from error
-        found = writer.get_extra_info("socket")
-        if found is not None:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected = writer.get_extra_info("socket")
+        if connected is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 if hasattr(socket, name):
-                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                    connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         return _Connection(reader, writer)
 
 

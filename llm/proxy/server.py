@@ -152,15 +152,18 @@ class OpenAiServer:
             Away: it does not answer.
         """
         root = self.address.root
-        found = await self._get(f"{root}/metrics")
-        if found.status == 200:
-            shape = cache_in_metrics(found.body.decode(errors="replace"))
+        response = await self._get(f"{root}/metrics")
+        if response.status == 200:
+            shape = cache_in_metrics(response.body.decode(errors="replace"))
             if shape is not None:
                 return shape
         # SGLang's earlier versions have the other name.
         for path in ("/server_info", "/get_server_info"):
-            found = await self._get(root + path)
-            if found.status == 200 and (shape := cache_in_server_info(found.body)) is not None:
+            response = await self._get(root + path)
+            if (
+                response.status == 200
+                and (shape := cache_in_server_info(response.body)) is not None
+            ):
                 return shape
         return None
 

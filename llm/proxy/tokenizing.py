@@ -32,14 +32,14 @@ def tokenize_request(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the request is no JSON object: {error}") from None
     is_chat = "messages" in asked
     names = _OF_CHAT if is_chat else _OF_COMPLETION
-    found: dict[str, Any] = {name: asked[name] for name in names if name in asked}
+    fields: dict[str, Any] = {name: asked[name] for name in names if name in asked}
     if is_chat:
         if asked.get("tool_choice") == "none":
-            found.pop("tools", None)
-        return found
+            fields.pop("tools", None)
+        return fields
     prompt: object = asked.get("prompt")
     if isinstance(prompt, list) and prompt:
         prompt = cast("list[object]", prompt)[0]
     if not isinstance(prompt, str):
         raise InvalidRequest("the request has neither messages nor a prompt of text")
-    return {**found, "prompt": prompt}
+    return {**fields, "prompt": prompt}

@@ -192,20 +192,20 @@ class OpenAiWorker(Actor, namespace="llm"):
             await self._exits.aclose()
 
     def instance_metadata(self) -> Mapping[str, str]:
-        told: dict[str, str] = {}
+        metadata: dict[str, str] = {}
         cache = self._cache
         if cache is not None:
-            told[profiles.BLOCK_SIZE_KEY] = str(cache.block_size)
-            told[profiles.EVENTS_KEY] = "true" if self._events is not None else "false"
+            metadata[profiles.BLOCK_SIZE_KEY] = str(cache.block_size)
+            metadata[profiles.EVENTS_KEY] = "true" if self._events is not None else "false"
             if cache.blocks is not None:
-                told[profiles.TOTAL_BLOCKS_KEY] = str(cache.blocks)
+                metadata[profiles.TOTAL_BLOCKS_KEY] = str(cache.blocks)
         if self._options.ranks > 1:
-            told[profiles.DP_SIZE_KEY] = str(self._options.ranks)
+            metadata[profiles.DP_SIZE_KEY] = str(self._options.ranks)
         if self._adapters:
-            told[profiles.LORAS_KEY] = ",".join(sorted(self._adapters))
+            metadata[profiles.LORAS_KEY] = ",".join(sorted(self._adapters))
         if self._tokenizes:
-            told[TOKENIZES_KEY] = "true"
-        return told
+            metadata[TOKENIZES_KEY] = "true"
+        return metadata
 
     # How long a chunk may take is the server's to say.
     @handler(concurrency=None, idle_timeout=None)
@@ -261,7 +261,7 @@ class OpenAiWorker(Actor, namespace="llm"):
 
     async def _first_look(self) -> list[ServerModel]:
         """The models of the server, once it is there."""
-        told, told_at = "", 0.0
+        logged, logged_at = "", 0.0
         while True:
             try:
                 models = await self._server.look()
@@ -271,9 +271,9 @@ class OpenAiWorker(Actor, namespace="llm"):
             except Away as error:
                 reason = str(error)
             now = monotonic()
-            if reason != told or now - told_at >= TOLD_EVERY:
+            if reason != logged or now - logged_at >= TOLD_EVERY:
                 logger.info("waiting for %s: %s", self._address, reason)
-                told, told_at = reason, now
+                logged, logged_at = reason, now
             await anyio.sleep(LOOK_INTERVAL)
 
     async def _follow(self) -> None:
@@ -370,17 +370,17 @@ class OpenAiWorker(Actor, namespace="llm"):
             ConfigError: its events are to be read, and nobody knows.
         """
         try:
-            told = await self._server.cache_shape()
+            shape = await self._server.cache_shape()
         except Away:
-            told = None
+            shape = None
         if self._options.block_size:
-            return CacheShape(self._options.block_size, told.blocks if told is not None else None)
-        if told is None and self._kv_events:
+            return CacheShape(self._options.block_size, shape.blocks if shape is not None else None)
+        if shape is None and self._kv_events:
             raise ConfigError(
                 f"{self._address} does not say how large the blocks of its KV cache are: give "
                 "block_size"
             )
-        return told
+        return shape
 
     def _open_events(self, cache: CacheShape | None) -> EngineEvents:
         try:

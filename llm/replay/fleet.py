@@ -302,11 +302,11 @@ class Fleet:
         if self._index is not None:
             self._index.learn(now)
         try:
-            found = self.scheduler.submit(asked, now)
+            outcome = self.scheduler.submit(asked, now)
         except Overloaded as error:
             raise self._refusal(request.id, error) from None
-        if isinstance(found, Decision):
-            self._send(asked, found, now)
+        if isinstance(outcome, Decision):
+            self._send(asked, outcome, now)
         else:
             self._waiting += 1
 
@@ -316,11 +316,11 @@ class Fleet:
             return
         if self._index is not None:
             self._index.learn(now)
-        for ticket, found in self.scheduler.release(now):
+        for ticket, outcome in self.scheduler.release(now):
             self._waiting -= 1
-            if isinstance(found, DynbusError):
-                raise self._refusal(ticket.request.request_id, found)
-            self._send(ticket.request, found, now)
+            if isinstance(outcome, DynbusError):
+                raise self._refusal(ticket.request.request_id, outcome)
+            self._send(ticket.request, outcome, now)
 
     def _refusal(self, request_id: str, error: DynbusError) -> DynbusError:
         if not isinstance(error, Overloaded):

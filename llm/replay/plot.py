@@ -49,10 +49,10 @@ def plot_ttft(ttft: Mapping[str, NDArray[np.float64]]) -> str:
     for number, (policy, seconds) in enumerate(ttft.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         parts = np.linspace(0.0, 1.0, min(_POINTS, len(seconds)) + 1)
-        found = np.quantile(seconds, parts)
+        quantiles = np.quantile(seconds, parts)
         points = " ".join(
             f"{x(float(value)):.1f},{y(float(part)):.1f}"
-            for value, part in zip(found, parts, strict=True)
+            for value, part in zip(quantiles, parts, strict=True)
         )
         lines.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'

@@ -50,7 +50,7 @@ class ResponseFormat:
 
     def start(self, usage: Usage | None) -> bytes:
         """The events before the first item."""
-        begun = self._told("in_progress", [], None)
+        begun = self._response("in_progress", [], None)
         return _event("response.created", 0, response=begun) + _event(
             "response.in_progress", 1, response=begun
         )
@@ -65,28 +65,28 @@ class ResponseFormat:
         ended = output.close()
         status = _status(output.finish_reason)
         items = output.items(status)
-        response = self._told(status, items, usage)
+        response = self._response(status, items, usage)
         return ended + output.event(f"response.{status}", response=response)
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
         """The events that end a stream that fails."""
-        told = error_fields(error, request_id)
+        fields = error_fields(error, request_id)
         items = self._output.items("incomplete")
-        failed = self._told("failed", items, None, error=told["message"])
+        failed = self._response("failed", items, None, error=fields["message"])
         return self._output.event(
-            "error", code=told["code"], message=told["message"], param=told["param"]
+            "error", code=fields["code"], message=fields["message"], param=fields["param"]
         ) + self._output.event("response.failed", response=failed)
 
     def whole(self, outputs: Sequence[Output], usage: Usage | None) -> bytes:
         """The response where nothing is streamed."""
-        [told] = outputs
+        [only] = outputs
         output = _Events(self._answer_id)
-        output.piece(told)
+        output.piece(only)
         output.close()
         status = _status(output.finish_reason)
-        return bytes(self._told(status, output.items(status), usage))
+        return bytes(self._response(status, output.items(status), usage))
 
-    def _told(
+    def _response(
         self,
         status: str,
         items: Sequence[Mapping[str, Any]],
@@ -95,7 +95,7 @@ class ResponseFormat:
         error: str | None = None,
     ) -> msgspec.Raw:
         is_cut = status == "incomplete"
-        told = {
+        fields = {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -106,7 +106,7 @@ class ResponseFormat:
             "output": items,
             "usage": None if usage is None else _usage(usage),
         }
-        return msgspec.Raw(_encode(told)[:-1] + b"," + self._repeated[1:])
+        return msgspec.Raw(_encode(fields)[:-1] + b"," + self._repeated[1:])
 
 
 class _Events:
@@ -138,9 +138,9 @@ class _Events:
         events: list[bytes] = []
         for step in self._blocks.take(piece.said):
             if step.block.kind == "text" and step.what == "piece":
-                told, self._untold = self._untold, []
-                self._logprobs.setdefault(step.block.place, []).extend(told)
-                events.append(self._delta(_encode(step.piece), _encode(told)))
+                logprobs, self._untold = self._untold, []
+                self._logprobs.setdefault(step.block.place, []).extend(logprobs)
+                events.append(self._delta(_encode(step.piece), _encode(logprobs)))
             else:
                 events.append(self._step(step))
         self.finish_reason = piece.finish_reason or self.finish_reason
@@ -202,8 +202,8 @@ class _Events:
             )
         at["content_index"] = 0
         part = self._part(block)
-        told = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
-        done = self.event(f"response.{_PARTS[block.kind]}.done", **at, text=part["text"], **told)
+        extra = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
+        done = self.event(f"response.{_PARTS[block.kind]}.done", **at, text=part["text"], **extra)
         return done + self.event("response.content_part.done", **at, part=part)
 
     def _delta(self, text: bytes, logprobs: bytes) -> bytes:
@@ -216,14 +216,14 @@ class _Events:
         )
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        told: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        head: dict[str, Any] = {"id": self._item_id(block), "status": status}
         parts = [] if status == "in_progress" else [self._part(block)]
         if block.kind == "text":
-            return {**told, "type": "message", "role": "assistant", "content": parts}
+            return {**head, "type": "message", "role": "assistant", "content": parts}
         if block.kind == "reasoning":
-            return {**told, "type": "reasoning", "summary": [], "content": parts}
+            return {**head, "type": "reasoning", "summary": [], "content": parts}
         return {
-            **told,
+            **head,
             "type": "function_call",
             "call_id": block.id,
             "name": block.name,

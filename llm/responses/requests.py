@@ -215,9 +215,9 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
         if not is_array(parts):
             raise misfit(f"{where}.{name}", "give a list of parts")
         texts = [fields_of(part).get("text") for part in parts]
-        found = "\n".join(text for text in texts if isinstance(text, str))
-        if found:
-            return found
+        joined = "\n".join(text for text in texts if isinstance(text, str))
+        if joined:
+            return joined
     return ""
 
 

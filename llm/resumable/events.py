@@ -72,13 +72,13 @@ class EventNumbers:
         """One or more whole events, as they are told; empty for none that are."""
         if self.has_stopped:
             return chunk
-        told: list[bytes] = []
+        events: list[bytes] = []
         # A line of data has no line end in it, so an empty line ends an event.
         for event in chunk.split(b"\n\n")[:-1]:
             self.count += 1
             if self.count > self._after:
-                told.append(b"%b%d\n%b\n\n" % (self._id, self.count, event))
-        return b"".join(told)
+                events.append(b"%b%d\n%b\n\n" % (self._id, self.count, event))
+        return b"".join(events)
 
 
 class NumberedSink:
@@ -100,10 +100,10 @@ class NumberedSink:
         Others may read the stream elsewhere, so it waits for no reader while that is so; a slow one
         has as much in front of it as a log may hold.
         """
-        told = [numbered for chunk in chunks if (numbered := self.numbers.take(chunk))]
-        if not told or self.to is None:
+        numbered_chunks = [numbered for chunk in chunks if (numbered := self.numbers.take(chunk))]
+        if not numbered_chunks or self.to is None:
             return True
-        return self.to.write(told) or not self.numbers.has_stopped
+        return self.to.write(numbered_chunks) or not self.numbers.has_stopped
 
     def end(self, error: DynbusError | None) -> None:
         """There is no more."""

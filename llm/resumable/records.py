@@ -115,8 +115,8 @@ _decode: Final = msgspec.msgpack.Decoder(_Entry).decode
 
 def log_key(tenant: str, request_id: str) -> str:
     """The name of a stream's log: those of one tenant are out of the reach of all others."""
-    told = f"{tenant}\0{request_id}".encode()
-    return hashlib.blake2s(told, digest_size=16).hexdigest()
+    identity = f"{tenant}\0{request_id}".encode()
+    return hashlib.blake2s(identity, digest_size=16).hexdigest()
 
 
 def is_over(data: bytes) -> bool:

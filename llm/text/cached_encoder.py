@@ -81,24 +81,24 @@ class CachedEncoder:
             ValueError: as of `Tokenizer.encode`, for one of them.
         """
         cut = [list(self._pieces(text)) for text in texts]
-        found = self._look_up(chain.from_iterable(cut))
+        ids_of = self._look_up(chain.from_iterable(cut))
         missing = list(
-            dict.fromkeys(piece for piece in chain.from_iterable(cut) if piece not in found)
+            dict.fromkeys(piece for piece in chain.from_iterable(cut) if piece not in ids_of)
         )
         for piece, ids in zip(missing, self.tokenizer.encode_each(missing), strict=True):
-            found[piece] = array("I", ids)
-        self._remember(missing, found)
+            ids_of[piece] = array("I", ids)
+        self._remember(missing, ids_of)
         characters = sum(map(len, texts))
         self.characters += characters
         self.cached_characters += characters - sum(map(len, missing))
-        return [self._join(pieces, found, special=special) for pieces in cut]
+        return [self._join(pieces, ids_of, special=special) for pieces in cut]
 
     def _join(
-        self, pieces: Iterable[str], found: Mapping[str, array[int]], *, special: bool
+        self, pieces: Iterable[str], ids_of: Mapping[str, array[int]], *, special: bool
     ) -> list[int]:
         joined = array("I", self._before if special else ())
         for piece in pieces:
-            joined.extend(found[piece])
+            joined.extend(ids_of[piece])
         if special:
             joined.extend(self._after)
         return joined.tolist()
@@ -114,22 +114,22 @@ class CachedEncoder:
             yield text[begin:]
 
     def _look_up(self, pieces: Iterable[str]) -> dict[str, array[int]]:
-        found: dict[str, array[int]] = {}
+        ids_of: dict[str, array[int]] = {}
         with self._lock:
             for piece in pieces:
                 ids = self._known.get(piece)
                 if ids is not None:
                     self._known.move_to_end(piece)
-                    found[piece] = ids
-        return found
+                    ids_of[piece] = ids
+        return ids_of
 
-    def _remember(self, pieces: Iterable[str], found: dict[str, array[int]]) -> None:
+    def _remember(self, pieces: Iterable[str], ids_of: dict[str, array[int]]) -> None:
         with self._lock:
             for piece in pieces:
                 if piece in self._known:
                     continue
-                self._known[piece] = found[piece]
-                self._bytes += _size(piece, found[piece])
+                self._known[piece] = ids_of[piece]
+                self._bytes += _size(piece, ids_of[piece])
             while self._bytes > self._max_bytes:
                 forgotten = self._known.popitem(last=False)
                 self._bytes -= _size(*forgotten)

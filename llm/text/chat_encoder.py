@@ -97,9 +97,9 @@ class ChatEncoder:
         taken = self._take()
         groups = _groups(taken)
         for place, (group, conversations) in enumerate(groups):
-            found = self._encode(conversations) if place == 0 else None
-            if found is not None:
-                _settle(group, found)
+            encoded = self._encode(conversations) if place == 0 else None
+            if encoded is not None:
+                _settle(group, encoded)
             else:
                 # It would keep others waiting for more than one turn.
                 self._put_back(group)
@@ -169,15 +169,15 @@ def _groups(taken: Sequence[_Asked]) -> list[tuple[list[_Asked], list[bytes]]]:
     return groups
 
 
-def _settle(group: Sequence[_Asked], found: Sequence[Encoded]) -> None:
+def _settle(group: Sequence[_Asked], encoded: Sequence[Encoded]) -> None:
     """Hand over what was found, from a thread to the loop on which all of them wait."""
     # Where the loop is closed, nobody waits any longer.
     with contextlib.suppress(RuntimeError):
-        group[0].future.get_loop().call_soon_threadsafe(_tell, group, found)
+        group[0].future.get_loop().call_soon_threadsafe(_tell, group, encoded)
 
 
-def _tell(group: Sequence[_Asked], found: Sequence[Encoded]) -> None:
-    for asked, ids in zip(group, found, strict=True):
+def _tell(group: Sequence[_Asked], encoded: Sequence[Encoded]) -> None:
+    for asked, ids in zip(group, encoded, strict=True):
         if asked.future.done():
             continue
         if isinstance(ids, Exception):

@@ -45,14 +45,14 @@ class StopStrings:
             # Most pieces.
             return text, None
         begin, whole = len(self._held), self._held + text
-        follow, retreat, found = automaton.follow, automaton.retreat, automaton.found
+        follow, retreat, endings = automaton.follow, automaton.retreat, automaton.endings
         for place, character in enumerate(text, begin + 1):
             while (after := follow[state].get(character)) is None and state:
                 state = retreat[state]
             state = after or 0
-            if found[state]:
+            if endings[state]:
                 self._held, self._state = "", 0
-                return whole[: place - len(found[state])], found[state]
+                return whole[: place - len(endings[state])], endings[state]
         keep = len(whole) - automaton.depth[state]
         self._held, self._state = whole[keep:], state
         return whole[:keep], None
@@ -72,14 +72,14 @@ class _Automaton:
         follow: for each state, the one that each character leads to, where it goes on.
         retreat: for each state, the next shorter beginning of a string with which it ends.
         depth: its length.
-        found: the longest of the strings with which it ends; empty for none.
+        endings: the longest of the strings with which it ends; empty for none.
     """
 
-    __slots__ = ("depth", "first", "follow", "found", "retreat")
+    __slots__ = ("depth", "endings", "first", "follow", "retreat")
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.follow: list[dict[str, int]] = [{}]
-        self.retreat, self.depth, self.found = [0], [0], [""]
+        self.retreat, self.depth, self.endings = [0], [0], [""]
         for string in strings:
             self._add(string)
         self.first = frozenset(self.follow[0])
@@ -94,9 +94,9 @@ class _Automaton:
                 self.follow.append({})
                 self.retreat.append(0)
                 self.depth.append(self.depth[state] + 1)
-                self.found.append("")
+                self.endings.append("")
             state = after
-        self.found[state] = string
+        self.endings[state] = string
 
     def _link(self) -> None:
         """Find where each state retreats to; shorter ones come first."""
@@ -105,12 +105,12 @@ class _Automaton:
             state = waiting.popleft()
             shorter = self.retreat[state]
             # What ends with a string within another one is complete before that.
-            self.found[state] = self.found[state] or self.found[shorter]
+            self.endings[state] = self.endings[state] or self.endings[shorter]
             for character, after in self.follow[state].items():
                 back = shorter
-                while (found := self.follow[back].get(character)) is None and back:
+                while (following := self.follow[back].get(character)) is None and back:
                     back = self.retreat[back]
-                self.retreat[after] = found or 0
+                self.retreat[after] = following or 0
                 waiting.append(after)
 
 

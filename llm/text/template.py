@@ -113,10 +113,10 @@ class ChatTemplate:
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
         (answer,) = self._run([encode_conversation(given)], self._seconds)
-        found = self._told(answer)
-        if isinstance(found, DynbusError):
-            raise found
-        return found
+        rendered = self._rendered(answer)
+        if isinstance(rendered, DynbusError):
+            raise rendered
+        return rendered
 
     def conversation(
         self,
@@ -152,9 +152,9 @@ class ChatTemplate:
         if are_many and any(answer.failed is not None for answer in answers):
             # The memory of the process is for one.
             return None
-        return [self._told(answer) for answer in answers]
+        return [self._rendered(answer) for answer in answers]
 
-    def _told(self, answer: RenderAnswer) -> str | DynbusError:
+    def _rendered(self, answer: RenderAnswer) -> str | DynbusError:
         if answer.refused is not None:
             return InvalidRequest(
                 f"the model {self.model} takes no such conversation: {answer.refused}"

@@ -148,8 +148,8 @@ class Tokenizer:
         for text in texts:
             check_text(text)
         with _using("the tokenizer fails"):
-            found = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+            encodings = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens; bytes that are no character become U+FFFD.
@@ -178,8 +178,8 @@ class Tokenizer:
 
     def special_texts(self, texts: Collection[str]) -> dict[int, str]:
         """Those of some texts that are special tokens, by their ids."""
-        found = {self.raw.token_to_id(text): text for text in texts}
-        return {index: text for index, text in found.items() if index in self.special_ids}
+        by_id = {self.raw.token_to_id(text): text for text in texts}
+        return {index: text for index, text in by_id.items() if index in self.special_ids}
 
     def to_json(self) -> bytes:
         """The tokenizer as a `tokenizer.json`."""
@@ -335,8 +335,8 @@ def _token_text(given: object) -> str | None:
 
 def _ids(given: object) -> list[int]:
     """One id, a list of them, or none at all."""
-    found = cast("list[object]", given) if isinstance(given, list) else [given]
-    whole = [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
+    listed = cast("list[object]", given) if isinstance(given, list) else [given]
+    whole = [one for one in listed if isinstance(one, int) and not isinstance(one, bool)]
     # Files of models name tokens that there cannot be.
     return [one for one in whole if 0 <= one < 1 << 32]
 
@@ -397,10 +397,10 @@ def _rules_in(rules: object) -> Generator[dict[str, object]]:
 
 
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
-    found = metadata.get(key)
-    if not isinstance(found, Iterable) or isinstance(found, str):
+    value = metadata.get(key)
+    if not isinstance(value, Iterable) or isinstance(value, str):
         raise ValueError(f"there is no {key}")
-    strings = list(cast("Iterable[object]", found))
+    strings = list(cast("Iterable[object]", value))
     if not all(isinstance(one, str) for one in strings):
         raise ValueError(f"{key} has something that is no string")
     return cast("list[str]", strings)

@@ -149,14 +149,14 @@ class _Fields:
         return float(value)
 
     def token_ids(self, *names: str) -> tuple[int, ...]:
-        found: dict[int, None] = {}
+        ids: dict[int, None] = {}
         for name in names:
             value = self.get(name)
             several = cast("list[object]", value) if isinstance(value, list) else [value]
-            found.update(
+            ids.update(
                 (part, None) for part in several if isinstance(part, int) and 0 <= part < 1 << 32
             )
-        return tuple(found)
+        return tuple(ids)
 
 
 def config_of_gguf(path: str, metadata: Mapping[str, object], vocabulary: int) -> ModelConfig:

@@ -59,14 +59,14 @@ def read_json_object(path: Path, *, required: bool = False) -> Mapping[str, Any]
         return {}
     try:
         # Python writes NaN and Infinity, which JSON has not: later readers get nothing instead.
-        found: object = json.loads(data, parse_constant=lambda _: None)
+        value: object = json.loads(data, parse_constant=lambda _: None)
         # Half a surrogate pair could not be told to anybody.
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BrokenModel(f"{path} has {type(found).__name__}, not an object")
-    return cast("Mapping[str, Any]", found)
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{path} has {type(value).__name__}, not an object")
+    return cast("Mapping[str, Any]", value)
 
 
 def _home(folder: Path) -> Path:
