@@ -708,7 +708,7 @@ class Runtime(ClientSide):
 
 
 class Connecting:
-    """What `Runtime.connect` returns: to be awaited, or entered with `async with`."""
+    """The result of `Runtime.connect`: to be awaited, or entered with `async with`."""
 
     def __init__(
         self, kind: type[Runtime], settings: dict[str, Any], name: str, wait: float = 0.0

@@ -209,7 +209,8 @@ class Background:
 
 
 class Openable:
-    """What is open from `__aenter__` to `close`, which different tasks may call.
+    """The base of objects that are open from `__aenter__` to `close`, which different tasks may
+    call.
 
     A subclass writes all of its life in `_open`. A task of its own enters that context manager,
     holds it and leaves it, so it may use task groups and cancel scopes of anyio, and a caller that

@@ -39,7 +39,7 @@ _MACHINERY: Final = (_ASYNCIO, *OWN_FOLDERS)
 
 
 class Reading(NamedTuple):
-    """What the clocks say of a thread, in seconds.
+    """The readings of a thread's clocks, in seconds.
 
     Attributes:
         now: the monotonic clock.

@@ -60,7 +60,7 @@ _warned_of: set[str] = set()
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a process tells the bus about itself and expects of it.
+    """The settings of a process on the bus.
 
     Attributes:
         servers: NATS URLs; commas between several, and `?zone=NAME` behind one says where it is.

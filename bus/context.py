@@ -24,7 +24,7 @@ _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 class Context:
-    """What is known of one call while it runs.
+    """The facts about one call while it runs.
 
     Two strengths of cancellation exist: *stop* asks the handler to finish tidily, *kill*
     drops the call now. Both pass on to every sub-call, and neither can be taken back.

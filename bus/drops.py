@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """Why a message was not acted upon.
+    """The reason for which a message was not acted upon.
 
     Attributes:
         CLIENT_ID_TAKEN: its sender has the client id of another.

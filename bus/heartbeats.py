@@ -71,7 +71,7 @@ R = TypeVar("R", bound=Remote)
 
 
 class Said(NamedTuple, Generic[R]):
-    """What somebody says on the control lane, until the main loop comes to it.
+    """A message of the control lane that waits for the main loop.
 
     Attributes:
         key: which of the remotes it claims to be.
@@ -88,7 +88,7 @@ class Said(NamedTuple, Generic[R]):
 
 
 class Side(Protocol[R]):
-    """Whose remotes a registry holds: a caller or an instance."""
+    """The side whose remotes a registry holds: a caller or an instance."""
 
     def key_of(self, batch: Batch) -> str:
         """Which of the remotes a message claims to come from; called on the lane."""
@@ -153,7 +153,7 @@ class Registry(Generic[R]):
 
 
 class Heartbeats:
-    """What the control lane of one process does at every tick.
+    """The work of the control lane of one process at every tick.
 
     Args:
         to_main: has a function called on the main loop soon, from any thread.

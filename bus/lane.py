@@ -27,7 +27,7 @@ ConnectionFactory = Callable[[], Awaitable[Connection]]
 
 
 class ControlLane(Protocol):
-    """Where control traffic runs."""
+    """The thread and the connection of control traffic."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...

@@ -54,7 +54,7 @@ Callback = Callable[[Message], None]
 
 
 class ConnectionState(enum.Enum):
-    """Whether a connection can reach its server."""
+    """The state of a connection to its server."""
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
@@ -80,7 +80,7 @@ class Subscription(Protocol):
 
 
 class StreamLimits(NamedTuple):
-    """What a JetStream stream may hold; None means no limit.
+    """The limits of a JetStream stream; None means no limit.
 
     Over a limit the oldest messages go.
 
@@ -183,7 +183,7 @@ class StoredMessage(NamedTuple):
 
 
 class StreamInfo(NamedTuple):
-    """What a stream holds.
+    """The contents of a stream in numbers.
 
     Attributes:
         messages: how many, markers included.
@@ -263,7 +263,7 @@ class PullConsumerConfig(NamedTuple):
 
 
 class ConsumerInfo(NamedTuple):
-    """How far the readers of a pull consumer are.
+    """The progress of the readers of a pull consumer.
 
     Attributes:
         pending: messages that were not delivered yet.
@@ -291,7 +291,7 @@ class Delivery(NamedTuple):
 
 
 class AckKind(enum.StrEnum):
-    """What is said of a delivery."""
+    """The kind of an acknowledgement of a delivery."""
 
     ACK = "+ACK"
     """Done: a work queue drops it."""
@@ -340,7 +340,8 @@ class OrderedConsumer(Protocol):
 
 
 class ConsumeOptions(TypedDict, total=False):
-    """How `JetStream.consume` reads a stream; all of it from the first message unless told.
+    """The options of `JetStream.consume`, which reads all of a stream from the first message unless
+    told otherwise.
 
     Attributes:
         subject: what is read of it; wildcards allowed.
@@ -368,7 +369,7 @@ class ConsumeOptions(TypedDict, total=False):
 
 
 class PublishOptions(TypedDict, total=False):
-    """What `JetStream.publish` asks of the server beside storing a message.
+    """The options of `JetStream.publish` beside storing a message.
 
     Attributes:
         message_id: a repeat within the stream's window is stored once; the sequence of the first

@@ -35,7 +35,7 @@ _IDLE_IN_POOL: Final = _code_of(concurrent.futures.thread, "_worker")
 
 
 class Job:
-    """What an executor does for the loop, from its submission to its end.
+    """The work of an executor for the loop, from its submission to its end.
 
     Attributes:
         thread: that runs it; None before, and in a process.

@@ -48,7 +48,7 @@ Hashes: TypeAlias = Sequence[int] | NDArray[np.uint64]
 
 
 class Tier(IntEnum):
-    """Where a block lies, nearest first."""
+    """The tier in which a block lies, nearest first."""
 
     DEVICE = 0
     HOST = 1
@@ -57,7 +57,7 @@ class Tier(IntEnum):
 
 
 class Operation(IntEnum):
-    """What an event says of its blocks."""
+    """The kind of an event."""
 
     STORED = 0
     REMOVED = 1
@@ -93,7 +93,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CacheDigest:
-    """What the rank holds after the events before this one, to compare an index with.
+    """The digest of what the rank holds after the events before this one, to compare an index with.
 
     Attributes:
         blocks: how many blocks, counted once for each tier.

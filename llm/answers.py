@@ -12,7 +12,7 @@ from .parsing.delta import Delta, ToolCallDelta
 
 
 class Usage(NamedTuple):
-    """How many tokens a request has used so far.
+    """The number of tokens that a request has used so far.
 
     Attributes:
         cached: of the prompt, found in a cache; None when the engine does not say.
@@ -61,7 +61,8 @@ class Output:
 
 
 class OutputFormat(Protocol):
-    """How one output of a stream is told. It is told piece by piece, in order."""
+    """The format of one output of a stream, written piece by piece, in order. It is told piece by
+    piece, in order."""
 
     def text(self, text: str) -> bytes:
         """A piece that is nothing but content, before the end: nearly every token is one."""
@@ -77,7 +78,7 @@ class OutputFormat(Protocol):
 
 
 class AnswerFormat(Protocol):
-    """How one answer is told. There is one for each request, which may keep what it has told.
+    """The format of one answer. There is one for each request, which may keep what it has told.
 
     A stream is what `start` gives, the pieces of the outputs, and what `end` or `error` gives.
     """

@@ -20,7 +20,7 @@ MAX_LOGPROBS: Final = 20
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a token is drawn from the logits.
+    """The parameters by which a token is drawn from the logits.
 
     In this order: bias, penalties, temperature, top-k, top-p, min-p.
 
@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DefaultSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens of a model are drawn where a request does not say it: fields of `Sampling`.
+    """The sampling of a model where a request does not say it: fields of `Sampling`.
 
     None leaves it to the front end, which takes what OpenAI does: the model's own distribution.
     """
@@ -65,7 +65,7 @@ class DefaultSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a model may write before an output that has a form.
+    """The text that a model may write before an output that has a form.
 
     Attributes:
         start, end: the texts around it, such as `<think>` and `</think>`.
@@ -203,7 +203,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
 
 
 class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step made for one continuation of a request.
+    """The tokens that one step made for one continuation of a request.
 
     Attributes:
         token_ids: the new tokens, none at an end without one.

@@ -49,7 +49,7 @@ class CheckRequest(msgspec.Struct, frozen=True):
 
 
 class CheckAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is wrong with it; empty for nothing."""
+    """The fault of a form; empty for none."""
 
     problem: str = ""
 

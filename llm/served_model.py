@@ -39,7 +39,8 @@ ModelPath: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelOptions(Options):
-    """Which model a worker serves, by which name, and what is said of it."""
+    """The options of the model that a worker serves: which, by which name, and what is said of
+    it."""
 
     model: ModelPath
     model_name: Annotated[

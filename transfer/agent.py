@@ -44,7 +44,7 @@ IDLE_SECONDS: Final = 600.0
 
 @dataclass
 class TransferStatistics:
-    """What an agent has done, and what it holds now.
+    """The counters of an agent, and what it holds now.
 
     Attributes:
         transfers: how many ended, by operation and result: "done", "failed", "cancelled",

@@ -48,7 +48,7 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Vouched(msgspec.Struct, frozen=True):
-    """What a source has, as checksums.
+    """The blocks of a source, as checksums.
 
     Attributes:
         first_head, heads: of the model, that both sides have; the sums are of them.

@@ -14,7 +14,7 @@ _SECONDS: Final = ("quiet_seconds", "idle_wait", "lookup_seconds")
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent transfers; every figure has a default that suits KV blocks.
+    """The settings of an agent's transfers; every figure has a default that suits KV blocks.
 
     Attributes:
         slice_bytes: a larger transfer is posted in slices of about so many bytes, so that others

@@ -49,7 +49,7 @@ _MADV_POPULATE_WRITE: Final = 23
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where each number of a KV cache lies. The numbers of one head and token are contiguous.
+    """The position of each number of a KV cache. The numbers of one head and token are contiguous.
 
     It is checked when it is made and when it is decoded.
 

@@ -154,7 +154,8 @@ class LeaseTable:
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What the owner of leased blocks gives to the peer that is to read or write them.
+    """The proof of a lease that the owner of blocks gives to the peer that is to read or write
+    them.
 
     It is checked when it is made and when it is decoded.
 

@@ -47,7 +47,7 @@ _ABANDONED_SLEEP: Final = 0.005
 
 @dataclass(frozen=True)
 class Moved:
-    """What a transfer moves: tokens of a peer's blocks and of those here."""
+    """The tokens that a transfer moves: of a peer's blocks and of those here."""
 
     operation: Operation
     remote_blocks: Indices

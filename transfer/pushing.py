@@ -110,7 +110,8 @@ class _Landing:
 
 
 class Pushes:
-    """What an agent has peers push, and what it pushes for peers."""
+    """The pushes of an agent: those that its peers make for it, and those that it makes for
+    peers."""
 
     def __init__(
         self,

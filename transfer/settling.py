@@ -27,7 +27,7 @@ class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a source answers to who settles one of its leases.
+    """The answer of a source to a peer that settles one of its leases.
 
     Attributes:
         held: whether what was read until now may be used.

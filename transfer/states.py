@@ -14,7 +14,7 @@ from typing import Final
 
 
 class State(Enum):
-    """Where a transfer is."""
+    """The state of a transfer."""
 
     NEW = "new"
     """Nothing was given to NIXL."""
@@ -33,7 +33,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happens to a transfer."""
+    """An event in the life of a transfer."""
 
     POST = "post"
     """A thread begins to post it."""

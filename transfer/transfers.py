@@ -19,7 +19,7 @@ _numbers = itertools.count(1)
 
 
 class Owner(Protocol):
-    """What a transfer needs of its agent."""
+    """The interface that a transfer needs of its agent."""
 
     @property
     def bus(self) -> Bus: ...

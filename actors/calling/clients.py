@@ -337,7 +337,7 @@ class EndpointAddress:
 
 
 class ActorClient:
-    """What a typed client really is: one method per handler, and nothing else.
+    """The base of typed clients: one method per handler, and nothing else.
 
     The type checkers take it for the actor, so that they also let through what only an
     instance has: `on_start`, `on_stop`, `runtime`, fields. That is told here.

@@ -38,7 +38,7 @@ _SIZE: Final = 4
 
 
 class NextRequest(NamedTuple):
-    """What the next attempt sends.
+    """The request of the next attempt.
 
     Attributes:
         data: the encoded request.
@@ -53,7 +53,7 @@ class NextRequest(NamedTuple):
 
 
 class Continuation(Protocol):
-    """What the caller of one stream keeps, so that it can go on elsewhere."""
+    """The state of one stream at its caller, from which it can go on elsewhere."""
 
     @property
     def accepted(self) -> int:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What holds for all calls of an endpoint by one client.
+    """The options of all calls of an endpoint by one client.
 
     Attributes:
         streaming: None when only the instances' records can tell (untyped calls).

@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class MigrationLine(Generic[T]):
-    """Which of the streams that move are on their way to another instance, and which wait.
+    """The order in which streams move to other instances: some are on their way, others wait.
 
     A stream is on its way from when it is sent until its first item. Times are seconds of one
     monotonic clock.

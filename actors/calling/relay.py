@@ -45,7 +45,7 @@ K = TypeVar("K")
 
 
 class Arrival(NamedTuple, Generic[K, T]):
-    """What has arrived of one stream.
+    """The items of one stream that have arrived, and its end.
 
     Attributes:
         items: those that came since the last time, in order; there may be none at the end.

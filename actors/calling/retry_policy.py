@@ -34,7 +34,7 @@ MOVES_SPENT: Final = "which is its migration_limit"
 
 
 class FailedAttempt(NamedTuple):
-    """What is known of an attempt that failed.
+    """The facts of an attempt that failed.
 
     Attributes:
         number: how many requests were sent or about to be, this one included.

@@ -20,7 +20,7 @@ NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Load(NamedTuple):
-    """What is known of an instance's load.
+    """The known load of an instance.
 
     Attributes:
         in_flight: calls of this process that are open there.
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 class RouteRequest(NamedTuple):
-    """What a router may look at.
+    """The part of a call that a router may look at.
 
     Attributes:
         request: the request as the caller gave it, or what it gave as `routed_as`.

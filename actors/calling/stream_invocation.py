@@ -20,7 +20,7 @@ from .routing import Router
 
 
 class OfInvocation:
-    """What callers hold of a call."""
+    """The base of a caller's handles of a call."""
 
     __slots__ = ("_invocation",)
 

@@ -26,7 +26,7 @@ EXAMPLES: Final = 20
 
 
 class Promise(StrEnum):
-    """What was promised and not kept."""
+    """A promise that was not kept."""
 
     LOST = "an item is missing"
     DOUBLED = "an item came twice"
@@ -73,7 +73,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Stalls:
-    """How long streams had no item, measured from the fault that it followed.
+    """The pauses in which streams had no item, measured from the fault before them.
 
     Attributes:
         by_kind: seconds from the fault to the next item, or the end, of each stream that stood
@@ -327,7 +327,7 @@ def of_items(items: Sequence[bytes]) -> Callable[[int], bytes | None]:
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How a number of durations lie, in seconds.
+    """The distribution of a number of durations, in seconds.
 
     Attributes:
         buckets: how many were at most so long, by the text of that length; the last is `more`.

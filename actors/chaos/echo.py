@@ -18,7 +18,7 @@ MOVES: Final = 100
 
 
 class EchoRequest(msgspec.Struct, frozen=True):
-    """What is asked of an echo.
+    """The request to an echo.
 
     Attributes:
         items: of the whole stream.

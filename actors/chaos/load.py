@@ -66,7 +66,7 @@ class Asked:
 
 
 class Source(Protocol):
-    """Where calls come from."""
+    """A source of calls."""
 
     def next_call(self) -> Asked:
         """The next one."""

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         at: seconds after the faults began.

@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 class Faults:
-    """What is done to the bytes that pass: to those of one connection, or of all.
+    """The faults of the bytes that pass: of those of one connection, or of all.
 
     Attributes:
         delay: seconds that each chunk takes, in both directions.

@@ -14,7 +14,7 @@ from .servers import ServerHoldings
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """What the process of the callers holds.
+    """The resources that the process of the callers holds.
 
     Attributes:
         memory: MiB that are resident; 0 where the system does not tell.
@@ -38,7 +38,7 @@ class Resources(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What the callers' process and the servers held at a moment.
+    """The resources of the callers' process and of the servers at a moment.
 
     Attributes:
         at: seconds after the faults began.
@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done and found.
+    """The faults of a trial and their effects.
 
     Attributes:
         held: whether every promise was kept.

@@ -14,7 +14,7 @@ from dynbus.bus.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """What can go wrong."""
+    """A kind of fault."""
 
     KILL = "kill"
     """kill -9 of one instance's process."""

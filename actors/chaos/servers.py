@@ -31,7 +31,7 @@ ACCOUNT_STATE: Final = "$SYS.REQ.ACCOUNT.PING.STATZ"
 
 
 class ServerHoldings(msgspec.Struct, frozen=True):
-    """What the run's servers hold together.
+    """The resources that the run's servers hold together.
 
     Attributes:
         messages: of all streams, the records of instances among them.

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
-    """What to run, and what to do to it.
+    """The graph of a trial, and the faults that it gets.
 
     Attributes:
         graph: what `dynbus run` would start; None for the built-in echoes.

@@ -60,7 +60,7 @@ _HELP: Final = """Measure calls and streams over your own server.
 
 
 class Token(BaseModel):
-    """What a language model sends per step."""
+    """The item that a language model sends per step."""
 
     token_ids: list[int]
     text: str

@@ -31,7 +31,7 @@ async def show_start(supervisor: Supervisor, *, bars: bool) -> None:
 
 
 class StartDisplay:
-    """What `show_start` shows."""
+    """The display that `show_start` draws."""
 
     def __init__(self, *, bars: bool) -> None:
         self._bars = bars

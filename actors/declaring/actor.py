@@ -132,7 +132,7 @@ class NotLinked(ConfigError, AttributeError):
 
 
 class Dependency(Generic[A]):
-    """That a class calls another one, as `depends` says in its body.
+    """The declaration that a class calls another one, made by `depends` in its body.
 
     Args:
         actor: the class, or `"Name"` of one in the same module, or `"module:Name"`.

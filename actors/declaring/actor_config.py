@@ -21,8 +21,8 @@ from .service_args import SERVICE_KEY
 
 
 class ActorConfig(Mapping[str, Any]):
-    """What an actor was configured with: its constructor arguments as they were given, and the
-    keys beside them that its class takes (`extra_config`).
+    """The configuration of an actor: its constructor arguments as they were given, and the keys
+    beside them that its class takes (`extra_config`).
 
     Defaults of the constructor are not in it: they are what the constructor says.
 
@@ -92,7 +92,7 @@ class ConfigAttribute:
 
 
 class Constructed(NamedTuple):
-    """What an actor knows of itself while its constructor runs.
+    """The facts about itself that an actor has while its constructor runs.
 
     Attributes:
         worker_index: which of the instances of its node it is, from 0.

@@ -141,7 +141,8 @@ class Replies(Protocol[A_contra, T_co]):
 
 
 class HandlerDecorator(Protocol):
-    """What `handler(...)` is, called with options: a method with a reply is a stream to callers."""
+    """The decorator that `handler(...)` returns with options: a method with a reply is a stream to
+    callers."""
 
     @overload
     def __call__(
@@ -157,7 +158,7 @@ S = TypeVar("S", bound=Callable[..., AsyncIterable[Any]])
 
 
 class StreamDecorator(Protocol):
-    """What `handler(resume=...)` is: only for handlers that stream."""
+    """The decorator that `handler(resume=...)` returns: only for handlers that stream."""
 
     @overload
     def __call__(

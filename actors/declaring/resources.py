@@ -35,7 +35,7 @@ _FACTORS: Final[Mapping[str | None, Fraction]] = {
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one instance needs; None leaves it as it is.
+    """The resources that one instance needs; None leaves a value as it is.
 
     Attributes:
         cpu: cores, also parts of one.

@@ -77,7 +77,7 @@ _PLAIN: Final = frozenset(
 
 
 class HandlerSchemas(NamedTuple):
-    """What an instance reads and writes at an endpoint, in canonical JSON schemas.
+    """The canonical JSON schemas of the messages that an instance reads and writes at an endpoint.
 
     Attributes:
         hash: the same for handlers that read and write the same, as instances and as clients;

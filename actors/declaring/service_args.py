@@ -30,7 +30,7 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceArgs:
-    """How an actor class is served.
+    """The options with which an actor class is served.
 
     Attributes:
         namespace: the deployment or model that it belongs to; empty where nothing says.

@@ -57,7 +57,7 @@ _NOUNS: Final[Mapping[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is said of a field beside its name, its type and its default.
+    """The description of a field beside its name, its type and its default.
 
     Attributes:
         meaning: what it is, for pages and for the help of commands.

@@ -29,7 +29,7 @@ MAX_TEXT: Final = 120
 
 
 class Fit(IntEnum):
-    """What a difference means for calls; the worst is the largest."""
+    """The effect of a difference on calls; the worst is the largest."""
 
     COMPATIBLE = 0
     UNCLEAR = 1

@@ -27,7 +27,7 @@ _SCHEMA_LISTS: Final = ALTERNATIVES | {"prefixItems"}
 
 
 class SchemaUse(NamedTuple):
-    """Where a schema is used.
+    """The message in which a schema is used.
 
     Attributes:
         address: `namespace.component`.

@@ -34,7 +34,7 @@ CUDA: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to allot.
+    """The resources of a machine that can be allotted.
 
     Attributes:
         gpus: as `gpu_variable` names them.
@@ -59,7 +59,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one instance has; None leaves it as it is for the run.
+    """The resources of one instance; None leaves a value as it is for the run.
 
     Attributes:
         gpus: it sees these alone.
@@ -90,7 +90,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Wanted(NamedTuple):
-    """What an instance is to have.
+    """The resources that an instance asks for.
 
     Attributes:
         label: `namespace.component/number`.
@@ -274,7 +274,7 @@ def warnings_of(
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of an instance applies to itself before it imports the actor.
+    """The settings that the process of an instance applies to itself before it imports the actor.
 
     Attributes:
         index: that of the instance among those of its node, from 0.

@@ -18,7 +18,7 @@ _REFUSALS: Final = ("cannot allocate memory", "can't allocate memory", "can't st
 
 
 class MemoryLimit:
-    """What is known of the limit of this process, while it serves.
+    """The memory limit of this process, while it serves.
 
     Args:
         count: bytes; see `limit_memory`.

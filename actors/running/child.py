@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChildState(enum.Enum):
-    """Where a child process is in its life."""
+    """The state of a child process."""
 
     LOADING = "loading"
     LOADED = "loaded"

@@ -18,7 +18,7 @@ from .plan import PlannedNode
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """What all children of a run have in common.
+    """The settings that all children of a run have in common.
 
     Attributes:
         path: the `sys.path` by which they find the actors.

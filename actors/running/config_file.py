@@ -37,7 +37,7 @@ _MERGE: Final = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What one file or variable says; without arguments, that there is none.
+    """The contents of one file or variable; without arguments, that there is none.
 
     Attributes:
         name: the file as its user wrote it, or the variable.
@@ -69,8 +69,8 @@ def read_files(paths: Sequence[str], environment: Mapping[str, str]) -> list[Con
 
 
 class ActorConfigs(Mapping[str, ActorConfig]):
-    """What actors are configured with, by the names of their nodes and classes, without the keys
-    that say how an actor is served."""
+    """The configurations of actors by the names of their nodes and classes, without the keys that
+    say how an actor is served."""
 
     def __init__(self, configs: Mapping[str, ActorConfig]) -> None:
         self._configs = configs

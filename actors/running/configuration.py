@@ -63,7 +63,7 @@ class NodeOption(NamedTuple):
 
 
 class NodeSettings(NamedTuple):
-    """What a run gives one node.
+    """The settings that a run gives one node.
 
     Attributes:
         arguments: of the constructor, and the extra keys that its class takes, as written: values

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class ShowRun(msgspec.Struct, frozen=True, tag="show"):
-    """Which instances are there?"""
+    """The question which instances there are."""
 
 
 class StopRun(msgspec.Struct, frozen=True, tag="stop"):

@@ -53,7 +53,7 @@ nobody can cancel; then it is abandoned."""
 
 
 class Assignment(NamedTuple):
-    """What a run or one of its processes serves of an actor class.
+    """The part of an actor class that a run or one of its processes serves.
 
     Attributes:
         service: how it is served; its namespace is the class's own where that is empty.
@@ -95,7 +95,7 @@ class Assignment(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a run cannot go on, for the user.
+    """The reason for which a run cannot go on, for the user.
 
     Attributes:
         code: the exit code.
@@ -108,7 +108,7 @@ class Failure(NamedTuple):
 
 
 class Ending:
-    """Whether a process is to end: `drain` is the first word for it, `stop` the last.
+    """The two signals that end a process: `drain` is the first, `stop` the last.
 
     Both may be called at any time and again; they belong to the loop.
     """

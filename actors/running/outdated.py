@@ -14,7 +14,7 @@ from .plan import Plan, PlannedNode
 
 
 class Outdated:
-    """What a run has to replace until it is what its newest plan says.
+    """The part of a run that has to be replaced until it is as its newest plan says.
 
     No node is forgotten before it has been replaced.
 

@@ -17,7 +17,7 @@ from .configuration import NodeOption
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides what a run starts.
+    """The choices of the user from which the plan of a run is made.
 
     Attributes:
         targets: as `dynbus run` takes them.
@@ -59,7 +59,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run starts, checked.
+    """The nodes that a run starts, checked.
 
     Attributes:
         nodes: dependencies before what depends on them.

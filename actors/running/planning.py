@@ -152,7 +152,7 @@ class LoadedRun:
 
 
 class PlacedRun(NamedTuple):
-    """Where the instances of a run are, by label, on which machine, and what is not in force."""
+    """The machine of a run, the places of its instances by label, and what is not in force."""
 
     machine: Machine
     places: dict[str, Place]
@@ -251,7 +251,7 @@ def _bus(
 
 
 class MakePlan(msgspec.Struct, frozen=True):
-    """What the process is told, in a line of JSON."""
+    """The task of the process that plans, in a line of JSON."""
 
     request: PlanRequest
     log_format: LogFormat | None
@@ -259,13 +259,13 @@ class MakePlan(msgspec.Struct, frozen=True):
 
 
 class PlanMade(msgspec.Struct, frozen=True, tag="made"):
-    """What it answers."""
+    """The answer of that process."""
 
     plan: Plan
 
 
 class PlanRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """What it answers where the run cannot be planned; see `Failure`."""
+    """The answer of that process where the run cannot be planned; see `Failure`."""
 
     code: int
     message: str

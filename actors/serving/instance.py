@@ -57,7 +57,7 @@ inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=F
 
 
 class InstanceState(Enum):
-    """Where an instance is in its life."""
+    """The state of an instance."""
 
     NEW = "new"
     STARTING = "starting"
@@ -79,7 +79,7 @@ class InstanceBroken(Exception):
 
 
 class Served(Protocol):
-    """What an instance asks of the object behind its endpoints."""
+    """The interface that an instance asks of the object behind its endpoints."""
 
     async def on_start(self) -> None:
         """Runs before the instance is announced; an exception here stops it."""

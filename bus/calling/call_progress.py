@@ -18,7 +18,7 @@ STALLED_AFTER: Final = 2.0
 
 
 class CallProgress:
-    """What has arrived of a call, and whether that is all that there should be.
+    """The part of a call that has arrived, and whether that is all that there should be.
 
     Args:
         number: of the request, unique per client.

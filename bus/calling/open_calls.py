@@ -23,7 +23,7 @@ Remote: TypeAlias = RemoteInstance[PendingCall]
 
 
 class OpenCalls:
-    """What is open where.
+    """The open calls by the remotes that they are at.
 
     Args:
         by_incarnation: the instances as control batches name them; it is kept up here.

@@ -35,7 +35,7 @@ M = TypeVar("M")
 
 
 class CallHead(msgspec.Struct, frozen=True, gc=False):
-    """What a request says beside its payload.
+    """The headers of a request.
 
     Attributes:
         deadline: on the clock of `monotonic`; None without a limit.

@@ -32,7 +32,7 @@ READ_SECONDS: Final = 3.0
 
 
 class Counts(NamedTuple):
-    """What an instance has counted since its start, and how it is now.
+    """The counters of an instance since its start, and its present figures.
 
     Attributes:
         at: when it was asked, on the monotonic clock.

@@ -33,7 +33,7 @@ PIPED_WIDTH: Final = 200
 
 
 class Terminal:
-    """What a command takes from its user, and how it answers. To be used on the main thread.
+    """The input of a command from its user, and its output. To be used on the main thread.
 
     A command is click's own, `@click.command(epilog=terminal.EXIT_CODES)`; what it raises of
     `DynbusError` is printed in one line, and ends it with the exit code for it.

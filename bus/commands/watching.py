@@ -30,7 +30,7 @@ FEWEST_ROWS: Final = 3
 
 
 class View(NamedTuple):
-    """What is shown at one moment.
+    """The picture that is shown at one moment.
 
     Attributes:
         notice: what a user should know about how complete it is.

@@ -56,7 +56,7 @@ NOTICE_AFTER: Final = 6.0
 
 
 class MemoryBus:
-    """What a server is to its connections, and the faults that a server and a network have.
+    """The server of connections in memory, and the faults that a server and a network have.
 
     A fault lasts until its `remove()`, its `count` or the end of its `with` block. Faults act
     on messages as they reach the server; requests to JetStream match as `$JS.API.>` or as

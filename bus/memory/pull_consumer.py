@@ -35,7 +35,7 @@ class ReaderLink(Protocol):
 
 
 class Demand(Protocol):
-    """Where a reader says what it wants."""
+    """The subject at which a reader asks for messages."""
 
     def want(self, reader: MemoryPullReader) -> None: ...
     def forget_reader(self, reader: MemoryPullReader) -> None: ...

@@ -49,7 +49,7 @@ REFUSED: Final = 10051
 
 
 class ServerLink(Connection, Protocol):
-    """What requests to a server need of the connection that they go over.
+    """The interface of a connection that requests to a server go over.
 
     Attributes:
         inbox: replies arrive below it.

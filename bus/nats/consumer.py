@@ -242,7 +242,7 @@ class NatsOrderedConsumer:
 
 
 class AckPosition(NamedTuple):
-    """What an ack subject says of a delivery.
+    """The facts of a delivery that its ack subject has.
 
     Attributes:
         tries: how often the message was delivered.

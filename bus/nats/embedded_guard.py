@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class DataFolder:
-    """Where the files of one embedded server lie.
+    """The folder with the files of one embedded server.
 
     Attributes:
         url: a file with the URL of the server, and the credential that it takes.

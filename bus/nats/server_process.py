@@ -56,7 +56,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class Address(NamedTuple):
-    """Where a NATS URL points to."""
+    """The host and port that a NATS URL points to."""
 
     host: str
     port: int
@@ -202,7 +202,7 @@ logfile_max_num: 2
 
 
 class Logs:
-    """What log files hold from now on, for an error message."""
+    """The lines that log files get from now on, for an error message."""
 
     def __init__(self, *paths: Path) -> None:
         self._from = {path: path.stat().st_size if path.exists() else 0 for path in paths}

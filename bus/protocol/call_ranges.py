@@ -30,7 +30,8 @@ class CallRange(NamedTuple):
 
 
 class Bounded(Protocol):
-    """What speaks of the numbers between two bounds: a range, or a frame that carries one."""
+    """The protocol of what speaks of the numbers between two bounds: a range, or a frame that
+    carries one."""
 
     @property
     def first(self) -> int: ...

@@ -83,7 +83,7 @@ class EndedCall(NamedTuple):
 
 
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process has ended of one request.
+    """The calls of one request that a process has ended.
 
     Attributes:
         served: how many calls, by `namespace.component@id` of their instance.
@@ -95,7 +95,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CancelAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process answers to a cancel.
+    """The answer of a process to a cancel.
 
     Attributes:
         process: host name and process id, for people.

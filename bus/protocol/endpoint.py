@@ -15,7 +15,7 @@ MAX_SECONDS: Final = 1e9
 
 
 class Contract(NamedTuple):
-    """What an endpoint reads and writes, for clients that know another version of it.
+    """The messages that an endpoint reads and writes, for clients that know another version of it.
 
     Attributes:
         hash: the same for endpoints that read and write the same; empty where that is not known.

@@ -19,7 +19,7 @@ LEAST_PER_STREAM: Final = 16 * 1024
 
 
 class UnreadBytes:
-    """What all clients of an instance hold together.
+    """The bytes that all clients of an instance have not read yet.
 
     Args:
         limit: bytes.
@@ -44,7 +44,7 @@ class UnreadBytes:
 
 
 class ClientUnreadBytes:
-    """What one client holds, which counts in the whole as well.
+    """The bytes that one client has not read yet, which count in the whole as well.
 
     Attributes:
         whole: what it is a part of.

@@ -239,7 +239,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an instance says of itself in discovery, as JSON.
+    """The record of an instance in discovery, as JSON.
 
     Attributes:
         endpoints: endpoint name to its kind, `unary` or `stream`.

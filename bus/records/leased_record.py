@@ -27,7 +27,7 @@ WRITES: Final = 4
 
 
 class LeaseState(Enum):
-    """Where a lease stands."""
+    """The state of a lease."""
 
     NEW = "new"
     HELD = "held"

@@ -93,7 +93,7 @@ class ObjectBucket(NamedTuple):
 
 
 class ObjectInfo(NamedTuple):
-    """What a bucket knows of an object.
+    """The record of an object in its bucket.
 
     Attributes:
         size: bytes.

@@ -17,7 +17,7 @@ CONTINUED: Final = 64
 
 
 class Admittance(Enum):
-    """What happens to a call that arrives."""
+    """The decision on a call that arrives."""
 
     RUN = "run"
     WAIT = "wait"
@@ -28,7 +28,7 @@ class Admittance(Enum):
 
 
 class Entry(NamedTuple, Generic[T]):
-    """What happens to a call that arrives.
+    """The decision on a call that arrives.
 
     Attributes:
         displaced: a call that waited and is refused in its place.
@@ -39,7 +39,7 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class Turn(NamedTuple, Generic[T]):
-    """What follows when a call ended.
+    """The calls that go on after one has ended.
 
     Attributes:
         begins: the call that runs now, if any waits.

@@ -150,7 +150,7 @@ Action = Dropped | Refuse | Abort | Stop | GoOn | Send | Tell | NothingHere | Se
 
 
 class Sender(NamedTuple):
-    """Who sends a control message, as it says.
+    """The sender of a control message, by its own account.
 
     Attributes:
         base: its reply base.

@@ -21,7 +21,7 @@ EARLY_ENDS: Final = 16
 
 
 class ClientOutbox:
-    """What is ready for one client.
+    """The frames that are ready for one client.
 
     Attributes:
         key: what the client is known by.

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExportState:
-    """Whether the exports of one signal go well. Times are seconds of one clock.
+    """The success of the exports of one signal. Times are seconds of one clock.
 
     Args:
         signal: `traces` or `metrics`.

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a check found.
+    """The result of a health check.
 
     Attributes:
         problems: what is not well, and why; empty when all is well.

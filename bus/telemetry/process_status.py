@@ -16,7 +16,7 @@ MAX_TEXT: Final = 300
 
 
 class StartStep(NamedTuple):
-    """How far a process is with one thing that it does before it serves.
+    """The progress of one thing that a process does before it serves.
 
     Attributes:
         what: it does, for people, such as `downloading smollm2`.

@@ -27,7 +27,7 @@ _NOT_PRINTABLE = re.compile(r"[^ -~]")
 
 
 class JobEnd(StrEnum):
-    """How a job left its taker."""
+    """The way in which a job left its taker."""
 
     DONE = "done"
     """Acknowledged, and the server has confirmed it."""
@@ -44,7 +44,7 @@ class JobEnd(StrEnum):
 
 
 class DeathReason(StrEnum):
-    """Why a job is a dead letter."""
+    """The reason for which a job is a dead letter."""
 
     TRIES = "tries"
     """It failed, or its taker went silent, as often as it may be tried."""
@@ -57,7 +57,7 @@ class DeathReason(StrEnum):
 
 
 class QueueDepth(NamedTuple):
-    """How many jobs a queue holds.
+    """The number of jobs in a queue.
 
     Attributes:
         waiting: of nobody yet.
@@ -74,8 +74,8 @@ class QueueDepth(NamedTuple):
 
 
 class WorkQueueConfig(NamedTuple):
-    """How a work queue is kept. The process that makes the queue decides; `tries`, `retry_delay`
-    and `max_age` are each taker's own.
+    """The settings of a work queue. The process that makes the queue decides; `tries`,
+    `retry_delay` and `max_age` are each taker's own.
 
     Attributes:
         ack_wait: seconds after which a job goes to another taker when its own gives no sign.
@@ -132,7 +132,7 @@ class WorkQueueConfig(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a delivery says of its job.
+    """The facts about a job that its delivery has.
 
     Attributes:
         headers: those that were put with it, and no others.
@@ -145,7 +145,7 @@ class Facts(NamedTuple):
 
 
 class Disposition(NamedTuple):
-    """What is to be done with a delivery: begin it where both are None.
+    """The decision on a delivery: begin it where both are None.
 
     Attributes:
         end: DEAD or EXPIRED.

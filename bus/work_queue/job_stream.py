@@ -89,7 +89,7 @@ def takers_config(config: WorkQueueConfig) -> PullConsumerConfig:
 
 
 class JobStream:
-    """What the putters and the takers of one queue share."""
+    """The stream and the clock that the putters and the takers of one queue share."""
 
     def __init__(self, connection: Connection, name: EndpointName, config: WorkQueueConfig) -> None:
         self.connection = connection

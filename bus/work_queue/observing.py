@@ -30,7 +30,7 @@ MEASURE_INTERVAL: Final = 5.0
 
 
 class QueueFigures:
-    """What one process counts of a queue; metrics only with telemetry.
+    """The counters of one process for a queue; metrics only with telemetry.
 
     Attributes:
         ended: how many jobs left their takers, by how they did.

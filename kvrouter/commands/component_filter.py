@@ -8,7 +8,7 @@ import click
 
 
 class ComponentFilter(NamedTuple):
-    """What the options name; None for what has to be found."""
+    """The namespace and component of the options; None for one that has to be found."""
 
     namespace: str | None
     component: str | None

@@ -34,7 +34,7 @@ MAX_NAMED: Final = 10
 
 
 class Where(NamedTuple):
-    """Which index a command is about, and how it prints.
+    """The index that a command is about, and the form of its output.
 
     Attributes:
         component: None where all of the namespace are meant.

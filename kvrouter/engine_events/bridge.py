@@ -47,7 +47,7 @@ _REPLAYING: Final = "the engine's earlier messages are being read"
 
 
 class KvSink(Protocol):
-    """What takes the KV-cache events of one engine, rank by rank and in order.
+    """The receiver of the KV-cache events of one engine, rank by rank and in order.
 
     Its methods return at once: the bridge that calls them must never fall behind its engine.
     """

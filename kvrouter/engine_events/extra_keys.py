@@ -22,7 +22,7 @@ _HEXADECIMAL: Final = re.compile(r"[0-9a-fA-F]{16,}")
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """What a stored event's extra keys come to.
+    """The salt and the multimodal hashes among a stored event's extra keys.
 
     Attributes:
         salt: of the whole sequence; None when it has none, or when that is not said here.

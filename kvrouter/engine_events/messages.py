@@ -53,7 +53,7 @@ _REMOVED_IN_MAP: Final = (*_REMOVED, "kv_cache_spec_kind", "component_type")
 
 
 class QuarantineReason(StrEnum):
-    """Why an event, or a whole message, was not used.
+    """The reason for which an event, or a whole message, was not used.
 
     Attributes:
         BAD_FIELD: a field has a value that it cannot have.
@@ -136,7 +136,7 @@ EngineEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """What could be read of one payload.
+    """The part of one payload that could be read.
 
     Attributes:
         dp_rank: the data-parallel rank that it names, if it does.

@@ -14,7 +14,7 @@ from xxhash import xxh3_128_digest
 
 
 class Arrival(Enum):
-    """What a message is, by its number."""
+    """The kind of a message, by its number."""
 
     NEXT = auto()
     """It continues what is known."""

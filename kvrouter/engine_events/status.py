@@ -65,7 +65,7 @@ def worst_level(levels: Iterable[AwarenessLevel]) -> AwarenessLevel:
 
 @dataclass(slots=True)
 class RankKnowledge:
-    """What is known of a rank's cache, and why that is not all of it.
+    """The knowledge of a rank's cache, and why it is not complete.
 
     Attributes:
         connection: why the engine cannot be heard; None while it can.

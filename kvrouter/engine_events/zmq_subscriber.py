@@ -49,7 +49,7 @@ _QUIET: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ZmqSource:
-    """Where an engine publishes its events, and how it is read.
+    """The addresses at which an engine publishes its events, and the options of reading them.
 
     Attributes:
         endpoint: of its PUB socket, as an address to connect to.

@@ -38,7 +38,7 @@ OVERSHOOT: Final = 1.05
 
 
 class MessageOutcome(StrEnum):
-    """What became of a message."""
+    """The outcome of applying a message."""
 
     APPLIED = "applied"
     DUPLICATE = "duplicate"
@@ -56,7 +56,7 @@ class MessageOutcome(StrEnum):
 
 
 class Applied(NamedTuple):
-    """What became of a message.
+    """The outcome of applying a message, and its size.
 
     Attributes:
         events: how many of its events were applied.
@@ -86,7 +86,7 @@ class Rank(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """How many blocks of a prefix a rank holds, counted in the nearest tier that has them."""
+    """The blocks of a prefix that a rank holds, counted in the nearest tier that has them."""
 
     device: int
     host: int
@@ -122,7 +122,7 @@ class IndexStatistics:
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of a rank.
+    """The state of a rank in the index.
 
     Attributes:
         partial: whether blocks may be missing, since the index joined late or had a gap.

@@ -18,7 +18,7 @@ REMEMBERED: Final = 1024
 
 
 class LabelledHolders(Generic[Label, Value]):
-    """How a look-up puts its answers.
+    """The form of a look-up's answers.
 
     Args:
         labels: by the number of a holder; those without one are left out.

@@ -47,7 +47,7 @@ GIVE_BACK: Final = 1 << 17
 
 
 class PrefixTree:
-    """Which prefixes are held by whom."""
+    """The tree of prefixes, with the holders of each."""
 
     def __init__(self) -> None:
         self.root = Run(0, 0, bytearray(), None)

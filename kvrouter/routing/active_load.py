@@ -23,7 +23,7 @@ def expected_tokens(said: int | None) -> int | None:
 
 
 class RankLoad(NamedTuple):
-    """What runs on a rank.
+    """The requests that run on a rank.
 
     Attributes:
         prefill_tokens: prompt tokens that are still to compute.

@@ -59,7 +59,7 @@ _NOTHING: Final = CacheAwareness(AwarenessLevel.OFF, "no events are followed, ap
 
 
 class StreamPosition(Protocol):
-    """How far a stream of events was applied."""
+    """The position up to which a stream of events was applied."""
 
     @property
     def sequence(self) -> int: ...

@@ -40,7 +40,7 @@ def next_length(blocks: int) -> int:
 
 
 class PrefixCounts(NamedTuple):
-    """How many of the latest requests begin as a request does.
+    """The numbers of the latest requests that begin as a request does.
 
     Attributes:
         requests: how many were counted, the request itself among them.
@@ -57,7 +57,7 @@ NO_COUNTS: Final = PrefixCounts()
 
 @dataclass(slots=True, eq=False)
 class RequestShape:
-    """What a cost function may know of a request.
+    """The facts about a request that a cost function may use.
 
     Attributes:
         block_hashes: of the complete blocks of its prompt; shape [blocks].

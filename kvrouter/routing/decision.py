@@ -32,7 +32,7 @@ MAX_CANDIDATES: Final = 4096
 
 
 class Reason(StrEnum):
-    """Why a rank was chosen."""
+    """The reason for which a rank was chosen."""
 
     LOWEST_COST = "lowest_cost"
     SAMPLED = "sampled"
@@ -44,7 +44,7 @@ class Reason(StrEnum):
 
 @dataclass(slots=True)
 class ShadowChoice:
-    """What another cost function would have chosen.
+    """The choice that another cost function would have made.
 
     Attributes:
         chosen: None when it failed, or found no candidate good enough.
@@ -60,7 +60,7 @@ class ShadowChoice:
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened after a decision.
+    """The events after a decision.
 
     Attributes:
         first_item_s: seconds from the decision to the first output; None before.
@@ -311,7 +311,7 @@ def why_subject(namespace: str, component: str) -> str:
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Which decisions are meant.
+    """The question for the decisions of a request, or for the latest ones.
 
     Attributes:
         request_id: those for this request; empty for the latest.
@@ -323,7 +323,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """What one router knows of a request, as JSON.
+    """The answer of one router to a question about its decisions, as JSON.
 
     Attributes:
         router: its id.

@@ -215,7 +215,7 @@ class RouterActor(Actor, abstract=True):
 
 
 class DecisionQuery(BaseModel):
-    """Which request is meant."""
+    """The request whose decisions are meant."""
 
     request_id: str
 

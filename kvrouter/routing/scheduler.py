@@ -122,7 +122,7 @@ _Lender: TypeAlias = tuple[Rank | None, int]
 
 
 class Lenders(NamedTuple):
-    """Who of the candidates can send the longest prefix to another one with the same model.
+    """The candidates that can send the longest prefix to another one with the same model.
 
     Attributes:
         models: of the instances that fetch, by their ids.

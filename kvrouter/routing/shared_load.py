@@ -80,7 +80,7 @@ C = TypeVar("C", Added, Change)
 
 
 class LoadChanges(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """What happened to requests of a router; none is a sign of life.
+    """The changes of a router's requests; none is a sign of life.
 
     Attributes:
         first: the sequence of the first change; the others follow.
@@ -190,7 +190,7 @@ class _Peer:
 
 
 class Heard(NamedTuple):
-    """What a message of another router has changed.
+    """The changes that a message of another router brought.
 
     Attributes:
         released: whether requests that wait may have room now.

@@ -19,7 +19,7 @@ _UNPRINTABLE: Final = re.compile(r"[^!-~]+")
 
 
 class AwarenessLevel(StrEnum):
-    """How good the knowledge of caches is.
+    """The quality of the knowledge of caches.
 
     Attributes:
         EXACT: what each instance says that it holds, but for messages under way.
@@ -36,7 +36,7 @@ class AwarenessLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheAwareness:
-    """How far routing can rely on what it knows of the caches, and why not further.
+    """The degree to which routing can rely on what it knows of the caches, and why not further.
 
     Attributes:
         reason: empty for `exact`.
@@ -75,7 +75,7 @@ def _printable(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an index's follower sees of itself.
+    """The facts that an index's follower sees of itself.
 
     Attributes:
         following: whether it reads the stream at all.

@@ -116,7 +116,7 @@ class Stretch(msgspec.Struct, eq=False, gc=False):
 
 
 class HeldBlock(NamedTuple):
-    """What is known of a held block.
+    """The facts about a held block.
 
     Attributes:
         parent: the engine's hash of the block before it; None for the first of a sequence.

@@ -71,7 +71,7 @@ def index_digest(index: RadixIndex, rank: Rank) -> CacheDigest:
 
 
 class Comparison(Enum):
-    """What came of a digest."""
+    """The outcome of comparing a digest."""
 
     AGREES = "agrees"
     DIFFERS = "digest mismatch"

@@ -39,7 +39,7 @@ ELECTION_STREAM: Final = StreamConfig(
 
 
 class ElectionRecord(msgspec.Struct, frozen=True):
-    """What the elected one has stored, as JSON."""
+    """The record of the elected one, as JSON."""
 
     holder: str
 

@@ -111,7 +111,7 @@ def _own_hashes(hashes: Hashes) -> Hashes:
 
 
 class Handed(NamedTuple):
-    """What one rank handed over.
+    """The events that one rank handed over.
 
     Attributes:
         begins_anew: whether what the rank held before these events is void.

@@ -112,7 +112,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class LogStatistics:
-    """What one rank's log has counted.
+    """The counters of one rank's log.
 
     Attributes:
         events, batches, bytes: stored in the stream, resent state included.

@@ -36,7 +36,7 @@ _UNUSED: Final = (MessageOutcome.DUPLICATE, MessageOutcome.STALE)
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """How the events of a namespace are kept; the same for all who publish or follow there.
+    """The settings of a namespace's stream of events; the same for all who publish or follow there.
 
     Attributes:
         max_bytes: of all messages.

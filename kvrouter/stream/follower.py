@@ -55,7 +55,7 @@ MESSAGES_PER_STEP: Final = 8
 
 
 class Position(NamedTuple):
-    """How far a stream was applied.
+    """The position up to which a stream was applied.
 
     Attributes:
         sequence: of the last message that was applied; 0 for none.
@@ -68,7 +68,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FollowerStatus:
-    """How a follower fares.
+    """The state of a follower.
 
     Attributes:
         behind: messages that the stream had for it beyond `position` when that one was sent.

@@ -83,7 +83,7 @@ class PastIndex:
 
 
 class RankChange(NamedTuple):
-    """What a rank gained and lost between two points, in blocks counted once for each tier."""
+    """The blocks that a rank gained and lost between two points, counted once for each tier."""
 
     rank: Rank
     gained: int

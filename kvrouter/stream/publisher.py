@@ -186,7 +186,7 @@ class BatchSender:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """How one rank's events fare.
+    """The state of one rank's events.
 
     Attributes:
         blocks: held, counted once for each tier.
@@ -208,7 +208,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """How a publisher fares.
+    """The state of a publisher.
 
     Attributes:
         failures: publishes that were not acknowledged, and steps that failed.

@@ -29,7 +29,7 @@ each time: an answer costs all that the rank holds."""
 
 
 class ResyncRequest(msgspec.Struct, frozen=True):
-    """What a router that lacks blocks sends to the rank that has them, as JSON.
+    """The request of a router that lacks blocks to the rank that has them, as JSON.
 
     Attributes:
         event_epoch: the newest that it knows of the rank; 0 for none.
@@ -68,7 +68,7 @@ class _Need:
 
 
 class ResyncPlan:
-    """Which ranks lack blocks, and when to ask each. Times are of one monotonic clock.
+    """The ranks that lack blocks, with the time to ask each. Times are of one monotonic clock.
 
     A rank is in need from `need` until a digest agrees (`confirm`). It is answered when a new
     epoch of it begins.

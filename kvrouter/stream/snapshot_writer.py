@@ -46,7 +46,7 @@ _CALM: Final = (AwarenessLevel.EXACT, AwarenessLevel.APPROXIMATE)
 
 
 class Due(NamedTuple):
-    """Why a snapshot is due.
+    """The reason for which a snapshot is due.
 
     Attributes:
         is_urgent: the limits come near what the latest one needs of the stream, so that a new
@@ -59,7 +59,7 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """How often snapshots are taken. Whatever comes first counts.
+    """The intervals at which snapshots are taken. Whatever comes first counts.
 
     Attributes:
         messages, size, seconds: of the stream since the latest one; `size` is in bytes, and an
@@ -146,7 +146,7 @@ def _newer_size(newer: int, stream: StreamInfo) -> int:
 
 @dataclass(slots=True)
 class SnapshotStatus:
-    """How the snapshots of a component fare, as one router sees it.
+    """The state of the snapshots of a component, as one router sees it.
 
     Attributes:
         is_elected: whether it is this router that takes them.

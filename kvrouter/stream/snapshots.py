@@ -53,7 +53,7 @@ class UnusableSnapshot(DynbusError):
 
 
 class Coverage(NamedTuple):
-    """Which part of which stream an index stands for.
+    """The part of a stream that an index stands for.
 
     Attributes:
         created: when the stream was made, Unix seconds.
@@ -66,7 +66,7 @@ class Coverage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """What is known of a snapshot before it is read.
+    """The record of a snapshot, known before it is read.
 
     Attributes:
         size: bytes.

@@ -30,7 +30,7 @@ counts who is dead as well."""
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What a new router begins with.
+    """The index that a new router begins with.
 
     Attributes:
         index: empty where there was no snapshot to begin with.

@@ -25,7 +25,7 @@ from .interface import BlockTier, CachedBlock
 
 
 class BlockManager:
-    """Which blocks of the cache are in use, and which prefixes it can serve.
+    """The blocks of the cache that are in use, and the prefixes that it can serve.
 
     Args:
         blocks: how many blocks there are.

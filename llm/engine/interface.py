@@ -42,7 +42,7 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine tells of itself.
+    """The limits of an engine, as it tells them itself.
 
     Attributes:
         block_size: tokens of a block of its KV cache.
@@ -79,7 +79,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is, between two steps.
+    """The load of an engine, between two steps.
 
     Attributes:
         running, waiting: requests, or continuations of them.
@@ -99,7 +99,7 @@ class EngineLoad:
 
 
 class LoadMetrics(msgspec.Struct, frozen=True):
-    """How busy an engine is, as its endpoint `load_metrics` says it, by the names that routers of
+    """The load of an engine, as its endpoint `load_metrics` says it, by the names that routers of
     Dynamo's workers know.
 
     Attributes:
@@ -134,7 +134,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
 
 
 class Prefill(NamedTuple):
-    """How the prompt of a request was computed.
+    """The facts of how the prompt of a request was computed.
 
     Attributes:
         cached_tokens: that were found in the cache.
@@ -164,7 +164,7 @@ class Held(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step made.
+    """The results of one step.
 
     Attributes:
         outputs: request ids, each with what was made for it; a request with `n` may be there
@@ -363,7 +363,7 @@ EngineRequest = GenerateRequest | EmbedRequest
 
 
 class Listener(Protocol):
-    """Who hears what an engine does, on the event loop."""
+    """The hearer of what an engine does, on the event loop."""
 
     def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         """A step has ended, or requests were taken in or cancelled.
@@ -399,7 +399,7 @@ class CachedBlock(NamedTuple):
 
 
 class BlockTier(Protocol):
-    """Where blocks are kept that an engine's cache has no room for.
+    """The store of blocks for which an engine's cache has no room.
 
     The engine's thread calls it, between computations: what it does, all requests wait for.
     """

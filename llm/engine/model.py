@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """What one step computes of one sequence: tokens that follow those computed before.
+    """The part of one sequence that one step computes: tokens that follow those computed before.
 
     Chunks of one step may share blocks: one may read what an earlier one of the same step writes.
     A model either takes them in their order, or writes the keys and values of all of them, layer

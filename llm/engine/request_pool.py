@@ -17,7 +17,8 @@ from .scheduler import S, ScheduledRequest, Scheduler
 
 
 class RequestPool(Generic[S]):
-    """What an engine has taken in, what runs of it, and which blocks of the cache it has.
+    """The requests of an engine, those of them that run, and the blocks of the cache that they
+    have.
 
     Continuations of one request share the blocks of its prompt as other requests do, by finding
     them in the cache. Each computes for itself what is behind the last complete block.

@@ -63,7 +63,7 @@ MAX_JOINED_TOKENS: Final = 128
 
 
 class EventSink(Protocol):
-    """Where an engine's KV events go."""
+    """The receiver of an engine's KV events."""
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Hand over events, in order; must not block."""

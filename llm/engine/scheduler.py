@@ -31,7 +31,7 @@ LOOKED_UP: Final = 256
 
 
 class HashedSequence(Protocol):
-    """What the scheduler needs of a request's tokens.
+    """The interface that the scheduler needs of a request's tokens.
 
     Attributes:
         length: the tokens so far.
@@ -110,7 +110,7 @@ class ScheduledRequest(Generic[S]):
 
 
 class StepPlan(NamedTuple, Generic[S]):
-    """What one step computes.
+    """The work of one step.
 
     Attributes:
         chunks: the requests in the order in which they are computed, each with how many of its

@@ -29,7 +29,7 @@ _Identity = tuple[int, int, int]
 
 
 class KeyHolder(NamedTuple):
-    """Whose key it is.
+    """The holder of a key.
 
     Attributes:
         is_operator: whether it may see what all tenants do.

@@ -44,7 +44,7 @@ TIMES_FREE_PLACES: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
         tenant: whose key it has; empty without keys.
@@ -81,7 +81,7 @@ class Caller:
 
 
 class Shared:
-    """What all requests of a front end share.
+    """The objects that all requests of a front end share.
 
     Attributes:
         keys: None where everybody is let in.

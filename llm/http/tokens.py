@@ -77,7 +77,7 @@ class DetokenizeExchange(TokensExchange):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """How many tokens a conversation has, as Anthropic tells it."""
+    """The number of tokens of a conversation, as Anthropic tells it."""
 
     input_tokens: int
 

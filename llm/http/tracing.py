@@ -28,7 +28,7 @@ PROVIDER: Final = "dynbus"
 
 
 class Work(Protocol):
-    """What engines do for a request."""
+    """The work of engines for a request."""
 
     @property
     def answer_id(self) -> str:
@@ -56,7 +56,7 @@ class Work(Protocol):
 
 
 class Operation(NamedTuple):
-    """What a model is asked for.
+    """The operation that a model is asked for.
 
     Attributes:
         name: by the conventions, such as `chat`.

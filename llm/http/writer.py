@@ -42,7 +42,7 @@ def raw_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 
 class TellsErrors(Protocol):
-    """How a stream is told that fails: `AnswerFormat` is one."""
+    """The format of a stream that fails: `AnswerFormat` is one."""
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
         """What ends a stream that fails after its start."""

@@ -19,7 +19,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class MessageFormat:
-    """How one message is told; see `AnswerFormat`.
+    """The format of one message; see `AnswerFormat`.
 
     Args:
         answer_id: random; the id of the message is made of it.

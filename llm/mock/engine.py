@@ -112,7 +112,7 @@ class MockConfig(MockSize):
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """What one or several steps made for one request.
+    """The tokens that one or several steps made for one request.
 
     Attributes:
         index: of its continuation.
@@ -137,7 +137,7 @@ class Output:
 
 
 class StepResult(NamedTuple):
-    """What one step did, or several decode steps in which nothing else happened.
+    """The results of one step, or of several decode steps in which nothing else happened.
 
     Attributes:
         duration: seconds from the beginning to the end.

@@ -27,7 +27,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 class GrowingSequence(HashedSequence, Protocol):
-    """What the mock engine needs of a request's tokens."""
+    """The interface that the mock engine needs of a request's tokens."""
 
     def extend(self, count: int) -> list[int]:
         """Generate tokens; returns them, or nothing where only their number matters."""

@@ -28,7 +28,7 @@ CONFIGURATION: Final = "config.json"
 
 
 class ModelInput(Enum):
-    """What a model's endpoint takes.
+    """The input of a model's endpoint.
 
     Attributes:
         Tokens: `GenerateRequest`, with `token_ids`; text becomes tokens before it.
@@ -40,7 +40,7 @@ class ModelInput(Enum):
 
 
 class ModelType(Flag):
-    """What a model is asked for; several may be combined with `|`.
+    """The uses of a model; several may be combined with `|`.
 
     Attributes:
         Chat: chat completions.
@@ -77,7 +77,7 @@ def _named(names: tuple[str, ...]) -> ModelType:
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is said of a model on the bus, as JSON.
+    """The card of a model on the bus, as JSON.
 
     Attributes:
         name: by which requests ask for it.

@@ -38,7 +38,7 @@ _GGUF = {
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a front end needs of a model.
+    """The facts about a model that a front end needs.
 
     Attributes:
         context_length: in tokens, as the model was trained; None where its files do not say it.

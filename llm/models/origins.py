@@ -34,7 +34,7 @@ class ModelUnavailable(DynbusError):
 
 
 class Progress(NamedTuple):
-    """How far the files of a model are here.
+    """The progress of getting the files of a model.
 
     Attributes:
         what: is being done, for people.

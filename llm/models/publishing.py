@@ -45,7 +45,7 @@ NAME_TRIES: Final = 8
 
 
 class Target(NamedTuple):
-    """What a model is registered for.
+    """The endpoint and the owner that a model is registered for.
 
     Attributes:
         owner: see `StoredCard`.

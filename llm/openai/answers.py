@@ -48,7 +48,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What all chunks of an answer have in common.
+    """The fields that all chunks of an answer have in common.
 
     Attributes:
         id: of the answer, with its prefix.
@@ -207,7 +207,7 @@ class _CompletionsFormat(ABC):
 
 
 class ChatFormat(_CompletionsFormat):
-    """How OpenAI's API answers a chat."""
+    """The format of an answer to a chat in OpenAI's API."""
 
     _kind = "chat.completion"
     _chunk_kind = "chat.completion.chunk"
@@ -241,7 +241,7 @@ class ChatFormat(_CompletionsFormat):
 
 
 class CompletionFormat(_CompletionsFormat):
-    """How OpenAI's API answers a prompt."""
+    """The format of an answer to a prompt in OpenAI's API."""
 
     _kind = _chunk_kind = "text_completion"
 

@@ -43,7 +43,7 @@ class Block:
 
 
 class Step(NamedTuple):
-    """What happens to a block: it is opened, gets a piece, or is closed."""
+    """The change of a block: it is opened, gets a piece, or is closed."""
 
     what: Literal["open", "piece", "close"]
     block: Block

@@ -87,7 +87,7 @@ class EmbeddingsAnswer(msgspec.Struct, frozen=True):
 
 
 class EmbeddingsFormat:
-    """How one request for embeddings is answered.
+    """The format of the answer to one request for embeddings.
 
     Args:
         request_id: of the request.

@@ -13,7 +13,7 @@ from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 
 
 class ReadAnswer(NamedTuple):
-    """What a chunk, or a whole answer, holds.
+    """The contents of a chunk, or of a whole answer.
 
     Attributes:
         outputs: whose `said` is what this chunk brings.

@@ -40,7 +40,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells beside its text."""
+    """The options of a stream: what it tells beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -50,7 +50,8 @@ Priority = Annotated[int, Meta(ge=-9999, le=99999)]
 
 
 class EngineFields(StructureFields, frozen=True, kw_only=True):
-    """What engines know beyond the fields of each interface, by the names that others use too."""
+    """The fields that engines know beyond those of each interface, by the names that others use
+    too."""
 
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -68,7 +69,8 @@ class EngineFields(StructureFields, frozen=True, kw_only=True):
 
 
 class CommonRequest(EngineFields, frozen=True, kw_only=True):
-    """What both kinds of requests have. Fields that nobody here knows are passed over."""
+    """The fields that both kinds of requests have. Fields that nobody here knows are passed
+    over."""
 
     model: str
     stream: bool | None = None

@@ -18,7 +18,7 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a model may do with the tools of a request.
+    """The tools of a request that a model may use, and how.
 
     Attributes:
         tools: that it is told of; none where it shall call none.

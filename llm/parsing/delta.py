@@ -24,7 +24,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delta(NamedTuple):
-    """What a piece of an output adds. Reasoning comes before content, content before calls.
+    """The addition of a piece to an output. Reasoning comes before content, content before calls.
 
     Attributes:
         content, reasoning: the next characters of each.

@@ -9,7 +9,7 @@ from .incoming import IncomingText, Markers, Reading
 
 
 class Thinking(NamedTuple):
-    """How reasoning is marked.
+    """The markers of reasoning.
 
     Attributes:
         start, end: the markers. The first is at the beginning of an output, or already in the

@@ -74,7 +74,7 @@ _Key = tuple[str, str, tuple[str, ...]]
 
 
 class ModelCatalog(Protocol):
-    """Where the models are read that have instances; `Catalog` is one."""
+    """The source of the models that have instances; `Catalog` is one."""
 
     @property
     def problem(self) -> str:

@@ -40,7 +40,7 @@ _LISTS: Final = ("content", "tool_calls")
 
 
 class ModelLimits(NamedTuple):
-    """What a model says of its requests.
+    """The limits of a model for its requests.
 
     Attributes:
         context_length: the most tokens that a prompt and its output may have; None for unknown.

@@ -28,7 +28,7 @@ def _no_parser() -> None:
 
 
 class Reading(NamedTuple):
-    """How each output of a request is read.
+    """The rules by which each output of a request is read.
 
     Attributes:
         parser: makes what reads one output; it makes None where the text is the content.

@@ -28,7 +28,7 @@ ASK_TIMEOUT: Final = 1.0
 
 
 class RoutedPrompt(NamedTuple):
-    """What a router looks at in place of a request of text; see `RequestFields`.
+    """The form in which a router sees a request of text; see `RequestFields`.
 
     Attributes:
         token_ids: none where nobody could tell them.
@@ -41,7 +41,7 @@ class RoutedPrompt(NamedTuple):
 
 
 class PromptReader(Protocol):
-    """What tells the tokens of a request."""
+    """The reader of the tokens of a request."""
 
     async def token_ids(
         self, request: ChatRequest | CompletionRequest, body: msgspec.Raw

@@ -45,7 +45,7 @@ _decode: Final = msgspec.json.Decoder(Generated).decode
 
 
 class Sink(Protocol):
-    """Where an answer goes. Its methods are called on the event loop and return at once."""
+    """The receiver of an answer. Its methods are called on the event loop and return at once."""
 
     def write(self, chunks: Sequence[bytes]) -> bool:
         """Take the next chunks, or a whole answer.
@@ -61,7 +61,7 @@ class Sink(Protocol):
 
 
 class RequestTiming:
-    """When a request's tokens came. Times are of `time.perf_counter`.
+    """The times at which a request's tokens came. Times are of `time.perf_counter`.
 
     Attributes:
         began: when the request arrived.
@@ -108,7 +108,8 @@ class RequestTiming:
 
 
 class Taker(Protocol):
-    """What takes what engines make. Its methods are called on the event loop and return at once."""
+    """The receiver of what engines make. Its methods are called on the event loop and return at
+    once."""
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         """Take what has arrived of one stream."""
@@ -120,7 +121,7 @@ class Taker(Protocol):
 
 
 class Part(NamedTuple):
-    """What a stream of the relay is for: one prompt of a completion.
+    """The purpose of a stream of the relay: one prompt of a completion.
 
     Attributes:
         taker: what takes the stream.

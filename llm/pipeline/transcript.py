@@ -17,7 +17,7 @@ from .reading import Reading
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What becomes of the tokens of one request.
+    """The rules for the tokens of one request.
 
     Attributes:
         stop: strings that end a text.

@@ -50,7 +50,7 @@ class ServerModel(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """How a server's KV cache is divided.
+    """The division of a server's KV cache into blocks.
 
     Attributes:
         block_size: tokens of a block.

@@ -44,7 +44,7 @@ class BrokenOff(Exception):
 
 
 class ServerAddress(NamedTuple):
-    """Where a server is.
+    """The address of a server.
 
     Attributes:
         base: the path of its OpenAI-compatible routes, such as `/v1`.

@@ -33,7 +33,7 @@ MAX_KEY_FILE: Final = 16 * 1024
 
 
 class ServerKey:
-    """Where the key of a server is; it is read again for each look at the server.
+    """The source of the key of a server; it is read again for each look at the server.
 
     Args:
         file: which holds nothing but the key; empty for none.

@@ -54,7 +54,7 @@ _NEVER: Final = math.inf
 
 @dataclass(slots=True, eq=False)
 class ReplayedRequest:
-    """What happened to one request, in seconds of virtual time.
+    """The life of one request, in seconds of virtual time.
 
     Attributes:
         instance: its position in the fleet; -1 as long as it waits for one.
@@ -72,7 +72,7 @@ class ReplayedRequest:
 
 @dataclass(slots=True, eq=False)
 class ReplayResult:
-    """What happened in a replay.
+    """The outcome of a replay.
 
     Attributes:
         requests: in the order of their arrival.

@@ -22,7 +22,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request must keep to count as good, in seconds.
+    """The limits that a request must keep to count as good, in seconds.
 
     Attributes:
         ttft: the most until its first token.
@@ -46,7 +46,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a policy made of a trace.
+    """The figures of a policy on a trace.
 
     Attributes:
         duration_s: from the first arrival to the last token.

@@ -23,7 +23,7 @@ AT_ONCE: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What is the same for all policies.
+    """The part of a simulation that is the same for all policies.
 
     Attributes:
         speed: the trace passes so many times faster; the engines do not.

@@ -27,7 +27,7 @@ _ITEM_PREFIX: Final = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
 class ResponseFormat:
-    """How one response is told; see `AnswerFormat`.
+    """The format of one response; see `AnswerFormat`.
 
     Args:
         repeated: `repeated_fields` as JSON.

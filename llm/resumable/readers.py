@@ -18,7 +18,7 @@ SEEN_SECONDS: Final = 2 * READ_INTERVAL
 
 
 class Readers:
-    """Who is known to read a stream, beside its reader at this front end.
+    """The known readers of a stream, beside its reader at this front end.
 
     Times are of one monotonic clock; sizes are bytes of the stream's log.
 

@@ -66,7 +66,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What came at a time of the engine's stream for one prompt.
+    """The items of the engine's stream for one prompt that came at a time.
 
     Attributes:
         at: when, in Unix seconds.
@@ -208,7 +208,7 @@ class StreamLog:
 
 
 class Next(Enum):
-    """What follows for somebody who asks for a stream."""
+    """The next step for a client that asks for a stream."""
 
     UNKNOWN = "unknown"
     """There never was one."""
@@ -247,7 +247,7 @@ def next_step(log: StreamLog, *, is_complete: bool, owner_lives: bool | None, no
 
 
 class OwnerWatch:
-    """Whether the owner of a stream lives. Times are of one monotonic clock.
+    """The watch over the owner of a stream: whether it lives. Times are of one monotonic clock.
 
     It goes by questions without an answer, not by time: the asker may have been frozen itself.
 

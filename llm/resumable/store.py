@@ -63,7 +63,7 @@ LOGS_STREAM: Final = StreamConfig(
 
 
 class StreamStore:
-    """What a front end reads and writes of resumable streams.
+    """The store of resumable streams that a front end reads and writes.
 
     Nothing is made on the bus before the first of them.
 

@@ -32,7 +32,7 @@ BLOCKS: Final = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SmallSize(Options):
-    """How a small engine computes, and how much at a time."""
+    """The size and the data types of a small engine's computation."""
 
     backend: Annotated[
         BackendName, Option("what it computes with; `auto` is PyTorch where it is installed")
@@ -76,7 +76,7 @@ class SmallSize(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SmallConfig(SmallSize):
-    """How a small engine computes, and what its cache is for.
+    """The configuration of a small engine and of its cache.
 
     Raises:
         ConfigError: a value is not usable.

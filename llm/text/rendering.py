@@ -52,7 +52,7 @@ class Rendering(msgspec.Struct, frozen=True):
 
 
 class RenderAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of it.
+    """The outcome of rendering.
 
     Attributes:
         text: the prompt.

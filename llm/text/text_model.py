@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class TextModel:
-    """What turns the text of requests into tokens, off the event loop, and tokens into text.
+    """The translation of a model's requests into tokens, off the event loop, and of tokens into
+    text.
 
     Args:
         name: the model's.

@@ -19,7 +19,8 @@ _NOT_ASYNC: Final = "write `async def`, and yield or return what is answered"
 
 
 class Context:
-    """What a handler knows of its call; also what a program gives a call to be able to stop it.
+    """The facts that a handler has of its call; also what a program gives a call to be able to stop
+    it.
 
     Args:
         id: the request id; a random one unless given.
@@ -61,7 +62,8 @@ class Context:
 
 
 class Translation(Protocol):
-    """How requests and answers of an endpoint differ from what its handler takes and gives."""
+    """The differences between the messages of an endpoint and those that its handler takes and
+    gives."""
 
     def request(self, request: Any) -> Any:
         """The request as the handler takes it."""

@@ -35,7 +35,7 @@ METRICS_TIMEOUT: Final = 1.0
 
 @dataclass(frozen=True)
 class OverlapScores:
-    """How much of a prompt workers hold.
+    """The part of a prompt that each worker holds.
 
     Attributes:
         scores: blocks of the prompt, from its beginning, by the id of the instance; those that hold
@@ -46,7 +46,7 @@ class OverlapScores:
 
 
 class EndpointKvMetrics(LoadMetrics, frozen=True, kw_only=True):
-    """What one worker said of itself last; a figure that it left out is 0.
+    """The last figures of one worker; a figure that it left out is 0.
 
     Attributes:
         worker_id: the id of its instance.
@@ -57,13 +57,13 @@ class EndpointKvMetrics(LoadMetrics, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class AggregatedMetrics:
-    """What the workers of a component said of themselves last."""
+    """The last figures of the workers of a component."""
 
     endpoints: Sequence[EndpointKvMetrics] = ()
 
 
 class KvMetricsPublisher:
-    """What a worker says of its load, in an endpoint `load_metrics` of its component."""
+    """The publisher of a worker's load, in an endpoint `load_metrics` of its component."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from .runtime import DistributedRuntime
 
 
 class ServiceContext:
-    """Where the code of one service runs.
+    """The runtime and the endpoints of the code of one service.
 
     Attributes:
         endpoints: those that its class declares.
@@ -51,8 +51,8 @@ def current_context() -> ServiceContext | None:
 
 
 class DynamoContext(Mapping[str, Any]):
-    """What the running service is: `runtime`, `namespace`, `service_name`, `component`,
-    `endpoints` and `instance_id`. It is empty outside of services.
+    """The running service: `runtime`, `namespace`, `service_name`, `component`, `endpoints` and
+    `instance_id`. It is empty outside of services.
 
     Known from the constructor on, in hooks, endpoints and the tasks that they begin.
     """

@@ -145,7 +145,7 @@ class _Own:
 
 
 class Service(Actor, abstract=True):
-    """What `@service` makes of a class, beside the class itself."""
+    """The class that `@service` makes, beside the class itself."""
 
     __dynbus_needs_handler__ = False
 
@@ -201,8 +201,8 @@ class Service(Actor, abstract=True):
 
 
 class ServiceDependency(ClientDependency[Any]):
-    """What `depends` gives: in the body of a class as with `dynbus.depends`, and elsewhere in the
-    code of a service a client."""
+    """The result of `depends`: in the body of a class as with `dynbus.depends`, and elsewhere in
+    the code of a service a client."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or vars(self).get("name"):
