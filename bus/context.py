@@ -1,7 +1,8 @@
-"""The context of the call that is running: id, deadline, metadata, cancellation.
+"""The context of the call that is running: id, deadline, metadata (the tenant too), cancellation.
 
 A handler reads it with `context()`; clients made inside a handler read it by themselves, so
-that deadline, cancellation and trace follow every sub-call without a word in the handler.
+that every sub-call inherits deadline, cancellation, metadata and trace without a word in the
+handler.
 """
 
 from __future__ import annotations

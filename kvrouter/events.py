@@ -2,7 +2,7 @@
 
 A message belongs to one (instance, event epoch, data-parallel rank). Its events have the ids
 `first_id`, `first_id + 1`, ...; an epoch begins when a cache or its numbering begins anew.
-Token ids are never in it.
+Token ids are never in it, nor tenants: a block is its hash.
 
 | part | bytes | |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""The identity of a block of tokens, and of a prefix that ends with it.
+"""The identity (hash) of a block of tokens, with its salt, and of a prefix that ends with it.
 
 Both are Dynamo's definitions, which SGLang's gateway and Mooncake share, so that hashes of
 either side agree:

@@ -1,4 +1,8 @@
-"""Outputs of engines that were broken off: the request for the rest, and what comes once more."""
+"""Outputs of engines that were broken off: the request for the rest, and what comes once more.
+
+`actors/calling/continuation.py` knows what was accepted of a stream; `token_rule`, in
+`kvrouter/routing`, makes the request for the rest out of JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Shares: what owners take of room that all of them need, so that none keeps the others out."""
+"""Shares: what owners (tenants) take of room that all of them need, so that none keeps the
+others out.
+"""
 
 from __future__ import annotations
 

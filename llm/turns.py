@@ -1,4 +1,6 @@
-"""Turns: work that waits is begun by owners in turn, so that much of one keeps no other waiting."""
+"""Turns: work that waits is begun by owners (tenants) in turn, so that much of one keeps no
+other waiting.
+"""
 
 from __future__ import annotations
 

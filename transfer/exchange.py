@@ -1,4 +1,5 @@
-"""Descriptions of agents on the bus: how one is announced while its agent lives, and found.
+"""Descriptions of agents on the bus: how one is announced, with a lease, while its agent lives, and
+found.
 
 A description is a record with a lease, in its checked envelope. One that is too large for that is
 an object, which the record names.

@@ -1,4 +1,5 @@
-"""Leases: what keeps blocks in place while a peer reads or writes them.
+"""Leases on blocks, not those of instances: what keeps blocks in place while a peer reads or writes
+them.
 
 A peer's READ cannot be revoked, and its end is not seen here. So the owner of the blocks grants a
 lease on them, and neither frees nor overwrites them while the lease holds. The peer may use what it

@@ -13,7 +13,8 @@ One object for each stream knows both, its `Continuation`; everybody else calls 
   were accepted there are accepted here, before anything is sent.
 
 It waits for nothing and looks at no clock: `RetryPolicy` says whether another attempt follows,
-`StreamInvocation` carries both out.
+`StreamInvocation` carries both out. For requests of tokens the rest is made by
+`kvrouter/routing/token_rule.py`, and with types by `llm/continuing.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Parts`: the calls that go on with a stream together, read as one."""
+"""`Parts`: a stream that goes on as several calls, read as one."""
 
 from __future__ import annotations
 

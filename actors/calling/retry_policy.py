@@ -1,4 +1,4 @@
-"""The retry policy of a call: another attempt now or after a pause, or its end.
+"""The retry policy of a call: another attempt now or after a pause (back-off), or its end.
 
 A failed attempt is repeated by itself only when the request provably did not start, and the
 error says that it is retryable: any other would come again from the next instance. Beyond that a

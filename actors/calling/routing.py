@@ -1,4 +1,6 @@
-"""Choosing an instance for a call: the protocol, and the policies that come with dynbus."""
+"""The routing of a call: the protocol of routers, and the policies that come with dynbus, such
+as the least loaded.
+"""
 
 from __future__ import annotations
 

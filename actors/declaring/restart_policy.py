@@ -1,4 +1,8 @@
-"""The restart policy of instances that ended: after a pause that doubles, for ever."""
+"""The restart policy of instances that ended: after a pause that doubles (back-off), for ever.
+
+`dynbus run` restarts processes by it (`running/supervisor.py`), or instances of its own process
+(`running/in_process.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Class arguments of an actor, and the key `ServiceArgs` of its configuration, which overrides them
-one by one.
+"""Class arguments of an actor, and the key `ServiceArgs` of its configuration, which overrides
+them one by one: namespace, workers, `on_crash`, resources.
 """
 
 from __future__ import annotations

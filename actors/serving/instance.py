@@ -1,4 +1,6 @@
-"""One instance on the bus: its endpoints, its lease, its life, and the object behind it."""
+"""One instance on the bus: its endpoints, its lease, its life until it is drained, and the
+object behind it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calling side: sends requests to instances and takes in what comes back.
+"""The calling side of the bus: requests sent to instances, and what comes back of each.
 
 `CallProgress` decides in which order results count and what is granted; `PendingCall` and `Caller`
 carry it out.

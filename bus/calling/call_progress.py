@@ -1,4 +1,5 @@
-"""The progress of one call at its caller, and the frames that its writer is due for it.
+"""The progress of one call at its caller, and the frames, credit among them, that its writer is
+due.
 
 A plain object without I/O or clock. `PendingCall` is one with a task that waits for it.
 """

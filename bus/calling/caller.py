@@ -1,4 +1,4 @@
-"""The calling side: sends requests to instances and takes in what comes back.
+"""`Caller`: the calls of one process, from the request to the last frame that comes back.
 
 One `Caller` per process. It knows nothing of routing or types: `begin` sends bytes to one
 instance and returns a `PendingCall`, which ends with bytes or one error, in time.

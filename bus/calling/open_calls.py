@@ -1,4 +1,5 @@
-"""The calls of a process that are open, and the instances at which they are.
+"""The calls of a process that are open, the instances at which they are, and the window (bytes that
+may be unread) of the next one.
 
 A plain object without I/O or clock, and the only one that changes these tables.
 """

@@ -1,4 +1,4 @@
-"""An instance as its callers see it: the calls open there, and what is said to it."""
+"""An instance as its callers see it: the calls open there, its load, and what is said to it."""
 
 from __future__ import annotations
 

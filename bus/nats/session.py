@@ -1,5 +1,5 @@
-"""One session with nats-server: the handshake with the first that takes it, raw bytes after it, and
-pings.
+"""One session with nats-server: the handshake (TLS, authentication) with the first that takes it,
+raw bytes after it, and pings.
 
 nats-py does TLS, credentials and the handshake; from then on it would read the connection
 itself, and that part is taken from it. Its private parts are touched in `NatsSession` only.

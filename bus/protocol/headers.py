@@ -1,4 +1,5 @@
-"""NATS header blocks, written strictly and read tolerantly.
+"""Headers of NATS messages: the names of dynbus's own, and blocks, written strictly and read
+tolerantly.
 
 Reading never raises: a block that is not one, or a line that is not `Key: value`, is left
 out. The client library's own reader costs more than the rest of a request together.

@@ -1,4 +1,4 @@
-"""The silence of several peers, and whether it is that of the server between.
+"""Peers that fall silent together, which tells a lost server from a dead peer.
 
 A server that has lost the others answers, and what others send does not come through it. One peer
 that falls silent is most likely dead or frozen. When a second one does and nobody was heard since

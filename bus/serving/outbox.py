@@ -1,4 +1,6 @@
-"""Sending results: what is ready for one client leaves in one message per turn of the loop."""
+"""The outbox of results: what is ready for one client leaves in one message per turn of the
+loop, with the load of the instance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of which something was said before they arrived."""
+"""Requests that were named before they arrived, such as by a cancel: remembered for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Requests of which something was promised: in a fixed space, and never forgotten in silence.
+"""Requests of which something was promised, in Bloom filters: of a fixed size, and never forgotten
+in silence.
 
 What peers may fill must not grow with what they send, and neither may one of them push out what
 was promised to another. So nothing is stored of a request but some bits of a Bloom filter. It

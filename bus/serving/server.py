@@ -1,4 +1,5 @@
-"""The serving side: takes requests for the endpoints of one instance, from `start` to `stop`.
+"""The serving side: takes requests for the endpoints of one instance, from `start` over a drain to
+`stop`.
 
 `InstanceServer` puts the parts together: `requests` reads what arrives, the `Ledger` says what
 is to be done with it, `Execution` runs it, `Outbox` sends the results, `ServerControl` hears what

@@ -1,4 +1,5 @@
-"""`/live`, `/ready` and `/metrics` over HTTP, for orchestrators and Prometheus.
+"""Liveness, readiness and metrics over HTTP (`/live`, `/ready`, `/metrics`), for orchestrators and
+Prometheus.
 
 A server of a few dozen lines on asyncio streams: GET only, one request per connection, with
 bounds on size, time and number. It belongs to the loop that starts it. Run on the control

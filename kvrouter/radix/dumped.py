@@ -1,4 +1,6 @@
-"""The parts of a snapshot of the index, and the check that they fit together."""
+"""A dump of the radix index as arrays, of which a snapshot consists, and the check that they fit
+together.
+"""
 
 from __future__ import annotations
 

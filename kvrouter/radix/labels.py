@@ -1,4 +1,6 @@
-"""Answers of a look-up by the labels of the holders; what it said is kept until it changes."""
+"""Look-ups of prefixes by the labels of their holders; answers are remembered until a run
+changes.
+"""
 
 from __future__ import annotations
 

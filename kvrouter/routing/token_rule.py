@@ -4,6 +4,9 @@ A request is a JSON object with `token_ids`; its items are objects with `token_i
 one of each continuation has a `finish_reason`. The rest of a continuation is asked for by its
 prompt and the tokens that came, with so much less to come; several of one prompt are asked for each
 by a request of its own. Nothing here knows an engine.
+
+`llm/continuing.py` does the same with types, `actors/calling/continuation.py` knows what was
+accepted of a stream.
 """
 
 from __future__ import annotations

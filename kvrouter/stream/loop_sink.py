@@ -1,4 +1,6 @@
-"""The way of events into a publisher's logs for an engine's reader on the same event loop."""
+"""The sink of events for an engine's reader on the publisher's own event loop: into its logs,
+without a buffer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Membership of event sources: instances with a lease, those without one, and those that send
-nothing.
+"""The members of a component as routers see them: instances with a lease, those without one, and
+those that send no events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The states of a request whose prompt's blocks come from elsewhere, and what follows from events.
+"""`HandOver`: the states of a request whose prompt's blocks come from elsewhere, and what follows
+from events.
 
 `HandOver` is told what has happened and answers what is to be done; it has no I/O and no clock.
 These are its promises, whatever comes in whatever order:

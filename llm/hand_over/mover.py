@@ -1,4 +1,9 @@
-"""Movers: what brings the bytes of a part of a prompt, and has its source say that they count."""
+"""Movers: what brings the bytes of a part of a prompt (NIXL, or vLLM's connector), and has its
+source say that they count.
+
+`AgentMover`, over NIXL, is made by `llm/disaggregated/worker.py` and by `llm/tiers/tiers.py`. The
+mover over vLLM's own connector is `llm/vllm/connector_mover.py`.
+"""
 
 from __future__ import annotations
 

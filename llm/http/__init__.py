@@ -1,1 +1,1 @@
-"""The front end: OpenAI's interface over HTTP."""
+"""The front end over HTTP: the interfaces of OpenAI and of Anthropic."""

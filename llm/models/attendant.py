@@ -1,4 +1,5 @@
-"""A program that runs another one for a process, and ends it with that one, however that one ends.
+"""The attendant of a download: it runs the program for a process, and ends it with that one,
+however that one ends.
 
 It runs as a file of its own (`python -I -S attendant.py COMMAND...`), leads a process group, and
 needs the standard library only. Its standard input is a pipe from the process that wants the

@@ -1,5 +1,6 @@
-"""Cards on the bus: published, kept alive for as long as somebody serves the model, and refused
-where the name belongs to another component or they contradict another card."""
+"""Cards on the bus: published, kept alive by a lease for as long as somebody serves the model,
+and refused where the name belongs to another component or they contradict another card.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tokens of requests for engines of text: routers go by them, and nobody else reads them."""
+"""Token ids of requests to engines of text (servers behind a proxy), of which routers alone have
+need.
+"""
 
 from __future__ import annotations
 
