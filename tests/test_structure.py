@@ -141,6 +141,12 @@ def folder_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "dynbus"
 
 
+def folder_or_module(module: str) -> str:
+    """The folder within a part that a module lives in; the module itself where it is in none."""
+    package = module if modules()[module].is_package else module.rpartition(".")[0]
+    return package if package.count(".") > 1 else module
+
+
 def is_public(module: str) -> bool:
     """Whether other folders may take from it: a package with a list, or a module on one."""
     if modules()[module].is_package:
@@ -168,6 +174,19 @@ def test_no_import_circle_is_left() -> None:
 
     try:
         TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_circle_of_folders_is_left() -> None:
+    """The modules of a part that are in none of its folders count one by one."""
+    graph: dict[str, set[str]] = {}
+    for module in modules():
+        uses = {folder_or_module(taken.module) for taken in imports_of(module)}
+        graph.setdefault(folder_or_module(module), set()).update(uses)
+
+    try:
+        TopologicalSorter({one: uses - {one} for one, uses in graph.items()}).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
 

@@ -1,4 +1,4 @@
-"""`dynbus http`: OpenAI's interface to the models on the bus."""
+"""`dynbus http`: the front end, by the interfaces of OpenAI and Anthropic to models on the bus."""
 
 from __future__ import annotations
 
