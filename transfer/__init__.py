@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .agent import TransferAgent, open_agent
     from .checksums import compare, wanted
-    from .errors import BadDescription, ChecksumMismatch, LeaseLost
+    from .errors import (
+        BadDescription,
+        ChecksumMismatch,
+        InvalidTransfer,
+        LayoutMismatch,
+        LeaseLost,
+        PeerRestarted,
+        TransferError,
+        TransferFailed,
+    )
     from .exchange import AGENTS_STREAM, DESCRIPTIONS
     from .layout import Axis, BlockLayout, KvMemory, check_convertible, plan
     from .leases import LeaseTable, Ticket
@@ -23,15 +32,20 @@ __all__ = [
     "BadDescription",
     "BlockLayout",
     "ChecksumMismatch",
+    "InvalidTransfer",
     "KvMemory",
+    "LayoutMismatch",
     "LeaseLost",
     "LeaseTable",
+    "PeerRestarted",
     "Settled",
     "Settlement",
     "Settling",
     "Ticket",
     "Transfer",
     "TransferAgent",
+    "TransferError",
+    "TransferFailed",
     "check_convertible",
     "compare",
     "open_agent",

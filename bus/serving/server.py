@@ -204,10 +204,12 @@ class InstanceServer:
                     tasks.start_soon(self._hand_on, has_other)
                 await self.execution.idle()
                 tasks.cancel_scope.cancel()
-        if limit.cancelled_caught:
+        counts = self._counts()
+        # Without any grace it is cut short even where nothing runs.
+        if limit.cancelled_caught and any(counts):
             logger.warning(
                 "%s: %s after %g s of draining; they are ended",
-                *(self.name, describe_calls(*self._counts()), round(grace, 1)),
+                *(self.name, describe_calls(*counts), round(grace, 1)),
             )
         self.end_all("the instance is going away")
 

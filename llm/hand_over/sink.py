@@ -32,7 +32,7 @@ from dynbus.llm.engine.interface import Held
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import Background, describe_exception, monotonic, random_id
-from dynbus.transfer import BadDescription, ChecksumMismatch, LeaseLost
+from dynbus.transfer import BadDescription, ChecksumMismatch, LeaseLost, TransferFailed
 
 from .machine import (
     Abandon,
@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT: Final = 1.0
 """Seconds that leaving a call may take, for which its source is told."""
+
+LATE: Final = 0.5
+"""Seconds after its deadline in which a transfer may say that it is over."""
 
 SHARE_OF_DEADLINE: Final = 0.5
 """The part of a request's time that a hand-over may take: in the rest its prompt can still be
@@ -476,19 +479,22 @@ class Receiving:
         try:
             deadline = monotonic() + self._limit(origin.limits.transfer)
             transfer = origin.mover.start(self._parts[number], deadline)
-        except DynbusError as error:
+        except Exception as error:  # noqa: BLE001 - of a mover of somebody's own
             span.transferred(failed=describe_exception(error))
-            self._fall_back("transfer_failed", error)
+            self._fall_back("transfer_failed", self._of_mover(error))
             self._do(self.machine.quiet(number))
             return
         self._transfers[number] = transfer
         try:
-            await transfer.result()
-        except DynbusError as error:
+            # It keeps its deadline by itself, and says better why it did not come.
+            with anyio.fail_after(deadline - monotonic() + LATE):
+                await transfer.result()
+        except Exception as error:  # noqa: BLE001 - of a mover of somebody's own
             span.transferred(failed=describe_exception(error))
             origin.figures.transferred(transfer.seconds, 0, 0, failed=True)
             self._fall_back(
-                "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed", error
+                "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed",
+                self._of_mover(error),
             )
         except BaseException:
             span.transferred(failed="it was given up")
@@ -499,6 +505,15 @@ class Receiving:
             span.transferred(transfer.bytes, transfer.blocks, transfer.seconds)
             origin.figures.transferred(transfer.seconds, transfer.bytes, transfer.blocks)
             self._do(self.machine.read(number))
+
+    def _of_mover(self, error: Exception) -> DynbusError:
+        """Why a part did not come; what a mover must not raise is logged with its place."""
+        if isinstance(error, DynbusError):
+            return error
+        if isinstance(error, TimeoutError):
+            return DeadlineExceeded("the transfer did not end at its deadline")
+        logger.error("%s: its mover failed", self._name, exc_info=error)
+        return TransferFailed(f"the mover raised {describe_exception(error)}")
 
     async def _settle(self, number: int) -> None:
         try:

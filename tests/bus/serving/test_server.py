@@ -658,6 +658,17 @@ async def three_and_no_more(_: bytes) -> AsyncGenerator[bytes, None]:
     await asyncio.sleep(600.0)
 
 
+def test_a_drain_without_grace_says_nothing_where_nothing_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        async with serving(endpoint(Handler())) as given:
+            await given.instance.drain(0.0, lambda _: False)
+
+    run(story())
+    assert "draining" not in caplog.text
+
+
 def test_a_drain_hands_on_streams_that_go_on_elsewhere_and_lets_the_others_finish() -> None:
     async def story() -> float:
         loop = asyncio.get_running_loop()

@@ -26,6 +26,8 @@ class Wire:
             to be quiet, in the blocks that they had.
         moved: of each transfer that is done, its tokens.
         damages: whether a bit of what arrives is another one.
+        breaks: "start" or "result" where these raise what no agent may raise.
+        is_endless: whether transfers keep no deadline: neither do they fail, nor do they end.
         granted, begun, done: called when a lease is granted, when a transfer stalls, and when one
             is done, before it is settled.
         late: transfers that were given up, and whose bytes have not arrived.
@@ -33,7 +35,8 @@ class Wire:
 
     def __init__(self) -> None:
         self.agents: dict[str, MemoryAgent] = {}
-        self.fails = self.stalls = self.damages = False
+        self.fails = self.stalls = self.damages = self.is_endless = False
+        self.breaks: Literal["", "start", "result"] = ""
         self.granted: Callable[[], object] | None = None
         self.begun: Callable[[], object] | None = None
         self.done: Callable[[], object] | None = None
@@ -112,6 +115,10 @@ class MemoryTransfer:
         wire = self.agent.wire
         # It takes a moment.
         await asyncio.sleep(0)
+        if wire.breaks == "result":
+            raise ValueError("a bug in the transfer")
+        if wire.is_endless:
+            await self.calm.wait()
         if not self.over.done():
             if wire.fails:
                 self._end(TransferFailed("the link is cut"))
@@ -188,6 +195,8 @@ class MemoryAgent:
         local_start: int = 0,
     ) -> MemoryTransfer:
         assert operation == "read"
+        if self.wire.breaks == "start":
+            raise OSError("the disk is broken")
         assert tuple(remote_blocks) == ticket.blocks
         if ticket.agent not in self.wire.agents:
             raise TransferFailed(f"there is no agent {ticket.agent}")

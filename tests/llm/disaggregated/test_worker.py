@@ -601,6 +601,53 @@ def test_a_transfer_that_does_not_come_is_made_up_for_and_its_blocks_stay_until_
     run(story())
 
 
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("start", "OSError: the disk is broken"), ("result", "ValueError: a bug in the transfer")],
+)
+def test_a_mover_that_raises_what_it_must_not_is_made_up_for_and_told(
+    model: dict[str, Any], where: str, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            [wanted] = await expected(kit, model, greedy(100))
+            setattr(pair.wire, "breaks", where)
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+
+            assert engine_of(decode).figures.remote == {"transfer_failed": 1}
+            assert f"(TransferFailed: the mover raised {error})" in caplog.text
+            assert "Traceback" in caplog.text
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
+def test_a_transfer_that_keeps_no_deadline_is_given_up_after_its_limit(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "hand_over_limits", Engine.hand_over_limits._replace(transfer=0.2))
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            pair = Pair(kit, model)
+            prefill = await pair.start("prefill")
+            decode = await pair.start("decode", disaggregation=REMOTE)
+            [wanted] = await expected(kit, model, greedy(100))
+            pair.wire.is_endless = True
+
+            assert await tokens_of(pair.client, greedy(100)) == wanted
+
+            # It was not the limit of all of the hand-over.
+            assert engine_of(decode).figures.remote == {"transfer_failed": 1}
+            await at_rest(pair, prefill, decode)
+
+    run(story())
+
+
 def test_the_first_token_is_shown_before_the_blocks_are_read(model: dict[str, Any]) -> None:
     async def story() -> None:
         async with TestKit() as kit:
