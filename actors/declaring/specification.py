@@ -185,6 +185,13 @@ class Options:
             ConfigError: they do not go together.
         """
 
+    def load(self) -> None:
+        """Import what values name; for subclasses. `dynbus run` does it before it starts anything.
+
+        Raises:
+            ConfigError: it is not there, or not of use.
+        """
+
     def shared(self, spec: type[Options]) -> dict[str, Any]:
         """The values of those fields that another specification has too, by their names."""
         return {each.name: getattr(self, each.name) for each in declared(spec)}
@@ -280,6 +287,7 @@ def takes(spec: Any, *, like: Any = None) -> Any:
         signature = _signature(spec, beside)
         made: Any = construct
         made.__signature__ = signature
+        made.__dynbus_options__ = spec
         made.__annotations__ = {
             one.name: one.annotation for one in list(signature.parameters.values())[1:]
         } | {"return": None}
@@ -307,6 +315,22 @@ def _further(spec: type[Options], like: Callable[..., None]) -> str:
         told = f"compare {', '.join(wrong)}" if wrong else "give it **further arguments too"
         raise TypeError(f"{like.__name__} is not like {spec.__name__}: {told}")
     return further[0]
+
+
+def load_options(actor: type[Any], given: Mapping[str, Any]) -> None:
+    """Check what an actor class is configured with as its constructor will, where that `takes`
+    a specification; and import what it names.
+
+    Args:
+        given: the arguments, as the constructor gets them.
+
+    Raises:
+        ConfigError: values are not usable, or name what is not there.
+    """
+    spec: type[Options] | None = getattr(actor.__init__, "__dynbus_options__", None)
+    if spec is not None:
+        known = {each.name for each in declared(spec)}
+        spec(**{name: value for name, value in given.items() if name in known}).load()
 
 
 def _signature(spec: type[Options], beside: str) -> inspect.Signature:

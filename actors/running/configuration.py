@@ -32,6 +32,7 @@ from dynbus.actors.declaring.arguments import (
 )
 from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.declaring.service_args import SERVICE_KEY, ServiceArgs
+from dynbus.actors.declaring.specification import load_options
 from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
@@ -418,7 +419,12 @@ class _Given:
                 raise ConfigError(
                     f"{from_where[name]} cannot be written as JSON: {error}"
                 ) from None
-        build_arguments(self._actor, arguments, from_where, node=called)
+        built = build_arguments(self._actor, arguments, from_where, node=called)
+        if self._service.workers:
+            try:
+                load_options(self._actor, built)
+            except ConfigError as error:
+                raise ConfigError(f"{called}: {error}") from error
         absent = [name for name in defaults(self._actor) if name not in arguments]
         origins = from_where | dict.fromkeys(absent, "constructor") | self._origins
         return NodeSettings(arguments, self._service, origins)

@@ -95,6 +95,7 @@ class Overlap(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Blocks of all tiers together."""
         return sum(self)
 
 

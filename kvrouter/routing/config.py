@@ -23,7 +23,11 @@ class RouterConfig(Options):
 
     policy: Annotated[
         str | CostFunction,
-        Option("the cost function, or its name: `kv`, `dynamo`, or `module:function`", as_text=str),
+        Option(
+            "the cost function, or its name: `kv`, `dynamo`, or `module:function`; with arguments "
+            "in parentheses where it has some, such as `kv(slowdown=0.4)`",
+            as_text=str,
+        ),
     ] = "kv"
     shadows: Annotated[
         Mapping[str, str | CostFunction] | Sequence[str] | None,
@@ -99,7 +103,9 @@ class RouterConfig(Options):
     session_ttl: Annotated[
         float,
         Option(
-            "seconds after its last request until a session is forgotten", least=0, unit="seconds"
+            "seconds after its last request until a session is forgotten; 0 for no sessions",
+            least=0,
+            unit="seconds",
         ),
     ] = 600.0
     session_overload: Annotated[
@@ -147,12 +153,13 @@ class RouterConfig(Options):
                 "'usage.cached_tokens', or '' for nowhere"
             )
 
-    def load_policies(self) -> None:
+    def load(self) -> None:
         """Import the policies, as the router does that is opened with them.
 
         Raises:
             ConfigError: one cannot be loaded, or is no cost function.
         """
+        super().load()
         for policy in (self.policy, *self.named_shadows.values()):
             Policy.of(policy)
 

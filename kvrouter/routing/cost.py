@@ -128,6 +128,7 @@ class Candidate(NamedTuple):
         active_prefill_tokens: prompt tokens of its running requests that are still to compute.
         active_blocks: blocks that its running requests use, each counted once.
         added_blocks: blocks of this request that none of them uses.
+        active_requests: how many run there, those of other routers with shared load among them.
         total_blocks: what its device memory holds; None when it does not say.
         max_batched_tokens: tokens that it computes in one step; None when it does not say.
         peer_blocks: blocks of the prompt beyond its overlap that it may fetch from another
@@ -146,7 +147,12 @@ class Candidate(NamedTuple):
 
 
 CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence[float]]
-"""One cost for each candidate, in their order: the lower the better, infinity for never."""
+"""One cost for each candidate, in their order: the lower the better, infinity for never.
+
+It is called on the router's event loop, once for each decision; of a request that an instance turns
+away there is another one. It returns at once, and changes nothing that it is given. It
+may keep what it likes; it is not told what was chosen.
+"""
 
 
 @dataclass(frozen=True, slots=True)

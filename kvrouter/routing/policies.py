@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import logging
 import math
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -28,11 +30,13 @@ from .decision import ShadowChoice
 
 logger = logging.getLogger(__name__)
 
-COST_FUNCTIONS: Final[Mapping[str, Callable[[], CostFunction]]] = {
+COST_FUNCTIONS: Final[Mapping[str, Callable[..., CostFunction]]] = {
     "dynamo": DynamoCost,
     "kv": KvCost,
 }
-"""Those that come with dynbus."""
+"""Those that come with dynbus; all others are named `module:function`."""
+
+_CALLED: Final = re.compile(r"([^()]*)\((.*)\)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,9 @@ class Policy:
         Args:
             policy: `dynamo`, `kv`, `module:function` for one of your own, or an object. What the
                 module has under that name may be a class: it is called without arguments, and
-                must give a cost function.
+                must give a cost function. With arguments behind it, as in
+                `module:Cost(bound=2)`, whatever has that name is called with them: they are
+                named, and literals.
             reload: read the module's file again when it was imported before, into a module of its
                 own: no other file, neither of what it imports. It is what is imported from then
                 on, or the one before if this fails. Who has imported that one keeps it as it is.
@@ -170,21 +176,58 @@ class Shadows:
         return ShadowChoice(name, candidates[chosen].rank)
 
 
-def _find(name: str, reload: bool, known_names: Iterable[str]) -> CostFunction:
+def _find(policy: str, reload: bool, known_names: Iterable[str]) -> CostFunction:
+    called = _CALLED.fullmatch(policy.strip())
+    name, given = (called[1], _arguments(policy, called[2])) if called else (policy, None)
     known = COST_FUNCTIONS.get(name)
     if known is not None:
-        return known()
+        return _build(policy, known, given)
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise ConfigError(
-            f"policy {name!r} is unknown: use one of {', '.join(known_names)}, or module:function"
+            f"policy {policy!r} is unknown: use one of {', '.join(known_names)}, or module:function"
             f"{_did_you_mean(name)}"
         )
     with _replaced(module_name) if reload else nullcontext():
-        return _import(name, module_name, attribute)
+        return _import(policy, module_name, attribute, given)
 
 
-def _import(name: str, module_name: str, attribute: str) -> CostFunction:
+def _arguments(policy: str, text: str) -> dict[str, Any]:
+    """What is between the parentheses of a policy's name.
+
+    Raises:
+        ConfigError: it is anything but names with literals.
+    """
+    try:
+        call: Any = ast.parse(f"_({text})", mode="eval").body
+        if call.args or not all(one.arg for one in call.keywords):
+            raise ValueError("each argument needs its name")
+        return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+    except (AttributeError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"policy {policy!r}: its arguments cannot be read: {error}: write them as in "
+            "kv(slowdown=0.4)"
+        ) from None
+
+
+def _build(policy: str, named: Any, given: Mapping[str, Any] | None) -> Any:
+    """The cost function that a class, or a function with arguments, returns; else what has the
+    name itself.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    if given is None and not isinstance(named, type):
+        return named
+    try:
+        return named(**given or {})
+    except Exception as error:
+        raise _unloadable(policy, error) from error
+
+
+def _import(
+    name: str, module_name: str, attribute: str, given: Mapping[str, Any] | None
+) -> CostFunction:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -194,11 +237,7 @@ def _import(name: str, module_name: str, attribute: str) -> CostFunction:
                 f"{', '.join(_own_folders()) or 'the current folder'}, or among the installed ones"
             ) from None
         raise _unloadable(name, error) from error
-    imported = _attribute(module, attribute, name)
-    try:
-        policy = imported() if isinstance(imported, type) else imported
-    except Exception as error:
-        raise _unloadable(name, error) from error
+    policy = _build(name, _attribute(module, attribute, name), given)
     if not callable(policy):
         raise ConfigError(
             f"policy {name!r} is a {type(policy).__name__}: write a function of a request and "

@@ -29,6 +29,7 @@ from dynbus.spi import Endpoint, RelayedStream, ReplyPort, ResumeRule, monotonic
 from . import token_rule
 from .config import RouterConfig
 from .decision import newest, tell
+from .policies import Policy
 from .router import KvRouter, open_router
 
 
@@ -52,6 +53,12 @@ class RouterActorOptions(RouterConfig):
             least=0,
         ),
     ] = ResumeRule.MIGRATION_LIMIT
+
+    def load(self) -> None:
+        """See `RouterConfig.load`; those that it may change to are imported as well."""
+        super().load()
+        for name in self.policies:
+            Policy.of(name)
 
 
 class _RestOfTokens(ResumeRule):

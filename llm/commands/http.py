@@ -44,7 +44,7 @@ def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> Non
 
         options = FrontendOptions(**given)
         options = replace(options, policy=policy_name(options.policy))
-        options.router.load_policies()
+        options.router.load()
         # Before the bus, which sets up no more than what the environment asks for.
         shut_telemetry = measure_process()
         try:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from dynbus import ConfigError
+
+_BETWEEN: Final = re.compile(r",(?![^()]*\))")
+"""Commas, but for those between the arguments of a policy."""
 
 
 def policy_names(text: str) -> list[str]:
@@ -21,7 +26,7 @@ def policy_names(text: str) -> list[str]:
         ConfigError: it names none, or a file that is not there.
     """
     _look_first_in(os.getcwd())
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in _BETWEEN.split(text) if name.strip()]
     if not names:
         raise ConfigError(f"--policy {text!r} names no policy")
     files = {name: file for name in names if (file := _file_of(name)) is not None}

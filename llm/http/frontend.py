@@ -59,7 +59,7 @@ class HttpFrontEnd(Openable):
         super().__init__(runtime.background)
         if router is not None:
             # Otherwise each request would be told, and nobody before.
-            router.load_policies()
+            router.load()
         self._models = Models(
             runtime, catalog, routing=routing, router=router, opened=self._announce
         )

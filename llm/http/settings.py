@@ -167,8 +167,8 @@ class FrontendOptions(HttpSettings):
     policy: Annotated[
         str,
         Option(
-            "the cost function of kv routing: `kv`, `dynamo`, or `module:function`; at a command "
-            "`costs.py:cost` too"
+            "the cost function of kv routing: `kv`, `dynamo`, or `module:function`, with arguments "
+            "in parentheses where it has some; at a command `costs.py:cost` too"
         ),
     ] = str(RouterConfig.policy)
 
@@ -176,3 +176,8 @@ class FrontendOptions(HttpSettings):
     def router(self) -> RouterConfig:
         """How routers decide among the engines of a model."""
         return RouterConfig(policy=self.policy)
+
+    def load(self) -> None:
+        """See `RouterConfig.load`."""
+        super().load()
+        self.router.load()

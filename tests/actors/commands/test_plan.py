@@ -344,3 +344,75 @@ def test_one_process_for_all_warns_of_what_it_cannot_give_each(folder: Path) -> 
         "--in-process: planned.Setting runs without its environment (LD_PRELOAD, MODE), for which "
         "it would need a process of its own",
     ]
+
+
+NAMING = """
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated
+from dynbus import Actor, ConfigError, Option, Options, handler, takes
+
+@dataclass(frozen=True, kw_only=True)
+class NamingOptions(Options):
+    module: Annotated[str, Option("what it uses")] = "json"
+    count: Annotated[int, Option("how many", least=1)] = 1
+
+    def load(self) -> None:
+        try:
+            import_module(self.module)
+        except ImportError as error:
+            raise ConfigError(f"module={self.module!r}: {error}") from None
+
+class Naming(Actor, namespace="planned"):
+    @takes(NamingOptions)
+    def __init__(self, options: NamingOptions) -> None: ...
+
+    @handler
+    async def ask(self) -> str:
+        return ""
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("count", "0", "Naming: count=0: give a whole number of at least 1"),
+        ("module", "no_such", "Naming: module='no_such': No module named 'no_such'"),
+    ],
+)
+def test_values_that_the_constructor_would_refuse_are_refused_before_anything_starts(
+    folder_with: MakeFolder, option: str, value: str, message: str
+) -> None:
+    folder_with("planned_naming", NAMING)
+
+    given = [NodeOption("Naming", option, value)]
+
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        plan_of(targets=["planned_naming.py"], node_options=given)
+
+    # One that does not run here may name what is not here.
+    given += [NodeOption("Naming", "workers", "0")]
+    with pytest.raises(ConfigError, match="nothing to run"):
+        plan_of(targets=["planned_naming.py"], node_options=given)
+
+
+ROUTED = """
+from dynbus.kvrouter import RouterActor
+
+class Front(RouterActor, namespace="planned"):
+    pass
+"""
+
+
+@pytest.mark.parametrize("option", ["policy", "shadows", "policies"])
+def test_a_policy_that_is_not_there_is_refused_before_anything_starts(
+    folder_with: MakeFolder, option: str
+) -> None:
+    folder_with("planned_routing", ROUTED)
+    given = [
+        NodeOption("Front", "target", "llm.Engine.generate"),
+        NodeOption("Front", option, "costs_that_nobody_wrote:cost"),
+    ]
+
+    with pytest.raises(ConfigError, match="^Front: policy 'costs_that_nobody_wrote:cost' cannot"):
+        plan_of(targets=["planned_routing.py"], node_options=given)

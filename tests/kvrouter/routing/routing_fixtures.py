@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.cost import Candidate, CostFunction, RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
@@ -99,6 +99,11 @@ def by_name(request: RequestShape, candidates: Sequence[Candidate]) -> list[floa
     """A policy that prefers the first name of the alphabet."""
     names = sorted(candidate.rank.instance for candidate in candidates)
     return [float(names.index(candidate.rank.instance)) for candidate in candidates]
+
+
+def always(cost: float) -> CostFunction:
+    """A policy for which all candidates are alike."""
+    return lambda request, candidates: [cost] * len(candidates)
 
 
 def decide(scheduler: KvScheduler, wanted: SchedulingRequest, now: float = 0.0) -> Decision:

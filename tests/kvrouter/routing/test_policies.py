@@ -26,10 +26,29 @@ def test_a_policy_has_a_name() -> None:
     assert Policy.of(DynamoCost()).name == "dynbus.kvrouter.routing.cost:DynamoCost"
 
 
+def test_a_policy_takes_arguments_behind_its_name() -> None:
+    assert Policy.of("dynamo(prefill_scale=2, overlap_credit=0)").cost == DynamoCost(
+        prefill_scale=2, overlap_credit=0
+    )
+    own = "dynbus.kvrouter.routing.cost:DynamoCost(prefill_scale=2)"
+    assert Policy.of(own) == Policy(own, DynamoCost(prefill_scale=2))
+    # A function with arguments makes one.
+    made = Policy.of("tests.kvrouter.routing.routing_fixtures:always(cost=2.5)")
+    assert made.costs(shape(4), [Candidate(Rank("a", 0))]) == [2.5]
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("fastest", "is unknown: use one of dynamo, kv, or module:function$"),
+        ("dynamo(prefill_scales=2)", "cannot be loaded: TypeError: .*prefill_scales"),
+        ("dynamo(prefill_scale=-2)", "cannot be loaded: ValueError: prefill_scale = -2"),
+        ("dynamo(2)", "each argument needs its name: write them as in"),
+        ("dynamo(**{})", "each argument needs its name"),
+        ("dynamo(prefill_scale=print())", "its arguments cannot be read: "),
+        ("dynamo(prefill_scale=)", "its arguments cannot be read: "),
+        ("fastest(bound=2)", r"'fastest\(bound=2\)' is unknown"),
+        ("tests.kvrouter.routing.routing_fixtures:by_name()", "by_name"),
+        ("fastest", "'fastest' is unknown: use one of dynamo, kv, or module:function$"),
         ("mypol.cost", "or module:function; did you mean mypol:cost?"),
         ("mypol.py", "or module:function, as mypol.py:function"),
         ("no.such:f", "there is no module 'no' in .*tests|there is no module 'no' in /"),
