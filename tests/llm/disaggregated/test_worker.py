@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import anyio
 import msgspec
@@ -606,7 +606,10 @@ def test_a_transfer_that_does_not_come_is_made_up_for_and_its_blocks_stay_until_
     [("start", "OSError: the disk is broken"), ("result", "ValueError: a bug in the transfer")],
 )
 def test_a_mover_that_raises_what_it_must_not_is_made_up_for_and_told(
-    model: dict[str, Any], where: str, error: str, caplog: pytest.LogCaptureFixture
+    model: dict[str, Any],
+    where: Literal["start", "result"],
+    error: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def story() -> None:
         async with TestKit() as kit:
@@ -614,7 +617,7 @@ def test_a_mover_that_raises_what_it_must_not_is_made_up_for_and_told(
             prefill = await pair.start("prefill")
             decode = await pair.start("decode", disaggregation=REMOTE)
             [wanted] = await expected(kit, model, greedy(100))
-            setattr(pair.wire, "breaks", where)
+            pair.wire.breaks = where
 
             assert await tokens_of(pair.client, greedy(100)) == wanted
 
