@@ -181,7 +181,7 @@ def _find(policy: str, reload: bool, known_names: Iterable[str]) -> CostFunction
     name, given = (called[1], _arguments(policy, called[2])) if called else (policy, None)
     known = COST_FUNCTIONS.get(name)
     if known is not None:
-        return _build(policy, known, given)
+        return _build(policy, known, given)  # type: ignore[no-any-return]
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise ConfigError(
