@@ -90,13 +90,13 @@ PARTS: Final = {
     "dynbus": Part(
         ("dynbus.spi", "dynbus.testing", "dynbus.cli", "dynbus.bus", "dynbus.actors"),
         ("dynbus.kvrouter", "dynbus.transfer", "dynbus.llm"),
-        ("tests/bus", "tests/actors", "tests/contracts", "tests/budgets/test_calls.py"),
+        ("tests/bus", "tests/actors", "tests/contracts"),
         extras=("metrics", "nkeys", "otlp"),
     ),
     "kv": Part(
         ("dynbus.kvrouter",),
         ("dynbus.transfer", "dynbus.llm"),
-        ("tests/kvrouter", "tests/budgets/test_kv.py"),
+        ("tests/kvrouter",),
         foreign=("kv",),
         extras=("kv", "metrics", "zmq"),
     ),
@@ -110,7 +110,7 @@ PARTS: Final = {
     "llm": Part(
         ("dynbus.llm",),
         (),
-        ("tests/llm", "tests/budgets/test_tokens.py"),
+        ("tests/llm",),
         foreign=("kv", "llm", "http"),
         extras=("http", "metrics", "zmq"),
         group="tests-llm",
