@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from tests.conditions import PATIENCE
 
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.vllm import VllmWorker, starting
@@ -128,6 +130,48 @@ def test_the_folder_of_a_process_that_was_killed_is_removed(
     alive.remove()
     another.remove()
     assert set(tmp_path.iterdir()) == {young, foreign}
+
+
+STARTING = """
+import multiprocessing, subprocess, sys, time
+from pathlib import Path
+from dynbus.llm.vllm.starting import EngineFolder
+
+def start_another():
+    # vLLM's workers are below its core.
+    program = "import time; print('begun', flush=True); time.sleep(60)"
+    subprocess.run([sys.executable, "-c", program])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    earlier = context.Process(target=time.sleep, args=[60], daemon=True)
+    earlier.start()
+    folder = EngineFolder()
+    core = context.Process(target=start_another)
+    core.start()
+    input()
+    folder.abandon()
+    core.join(10)
+    print(core.exitcode, earlier.is_alive(), folder.path.exists(), flush=True)
+"""
+
+
+def test_a_start_that_is_given_up_ends_its_processes_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(STARTING)
+    with subprocess.Popen(
+        [sys.executable, "starting.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "begun\n"
+        # All that has its standard output has ended when it ends.
+        told, _ = program.communicate("now\n", timeout=PATIENCE)
+
+    assert told == f"{-signal.SIGKILL} True False\n"
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ async def test_blocks_that_are_read_after_their_lease_are_not_used(
         await eventually(both.is_idle, what="nothing is held")
 
 
+@pytest.mark.nightly
 async def test_prefill_may_be_killed_and_comes_back(pair: Run, nats_server: RunningServer) -> None:
     async with calling(pair, nats_server.url) as both:
         requests = [asked_for(f"killed {n}", 300 + 60 * n) for n in range(8)]

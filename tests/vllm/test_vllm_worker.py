@@ -458,6 +458,7 @@ async def test_answers_outlive_an_engine_that_dies_which_is_withdrawn_and_starts
         await outlive(runtime, client, title)
 
 
+@pytest.mark.nightly
 async def test_a_start_that_is_interrupted_leaves_nothing(
     tmp_path: Path, nats_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
