@@ -34,6 +34,7 @@ from dynbus.bus.transport import Message, StoredMessage
 from dynbus.bus.work_queue import DeadLetters, WorkQueue, WorkQueueConfig
 from dynbus.bus.work_queue.holders import HeldJob, Holder
 from dynbus.bus.work_queue.job import DeathReason
+from dynbus.bus.work_queue.job_log import JobLog, JobResult, Outcome, TryFailure
 from dynbus.testing import run
 
 # Requests ----------------------------------------------------------------------------------
@@ -175,6 +176,10 @@ RECORDS: list[tuple[msgspec.Struct, bytes]] = [
         b'{"listens":"_R.-.0123.ctl.h.4567","jobs":[[3,1,"%s"]]}' % TOKEN.encode(),
     ),
     (
+        TryFailure(2, "OSError: no paper", "i1"),
+        b'{"tries":2,"error":"OSError: no paper","instance":"i1"}',
+    ),
+    (
         CancelAnswer("host:7", "c1", {"r1": Ended({"demo.Engine@i1": 2}, 1)}),
         b'{"process":"host:7","client":"c1",'
         b'"found":{"r1":{"served":{"demo.Engine@i1":2},"made":1}}}',
@@ -220,7 +225,9 @@ def test_a_job_is_stored_so() -> None:
         await queue.put(b"page", job_id="one", deadline=deadline, headers={"colour": "red"})
 
         jetstream = presence.data.jetstream
-        stored = await jetstream.last("DYNBUS_WORK_demo+Printer+print", "demo.Printer._work.print")
+        stored = await jetstream.last(
+            "DYNBUS_WORK_demo+Printer+print", "demo.Printer._work.print.one"
+        )
         assert stored is not None
         assert (stored.data, dict(stored.headers)) == (
             b"page",
@@ -232,6 +239,27 @@ def test_a_job_is_stored_so() -> None:
             },
         )
         await presence.close()
+
+    run(story())
+
+
+def test_the_end_of_a_job_is_stored_and_read_so() -> None:
+    async def story() -> None:
+        jetstream = (await MemoryBus().connect()).jetstream
+        log = JobLog(jetstream, QUEUE)
+
+        await log.end("one", JobResult(Outcome.DONE, b'"paper"'), 60.0)
+
+        subject = "demo.Printer._jobs.print.one.end"
+        stored = await jetstream.last("DYNBUS_JOBS_demo+Printer+print", subject)
+        assert stored is not None
+        fields = dict(stored.headers)
+        assert re.fullmatch("[0-9a-f]{16,}", fields.pop("Dynbus-Job-Writer"))
+        assert (stored.data, fields.pop("Dynbus-Job-End")) == (b'"paper"', "done")
+        assert stored.ttl == 60.0
+        found = await log.result("one")
+        assert found is not None
+        assert (found.outcome, found.data) == (Outcome.DONE, b'"paper"')
 
     run(story())
 
