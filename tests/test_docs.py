@@ -32,7 +32,7 @@ from dynbus.bus import exit_codes
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol import headers, wire
-from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
+from dynbus.bus.protocol.endpoint import DEFAULT_CONCURRENCY, DEFAULT_TIMEOUT
 from dynbus.bus.telemetry import metrics
 from dynbus.kvrouter.names import AWARENESS, PUBLISHED
 
@@ -486,9 +486,11 @@ def test_every_option_of_a_handler_is_documented_with_its_default() -> None:
     assert list(documented) == list(defaults)
     special = {
         "name": "the method's name",
+        "concurrency": f"{DEFAULT_CONCURRENCY}, with batch 1",
+        "batch_wait": "0 with batch",
         "timeout": f"{DEFAULT_TIMEOUT} for unary, none for streams",
         "migration_limit": f"{ResumeRule.MIGRATION_LIMIT} with resume, else 0",
-        "resume": "none",
+        **dict.fromkeys(("resume", "batch", "batch_key", "batch_size_of"), "none"),
     }
     assert documented == {
         name: special.get(name, _shown(default)) for name, default in defaults.items()

@@ -26,7 +26,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.json_schema import GenerateJsonSchema
 
 from .brief_repr import brief_repr
-from .finite import (
+from .json_limits.finite import (
     MARKS,
     UNSURE,
     NotFinite,
@@ -36,7 +36,7 @@ from .finite import (
     struct_may_hold_float,
     total_of,
 )
-from .raw_bytes import refuse_bytes, refuse_bytes_of_msgspec
+from .json_limits.raw_bytes import refuse_bytes, refuse_bytes_of_msgspec
 
 
 class Misfit(ValueError):

@@ -27,9 +27,11 @@ from dynbus.bus.protocol.endpoint import (
 )
 from dynbus.bus.protocol.names import check_token
 
+from . import batching
+from .batching import BatchDeclared, BatchDecorator, Batching, Selector
 from .codec import AnyCodec, Misfit, codec_for
 from .durable import DEFAULT_JOBS, DurableDecorator, DurableOptions, durable_options
-from .raw_bytes import HoldsBytes
+from .json_limits.raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
 from .reply import (
     HandlerDecorator,
@@ -88,6 +90,8 @@ class HandlerSpec:
         takes_reply: whether it streams by a `reply` parameter in place of yielding.
         concurrency, queue, timeout, idle_timeout, idempotent, resume, migration_limit, durable:
             see `handler`.
+        batch: how its calls go together; None where each runs alone. Its codecs are those of one
+            request and one result all the same.
     """
 
     function: Callable[..., Any]
@@ -104,6 +108,7 @@ class HandlerSpec:
     resume: str | None
     migration_limit: int
     durable: DurableOptions | None
+    batch: Batching | None
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> HandlerSpec | None:
@@ -139,7 +144,10 @@ class HandlerSpec:
         """Encodes requests; None for a handler without one."""
         if self.parameter is None:
             return None
-        return self._codec(self.annotations[self.parameter.name], "the request")
+        annotation = self.annotations[self.parameter.name]
+        if self.batch is not None:
+            annotation = batching.request_of(self.label, annotation)
+        return self._codec(annotation, "the request")
 
     @cached_property
     def result_codec(self) -> AnyCodec:
@@ -151,6 +159,8 @@ class HandlerSpec:
                 example = "reply: Reply[Word]" if self.takes_reply else "AsyncGenerator[Word, None]"
                 raise ConfigError(f"{self.label}: annotate what it yields, for example {example}")
             annotation = arguments[0]
+        if self.batch is not None:
+            annotation = batching.result_of(self.label, annotation)
         return self._codec(annotation, "the result")
 
     @cached_property
@@ -233,7 +243,11 @@ class HandlerSpec:
         Raises:
             ConfigError: one of them cannot be used.
         """
+        if self.batch is not None:
+            batching.check_parameter(self.label, self.parameter)
         codec, _ = self.request_codec, self.result_codec
+        if codec is not None and self.batch is not None:
+            self.batch.check_fields(self.label, codec.annotation)
         if codec is None or self.default is inspect.Parameter.empty:
             return
         try:
@@ -248,12 +262,17 @@ class HandlerSpec:
 
         Raises:
             BytesDeclared: the request or the result holds bytes.
+            BatchDeclared: they are no lists, and it is called with a batch.
         """
         try:
             # Of a copy, which keeps nothing: a name may be given to another class later.
             replace(self).check()
         except BytesDeclared:
             raise
+        except BatchDeclared:
+            # Of a function without a class it is known only later which parameter is the request.
+            if _is_in_class(self.function):
+                raise
         except Exception:  # noqa: BLE001 - what it names may be defined later; `check` tells then
             return
 
@@ -310,6 +329,19 @@ def handler(
     max_age: float | None = None,
     result_age: float | None = None,
 ) -> DurableDecorator: ...
+@overload
+def handler(
+    *,
+    name: str | None = None,
+    concurrency: int | None = batching.DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = ...,
+    idempotent: bool = False,
+    batch: int,
+    batch_wait: float | str | None = None,
+    batch_key: Selector | None = None,
+    batch_size_of: Selector | None = None,
+) -> BatchDecorator: ...
 
 
 def handler(
@@ -330,6 +362,10 @@ def handler(
     ack_wait: float | None = None,
     max_age: float | None = None,
     result_age: float | None = None,
+    batch: int | None = None,
+    batch_wait: float | str | None = None,
+    batch_key: Selector | None = None,
+    batch_size_of: Selector | None = None,
 ) -> Any:
     """Make an `async def` method of an `Actor` callable over the bus.
 
@@ -340,8 +376,9 @@ def handler(
 
     Args:
         name: the endpoint; the method's name unless given.
-        concurrency: calls that run in one instance at a time; 1 makes a mailbox that serves
-            in arrival order; None asks for no limit.
+        concurrency: calls that run in one instance at a time, 256 unless given; 1 makes a mailbox
+            that serves in arrival order; None asks for no limit. With `batch`, batches that run at
+            a time, 1 unless given.
         queue: calls that wait at most; further ones get `Overloaded`, and so do those that would
             probably not be done by their deadline.
         timeout: seconds for a whole call; 60 for unary handlers, none for streams.
@@ -366,6 +403,16 @@ def handler(
             cut off; 30. One whose process is killed goes on about a second later.
         max_age: seconds after which a job is not begun any more but a dead letter; none.
         result_age: seconds for which the result of a job is kept, and its key known; a day.
+        batch: calls that go together at most. The method takes the list of their requests and
+            returns the list of their results, one for each, in order; an exception in the place of
+            one is that caller's error. Callers see a call of one request with one result.
+        batch_wait: how long a call waits for others, in seconds or as text such as `"5ms"`; 0
+            unless given, so that those go together that came while the last batch ran. No call
+            waits for others for more than half of its time.
+        batch_key: a field of the request, or a function of it: only calls with the same value go
+            together.
+        batch_size_of: a field of the request, or a function of it, that says how large it is, such
+            as its tokens: the metrics tell what share of a batch would be padding.
 
     Raises:
         ConfigError: the method or an option is not usable; the message says what to do.
@@ -390,6 +437,10 @@ def handler(
                 "max_age": max_age,
                 "result_age": result_age,
             },
+            batch=batch,
+            batch_wait=batch_wait,
+            batch_key=batch_key,
+            batch_size_of=batch_size_of,
         )
         if _is_in_class(method) and not inspect.signature(method).parameters:
             raise ConfigError(f"{spec.label} takes no self: a handler is a method of an Actor")
@@ -440,6 +491,10 @@ def _declare(
     migration_limit: int | None = None,
     durable: bool = False,
     job_options: Mapping[str, Any] = NO_OPTIONS,
+    batch: int | None = None,
+    batch_wait: float | str | None = None,
+    batch_key: Selector | None = None,
+    batch_size_of: Selector | None = None,
 ) -> HandlerSpec:
     """The handler that a method is; its first parameter is the actor."""
     yields = _check_kind(method)
@@ -453,8 +508,13 @@ def _declare(
     default = None if streaming or durable else DEFAULT_TIMEOUT
     if durable and streaming:
         raise ConfigError(f"{label} streams, and the result of a job is one: return it")
+    if durable and batch is not None:
+        raise ConfigError(f"{label} is durable, and jobs are done one by one: leave out batch=")
+    batches = Batching.of(label, batch, batch_wait, batch_key, batch_size_of, streaming=streaming)
     if concurrency is _UNSET:
         concurrency = DEFAULT_JOBS if durable else DEFAULT_CONCURRENCY
+        if batches is not None:
+            concurrency = batching.DEFAULT_CONCURRENCY
     return HandlerSpec(
         function=method,
         name=check_token("endpoint", name if name is not None else method.__name__),
@@ -470,6 +530,7 @@ def _declare(
         resume=checked_resume(label, resume, streaming=streaming),
         migration_limit=checked_limit(label, migration_limit, resumes=resume is not None),
         durable=durable_options(label, durable, job_options),
+        batch=batches,
     )
 
 

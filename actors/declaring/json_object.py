@@ -10,7 +10,7 @@ import msgspec
 from dynbus.bus.errors import InvalidRequest
 
 from .codec import Misfit, codec_for
-from .finite import MARKS, refuse_non_finite
+from .json_limits.finite import MARKS, refuse_non_finite
 
 
 class JsonObject(Mapping[str, Any]):

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dynbus.actors.declaring.batching import Batching
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.handlers import HandlerSpec, spec_of
 from dynbus.actors.declaring.reply import Reply
 from dynbus.actors.declaring.schemas import encode_schemas, schema_of
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidResponse
-from dynbus.bus.protocol.endpoint import Contract, Endpoint
+from dynbus.bus.protocol.endpoint import BatchRule, Contract, Endpoint
 from dynbus.bus.protocol.reply_port import ReplyPort
 
 
@@ -52,11 +53,21 @@ def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
     schemas: dict[str, Any] = {"response": schema_of(result_codec, written=True)}
     if request_codec is not None:
         schemas["request"] = schema_of(request_codec)
+    batch: BatchRule | None = None
+    invoke: Callable[..., Any]
+    if spec.batch is not None:
+        batch = _batch_rule(spec.batch, spec.label, _invoker(method, spec))
+        invoke = _answered
+    elif spec.takes_reply:
+        invoke = _reply_invoker(method, spec, encode)
+    else:
+        invoke = _invoker(method, spec)
     return Endpoint(
         name=spec.name,
         streaming=spec.streaming,
-        invoke=_reply_invoker(method, spec, encode) if spec.takes_reply else _invoker(method, spec),
+        invoke=invoke,
         by_port=spec.takes_reply,
+        batch=batch,
         decode=spec.request_decoder(),
         encode=encode,
         concurrency=spec.concurrency,
@@ -66,6 +77,22 @@ def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
         schemas=schemas,
         contract=Contract(spec.schemas.hash, lambda: encode_schemas(spec.schemas)),
     )
+
+
+def _batch_rule(batch: Batching, label: str, run: Callable[[Any], Any]) -> BatchRule:
+    return BatchRule(
+        run=run,
+        label=label,
+        most=batch.most,
+        wait=batch.wait,
+        key=batch.key_function,
+        size_of=batch.size_function,
+    )
+
+
+def _answered(request: Any, answer: Callable[[Any], Any]) -> Any:
+    """A call of a handler of batches."""
+    return answer(request)
 
 
 def _invoker(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], Any]:

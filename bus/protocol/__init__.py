@@ -7,7 +7,17 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import cancellation, endpoint, headers, names, random_ids, reply_port, server_clock, wire
+    from . import (
+        cancellation,
+        endpoint,
+        headers,
+        names,
+        random_ids,
+        reply_port,
+        seconds,
+        server_clock,
+        wire,
+    )
 
 __all__ = [
     "cancellation",
@@ -16,6 +26,7 @@ __all__ = [
     "names",
     "random_ids",
     "reply_port",
+    "seconds",
     "server_clock",
     "wire",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +27,28 @@ class Contract(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRule:
+    """How the calls of an endpoint go together.
+
+    Attributes:
+        run: takes the decoded requests of a batch; its result has one result for each, in order,
+            or an exception in the place of one.
+        label: how messages name `run`.
+        most: calls of one batch.
+        wait: seconds that a call waits for others.
+        key: of a request; only calls of the same key go together. None for all.
+        size_of: how large a request is, in any unit; None where nobody tells. Metrics alone use it.
+    """
+
+    run: Callable[[Sequence[Any]], Awaitable[Any]]
+    label: str
+    most: int
+    wait: float
+    key: Callable[[Any], Hashable] | None = None
+    size_of: Callable[[Any], float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """One handler of one instance.
 
@@ -35,9 +57,11 @@ class Endpoint:
         by_port: whether `invoke` takes the request and a `ReplyPort` instead, and returns a
             coroutine that has the results sent there, encoded. When it returns, the call ends
             well unless it has ended already; `encode` is not used.
+        batch: how calls go together; None where each runs alone. With it `invoke` takes the request
+            and a function that has a request answered in a batch, and returns a coroutine.
         decode: request bytes to request; raises `InvalidRequest`.
         encode: a result or an item to bytes; raises `InvalidResponse`.
-        concurrency: calls that run at a time; None for no limit.
+        concurrency: calls that run at a time, or batches of them; None for no limit.
         queue: calls that wait at most; None for no limit.
         timeout: seconds for a whole call; None for no limit.
         idle_timeout: seconds that a stream may be without an item; None for no limit.
@@ -51,6 +75,7 @@ class Endpoint:
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
     by_port: bool = False
+    batch: BatchRule | None = None
     concurrency: int | None = DEFAULT_CONCURRENCY
     queue: int | None = DEFAULT_QUEUE
     timeout: float | None = DEFAULT_TIMEOUT
@@ -62,3 +87,13 @@ class Endpoint:
     def kind(self) -> str:
         """`stream` or `unary`."""
         return "stream" if self.streaming else "unary"
+
+    @property
+    def places(self) -> int | None:
+        """Calls that are taken in at a time; None for no limit.
+
+        With batches, those of as many as may run, and of one that comes together meanwhile.
+        """
+        if self.batch is None or self.concurrency is None:
+            return self.concurrency
+        return (self.concurrency + 1) * self.batch.most

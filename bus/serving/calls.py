@@ -7,6 +7,7 @@ what its client was told, `Execution` runs its handler.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynbus.bus.context import Context
@@ -16,6 +17,7 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes
 
 from .admission import Admission
+from .batches import Batches
 from .reply import CallReply
 
 if TYPE_CHECKING:
@@ -129,6 +131,8 @@ class ServedEndpoint:
     """An endpoint of one instance, with its address, its admission and its figures.
 
     Attributes:
+        invoke: what a call runs, with its request, or with that and its port.
+        batches: those that its calls go together into; None where each runs alone.
         items: what the streams have sent that are over.
     """
 
@@ -136,12 +140,19 @@ class ServedEndpoint:
         self.address = address
         self.hop = address.hop(instance_id)
         self.endpoint = endpoint
-        self.admission: Admission[Call] = Admission(endpoint.concurrency, endpoint.queue)
+        self.invoke = endpoint.invoke
+        self.batches: Batches | None = None
+        self.admission: Admission[Call] = Admission(endpoint.places, endpoint.queue)
         self.requests = 0
         self.errors = 0
         self.last_error = ""
         self.processing_time = 0.0
         self.items = 0
+
+    def gather_into(self, batches: Batches) -> None:
+        """Have its calls go together."""
+        self.batches = batches
+        self.invoke = partial(self.endpoint.invoke, answer=batches.answer)
 
     def finished(self, seconds: float, error: DynbusError | None) -> None:
         """Count a call that ran for `seconds`, 0 where it never began."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import monotonic
@@ -34,7 +34,8 @@ from dynbus.bus.protocol.cancellation import OPERATOR, Tombstones
 from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
 
 from .admission import Admittance, Turn
-from .calls import Call, no_room
+from .batches import Batches
+from .calls import Call, ServedEndpoint, no_room
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -85,6 +86,7 @@ class Execution:
         # message that happens to be read would leak one caller's into another's call.
         self._variables = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._batches: list[Batches] = []
         # Waiters for the moment when no call runs or waits.
         self._until_idle: list[asyncio.Future[None]] = []
         self._deadlines = Deadlines(bus.loop, self._expire)
@@ -96,6 +98,34 @@ class Execution:
     def is_draining(self) -> bool:
         """Whether new calls are refused; for the contexts of those that run."""
         return self.draining
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """What observes the calls."""
+        return self.bus.telemetry
+
+    def gather(self, served: ServedEndpoint) -> None:
+        """Have the calls of an endpoint go together where its rule says so."""
+        endpoint = served.endpoint
+        if endpoint.batch is not None:
+            made = Batches(
+                endpoint.batch, endpoint.concurrency, served.address, served.hop, owner=self
+            )
+            served.gather_into(made)
+            self._batches.append(made)
+
+    def begin_draining(self) -> None:
+        """Refuse new calls; those that wait for company begin."""
+        self.draining = True
+        for batches in self._batches:
+            batches.hurry()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something of a handler's in a task of its own, from the instance's variables."""
+        task = self.bus.loop.create_task(work, context=self._variables.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def idle(self) -> None:
         """Wait until no call runs or waits."""
@@ -230,15 +260,16 @@ class Execution:
     async def _answer(self, call: Call) -> None:
         """Run a unary handler, or one that has its results sent by itself or by others."""
         token = self._enter(call)
-        endpoint, reply = call.served.endpoint, call.reply
+        served, reply = call.served, call.reply
+        endpoint = served.endpoint
         try:
             if endpoint.by_port:
                 if call.observation is not None:
                     reply.observe(call.observation.items)
-                await endpoint.invoke(call.request, reply)
+                await served.invoke(call.request, reply)
                 reply.end()
             else:
-                reply.end(endpoint.encode(await endpoint.invoke(call.request)))
+                reply.end(endpoint.encode(await served.invoke(call.request)))
         except BaseException as error:
             if not self._conclude(call, error):
                 raise
@@ -255,7 +286,7 @@ class Execution:
         observation = call.observation
         left = 1  # the first item goes out before the second is asked for
         try:
-            items = call.served.endpoint.invoke(call.request)
+            items = call.served.invoke(call.request)
             try:
                 async for item in items:
                     may_go_on = push(encode(item))
@@ -318,14 +349,15 @@ class Execution:
             call.reply.fail(kind("the instance was stopped"))
             return False
         else:
-            self.memory_refused = self.memory_refused or isinstance(error, MemoryError)
-            logger.exception(
-                "%s raised in request %s", call.served.address, call.context.id, exc_info=whole
-            )
-            call.reply.fail(self._handler_error(error))
+            where = f"{call.served.address} raised in request {call.context.id}"
+            call.reply.fail(self.failure(whole, where))
         return True
 
-    def _handler_error(self, error: BaseException) -> DynbusError:
+    def failure(self, raised: BaseException, where: str) -> DynbusError:
+        """What callers are told when a handler raised what is no error of dynbus; it is logged."""
+        error = only_cause(raised)
+        self.memory_refused = self.memory_refused or isinstance(error, MemoryError)
+        logger.error("%s", where, exc_info=raised)
         failure = HandlerError(describe_exception(error))
         failure.error_type = type(error).__name__
         if self.bus.config.debug:
@@ -396,7 +428,8 @@ class Execution:
         """The deadline of a call passed."""
         if call.reply.ended:
             return
-        waited = call.task is None
+        batches = call.served.batches
+        waited = call.task is None or (batches is not None and batches.has_waiting(call.context))
         message = (
             "the deadline passed while the call waited"
             if waited

@@ -91,8 +91,6 @@ class InstanceServer:
         self.name = name
         self._has_subscribed = False
         self.served: dict[str, ServedEndpoint] = {}
-        for endpoint in endpoints:
-            self.add(endpoint)
         contracts = contracts_endpoint(self.served)
         # Clients' own tokens never begin with `_`.
         subject = EndpointName(name.namespace, name.component, contracts.name)
@@ -111,6 +109,8 @@ class InstanceServer:
         cancelled = bus.cancels.hear(name.namespace)
         self.execution = Execution(bus, name.instance_id, cancelled, self.ledger.finish)
         self._is_draining = self.execution.is_draining
+        for endpoint in endpoints:
+            self.add(endpoint)
         self.control = ServerControl(
             bus,
             name,
@@ -141,6 +141,7 @@ class InstanceServer:
             raise ConfigError(f"{self.name} has two endpoints {endpoint.name!r}")
         address = EndpointName.of(self.name.namespace, self.name.component, endpoint.name)
         served = ServedEndpoint(address, endpoint, self.name.instance_id)
+        self.execution.gather(served)
         self.served[endpoint.name] = served
         if self._has_subscribed:
             self._subscribe(served)
@@ -197,7 +198,7 @@ class InstanceServer:
         """
         # Plain clients do not try again, so what is on its way to us is still served.
         await _drain_all(self._queue_subscriptions)
-        self.execution.draining = True
+        self.execution.begin_draining()
         with anyio.move_on_after(grace) as limit:
             async with anyio.create_task_group() as tasks:
                 if has_other is not None:

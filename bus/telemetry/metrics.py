@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.errors import ERRORS, DynbusError
@@ -24,6 +24,10 @@ SECONDS: Final = (
     0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 """Bucket bounds of the histograms: from a local unary call to a long stream."""
+
+CALLS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SHARES: Final = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Bucket bounds of those of batches."""
 
 Labels = tuple[tuple[str, str], ...]
 """The attributes of a measurement, in a form that can be a key."""
@@ -136,6 +140,18 @@ class Metrics:
         self.credit_stall = self.histogram(
             "credit.stall.duration", "Seconds a writer had no credit."
         )
+        self.batch_size = self.histogram(
+            "batch.size", "Calls of a batch.", unit="{call}", bounds=CALLS
+        )
+        self.batch_wait = self.histogram(
+            "batch.wait.duration", "Seconds a call waited for its batch to begin."
+        )
+        self.batch_padding = self.histogram(
+            "batch.padding",
+            "Share of a batch that is padding when each request is as large as its largest.",
+            unit="1",
+            bounds=SHARES,
+        )
 
     def tally(self, name: str, unit: str, text: str) -> Tally:
         """The counter `dynbus.{name}` that is added to, made once."""
@@ -147,15 +163,17 @@ class Metrics:
             )
         return known
 
-    def histogram(self, name: str, text: str) -> Histogram:
-        """The histogram `dynbus.{name}` of seconds, made once."""
+    def histogram(
+        self, name: str, text: str, *, unit: str = "s", bounds: Sequence[float] = SECONDS
+    ) -> Histogram:
+        """The histogram `dynbus.{name}`, of seconds unless given, made once."""
         known = self._histograms.get(name)
         if known is None:
             known = self._histograms[name] = self._meter.create_histogram(
                 f"dynbus.{name}",
-                unit="s",
+                unit=unit,
                 description=text,
-                explicit_bucket_boundaries_advisory=SECONDS,
+                explicit_bucket_boundaries_advisory=bounds,
             )
         return known
 

@@ -12,7 +12,7 @@ nothing of OpenTelemetry is imported and calls pay nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import Token
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
@@ -28,7 +28,7 @@ from .sdk import configure_from_environment as configure_from_environment
 from .sdk import configure_telemetry as configure_telemetry
 from .sdk import leaves_unsampled, provider_of, providers
 from .sdk import measure_process as measure_process
-from .trace_context import TraceApi, is_unsampled, trace_fields
+from .trace_context import TraceApi, is_unsampled, joined_trace, trace_fields
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context as OtelContext
@@ -277,6 +277,46 @@ class Telemetry:
             attributes["dynbus.instance_id"] = taker.instance_id
         return self._processed(profile, attributes, job_id, incoming, taker, counted=False)
 
+    def batch(self, endpoint: EndpointName, calls: Sequence[Mapping[str, str]]) -> CallObservation:
+        """Begin to observe calls that run together: a span in the trace of the first of them that
+        is sampled, with a link to that of each; metrics of calls do not count it.
+
+        Args:
+            calls: the trace headers of each.
+        """
+        profile = self._profile(endpoint, "server", "batch")
+        instance = current_instance()
+        attributes: dict[str, str | int] = {
+            **profile.attributes,
+            "messaging.batch.message_count": len(calls),
+        }
+        if instance is not None:
+            attributes["dynbus.instance_id"] = instance.instance_id
+        links = [found for each in calls if (found := self.api.read(each)) is not None]
+        parent = joined_trace(calls)
+        return self._processed(
+            profile, attributes, "", parent, instance, counted=False, links=links
+        )
+
+    def batch_begins(
+        self, endpoint: EndpointName, waits: Sequence[float], sizes: Sequence[float]
+    ) -> None:
+        """Note that calls begin together.
+
+        Args:
+            waits: seconds that each has waited for that.
+            sizes: how large the request of each is; empty where that is not known.
+        """
+        if self.metrics is None:
+            return
+        labels = self._profile(endpoint, "server").label_map
+        self.metrics.batch_size.record(len(waits), labels)
+        for seconds in waits:
+            self.metrics.batch_wait.record(seconds, labels)
+        if sizes and max(sizes) > 0:
+            share = 1 - sum(sizes) / (len(sizes) * max(sizes))
+            self.metrics.batch_padding.record(share, labels)
+
     def _sent(
         self,
         profile: _Profile,
@@ -338,6 +378,7 @@ class Telemetry:
         instance: InstanceName | None,
         *,
         counted: bool,
+        links: Sequence[SpanContext] = (),
     ) -> CallObservation:
         if self._tracer is None:
             return CallObservation(self, profile, None, None, incoming, counted=counted)
@@ -346,7 +387,7 @@ class Telemetry:
         if self._leaves_unsampled and remote is not None and not remote.trace_flags.sampled:
             return CallObservation(self, profile, None, context, incoming, counted=counted)
         tracer = self._tracer if instance is None else self.tracer_of(instance)
-        span = self._start(tracer, profile, context, message_id, attributes)
+        span = self._start(tracer, profile, context, message_id, attributes, links)
         fields = self.api.write(span.get_span_context())
         if h.BAGGAGE in incoming:
             fields[h.BAGGAGE] = incoming[h.BAGGAGE]
@@ -431,9 +472,11 @@ class Telemetry:
         context: OtelContext | None,
         message_id: str,
         attributes: Mapping[str, str | int],
+        links: Sequence[SpanContext] = (),
     ) -> Span:
-        span = tracer.start_span(profile.name, context, profile.kind, attributes=attributes)
-        if span.is_recording():
+        linked = [self.api.Link(each) for each in links]
+        span = tracer.start_span(profile.name, context, profile.kind, attributes, linked)
+        if message_id and span.is_recording():
             span.set_attribute("messaging.message.id", message_id)
         return span
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.protocol import headers as h
@@ -42,6 +42,16 @@ def is_unsampled(traceparent: str) -> bool:
     return len(traceparent) == 55 and traceparent[54] in "02468ace"
 
 
+def joined_trace(calls: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The trace headers of what several calls run as together: those of the first of them that is
+    sampled, with baggage where all have the same."""
+    sampled = (each for each in calls if not is_unsampled(each.get(h.TRACEPARENT, "")))
+    fields = dict(next(sampled, calls[0]))
+    if any(each.get(h.BAGGAGE) != fields.get(h.BAGGAGE) for each in calls):
+        fields.pop(h.BAGGAGE, None)
+    return fields
+
+
 class TraceApi:
     """The parts of opentelemetry-api that calls use, looked up once: importing it takes 100 ms."""
 
@@ -56,6 +66,7 @@ class TraceApi:
         self.baggage = W3CBaggagePropagator()
         self.current_span = trace.get_current_span
         self.with_span = trace.set_span_in_context
+        self.Link = trace.Link
         self.SpanContext = trace.SpanContext
         self.RemoteSpan = trace.NonRecordingSpan
         self.TraceFlags = trace.TraceFlags

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from dynbus.actors.declaring.finite import (
+from dynbus.actors.declaring.json_limits.finite import (
     UNSURE,
     NotFinite,
     Total,

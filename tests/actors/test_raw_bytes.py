@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from dynbus import Actor, ConfigError, InvalidRequest, InvalidResponse, handler
 from dynbus.actors.declaring.codec import Misfit, codec_for
-from dynbus.actors.declaring.raw_bytes import HoldsBytes
+from dynbus.actors.declaring.json_limits.raw_bytes import HoldsBytes
 from dynbus.actors.serving.endpoints import make_endpoint
 from dynbus.testing import TestKit
 

@@ -101,7 +101,14 @@ def test_every_instrument_has_its_name_unit_and_bounds() -> None:
         metrics.in_flight,
     ):
         tally.add(LABELS)
-    for histogram in (metrics.duration, metrics.first_item, metrics.credit_stall):
+    for histogram in (
+        metrics.duration,
+        metrics.first_item,
+        metrics.credit_stall,
+        metrics.batch_size,
+        metrics.batch_wait,
+        metrics.batch_padding,
+    ):
         histogram.record(0.003)
 
     data = reader.get_metrics_data()
@@ -122,6 +129,9 @@ def test_every_instrument_has_its_name_unit_and_bounds() -> None:
         "dynbus.call.duration": "s",
         "dynbus.call.time_to_first_item": "s",
         "dynbus.credit.stall.duration": "s",
+        "dynbus.batch.size": "{call}",
+        "dynbus.batch.wait.duration": "s",
+        "dynbus.batch.padding": "1",
     }
     assert all(metric.description for metric in found.values())
     (point,) = found["dynbus.call.duration"].data.data_points

@@ -49,6 +49,7 @@ class Bench:
         self.cancelled = Tombstones()
         self.execution = Execution(bus, INSTANCE, self.cancelled, self._retired)
         self.served = ServedEndpoint(ADDRESS, handler, INSTANCE)
+        self.execution.gather(self.served)
         self._made: dict[Call, Called] = {}
 
     def call(

@@ -18,7 +18,8 @@ from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 from tests.llm.weights import tiny_models
 
-from dynbus.llm.embedding import EmbedRequest
+from dynbus import Actor, handler
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.mock.text_model import write_mock_model
@@ -227,6 +228,38 @@ async def metrics(front: Served) -> str:
         front, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     )
     return body.decode()
+
+
+class ListEngine(Actor, namespace="test"):
+    """Embeds lists of texts, as a model does that takes nothing else."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    @handler(batch=32, batch_wait="2s", idempotent=True)
+    async def embed(self, texts: list[EmbedRequest]) -> list[Embedded]:
+        self.batches.append(len(texts))
+        return [Embedded([float(len(one.token_ids))]) for one in texts]
+
+
+async def test_the_texts_of_several_users_go_together_where_an_engine_takes_lists() -> None:
+    listed = card("listed", "test.ListEngine.embed", types=["embedding"])
+    async with served() as front:
+        instance = await front.kit.start(ListEngine)
+        front.catalog.change({"listed": listed})
+        await eventually(lambda: front.front_end.shared.models.names == ["listed"])
+        users = [AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key) for key in ("ada", "bob")]
+        texts = [f"{'word ' * count}" for count in range(1, 17)]
+        answers = await asyncio.gather(
+            *(user.embeddings.create(model="listed", input=texts) for user in users)
+        )
+        for user in users:
+            await user.close()
+
+    for answer in answers:
+        assert [each.embedding for each in answer.data] == [[len(tokens(text))] for text in texts]
+    assert isinstance(instance.actor, ListEngine)
+    assert instance.actor.batches == [32]
 
 
 async def test_embeddings_are_counted_as_completions_are() -> None:
