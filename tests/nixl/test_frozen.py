@@ -315,7 +315,10 @@ def test_a_request_is_right_in_whatever_phase_its_decode_instance_freezes_and_le
                             tokens.extend(await tokens_of(client, request))  # noqa: B023
 
                         asked(ask)
-                        await frozen.wait()
+                        await eventually(
+                            frozen.is_set,
+                            what=f"the prefill engine grants part {part} of the prompt",
+                        )
                         if runs_out:
                             # The lease runs out: the prompt is given up here.
                             await eventually(
