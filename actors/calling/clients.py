@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from dynbus.actors.declaring.actor import DeclaredActor
 from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.actors.declaring.codec import Misfit
+from dynbus.actors.declaring.codec import AnyCodec, Misfit
 from dynbus.actors.declaring.durable import DurableOptions, JobHandle
 from dynbus.actors.declaring.handlers import HandlerSpec
 from dynbus.actors.declaring.json_object import decode_json, decode_json_items, encode_json
@@ -566,6 +566,10 @@ class BoundDurable:
     def __repr__(self) -> str:
         return f"<{self._method.spec.name} of {self._client!r}>"
 
+    @property
+    def __dynbus_result__(self) -> AnyCodec:
+        return self._method.spec.result_codec
+
     async def __call__(self, *request: Any, **named: Any) -> Any:
         job, left = await self._method.submit(self._client, request, named, None)
         return await job.result(left)
@@ -597,6 +601,8 @@ def _unary_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:
     async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
         return await invoke(self, request, named).unary(decode)
 
+    # Read by steps of jobs, which store results.
+    call.__dynbus_result__ = spec.result_codec  # type: ignore[attr-defined]
     return call
 
 

@@ -8,9 +8,11 @@ from datetime import datetime
 from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
 
 import anyio
+import msgspec
 
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.actors.declaring.durable import DEFAULTS, DurableOptions, JobHandle, JobState
+from dynbus.actors.declaring.json_object import encode_json
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
@@ -24,7 +26,12 @@ from dynbus.bus.errors import (
     InvalidResponse,
 )
 from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.names import EndpointName, job_cancel_subject, job_token
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    check_token,
+    job_cancel_subject,
+    job_token,
+)
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import (
@@ -34,6 +41,7 @@ from dynbus.bus.work_queue import (
     JobResult,
     NoDeadLetter,
     Outcome,
+    RunPhase,
     WorkQueue,
     letter_id_of,
 )
@@ -224,7 +232,7 @@ class JobQueue:
             if heard.is_set():
                 heard.clear()
                 pause = FIRST_LOOK
-            elif pause >= LOOK_PAUSE and await self.queue.find(name) is None:
+            elif pause >= LOOK_PAUSE and not await self.queue.find(name):
                 return _unwrapped(await self._end_without_record(name))
             with anyio.move_on_after(pause):
                 await heard.wait()
@@ -257,10 +265,10 @@ class JobQueue:
     async def state(self, name: str) -> JobState:
         """Where a job is; see `JobHandle.state`."""
         found = await self.log.result(name)
-        queued = None if found is not None else await self.queue.find(name)
+        queued = [] if found is not None else await self.queue.find(name)
         failures = tuple(await self.log.failures(name))
-        if queued is not None:
-            tries = await self.queue.holding(queued)
+        if queued:
+            tries = max([await self.queue.holding(one) for one in queued])
             return JobState("running" if tries else "waiting", tries or len(failures), failures)
         if found is None:
             found = await self._end_without_record(name)
@@ -270,7 +278,7 @@ class JobQueue:
         """Have a job end as cancelled; see `JobHandle.cancel`."""
         error = Cancelled("the job was cancelled")
         result = JobResult.failed(error, Outcome.CANCELLED)
-        if await self.queue.find(name) is None:
+        if not await self.queue.find(name):
             found = await self.log.result(name)
             if found is None:
                 await self._end_without_record(name)
@@ -279,6 +287,27 @@ class JobQueue:
             return False
         self._bus.data.publish(job_cancel_subject(self.endpoint), job_token(name).encode())
         return True
+
+    async def signal(self, name: str, signal: str, value: Any) -> None:
+        """Send a signal to a job; see `JobHandle.signal`."""
+        check_token("signal", signal)
+        data = encode_json(value)
+        found = await self.log.result(name)
+        queued = [] if found is not None else await self.queue.find(name)
+        if not queued:
+            found = found or await self._end_without_record(name)
+            raise NoJob(
+                f"the job {JobId.of(self.endpoint, name)} has ended ({found.outcome}): it takes no "
+                "signal any more"
+            )
+        await self.log.ensure()
+        await self.log.send_signal(name, signal, data)
+        state, last = await self.log.run_state(name)
+        if state is None or state.phase is not RunPhase.WAITING:
+            return
+        woken = msgspec.structs.replace(state, phase=RunPhase.WOKEN)
+        if await self.log.store_run_state(name, woken, last) is not None:
+            await self.queue.wake(queued[0], name)
 
 
 class BusJob(JobHandle[T]):
@@ -311,6 +340,9 @@ class BusJob(JobHandle[T]):
 
     async def cancel(self) -> bool:
         return await self._queue.cancel(self._name)
+
+    async def signal(self, name: str, value: Any = None, /) -> None:
+        await self._queue.signal(self._name, name, value)
 
 
 def error_line(error: DynbusError | None) -> str:

@@ -155,6 +155,22 @@ class JobHandle(Protocol[T_co]):
         """
         ...
 
+    async def signal(self, name: str, value: Any = None, /) -> None:
+        """Send the job a signal, which its handler takes with `signal(name)`; on return the server
+        has it.
+
+        Args:
+            name: 1 to 63 letters, digits, `_` or `-`.
+            value: what a handler can take: a model, or JSON.
+
+        Raises:
+            NoJob: there is no such job, or it has ended.
+            ConfigError: the name is not usable.
+            InvalidRequest: the value cannot be sent as JSON.
+            Unavailable: the server does not answer; it may have the signal.
+        """
+        ...
+
 
 class DurableMethod(Protocol[R_contra, T_co]):
     """A durable handler of a client, or of an actor."""

@@ -37,12 +37,25 @@ from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import (
     EndpointName,
     InstanceName,
+    is_copy_subject,
     job_cancel_subject,
     job_token,
 )
 from dynbus.bus.serving.requests import read_context
 from dynbus.bus.transport import Message, Subscription
-from dynbus.bus.work_queue import Job, JobEnd, JobResult, Outcome, Taker, TryFailure
+from dynbus.bus.work_queue import (
+    Job,
+    JobEnd,
+    JobResult,
+    Outcome,
+    RunPhase,
+    RunState,
+    Taker,
+    TryFailure,
+)
+
+from .step_history import Begin, StepMismatch, how_to_begin
+from .steps import JobRun, enter_run
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +64,13 @@ ASKS_AFTER: Final = 30.0
 done so before this instance could hear it."""
 CANCELS_KEPT: Final = 60.0
 MIGRATE_DELAY: Final = 0.2
-NOT_TRIED_AGAIN: Final = (InvalidRequest, InvalidResponse, ConfigError, PayloadTooLarge)
+NOT_TRIED_AGAIN: Final = (
+    InvalidRequest,
+    InvalidResponse,
+    ConfigError,
+    PayloadTooLarge,
+    StepMismatch,
+)
 """What a try raises that every other try would raise too."""
 
 
@@ -195,7 +214,7 @@ class JobRunner:
             result = JobResult.failed(error, Outcome.CANCELLED)
         else:
             return
-        tasks.start_soon(self._end, job_id, result)
+        tasks.start_soon(self._store_end, job_id, result)
 
     def _cancel_requests(self, namespace: str, ids: AbstractSet[str]) -> list[EndedCall]:
         """End the jobs that run here of requests which an operator has cancelled."""
@@ -224,22 +243,26 @@ class JobRunner:
         token = job_token(job.job_id)
         if self._may_have_ended(job, token) and await self._log.result(job.job_id) is not None:
             await job.ack()
+            await self._jobs.queue.forget(job.job_id)
+            return
+        run = await self._begin(job)
+        if run is None:
             return
         try:
             request = self._endpoint.decode(job.data)
-            called = self._context(job)
+            called = self._context(job, run.tries)
         except InvalidRequest as error:
-            await self._fail(job, error, is_last=True)
+            await self._fail(job, run, error, is_last=True)
             return
         entered(called)
+        enter_run(run)
         failure: BaseException | None = None
         data = b""
-        with anyio.CancelScope() as scope:
-            self._running[token] = (scope, called)
+        with run.scope:
+            self._running[token] = (run.scope, called)
             try:
                 with anyio.move_on_after(self._endpoint.timeout) as limit:
-                    result = await self._endpoint.invoke(request)
-                    data = self._endpoint.encode(result)
+                    data = self._endpoint.encode(await self._endpoint.invoke(request))
                 if limit.cancelled_caught:
                     called.kill()
                     seconds = self._endpoint.timeout
@@ -248,15 +271,56 @@ class JobRunner:
                 failure = error
             finally:
                 del self._running[token]
-        if scope.cancelled_caught:
+        if run.is_lost:
+            # Who has it keeps it alive; if nobody has, it comes back.
+            await job.give_back(delay=self._options.ack_wait)
+        elif run.delay is not None:
+            await job.give_back(delay=run.delay)
+        elif run.scope.cancelled_caught:
             cancelled = Cancelled("the job was cancelled while it ran")
-            await self._end(job.job_id, JobResult.failed(cancelled, Outcome.CANCELLED))
+            await self._end(job, run, JobResult.failed(cancelled, Outcome.CANCELLED))
             await job.ack()
         elif failure is not None:
-            await self._failed(job, failure)
+            await self._failed(job, run, failure)
         else:
-            await self._end(job.job_id, JobResult(Outcome.DONE, data))
+            await self._end(job, run, JobResult(Outcome.DONE, data))
             await job.ack()
+
+    async def _begin(self, job: Job) -> JobRun | None:
+        """Make this message of a job the one that runs it; None where another one does."""
+        is_copy = is_copy_subject(job.delivery.message.subject)
+        if job.tries == 1 and not is_copy:
+            return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=True)
+        own = job.delivery.message.sequence
+        while True:
+            state, last = await self._log.run_state(job.job_id)
+            queued = [one.sequence for one in await self._jobs.queue.find(job.job_id)]
+            how = how_to_begin(state, own, queued)
+            if how is Begin.DROP:
+                await job.ack()
+                return None
+            if state is None:
+                failed = len(await self._log.failures(job.job_id)) if is_copy else 0
+                tries = max(job.tries, failed + 1)
+                return JobRun(self._bus, self._jobs, job, None, 0, tries, is_first=False)
+            if how is Begin.CLAIM:
+                state = RunState(RunPhase.RUNNING, own, state.waits)
+                stored = await self._log.store_run_state(job.job_id, state, last)
+                if stored is None:
+                    continue
+                last = stored
+            else:
+                # It was running by this very message, and its instance did not say how that ended.
+                lost = TryFailure(job.tries, "its instance was lost", "")
+                await self._log.note_failure(job.job_id, lost)
+            # Deliveries count its waits, too.
+            tries = len(await self._log.failures(job.job_id)) + 1
+            run = JobRun(self._bus, self._jobs, job, state, last, tries, is_first=False)
+            if tries > self._options.tries:
+                error = HandlerError(f"its instance was lost in try {tries - 1}")
+                await self._fail(job, run, error, is_last=True)
+                return None
+            return run
 
     def _may_have_ended(self, job: Job, token: str) -> bool:
         """Whether the job may have ended before, elsewhere or by a cancel."""
@@ -264,7 +328,7 @@ class JobRunner:
             return True
         return headers.KEYED in job.headers or job.waited >= ASKS_AFTER
 
-    def _context(self, job: Job) -> Context:
+    def _context(self, job: Job, tries: int) -> Context:
         fields = dict(job.headers)
         fields.setdefault(headers.REQUEST_ID, job.job_id)
         called = read_context(
@@ -274,41 +338,53 @@ class JobRunner:
             draining=lambda: self._is_draining,
             now=monotonic(),
         )
-        called.attempt = job.tries
+        called.attempt = tries
         called.idempotency_key = job.job_id
         current = Context.current()
         if current is not None:
             called.set_trace_headers(current.trace_headers())
         return called
 
-    async def _failed(self, job: Job, raised: BaseException) -> None:
+    async def _failed(self, job: Job, run: JobRun, raised: BaseException) -> None:
         error = only_cause(raised)
         if isinstance(error, Migrate):
             await job.give_back(delay=MIGRATE_DELAY)
             return
         if not isinstance(error, DynbusError):
             logger.exception(
-                "%s raised in try %d of job %s", self._name, job.tries, job.job_id, exc_info=raised
+                "%s raised in try %d of job %s", self._name, run.tries, job.job_id, exc_info=raised
             )
             unknown = HandlerError(describe_exception(error))
             unknown.error_type, error = type(error).__name__, unknown
-        is_last = isinstance(error, NOT_TRIED_AGAIN) or job.tries >= self._options.tries
-        await self._fail(job, error, is_last=is_last)
+        is_last = isinstance(error, NOT_TRIED_AGAIN) or run.tries >= self._options.tries
+        await self._fail(job, run, error, is_last=is_last)
 
-    async def _fail(self, job: Job, error: DynbusError, *, is_last: bool) -> None:
+    async def _fail(self, job: Job, run: JobRun, error: DynbusError, *, is_last: bool) -> None:
         if not is_last:
-            failure = TryFailure(job.tries, error_line(error), self._hop)
+            failure = TryFailure(run.tries, error_line(error), self._hop)
             await self._log.note_failure(job.job_id, failure)
-            await job.nak(error)
+            pause = self._options.queue.delay_after(run.tries)
+            if job.tries < self._options.tries:
+                await job.nak(error, delay=pause)
+            else:
+                # The job has waited: not all of its deliveries were tries.
+                await job.give_back(delay=pause)
             return
         if job.tries >= self._options.tries:
             await job.nak(error)
         else:
             await job.bury(error)
         if job.end is JobEnd.DEAD:
-            await self._end(job.job_id, JobResult.failed(error))
+            await self._store_end(job.job_id, JobResult.failed(error))
 
-    async def _end(self, job_id: str, result: JobResult) -> None:
+    async def _end(self, job: Job, run: JobRun, result: JobResult) -> None:
+        """Store how a job ended that is not tried again, and drop what it had for its tries."""
+        await self._store_end(job.job_id, result)
+        if run.has_steps:
+            await self._log.forget_steps(job.job_id)
+            await self._jobs.queue.forget(job.job_id)
+
+    async def _store_end(self, job_id: str, result: JobResult) -> None:
         try:
             is_first = await self._log.end(job_id, result, self._options.result_age)
         except PayloadTooLarge as error:

@@ -199,6 +199,11 @@ def job_of_subject(subject: str) -> str:
     return subject.split(".")[4]
 
 
+def is_copy_subject(subject: str) -> bool:
+    """Whether a job was put at a subject as a copy of one."""
+    return subject.count(".") > 4
+
+
 _WORK_STREAM: Final = "DYNBUS_WORK_"
 
 

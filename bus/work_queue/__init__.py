@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     )
     from .holders import HOLDERS_STREAM
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
-    from .job_log import JobLog, JobResult, Outcome, TryFailure, job_log_config
+    from .job_log import (
+        JobLog,
+        JobResult,
+        Outcome,
+        RunPhase,
+        RunState,
+        TryFailure,
+        job_log_config,
+    )
     from .job_stream import queue_config, takers_config
     from .needed import NeededStream
     from .queue import WorkQueue
@@ -35,6 +43,8 @@ __all__ = [
     "NoDeadLetter",
     "Outcome",
     "QueueDepth",
+    "RunPhase",
+    "RunState",
     "Taker",
     "TryFailure",
     "WorkQueue",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -24,7 +25,6 @@ from dynbus.bus.transport import (
     NoStream,
     StoredMessage,
     StreamConfig,
-    StreamFull,
     StreamLimits,
     WrongLastSequence,
 )
@@ -33,11 +33,16 @@ logger = logging.getLogger(__name__)
 
 END_RECORD: Final = "end"
 FAILURE_RECORD: Final = "failure"
+STEP_RECORD: Final = "log.step"
+RUN_RECORD: Final = "log.run"
+SIGNAL_RECORD: Final = "log.signal"
 MAX_BYTES: Final = 1024 * 1024 * 1024
 FIRST_PAUSE: Final = 0.1
 MAX_PAUSE: Final = 5.0
 """Seconds between two tries to store how a job ended; each pause is twice the last."""
 FAILURES_KEPT_FOR: Final = 7 * 24 * 3600.0
+STEPS_KEPT_FOR: Final = 400 * 24 * 3600.0
+"""Seconds: more than a job may be told to wait."""
 LOG_TIMEOUT: Final = 5.0
 
 
@@ -89,6 +94,29 @@ class TryFailure(msgspec.Struct, frozen=True):
     tries: int
     error: str
     instance: str
+
+
+class RunPhase(StrEnum):
+    """What a job that has waited outside of its process does."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    """Its message in the queue is handed out when its time has come."""
+    WOKEN = "woken"
+    """By a signal: it runs by another message than that."""
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """Which message of a job in the queue runs it; kept of one that has waited.
+
+    Attributes:
+        sequence: of the message.
+        waits: how often the job has waited so: deliveries that were no failures.
+    """
+
+    phase: RunPhase
+    sequence: int
+    waits: int
 
 
 def job_log_config(queue: EndpointName) -> StreamConfig:
@@ -164,18 +192,32 @@ class JobLog:
         Raises:
             PayloadTooLarge: the result does not fit into a message.
         """
+        fields = {header_names.JOB_END: str(result.outcome)}
+        return await self._store_first(self.end_subject(job_id), result.data, fields, kept_for)
+
+    async def store_step(self, job_id: str, number: int, data: bytes) -> bool:
+        """Store what a step gave, as `end` does; False where it was stored before.
+
+        Raises:
+            PayloadTooLarge: it does not fit into a message.
+        """
+        subject = self.subject(job_id, f"{STEP_RECORD}.{number}")
+        return await self._store_first(subject, data, {}, STEPS_KEPT_FOR)
+
+    async def _store_first(
+        self, subject: str, data: bytes, fields: Mapping[str, str], kept_for: float
+    ) -> bool:
         pause = FIRST_PAUSE
-        subject = self.end_subject(job_id)
         writer = random_id()
         while True:
             try:
                 await self.jetstream.publish(
                     subject,
-                    result.data,
+                    data,
                     timeout=LOG_TIMEOUT,
                     expected_last_subject_sequence=0,
                     ttl=kept_for,
-                    headers={header_names.JOB_END: result.outcome, header_names.JOB_WRITER: writer},
+                    headers={**fields, header_names.JOB_WRITER: writer},
                 )
                 return True
             except WrongLastSequence:
@@ -183,12 +225,10 @@ class JobLog:
                 return await self._is_from(writer, subject)
             except NoStream:
                 await self._make_again()
-            except (StreamFull, DynbusError) as error:
-                if not (error.retryable or isinstance(error, StreamFull)):
+            except DynbusError as error:
+                if not error.retryable:
                     raise
-                logger.warning(
-                    "how job %s of %s ended is not stored: %s", job_id, self.queue, error
-                )
+                logger.warning("%s is not stored yet: %s", subject, error)
             await anyio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -201,6 +241,114 @@ class JobLog:
             await self.ensure()
         except DynbusError as error:
             logger.warning("the log of %s cannot be made: %s", self.queue, error)
+
+    async def steps(self, job_id: str) -> dict[int, bytes]:
+        """What the finished steps of a job gave, by their numbers.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        messages = await self._read(job_id, f"{STEP_RECORD}.*")
+        return {int(one.subject.rpartition(".")[2]): one.data for one in messages}
+
+    async def step(self, job_id: str, number: int) -> bytes | None:
+        """What a finished step of a job gave, as the leader of the log says; None where it has not
+        finished.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        return await self._last(job_id, f"{STEP_RECORD}.{number}")
+
+    async def run_state(self, job_id: str) -> tuple[RunState | None, int]:
+        """Who runs a job that has waited, and the sequence of the record that says so; None and 0
+        for any other.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        message = await self._last_message(job_id, RUN_RECORD)
+        if message is None:
+            return None, 0
+        return msgspec.json.decode(message.data, type=RunState), message.sequence
+
+    async def _last(self, job_id: str, record: str) -> bytes | None:
+        message = await self._last_message(job_id, record)
+        return None if message is None else message.data
+
+    async def _last_message(self, job_id: str, record: str) -> StoredMessage | None:
+        try:
+            subject = self.subject(job_id, record)
+            return await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
+        except NoStream:
+            return None
+
+    async def store_run_state(self, job_id: str, state: RunState, last: int) -> int | None:
+        """Store who runs a job where the last record has this sequence, 0 for none; the
+        sequence of the new one, None where the last one has another.
+
+        Raises:
+            Unavailable: the server does not answer; it may be stored.
+        """
+        try:
+            return await self.jetstream.publish(
+                self.subject(job_id, RUN_RECORD),
+                msgspec.json.encode(state),
+                timeout=LOG_TIMEOUT,
+                expected_last_subject_sequence=last,
+                ttl=STEPS_KEPT_FOR,
+            )
+        except WrongLastSequence:
+            return None
+
+    def signal_subject(self, job_id: str, name: str) -> str:
+        """Where the signals of a name for a job are stored."""
+        return self.subject(job_id, f"{SIGNAL_RECORD}.{name}")
+
+    async def signals(self, job_id: str, name: str) -> list[StoredMessage]:
+        """The signals of a name that a job was sent, oldest first.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        return await self._read(job_id, f"{SIGNAL_RECORD}.{name}")
+
+    async def last_signal(self, job_id: str, name: str) -> int:
+        """The sequence of the last signal of a name that a job was sent, as the leader of the log
+        says; 0 for none.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        message = await self._last_message(job_id, f"{SIGNAL_RECORD}.{name}")
+        return 0 if message is None else message.sequence
+
+    async def send_signal(self, job_id: str, name: str, data: bytes) -> None:
+        """Store a signal for a job.
+
+        Raises:
+            NoStream: there is no log.
+            Unavailable: the server does not answer; it may be stored.
+        """
+        subject = self.signal_subject(job_id, name)
+        await self.jetstream.publish(
+            subject, data, message_id=random_id(), ttl=STEPS_KEPT_FOR, timeout=LOG_TIMEOUT
+        )
+
+    async def forget_steps(self, job_id: str) -> None:
+        """Drop what the tries of a job have left for the next one: it has ended."""
+        try:
+            await self.jetstream.purge(self.stream, self.subject(job_id, "log.>"))
+        except DynbusError as error:
+            # They expire; nothing reads them before.
+            logger.debug("the steps of job %s of %s stay: %s", job_id, self.queue, error)
+
+    async def _read(self, job_id: str, record: str) -> list[StoredMessage]:
+        try:
+            subject = self.subject(job_id, record)
+            return await self.jetstream.read(self.stream, subject, timeout=LOG_TIMEOUT)
+        except NoStream:
+            return []
 
     async def note_failure(self, job_id: str, failure: TryFailure) -> None:
         """Keep why a try failed; where that cannot be stored it is logged."""
@@ -220,14 +368,8 @@ class JobLog:
         Raises:
             Unavailable: the server does not answer.
         """
-        try:
-            messages = await self.jetstream.read(
-                self.stream, self.subject(job_id, FAILURE_RECORD), timeout=LOG_TIMEOUT
-            )
-        except NoStream:
-            return []
         found: list[TryFailure] = []
-        for message in messages:
+        for message in await self._read(job_id, FAILURE_RECORD):
             try:
                 found.append(msgspec.json.decode(message.data, type=TryFailure))
             except msgspec.MsgspecError as error:

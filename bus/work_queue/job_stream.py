@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 import anyio
@@ -20,6 +21,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import EndpointName, job_token, work_stream, work_subject
+from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.server_clock import ServerClock
 from dynbus.bus.transport import (
     AckKind,
@@ -54,6 +56,8 @@ TRY_SECONDS: Final = 2.0
 RETRY_PAUSE: Final = 0.1
 MAX_RETRY_PAUSE: Final = 1.0
 PROBE: Final = "_probe"
+WOKEN: Final = "woken"
+"""The name of the copy by which a signal has a job handed out at once."""
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 RETRY_AFTER_FULL: Final = 1.0
@@ -186,17 +190,29 @@ class JobStream:
             await self.ensure()
         return self._clock.unix(monotonic())
 
-    async def find(self, job_id: str) -> StoredMessage | None:
+    async def find(self, job_id: str) -> list[StoredMessage]:
         """See `WorkQueue.find`."""
         subject = work_subject(self.name, job_token(job_id))
         try:
-            found = await self.jetstream.last(self.stream, subject)
-            if found is None:
-                copies = await self.jetstream.read(self.stream, f"{subject}.*")
-                found = copies[-1] if copies else None
+            whole = await self.jetstream.last(self.stream, subject)
+            copies = await self.jetstream.read(self.stream, f"{subject}.*")
         except NoStream:
-            return None
-        return found
+            return []
+        return copies if whole is None else [whole, *copies]
+
+    async def forget(self, job_id: str) -> None:
+        """See `WorkQueue.forget`."""
+        try:
+            for message in await self.find(job_id):
+                await self.jetstream.delete_message(self.stream, message.sequence)
+        except DynbusError as error:
+            # Whoever is handed one finds that its job has ended.
+            logger.debug("messages of job %s of %s stay: %s", job_id, self.name, error)
+
+    async def wake(self, job: StoredMessage, job_id: str) -> None:
+        """See `WorkQueue.wake`."""
+        with suppress(SubjectTaken):
+            await self._publish_copy(job, job_id, WOKEN, random_id(), put_at(job), 0.0)
 
     def queued(self, delivery: Delivery) -> float:
         """When a job was put, on the own monotonic clock: by what the server says that it is now,
@@ -339,6 +355,33 @@ class JobStream:
         """Put a copy of a job whose deliveries are used up though nothing was wrong with it, to
         begin after `delay` seconds; False where it cannot be put."""
         message = delivery.message
+        try:
+            unix = self._clock.unix(self.queued(delivery))
+            name = str(message.sequence)
+            await self._publish_copy(message, job_id, name, name, unix, delay)
+        except SubjectTaken:
+            return True
+        except DynbusError as error:
+            logger.warning("job %s of %s could not be put again: %s", job_id, self.name, error)
+            return False
+        return True
+
+    async def _publish_copy(
+        self,
+        message: StoredMessage,
+        job_id: str,
+        name: str,
+        repeat_id: str,
+        put: float,
+        delay: float,
+    ) -> None:
+        """Put a copy of a job beside it.
+
+        Args:
+            name: of the copy; there is one at a time of a name.
+            repeat_id: the same for a repeat, which is not put again in two minutes.
+            put: when the job was put, in Unix seconds by the server's clock.
+        """
         fields = {
             name: value
             for name, value in message.headers.items()
@@ -346,23 +389,16 @@ class JobStream:
         }
         fields[header_names.JOB] = job_id
         # What counts from the put counts from the first one.
-        fields[header_names.JOB_AGE] = milliseconds(monotonic() - self.queued(delivery))
+        fields[header_names.JOB_AGE] = milliseconds(await self.now() - put)
         if delay > 0:
             fields[header_names.JOB_DELAY] = milliseconds(delay)
-        # The job itself is still there.
-        token = f"{job_token(job_id)}.{message.sequence}"
-        try:
-            await self.jetstream.publish(
-                work_subject(self.name, token),
-                message.data,
-                timeout=TRY_SECONDS,
-                message_id=f"{job_id} again {message.sequence}",
-                headers=fields,
-            )
-        except DynbusError as error:
-            logger.warning("job %s of %s could not be put again: %s", job_id, self.name, error)
-            return False
-        return True
+        await self.jetstream.publish(
+            work_subject(self.name, f"{job_token(job_id)}.{name}"),
+            message.data,
+            timeout=TRY_SECONDS,
+            message_id=f"{job_id} again {repeat_id}",
+            headers=fields,
+        )
 
     async def give_back(self, delivery: Delivery, delay: float) -> None:
         """Have a job handed out again; where the server does not hear it, that takes `ack_wait`."""

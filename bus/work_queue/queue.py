@@ -135,13 +135,26 @@ class WorkQueue:
         """
         return await self._jobs.now()
 
-    async def find(self, job_id: str) -> StoredMessage | None:
-        """A job that is in the queue, waiting or held, as it was put; None where it is not.
+    async def find(self, job_id: str) -> list[StoredMessage]:
+        """The messages of a job that are in the queue, waiting or held: the job as it was put, and
+        copies that go on in its place.
 
         Raises:
             Unavailable: the server does not answer.
         """
         return await self._jobs.find(job_id)
+
+    async def wake(self, job: StoredMessage, job_id: str) -> None:
+        """Put a copy of a job that is to be handed out again later, so that it is handed out now.
+
+        Raises:
+            Unavailable: the server did not confirm it in time; it may be there.
+        """
+        await self._jobs.wake(job, job_id)
+
+    async def forget(self, job_id: str) -> None:
+        """Drop what the queue has of a job that has ended."""
+        await self._jobs.forget(job_id)
 
     async def holding(self, job: StoredMessage) -> int:
         """How often a job was handed out to the taker that holds it; 0 where none is known to.

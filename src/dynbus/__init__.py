@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dynbus.actors.declaring.resume import ResumeParts
     from dynbus.actors.declaring.specification import Option, Options, takes
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
+    from dynbus.actors.serving.step_history import StepMismatch
+    from dynbus.actors.serving.steps import signal, sleep_until, step
     from dynbus.bus.config import BusConfig
     from dynbus.bus.context import Context, context
     from dynbus.bus.errors import (
@@ -91,6 +93,7 @@ __all__ = [
     "RouteRequest",
     "Router",
     "Runtime",
+    "StepMismatch",
     "Stream",
     "StreamLost",
     "Taker",
@@ -103,6 +106,9 @@ __all__ = [
     "depends",
     "handler",
     "push_each",
+    "signal",
+    "sleep_until",
+    "step",
     "takes",
     "with_options",
 ]
@@ -134,4 +140,6 @@ if not TYPE_CHECKING:
         "actors.declaring.reply",
         "actors.declaring.resume",
         "actors.declaring.specification",
+        "actors.serving.step_history",
+        "actors.serving.steps",
     )

@@ -1,0 +1,322 @@
+"""Steps of a durable handler: what a job has finished is not done again by its next try."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final, ParamSpec, TypeVar, overload
+
+import anyio
+import msgspec
+
+from dynbus.actors.calling.jobs import JobQueue
+from dynbus.actors.calling.options import call_options, current_options
+from dynbus.actors.declaring.brief_repr import brief_repr
+from dynbus.actors.declaring.codec import AnyCodec, codec_for
+from dynbus.bus.bus import Bus
+from dynbus.bus.errors import ConfigError, DeadlineExceeded, InvalidRequest, InvalidResponse
+from dynbus.bus.protocol.names import check_token
+from dynbus.bus.transport import Message
+from dynbus.bus.work_queue import Job, RunPhase, RunState
+
+from .step_history import SIGNAL, SLEEP, STEP, FinishedStep, StepHistory
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+STAYS: Final = 5.0
+"""Seconds for which a job waits in its process; one that waits longer waits in the queue."""
+RECHECK: Final = 3600.0
+"""Seconds after which a job that waits for a signal looks for it, though nobody has woken it."""
+DEADLINE: Final = "deadline of signal"
+
+
+class JobRun:
+    """The present try of a job, as its steps see it.
+
+    Args:
+        is_first: whether nothing of the job can have run before.
+        state: who runs it, where it has waited outside of its process before; None otherwise.
+        last: the sequence of that record; 0 for none.
+
+    Attributes:
+        tries: which try it is, from 1.
+        scope: of the handler; cancelled when it is to wait outside.
+        delay: seconds for which it is to wait; None where it is not.
+        is_lost: whether another message of the job runs it, or another taker.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        jobs: JobQueue,
+        job: Job,
+        state: RunState | None,
+        last: int,
+        tries: int,
+        *,
+        is_first: bool,
+    ) -> None:
+        self.tries = tries
+        self.scope = anyio.CancelScope()
+        self.delay: float | None = None
+        self.is_lost = False
+        self._bus = bus
+        self._jobs = jobs
+        self._job = job
+        self._waits = 0 if state is None else state.waits
+        self._last = last
+        self._is_first = is_first
+        self._history: StepHistory | None = None
+        self._loading = anyio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<JobRun {self._job.job_id} {self._history!r}>"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there may be records of its steps."""
+        return self._history is not None or not self._is_first
+
+    @property
+    def job_id(self) -> str:
+        """Its name in its queue."""
+        return self._job.job_id
+
+    async def reach(self, kind: str, name: str) -> tuple[int, FinishedStep | None]:
+        """See `StepHistory.reach`."""
+        history = await self._loaded()
+        place, found = history.reach(kind, name)
+        if found is None and not self._is_first:
+            # What was read came from any replica; the last of it may have been missing there.
+            data = await self._jobs.log.step(self.job_id, place)
+            if data is not None:
+                history.finish(place, _read_step(data))
+                found = StepHistory({0: _read_step(data)}).reach(kind, name)[1]
+        return place, found
+
+    async def finish(self, place: int, step: FinishedStep) -> None:
+        """Have a step stored: no other try does it again."""
+        if not await self._jobs.log.store_step(self.job_id, place, msgspec.json.encode(step)):
+            await self._lose()
+        (await self._loaded()).finish(place, step)
+
+    async def _loaded(self) -> StepHistory:
+        async with self._loading:
+            if self._history is None:
+                stored = await self._jobs.log.steps(self.job_id)
+                self._history = StepHistory({at: _read_step(data) for at, data in stored.items()})
+            return self._history
+
+    async def now(self) -> float:
+        """Unix seconds by the server's clock."""
+        return await self._jobs.queue.now()
+
+    async def sleep(self, until: float) -> None:
+        """Wait until a time, in Unix seconds by the server's clock."""
+        while (left := until - await self.now()) > 0:
+            if left <= STAYS:
+                await anyio.sleep(left)
+            else:
+                await self._wait_outside(left, None)
+
+    async def take_signal(self, name: str, until: float | None) -> FinishedStep:
+        """Wait for the next signal of a name; one that timed out where none came until then."""
+        log = self._jobs.log
+        heard = anyio.Event()
+
+        def hear(_: Message) -> None:
+            heard.set()
+
+        subscription = self._bus.data.subscribe(log.signal_subject(self.job_id, name), hear)
+        try:
+            while True:
+                taken = (await self._loaded()).taken_signals(name)
+                for message in await log.signals(self.job_id, name):
+                    if message.sequence > taken:
+                        value = msgspec.Raw(message.data)
+                        return FinishedStep(SIGNAL, name, value, message.sequence)
+                left = RECHECK if until is None else until - await self.now()
+                if left <= 0:
+                    return FinishedStep(SIGNAL, name, msgspec.Raw(b"null"), timed_out=True)
+                with anyio.move_on_after(min(left, STAYS)):
+                    await heard.wait()
+                if not heard.is_set() and left > STAYS:
+                    await self._wait_outside(min(left - STAYS, RECHECK), (name, taken))
+                heard = anyio.Event()
+        finally:
+            subscription.unsubscribe()
+
+    async def _wait_outside(self, delay: float, signal: tuple[str, int] | None) -> None:
+        """End this try, and have another begin after `delay` seconds; go on where a signal has
+        come after the one of that sequence meanwhile."""
+        log, own = self._jobs.log, self._job.delivery.message.sequence
+        self._waits += 1
+        await self._store_run(RunState(RunPhase.WAITING, own, self._waits))
+        if signal is not None and await log.last_signal(self.job_id, signal[0]) > signal[1]:
+            # Its sender may have looked before the job waited.
+            await self._store_run(RunState(RunPhase.RUNNING, own, self._waits))
+            return
+        self.delay = delay
+        await self._leave()
+
+    async def _store_run(self, state: RunState) -> None:
+        stored = await self._jobs.log.store_run_state(self.job_id, state, self._last)
+        if stored is None:
+            await self._lose()
+        else:
+            self._last = stored
+
+    async def _lose(self) -> None:
+        self.is_lost = True
+        await self._leave()
+
+    async def _leave(self) -> None:
+        self.scope.cancel()
+        await anyio.sleep_forever()
+
+
+_running: ContextVar[JobRun] = ContextVar("dynbus_job_run")
+
+
+def enter_run(run: JobRun) -> None:
+    """Make a run the one whose steps are taken in this task, and in what that begins."""
+    _running.set(run)
+
+
+def _current(what: str) -> JobRun:
+    run = _running.get(None)
+    if run is None:
+        raise ConfigError(f"{what} is for durable handlers: write @handler(durable=True)")
+    return run
+
+
+async def step(
+    name: str, function: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Call an async function once in the life of a job, in a durable handler; its result.
+
+    The result is stored before this returns, so that a later try of the job, on any instance, gets
+    it without a call. What raises is called again by the next try. A method of a client is given an
+    idempotency key of the job and the step. Steps are known by their order: begin those that run
+    side by side always in the same one.
+
+    Args:
+        name: 1 to 63 letters, digits, `_` or `-`.
+        function: its result must be what a handler can return, of the type that it is annotated
+            with; plain JSON without an annotation.
+
+    Raises:
+        StepMismatch: the job had finished another step at this place.
+        ConfigError: this is no durable handler, or the name is not usable.
+        InvalidResponse: the result does not fit its annotation.
+        PayloadTooLarge: it does not fit into a message.
+    """
+    run = _current("step(...)")
+    check_token("step", name)
+    codec = _codec_of(function)
+    place, found = await run.reach(STEP, name)
+    if found is not None:
+        stored: T = codec.decode(bytes(found.result))
+        return stored
+    with _keyed(function, f"{run.job_id}.{place}"):
+        result = await function(*args, **kwargs)
+    encode = codec.encoder(InvalidResponse)
+    await run.finish(place, FinishedStep(STEP, name, msgspec.Raw(encode(result))))
+    return result
+
+
+async def sleep_until(when: datetime) -> None:
+    """Wait until a time, in a durable handler; longer than some seconds without a place at an
+    instance.
+
+    The time of the first try counts: a later one that gives another waits until the first.
+
+    Raises:
+        ConfigError: this is no durable handler.
+        InvalidRequest: the time has no time zone.
+        StepMismatch: the job had finished another step at this place.
+    """
+    run = _current("sleep_until(...)")
+    if when.tzinfo is None:
+        raise InvalidRequest(f"sleep_until({when.isoformat()}) has no time zone: give one")
+    await run.sleep(await _first_time(run, SLEEP, "", when.timestamp()))
+
+
+@overload
+async def signal(name: str, /, *, timeout: float | None = None) -> Any: ...
+@overload
+async def signal(name: str, kind: type[T], /, *, timeout: float | None = None) -> T: ...
+async def signal(name: str, kind: Any = Any, /, *, timeout: float | None = None) -> Any:
+    """Wait for a signal that `JobHandle.signal` sends, in a durable handler; its value.
+
+    Each call takes the next signal of the name, also one that was sent before. A job that waits
+    longer than some seconds waits without a place at an instance.
+
+    Args:
+        name: 1 to 63 letters, digits, `_` or `-`.
+        kind: the type of the value; JSON as it is read without one.
+        timeout: seconds from the first try's call of this on, by the server's clock.
+
+    Raises:
+        DeadlineExceeded: none came in time; later tries get the same answer.
+        InvalidRequest: the value does not fit `kind`.
+        ConfigError: this is no durable handler, or the name is not usable.
+        StepMismatch: the job had finished another step at this place.
+    """
+    run = _current("signal(...)")
+    check_token("signal", name)
+    codec = codec_for(kind)
+    until = None
+    if timeout is not None:
+        until = await _first_time(run, DEADLINE, name, await run.now() + timeout)
+    place, found = await run.reach(SIGNAL, name)
+    if found is None:
+        found = await run.take_signal(name, until)
+        await run.finish(place, found)
+    if found.timed_out:
+        raise DeadlineExceeded(f"no signal {name!r} came within {timeout:g} s")
+    return codec.decode(bytes(found.result))
+
+
+async def _first_time(run: JobRun, kind: str, name: str, unix: float) -> float:
+    """A time in Unix seconds, as the first try of the job had it."""
+    place, found = await run.reach(kind, name)
+    if found is not None:
+        return msgspec.json.decode(found.result, type=float)
+    await run.finish(place, FinishedStep(kind, name, msgspec.Raw(msgspec.json.encode(unix))))
+    return unix
+
+
+def _keyed(function: Callable[..., object], key: str) -> Any:
+    """Have a call of a client's method carry a key, unless it has one."""
+    is_client = hasattr(function, "__dynbus_result__")
+    if not is_client or current_options().get("idempotency_key"):
+        return nullcontext()
+    return call_options(idempotency_key=key)
+
+
+def _codec_of(function: Callable[..., object]) -> AnyCodec:
+    known: AnyCodec | None = getattr(function, "__dynbus_result__", None)
+    if known is not None:
+        return known
+    return _codec_of_function(getattr(function, "__func__", function))
+
+
+@lru_cache(1024)
+def _codec_of_function(function: Callable[..., object]) -> AnyCodec:
+    try:
+        kind = typing.get_type_hints(function).get("return", Any)
+        return codec_for(kind)
+    except (NameError, TypeError) as error:
+        raise ConfigError(
+            f"step: what {brief_repr(function)} returns cannot be stored: {error}"
+        ) from None
+
+
+def _read_step(data: bytes) -> FinishedStep:
+    return msgspec.json.decode(data, type=FinishedStep)

@@ -1,0 +1,304 @@
+"""What steps of durable handlers promise, in memory and over nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import anyio
+import msgspec
+import pytest
+from tests.conditions import PATIENCE
+
+from dynbus import (
+    Actor,
+    ActorInstance,
+    ConfigError,
+    DeadlineExceeded,
+    HandlerError,
+    JobHandle,
+    NoJob,
+    Runtime,
+    StepMismatch,
+    context,
+    depends,
+    handler,
+    signal,
+    sleep_until,
+    step,
+)
+from dynbus.actors.serving import steps
+from dynbus.bus.bus import Bus as Presence
+from dynbus.bus.clock import unix_time
+from dynbus.bus.config import BusConfig
+from dynbus.bus.protocol.names import EndpointName, dead_letter_stream, job_log_stream, work_stream
+
+from .conftest import Bus
+
+pytestmark = pytest.mark.anyio
+
+
+class Order(msgspec.Struct):
+    number: int
+    breaks_after: str = ""
+
+
+class Paid(msgspec.Struct):
+    number: int
+    key: str
+
+
+@dataclass
+class Notes:
+    """What was done of the orders of one test, by all instances.
+
+    Attributes:
+        renamed: whether a new version of the handler has another first step.
+        broken: orders whose first try has failed.
+        held: instances whose handlers stand still before their second step.
+    """
+
+    done: Counter[str] = field(default_factory=Counter)
+    renamed: bool = False
+    broken: set[int] = field(default_factory=set)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Billing(Actor, abstract=True):
+    notes: Notes
+
+    @handler
+    async def charge(self, order: Order) -> Paid:
+        self.notes.done[f"charge {order.number}"] += 1
+        return Paid(order.number, context().idempotency_key)
+
+
+class Shop(Actor, abstract=True):
+    """Two steps, one of them a call; orders above 1000 wait between them."""
+
+    notes: Notes
+    billing = depends(Billing)
+
+    @handler(durable=True, tries=4, backoff=0.01)
+    async def sell(self, order: Order) -> list[str]:
+        paid = await step("refund" if self.notes.renamed else "charge", self.billing.charge, order)
+        self._break_after("charge", order)
+        if order.number > 1000:
+            await self.notes.gate.wait()
+        sent = await step("send", self.send, order.number, express=True)
+        self._break_after("send", order)
+        return [paid.key, sent]
+
+    async def send(self, number: int, *, express: bool) -> str:
+        self.notes.done[f"send {number}"] += 1
+        return f"parcel {number}{'!' if express else ''}"
+
+    def _break_after(self, name: str, order: Order) -> None:
+        if order.breaks_after == name and order.number not in self.notes.broken:
+            self.notes.broken.add(order.number)
+            raise OSError(f"broken after {name}")
+
+    @handler(durable=True, tries=2, backoff=0.01)
+    async def approve(self, seconds: float) -> str:
+        await step("ask", self.send, 1, express=False)
+        try:
+            name = await signal("approved", str, timeout=seconds)
+        except DeadlineExceeded:
+            return "nobody"
+        second = await signal("sealed", str)
+        return f"{name} and {second}"
+
+    @handler(durable=True)
+    async def remind(self, seconds: float) -> float:
+        begun = datetime.fromtimestamp(unix_time(), UTC)
+        await sleep_until(begun + timedelta(seconds=seconds))
+        return await step("count", self.count)
+
+    async def count(self) -> float:
+        self.notes.done["remind"] += 1
+        return float(self.notes.done["remind"])
+
+    @handler
+    async def plain(self) -> str:
+        return await step("no", self.send, 1, express=False)
+
+
+class Fleet:
+    """Shops on the bus under test, and a client of them.
+
+    Attributes:
+        notes: of all that is done.
+    """
+
+    def __init__(self, bus: Bus, runtime: Runtime, shop: type[Shop], notes: Notes) -> None:
+        self.bus = bus
+        self.runtime = runtime
+        self.shop = shop
+        self.client = runtime.client(shop)
+        self.notes = notes
+        self.runtimes = [runtime]
+
+    async def start(self, actor: type[Actor]) -> ActorInstance:
+        runtime = await new_runtime(self.bus)
+        self.runtimes.append(runtime)
+        return await runtime.start(actor)
+
+
+async def new_runtime(bus: Bus) -> Runtime:
+    return await Runtime.over(
+        await Presence.over(BusConfig(), await bus.connect(), await bus.connect())
+    )
+
+
+@pytest.fixture
+async def fleet(bus: Bus) -> AsyncIterator[Fleet]:
+    namespace = f"n{secrets.token_hex(6)}"
+    kept = Notes()
+
+    class OwnBilling(Billing, namespace=namespace, component="Billing"):
+        notes = kept
+
+    class OwnShop(Shop, namespace=namespace, component="Shop"):
+        notes = kept
+        billing = depends(OwnBilling)
+
+    made = Fleet(bus, await new_runtime(bus), OwnShop, kept)
+    await made.start(OwnBilling)
+    yield made
+    js = made.runtime.bus.data.jetstream
+    for runtime in made.runtimes[:0:-1]:
+        await runtime.stop(0.0)
+    for name in ("sell", "approve", "remind"):
+        queue = EndpointName(namespace, "Shop", name)
+        await js.delete_stream(work_stream(queue))
+        await js.delete_stream(job_log_stream(queue))
+    await js.delete_stream(dead_letter_stream(namespace))
+    for runtime in made.runtimes[::-1]:
+        await runtime.close()
+
+
+async def comes_to(job: JobHandle[str], status: str) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while (await job.state()).status != status:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("breaks_after", ["", "charge", "send"])
+async def test_a_step_that_is_finished_is_not_called_again(fleet: Fleet, breaks_after: str) -> None:
+    await fleet.start(fleet.shop)
+
+    job = await fleet.client.sell.submit(Order(7, breaks_after))
+    key, parcel = await job.result(PATIENCE)
+
+    assert parcel == "parcel 7!"
+    assert key == f"{job.id.rpartition('.')[2]}.0"
+    assert fleet.notes.done == {"charge 7": 1, "send 7": 1}
+
+
+async def test_another_instance_goes_on_after_the_last_finished_step(fleet: Fleet) -> None:
+    first = await fleet.start(fleet.shop)
+    job = await fleet.client.sell.submit(Order(1001))
+    async with asyncio.timeout(PATIENCE):
+        while not fleet.notes.done["charge 1001"]:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+    await fleet.start(fleet.shop)
+
+    await first.stop(0.0)
+    fleet.notes.gate.set()
+
+    assert (await job.result(PATIENCE))[1] == "parcel 1001!"
+    assert fleet.notes.done == {"charge 1001": 1, "send 1001": 1}
+
+
+async def test_another_order_of_steps_is_refused_by_name(fleet: Fleet) -> None:
+    instance = await fleet.start(fleet.shop)
+    job = await fleet.client.sell.submit(Order(1002))
+    async with asyncio.timeout(PATIENCE):
+        while not fleet.notes.done["charge 1002"]:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+    await instance.stop(0.0)
+    fleet.notes.renamed = True
+
+    await fleet.start(fleet.shop)
+
+    with pytest.raises(StepMismatch, match="was step 'charge' when it ran before, and is step 'r"):
+        await job.result(PATIENCE)
+    assert fleet.notes.done["charge 1002"] == 1
+
+
+async def test_a_job_takes_signals_in_turn(fleet: Fleet) -> None:
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(60.0)
+
+    await job.signal("sealed", "the mayor")
+    await job.signal("approved", "the clerk")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
+    with pytest.raises(NoJob, match="has ended"):
+        await job.signal("approved", "late")
+
+
+async def test_a_job_that_waits_for_long_has_no_place_at_an_instance(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0)
+    await comes_to(job, "waiting")
+
+    await job.signal("approved", "the clerk")
+    await comes_to(job, "waiting")
+    await job.signal("sealed", "the mayor")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
+    assert fleet.notes.done == {"send 1": 1}
+    queue = EndpointName.parse(job.id.rpartition(".")[0])
+    js = fleet.runtime.bus.data.jetstream
+    async with asyncio.timeout(PATIENCE):
+        while (await js.stream_info(work_stream(queue))).messages:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_signal_that_does_not_come_times_out(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(0.3)
+
+    assert await job.result(PATIENCE) == "nobody"
+
+
+async def test_a_sleep_survives_the_instance(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    instance = await fleet.start(fleet.shop)
+    job = await fleet.client.remind.submit(0.5)
+    async with asyncio.timeout(PATIENCE):
+        while (await job.state()).status != "waiting":  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    await instance.stop(0.0)
+
+    await fleet.start(fleet.shop)
+
+    assert await job.result(PATIENCE) == 1.0
+
+
+async def test_steps_are_for_durable_handlers(fleet: Fleet) -> None:
+    await fleet.start(fleet.shop)
+    plain = await fleet.runtime.endpoint(
+        f"{fleet.shop.__dynbus_service__.namespace}.Shop.plain"
+    ).client()
+    await plain.wait_for_instances(PATIENCE)
+
+    with pytest.raises(ConfigError, match="is for durable handlers"):
+        await plain.generate()
+    with pytest.raises(ConfigError, match="is for durable handlers"):
+        await sleep_until(datetime.now(UTC))
+    with anyio.fail_after(PATIENCE), pytest.raises((ConfigError, HandlerError)):
+        await signal("approved")
