@@ -26,7 +26,7 @@ import pytest
 from dynbus import cli
 from dynbus.actors.calling import options
 from dynbus.actors.calling.routing import RoutingName
-from dynbus.actors.declaring import handlers
+from dynbus.actors.declaring import durable, handlers
 from dynbus.actors.declaring.resume import ResumeRule
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ERRORS, STATUS_CODES
@@ -486,11 +486,12 @@ def test_every_option_of_a_handler_is_documented_with_its_default() -> None:
     assert list(documented) == list(defaults)
     special = {
         "name": "the method's name",
-        "concurrency": f"{DEFAULT_CONCURRENCY}, with batch 1",
+        "concurrency": f"{DEFAULT_CONCURRENCY}, with batch 1, {durable.DEFAULT_JOBS} for jobs",
         "batch_wait": "0 with batch",
-        "timeout": f"{DEFAULT_TIMEOUT} for unary, none for streams",
+        "timeout": f"{DEFAULT_TIMEOUT} for unary, none for streams and jobs",
         "migration_limit": f"{ResumeRule.MIGRATION_LIMIT} with resume, else 0",
         **dict.fromkeys(("resume", "batch", "batch_key", "batch_size_of"), "none"),
+        **{name: _shown(value or "") for name, value in durable.DEFAULTS._asdict().items()},
     }
     assert documented == {
         name: special.get(name, _shown(default)) for name, default in defaults.items()

@@ -62,9 +62,9 @@ class Notes:
         held: instances whose handlers stand still before their second step.
     """
 
-    done: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter[str])
     renamed: bool = False
-    broken: set[int] = field(default_factory=set)
+    broken: set[int] = field(default_factory=set[int])
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
 

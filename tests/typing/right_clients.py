@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, TypedDict, assert_type
 
 import msgspec
@@ -21,8 +22,11 @@ from dynbus import (
     EndpointClient,
     EndpointName,
     Instance,
+    JobHandle,
+    JobState,
     JsonObject,
     Load,
+    NoJob,
     Relay,
     Reply,
     ResumeParts,
@@ -31,6 +35,7 @@ from dynbus import (
     Router,
     RouteRequest,
     Runtime,
+    StepMismatch,
     Stream,
     WorkQueue,
     WorkQueueConfig,
@@ -39,6 +44,9 @@ from dynbus import (
     depends,
     handler,
     push_each,
+    signal,
+    sleep_until,
+    step,
     with_options,
 )
 from dynbus.spi import make_router
@@ -348,3 +356,35 @@ async def resumed(runtime: Runtime) -> None:
         assert_type(word, Word)
     async for word in runtime.client(Splitter).pushed(Prompt(text="a")):
         assert_type(word, Word)
+
+
+class Desk(Actor, namespace="demo"):
+    @handler(durable=True, tries=3)
+    async def summarise(self, prompt: Prompt) -> Word:
+        assert_type(await step("split", self.split, prompt, limit=2), list[str])
+        assert_type(await signal("approved", Prompt, timeout=5.0), Prompt)
+        await sleep_until(datetime.now(UTC))
+        return Word(text=prompt.text)
+
+    @handler(durable=True)
+    async def nightly(self) -> int:
+        return 1
+
+    async def split(self, prompt: Prompt, *, limit: int) -> list[str]:
+        return prompt.text.split()[:limit]
+
+
+async def have_jobs_done(runtime: Runtime) -> None:
+    desk = runtime.client(Desk)
+    assert_type(await desk.summarise(Prompt(text="a")), Word)
+    assert_type(await desk.nightly(), int)
+    job = await desk.summarise.submit(Prompt(text="a"), delay=5.0, idempotency_key="a")
+    assert_type(job, JobHandle[Word])
+    assert_type(await job.result(), Word)
+    assert_type(await job.state(), JobState)
+    assert_type(await job.cancel(), bool)
+    await job.signal("approved", Prompt(text="yes"))
+    assert_type(await (await desk.nightly.submit()).result(), int)
+    assert_type(await runtime.job(job.id, Desk.summarise).result(), Word)
+    with suppress(NoJob, StepMismatch):
+        assert_type(await runtime.job(job.id).result(), Any)
