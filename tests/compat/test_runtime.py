@@ -358,6 +358,20 @@ def test_a_handler_sees_that_its_process_shuts_down_and_serving_ends() -> None:
     assert run(story()) == [False, True]
 
 
+def test_a_runtime_that_has_ended_is_not_shutting_down_any_more() -> None:
+    ended: list[DistributedRuntime] = []
+
+    async def story() -> bool:
+        async with bus() as one:
+            ended.append(await one.process())
+            ended[0].shutdown()
+            return is_shutting_down()
+
+    assert run(story())
+    assert ended[0].is_closed
+    assert not is_shutting_down()
+
+
 def test_calls_of_what_is_not_graceful_are_ended_at_once() -> None:
     async def endless(request: Any) -> Any:
         while True:

@@ -91,6 +91,11 @@ class DistributedRuntime:
         return self._ending.is_set()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether its connections are closed for good."""
+        return self.runtime.bus.data.state.value == "closed"
+
+    @property
     def is_serving(self) -> bool:
         """Whether something is served, or drains."""
         return bool(self._serving)
@@ -338,7 +343,8 @@ def is_shutting_down() -> bool:
     context = CallContext.current()
     if context is not None and context.is_draining():
         return True
-    return any(runtime.is_shutting_down for runtime in _runtimes)
+    # One that has ended may still be held by its program, which goes on with another.
+    return any(each.is_shutting_down for each in _runtimes if not each.is_closed)
 
 
 def dynamo_worker(
