@@ -176,14 +176,14 @@ class Cancels:
 
     def _turn(self) -> None:
         try:
-            self._end(self._take())
+            self._end(self._pop_asked())
         finally:
             with self._lock:
                 more = bool(self._asked)
             if more:
                 self._to_main(self._turn)
 
-    def _take(self) -> list[_Asked]:
+    def _pop_asked(self) -> list[_Asked]:
         taken: list[_Asked] = []
         count = 0
         with self._lock:

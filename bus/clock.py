@@ -111,9 +111,9 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         try:
             future = super().run_in_executor(executor, run, *args)
         except BaseException:
-            self._threads.end(job)
+            self._threads.finish(job)
             raise
-        future.add_done_callback(lambda _: self._threads.end(job))
+        future.add_done_callback(lambda _: self._threads.finish(job))
         return future
 
 

@@ -75,14 +75,14 @@ class Inbox(Generic[T]):
     def _turn(self) -> None:
         left = TURN_COST
         try:
-            while left > 0 and (taken := self._take()) is not None:
+            while left > 0 and (taken := self._pop()) is not None:
                 item, cost = taken
                 left -= cost
                 self._carry_out(item)
         finally:
             self._go_on()
 
-    def _take(self) -> tuple[T, int] | None:
+    def _pop(self) -> tuple[T, int] | None:
         with self._lock:
             if not self._queues:
                 return None

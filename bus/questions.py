@@ -102,7 +102,7 @@ class Questions:
         self._tell(list(self._open), None)
 
     def _nobody_listens(self, token: str) -> None:
-        self._take(token)[1](False)
+        self._pop(token)[1](False)
 
     async def _hear(self) -> None:
         while self._open:
@@ -124,10 +124,10 @@ class Questions:
         """
         for token in asked:
             if token in self._open:
-                asked_in, answer = self._take(token)
+                asked_in, answer = self._pop(token)
                 asyncio.get_running_loop().call_soon(answer, True if asked_in == session else None)
 
-    def _take(self, token: str) -> tuple[int, Answer]:
+    def _pop(self, token: str) -> tuple[int, Answer]:
         del self._bounce_handlers[token]
         return self._open.pop(token)
 

@@ -754,11 +754,11 @@ class WatchedConnection:
         return self._state is ConnectionState.CONNECTED
 
     def on_connected(self, listener: Callable[[], object]) -> Callable[[], None]:
-        def take(state: ConnectionState) -> None:
+        def on_state(state: ConnectionState) -> None:
             if state is ConnectionState.CONNECTED:
                 listener()
 
-        return self.on_state(take)
+        return self.on_state(on_state)
 
     def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
         self._listeners.append(listener)

@@ -83,7 +83,7 @@ class WorkingThreads:
 
         return job, run
 
-    def end(self, job: Job) -> None:
+    def finish(self, job: Job) -> None:
         """A job has ended, or was cancelled."""
         self._jobs.discard(job)
 

@@ -60,7 +60,7 @@ class Sandbox:
             OSError: no process can be started.
         """
         with self._free:
-            while (process := self._take()) is not None:
+            while (process := self._pop_idle()) is not None:
                 try:
                     return self._ask(process, request)
                 except SandboxEnded as error:
@@ -69,7 +69,7 @@ class Sandbox:
                         raise
             return self._ask(_Process(self._program, self._first), request)
 
-    def _take(self) -> _Process | None:
+    def _pop_idle(self) -> _Process | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 

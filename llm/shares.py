@@ -34,7 +34,7 @@ class Shares:
         """What all owners have."""
         return self._taken
 
-    def take(self, owner: str, size: int = 1) -> bool:
+    def reserve(self, owner: str, size: int = 1) -> bool:
         """Take room for an owner; False, and nothing is taken, where that is not within its
         share."""
         free = self.limit - self._taken - size
@@ -72,7 +72,7 @@ class SharedRoom:
     def __repr__(self) -> str:
         return f"<SharedRoom {self._shares!r} [{len(self._waiting)} owners wait]>"
 
-    async def take(self, owner: str, size: int) -> None:
+    async def reserve(self, owner: str, size: int) -> None:
         """Take room for an owner as soon as that is within its share.
 
         A caller that is cancelled has taken nothing.
@@ -81,7 +81,7 @@ class SharedRoom:
             size: the limit is taken for more than that.
         """
         size = min(size, self._shares.limit)
-        if owner not in self._waiting and self._shares.take(owner, size):
+        if owner not in self._waiting and self._shares.reserve(owner, size):
             return
         wait = _Wait(size, asyncio.Event())
         self._waiting.setdefault(owner, deque()).append(wait)
@@ -103,7 +103,7 @@ class SharedRoom:
 
     def _admit(self) -> None:
         for owner, waiting in list(self._waiting.items()):
-            while waiting and self._shares.take(owner, waiting[0].size):
+            while waiting and self._shares.reserve(owner, waiting[0].size):
                 waiting.popleft().is_taken.set()
             if not waiting:
                 del self._waiting[owner]

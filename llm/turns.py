@@ -41,7 +41,7 @@ class Turns(Generic[T]):
         self._waiting.setdefault(owner, deque()).append(item)
         self._count += 1
 
-    def take(self, may: Callable[[str], bool] = lambda owner: True) -> tuple[str, T] | None:
+    def pop(self, may: Callable[[str], bool] = lambda owner: True) -> tuple[str, T] | None:
         """What is next, and whose it is; None where nothing waits of an owner that may."""
         owner = next(filter(may, self._waiting), None)
         if owner is None:
@@ -101,7 +101,7 @@ class TenantThreads:
 
     def _work(self) -> None:
         with self._lock:
-            taken = self._turns.take(self._may)
+            taken = self._turns.pop(self._may)
             if taken is None:
                 # A thread that ends for the same tenant goes on with it.
                 return

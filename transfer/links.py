@@ -178,7 +178,7 @@ class Flow:
             with suppress(NixlError):
                 agent.release(self._requests.popleft())
 
-    def end(self, event: Event, error: DynbusError | None = None) -> None:
+    def finish(self, event: Event, error: DynbusError | None = None) -> None:
         """It is over, and nothing of it touches any memory here any more."""
         self.error = error
         self.is_cut_off = event is Event.DESTROYED and is_posted(self.state)
@@ -390,7 +390,7 @@ class Link:
     def _run(self) -> None:
         try:
             while self._closes_at == math.inf:
-                self._take(self._inbox.get())
+                self._receive(self._inbox.get())
                 self._work()
         finally:
             self._end_all(TransferFailed(f"the link to {self.peer.agent} is closed"))
@@ -400,7 +400,7 @@ class Link:
                 except Empty:
                     break
                 if flow is not None:
-                    flow.end(Event.DESTROYED, TransferFailed("the link is closed"))
+                    flow.finish(Event.DESTROYED, TransferFailed("the link is closed"))
             self._stopped()
 
     def _work(self) -> None:
@@ -420,7 +420,7 @@ class Link:
                 return
             with suppress(Empty):
                 while True:
-                    self._take(self._inbox.get_nowait())
+                    self._receive(self._inbox.get_nowait())
             if self._turn():
                 woke = time.monotonic()
                 sleep = _FIRST_SLEEP
@@ -432,20 +432,20 @@ class Link:
                 sleep = min(1.5 * sleep, _LAST_SLEEP if waited_for else _ABANDONED_SLEEP)
         self._is_to_destroy = False
 
-    def _take(self, flow: Flow | None) -> None:
+    def _receive(self, flow: Flow | None) -> None:
         if flow is None:
             return
         if is_over(flow.state):
-            flow.end(Event.CANCEL)
+            flow.finish(Event.CANCEL)
             return
         try:
             if self._pair is None:
                 self._pair = _Pair(self._memory, self.peer, self._config.prepared)
             flow.cut(self._pair, self._config.slice_bytes)
         except DynbusError as error:
-            flow.end(Event.DESTROYED, error)
+            flow.finish(Event.DESTROYED, error)
         except Exception as error:  # noqa: BLE001 - told to the waiter for the transfer
-            flow.end(Event.DESTROYED, TransferFailed(describe_exception(error)))
+            flow.finish(Event.DESTROYED, TransferFailed(describe_exception(error)))
         else:
             self._flows.append(flow)
 
@@ -472,7 +472,7 @@ class Link:
         self._flows = [flow for flow in self._flows if flow not in over]
         for flow in over:
             # What was given up before anything of it was posted is quiet already.
-            flow.end(Event.CANCEL if flow.state is State.QUIET else Event.FINISHED)
+            flow.finish(Event.CANCEL if flow.state is State.QUIET else Event.FINISHED)
         return True
 
     def _make_way(self) -> _Way:
@@ -502,7 +502,7 @@ class Link:
             way.agent.close()
         self.open_handles = 0
         for flow in flows:
-            flow.end(Event.DESTROYED, error)
+            flow.finish(Event.DESTROYED, error)
 
 
 def nixl_name(agent: str, epoch: str) -> str:

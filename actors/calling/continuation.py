@@ -61,7 +61,7 @@ class Continuation(Protocol):
         """Items that the reader was shown, of all attempts."""
         ...
 
-    def take(self, items: Sequence[bytes]) -> Sequence[bytes]:
+    def accept(self, items: Sequence[bytes]) -> Sequence[bytes]:
         """What of the next items of the present attempt the reader is shown.
 
         Raises:
@@ -129,7 +129,7 @@ class Replay:
     def __repr__(self) -> str:
         return f"<Replay [{self._position} of {self.accepted} items]>"
 
-    def take(self, items: Sequence[bytes]) -> Sequence[bytes]:
+    def accept(self, items: Sequence[bytes]) -> Sequence[bytes]:
         ahead = self.accepted - self._position
         if ahead:
             self._compare(items[:ahead])
@@ -204,7 +204,7 @@ class Resuming:
     def __repr__(self) -> str:
         return f"<Resuming [{self.accepted} items]>"
 
-    def take(self, items: Sequence[bytes]) -> Sequence[bytes]:
+    def accept(self, items: Sequence[bytes]) -> Sequence[bytes]:
         self.accepted += len(items)
         kept = self._items
         if kept is not None:

@@ -152,7 +152,7 @@ class Relay(Generic[K, T]):
     def _pass_on_some(self, streams: list[RelayedStream[K]]) -> None:
         arrivals: list[Arrival[K, T]] = []
         for stream in streams:
-            arrival = stream.take()
+            arrival = stream.collect()
             if arrival is not None:
                 arrivals.append(arrival)
         if not arrivals:
@@ -297,7 +297,7 @@ class RelayedStream(OfInvocation, Generic[K]):
             self._finish(closed)
             raise closed
 
-    def take(self) -> Arrival[K, Any] | None:
+    def collect(self) -> Arrival[K, Any] | None:
         """What has arrived since the last time, and its end; None for nothing."""
         call = self._call
         if call is None:

@@ -91,7 +91,7 @@ class StreamInvocation(Invocation):
                 raise ConfigError(
                     f"{endpoint}: nothing says how a stream that others began goes on"
                 )
-            self._continuation.take(after)
+            self._continuation.accept(after)
 
     @property
     def is_direct(self) -> bool:
@@ -270,7 +270,7 @@ class StreamInvocation(Invocation):
 
     def _taken(self, continuation: Continuation, items: list[bytes]) -> list[bytes]:
         try:
-            shown = list(continuation.take(items))
+            shown = list(continuation.accept(items))
         except ResumeMismatch as mismatch:
             self._mend(mismatch)
             self.abandon(mismatch)

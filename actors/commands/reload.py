@@ -220,7 +220,7 @@ class Reloader:
             drain_grace=config.drain_grace,
             machine=plan.machine,
         )
-        self._outdated.take(plan, self._files, loaded, self._failed())
+        self._outdated.add_plan(plan, self._files, loaded, self._failed())
         self._files.clear()
         self._watch.cover([*plan.files, *itertools.chain.from_iterable(loaded.values())])
         await self._carry_out(names, config.drain_grace)

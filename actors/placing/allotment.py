@@ -124,7 +124,7 @@ class Allotment:
     def __repr__(self) -> str:
         return f"<Allotment [{len(self._places)} instances]>"
 
-    def take_all(self, wanted: Iterable[Wanted]) -> dict[str, Place]:
+    def allot_all(self, wanted: Iterable[Wanted]) -> dict[str, Place]:
         """Give places to the instances with which a run starts, by their labels.
 
         Raises:
@@ -147,7 +147,7 @@ class Allotment:
             self._places[each.label] = self._place(each.resources, gpus[each.label], pin=enough)
         return {each.label: self._places[each.label] for each in wanted}
 
-    def take(self, wanted: Wanted, *, instead_of: str = "") -> Place:
+    def allot(self, wanted: Wanted, *, instead_of: str = "") -> Place:
         """Give a place to a further instance.
 
         Args:

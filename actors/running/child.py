@@ -241,7 +241,7 @@ class Child:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(msgspec.json.encode(command) + b"\n")
 
-    def end(self, word: DrainInstance | StopInstance) -> None:
+    def request_end(self, word: DrainInstance | StopInstance) -> None:
         """Tell the process to end, and so one that is being made now."""
         self._last_word = word
         self.leaving.set()
@@ -274,7 +274,7 @@ class Child:
         decoder = msgspec.json.Decoder(Report)
         try:
             while line := await reader.readline():
-                self._take(decoder.decode(line), loaded)
+                self._receive(decoder.decode(line), loaded)
         except ConnectionError:
             pass  # it has ended, which `run` waits for
         except (msgspec.DecodeError, ValueError) as error:  # a ValueError: over `MAX_REPORT`
@@ -284,7 +284,7 @@ class Child:
         finally:
             heard.set()
 
-    def _take(self, report: Report, loaded: Callable[[], object]) -> None:
+    def _receive(self, report: Report, loaded: Callable[[], object]) -> None:
         if isinstance(report, ActorLoaded):
             self.state = ChildState.LOADED
             loaded()

@@ -361,12 +361,12 @@ class _Given:
             if name is not None:
                 if name in given:
                     raise ConfigError(f"{place}.{key} and {name} are both there: give one of them")
-                self._take(
+                self._add_layer(
                     entry_at([name], _content(given.pop(key), f"{place}.{key}"), f"{place}.{key}")
                 )
         layer = entry_of(given, place)
         assert isinstance(layer, Section)
-        self._take(layer)
+        self._add_layer(layer)
 
     def take_text(self, key: str, text: str, source: str) -> None:
         """Take a value that was given by its dotted key."""
@@ -389,11 +389,11 @@ class _Given:
         elif self._is_short_for_service(key):
             self.take_service({key: Text(text)}, lambda _: source)
         elif len(path) == 1 and (name := self._read_from_file(key)) is not None:
-            self._take(entry_at([name], _content(text, source), source))
+            self._add_layer(entry_at([name], _content(text, source), source))
         else:
             is_extra = bool(extra_keys(self._actor, {path[0]: None}))
             value = read_text(text, source) if is_extra else Text(text)
-            self._take(entry_at(path, value, source))
+            self._add_layer(entry_at(path, value, source))
 
     def take_service(self, given: Mapping[str, Any], source: Callable[[str], str]) -> None:
         """Take values of `ServiceArgs` by key."""
@@ -429,7 +429,7 @@ class _Given:
         origins = from_where | dict.fromkeys(absent, "constructor") | self._origins
         return NodeSettings(arguments, self._service, origins)
 
-    def _take(self, layer: Section) -> None:
+    def _add_layer(self, layer: Section) -> None:
         self._arguments = merge(self._arguments, layer)
 
     def _is_short_for_service(self, key: str) -> bool:

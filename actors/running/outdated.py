@@ -35,7 +35,7 @@ class Outdated:
     def __repr__(self) -> str:
         return f"<Outdated {', '.join(self.nodes) or 'none'}>"
 
-    def take(
+    def add_plan(
         self,
         plan: Plan,
         changed: Collection[str],

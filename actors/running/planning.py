@@ -130,7 +130,7 @@ class LoadedRun:
                 )
         counts = [(address, each.resources, each.workers) for address, each in services.items()]
         try:
-            places = Allotment(machine).take_all(wanted for c in counts for wanted in all_of(*c))
+            places = Allotment(machine).allot_all(wanted for c in counts for wanted in all_of(*c))
         except NoRoom as error:
             raise NotOnThisMachine(str(error)) from None
         late = [

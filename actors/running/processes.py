@@ -252,9 +252,9 @@ class ForkServer:
             return
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            self._take(msgspec.json.decode(line, type=ForkReport))
+            self._receive(msgspec.json.decode(line, type=ForkReport))
 
-    def _take(self, report: ForkReport) -> None:
+    def _receive(self, report: ForkReport) -> None:
         if isinstance(report, ProcessEnded):
             self._processes.pop(report.pid).take_end(report.code)
             return

@@ -112,7 +112,7 @@ class Supervisor:
         wanted = {
             n.address: all_of(n.address, n.service.resources, n.service.workers) for n in nodes
         }
-        places = self._allotment.take_all(itertools.chain.from_iterable(wanted.values()))
+        places = self._allotment.allot_all(itertools.chain.from_iterable(wanted.values()))
         self.children = [
             Child(
                 *(node, index + 1, settings),
@@ -425,7 +425,7 @@ class Supervisor:
         while True:
             try:
                 wanted = Wanted(f"{node.address}/{number}", node.service.resources)
-                place = self._allotment.take(wanted, instead_of=instead_of)
+                place = self._allotment.allot(wanted, instead_of=instead_of)
                 break
             except NoRoom:
                 leaving = [c for c in self.children if c.is_leaving and not c.ended.is_set()]
@@ -484,7 +484,7 @@ class Supervisor:
         if any(groups):
             assert self._tasks is not None
             for child in groups[0]:
-                child.end(DrainInstance(self._grace))
+                child.request_end(DrainInstance(self._grace))
             self._tasks.start_soon(self._retire_all, groups)
 
     async def _retire_all(self, groups: Sequence[Sequence[Child]]) -> None:
@@ -497,7 +497,7 @@ class Supervisor:
     async def _retire(self, children: Sequence[Child]) -> None:
         """Drain instances, and end those that take too long; the run does not have them then."""
         for child in children:
-            child.end(DrainInstance(self._grace))
+            child.request_end(DrainInstance(self._grace))
         with anyio.move_on_after(self._grace + DRAIN_SLACK):
             for child in children:
                 await child.ended.wait()
@@ -598,7 +598,7 @@ class Supervisor:
             for children in dependents_first(self.children, lambda child: child.node.depth):
                 left = max(0.0, deadline - monotonic())
                 for child in children:
-                    child.end(DrainInstance(left))
+                    child.request_end(DrainInstance(left))
                 with anyio.move_on_after(left + DRAIN_SLACK):
                     for child in children:
                         await child.ended.wait()

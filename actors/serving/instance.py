@@ -444,7 +444,7 @@ class ServedInstance:
             return
         try:
             if self._keeper is not None:
-                await self._bus.lane.run(self._keeper.end())
+                await self._bus.lane.run(self._keeper.withdraw())
         finally:
             await self.server.stop()
 

@@ -65,7 +65,7 @@ class Engine:
     async def say(self, stream: RankStream, payloads: list[bytes]) -> None:
         """Read messages, and wait until the stream has what they say."""
         for payload in payloads:
-            assert stream.take(self._number, payload)
+            assert stream.apply(self._number, payload)
             self._number += 1
             # As the reader of the socket does.
             await asyncio.sleep(0)

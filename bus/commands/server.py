@@ -59,14 +59,14 @@ class Server(NamedTuple):
         answers: list[T] = []
         heard = asyncio.Event()
 
-        def take(message: Message) -> None:
+        def collect(message: Message) -> None:
             answer = read(message)
             if answer is not None:
                 answers.append(answer)
                 heard.set()
 
         connection, inbox = self.connection, f"{self.replies.base}.{random_id()}"
-        subscription = connection.subscribe(inbox, take)
+        subscription = connection.subscribe(inbox, collect)
         try:
             await connection.barrier()
             for subject in subjects:

@@ -483,13 +483,13 @@ class NatsConnection(WatchedConnection):
             given_up = True
             session.abort()
 
-        def take(chunk: bytes) -> None:
+        def feed(chunk: bytes) -> None:
             pings.heard()
             reader.feed(chunk)
 
         pings.watch(give_up)
         try:
-            await session.receive(take)
+            await session.receive(feed)
             return self._why(given_up, "the server closed it")
         except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
             return self._why(given_up, str(error) or type(error).__name__)

@@ -44,7 +44,7 @@ class _Page:
     def is_complete(self) -> bool:
         return self.pending is not None or self.error is not None
 
-    def take(self, message: Message) -> None:
+    def add(self, message: Message) -> None:
         """Take one message of the answer."""
         status = header_block.status(message.headers)
         fields = header_block.decode(message.headers)
@@ -111,7 +111,7 @@ async def _read_page(connection: ServerLink, stream: str, subject: str, sequence
         # A new inbox per try: what another replica still sends cannot be mixed in.
         inbox = f"{connection.inbox}c.{secrets.token_hex(8)}"
         page = _Page()
-        subscription = connection.subscribe(inbox, page.take, reads_stream=True)
+        subscription = connection.subscribe(inbox, page.add, reads_stream=True)
         try:
             connection.publish(call, data, reply=inbox)
             while not page.is_complete:

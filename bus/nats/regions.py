@@ -42,7 +42,7 @@ async def count_keepers(
     first = anyio.Event()
     enough = anyio.Event()
 
-    def take(message: Message) -> None:
+    def count(message: Message) -> None:
         if not message.found_nobody:
             heard.append(message)
         first.set()
@@ -50,7 +50,7 @@ async def count_keepers(
             enough.set()
 
     inbox = f"{connection.inbox}c.{secrets.token_hex(8)}"
-    subscription = connection.subscribe(inbox, take)
+    subscription = connection.subscribe(inbox, count)
     try:
         with anyio.move_on_after(timeout):
             await connection.wait_connected()

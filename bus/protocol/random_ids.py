@@ -23,7 +23,7 @@ class _Pool:
         self._bytes = b""
         self._position = _POOL_BYTES
 
-    def take(self, count: int) -> bytes:
+    def draw(self, count: int) -> bytes:
         if count > _POOL_BYTES:
             return os.urandom(count)
         end = self._position + count
@@ -45,9 +45,9 @@ os.register_at_fork(after_in_child=_pool.forget)
 
 def random_bytes(count: int) -> bytes:
     """`count` unpredictable bytes. For the main loop: not to be called from other threads."""
-    return _pool.take(count)
+    return _pool.draw(count)
 
 
 def random_id() -> str:
     """128 random bits as 32 hexadecimal digits. For the main loop."""
-    return _pool.take(16).hex()
+    return _pool.draw(16).hex()

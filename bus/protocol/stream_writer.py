@@ -184,7 +184,7 @@ class StreamWriter:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether `take` would return something."""
+        """Whether `take_frames` would return something."""
         return len(self._units) > self._next_unsent
 
     @property
@@ -234,7 +234,7 @@ class StreamWriter:
         return True
 
     def count_pushed(self) -> None:
-        """Count what was pushed since the last time as kept, as `take` does of all but a few.
+        """Count what was pushed since the last time as kept, as `take_frames` does of all but a few.
 
         Few and small items are not worth counting one by one.
         """
@@ -294,7 +294,7 @@ class StreamWriter:
     def take_items(self, limit: int) -> Item | Items | None:
         """All fresh units as one frame, when they are whole items only and fit the limit.
 
-        This is `take` for nearly every frame of a stream, at half its cost.
+        This is `take_frames` for nearly every frame of a stream, at half its cost.
         """
         units = self._units
         first = self._next_unsent
@@ -325,7 +325,7 @@ class StreamWriter:
     def take_result(self, limit: int) -> End | None:
         """A good end, when it is all that is fresh and fits the limit.
 
-        This is `take` for nearly every unary call, at a fraction of its cost.
+        This is `take_frames` for nearly every unary call, at a fraction of its cost.
         """
         first = self._next_unsent
         if len(self._units) - first != 1:
@@ -339,7 +339,7 @@ class StreamWriter:
         sequence = self._acknowledged + first
         return End(self.number, self.secret, self.attempt, sequence, unit.data)
 
-    def take(self, limit: int) -> list[Items | Part | Terminal]:
+    def take_frames(self, limit: int) -> list[Items | Part | Terminal]:
         """Frames of units that were not handed out yet, of at most about `limit` bytes.
 
         `taken_bytes` then tells how much of the limit they use; one unit may exceed it alone.

@@ -75,7 +75,7 @@ class ExpiredRecords:
         def begin() -> None:
             self._newest, self._first_end = 0.0, math.inf
 
-        def take(message: StoredMessage) -> None:
+        def note(message: StoredMessage) -> None:
             self._newest = max(self._newest, message.time)
             self._first_end = min(self._first_end, _end(message))
             on_message(message)
@@ -92,7 +92,7 @@ class ExpiredRecords:
         begin()
         return await self._jetstream.consume(
             self._stream,
-            take,
+            note,
             last_per_subject=True,
             on_restart=restart,
             on_caught_up=caught_up,

@@ -132,7 +132,7 @@ class Holder(NamedTuple):
 
 
 class LeaseKeeper:
-    """Keeps an instance's record alive from `announce` to `end`. Lives on the control lane.
+    """Keeps an instance's record alive from `announce` to `withdraw`. Lives on the control lane.
 
     Args:
         background: of the control lane.
@@ -293,7 +293,7 @@ class LeaseKeeper:
         self._paused = False
         self._now.set()
 
-    async def end(self) -> None:
+    async def withdraw(self) -> None:
         """Withdraw the record; a failure is logged, the record expires by itself then."""
         if self._work is not None:
             await self._work.end()

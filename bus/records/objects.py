@@ -212,7 +212,7 @@ class _Chunks:
         self.size = 0
         self._enough = size
 
-    def take(self, message: StoredMessage) -> bool:
+    def add(self, message: StoredMessage) -> bool:
         """Take a delivery; returns whether it was the last."""
         self.pieces.append(message.data)
         self.digest.update(message.data)
@@ -502,7 +502,7 @@ class ObjectStore:
             await read_until(
                 self._jetstream,
                 self._config.name,
-                chunks.take,
+                chunks.add,
                 subject=chunk_subject(self._bucket, record.nuid),
                 timeout=_left(end),
                 retry=True,

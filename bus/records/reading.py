@@ -90,13 +90,13 @@ async def read_latest(
     """
     latest: dict[str, StoredMessage] = {}
 
-    def take(message: StoredMessage) -> None:
+    def keep(message: StoredMessage) -> None:
         latest[message.subject] = message
 
     await read_until(
         jetstream,
         stream,
-        take,
+        keep,
         timeout=timeout,
         subject=subject,
         last_per_subject=True,

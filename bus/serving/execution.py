@@ -377,9 +377,9 @@ class Execution:
         self._settle(call, now)
         turn = call.served.admission.leave(call, now, whole=not _was_cut_short(call))
         if turn.begins is not None or turn.late:
-            self._take(turn, now)
+            self._begin_turn(turn, now)
 
-    def _take(self, turn: Turn[Call], now: float) -> None:
+    def _begin_turn(self, turn: Turn[Call], now: float) -> None:
         """Run the call whose turn it is, unless there is no room for its results."""
         while True:
             for late in turn.late:

@@ -151,7 +151,7 @@ class Outbox:
                 if frames and writer.next_bytes > room:
                     self._send(client, frames)
                     frames, room = [], limit
-                frames += writer.take(room)
+                frames += writer.take_frames(room)
                 room -= writer.taken_bytes + FRAME_OVERHEAD
         if frames:
             self._send(client, frames)

@@ -90,7 +90,7 @@ class _ExportLog(logging.Handler):
         """An attempt begins on this thread."""
         self._attempt.reasons = []
 
-    def end(self) -> str:
+    def finish(self) -> str:
         """It has ended; returns what was logged first in it, which names the cause."""
         reasons: list[str] = self._attempt.reasons
         self._attempt.reasons = None
@@ -142,9 +142,9 @@ def watch(exporter: Any, signal: str) -> None:
         try:
             result = export(*args, **kwargs)
         except Exception as error:
-            failed(_log.end() or repr(error))
+            failed(_log.finish() or repr(error))
             raise
-        reason = _log.end()
+        reason = _log.finish()
         if result.name != "SUCCESS":
             last_failure = result
             failed(reason)

@@ -184,8 +184,8 @@ def _own_cache(dp_rank: int) -> CacheMirror:
 class RankStream:
     """The numbered messages of one rank, and what became of them.
 
-    The reader of the engine's socket calls `connected`, then `take` for each published message,
-    and `disconnected`. When `take` returns False, messages are missing: it asks for a replay
+    The reader of the engine's socket calls `connected`, then `apply` for each published message,
+    and `disconnected`. When `apply` returns False, messages are missing: it asks for a replay
     (`begin_replay`, `take_replayed` for each, then `end_replay` or `fail_replay`), and calls
     `skip_to` with the message, which gives up what is still missing. After `connected` it asks
     for a replay first, or calls `cannot_replay`.
@@ -265,7 +265,7 @@ class RankStream:
 
     # Messages -------------------------------------------------------------------------------
 
-    def take(self, number: int, payload: bytes) -> bool:
+    def apply(self, number: int, payload: bytes) -> bool:
         """Use a published message, unless others are missing before it: then False."""
         arrival = self._numbering.arrive(number)
         if arrival is Arrival.RESTART:
@@ -365,7 +365,7 @@ class RankStream:
     def _use(self, number: int, payload: bytes) -> None:
         if number == 0:
             self._known.history = None
-        self._numbering.take(number, payload)
+        self._numbering.mark_used(number, payload)
         self._bridge.counters.messages += 1
         batch = decode_payload(payload)
         for quarantined in batch.quarantined:

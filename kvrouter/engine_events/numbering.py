@@ -81,7 +81,7 @@ class Numbering:
             return Arrival.DUPLICATE
         return Arrival.NEXT if number == self.last + 1 else Arrival.GAP
 
-    def take(self, number: int, payload: bytes) -> None:
+    def mark_used(self, number: int, payload: bytes) -> None:
         """The message is used, whatever was missing before it."""
         self.last = number
         self._digest = xxh3_128_digest(payload)

@@ -260,7 +260,7 @@ class _RankReader:
             )
             return
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
-        if not self._stream.take(number, payload):
+        if not self._stream.apply(number, payload):
             if self._replay_endpoint is not None:
                 await self._catch_up()
             self._stream.skip_to(number, payload)
@@ -288,7 +288,7 @@ class _RankReader:
         before = stream.last
         is_cut_short = False
 
-        def take(number: int, payload: bytes) -> bool:
+        def apply(number: int, payload: bytes) -> bool:
             nonlocal is_cut_short
             if stream.take_replayed(number, payload):
                 return True
@@ -298,7 +298,7 @@ class _RankReader:
                 stream.skip_to(number, payload)
             return not is_cut_short
 
-        if await self._request(endpoint, first, take):
+        if await self._request(endpoint, first, apply):
             return stream.end_replay()
         if is_cut_short or stream.last != before:
             return True

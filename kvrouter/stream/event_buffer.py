@@ -199,7 +199,7 @@ class EventBuffer:
         with self._lock:
             self._ranks.setdefault(dp_rank, _Waiting()).awareness = awareness
 
-    def take(self, most: int) -> Handed | None:
+    def pop(self, most: int) -> Handed | None:
         """What the next rank in turn handed over; None when nothing waits.
 
         Of a rank with more than `most` events only the first calls, whole.

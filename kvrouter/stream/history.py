@@ -103,14 +103,14 @@ async def components_of(
     """
     components: set[str] = set()
 
-    def take(message: StoredMessage) -> bool:
+    def note(message: StoredMessage) -> bool:
         components.add(message.subject.split(".")[1])
         return False
 
     await _read(
         jetstream,
         namespace,
-        take,
+        note,
         subject=kv_event_subject(namespace, "*", "*", "*"),
         last_per_subject=True,
         end=monotonic() + timeout,
@@ -158,7 +158,7 @@ async def index_at(
         await _read(
             jetstream,
             namespace,
-            tail.take,
+            tail.apply,
             subject=kv_event_subject(namespace, component, "*", "*"),
             start_sequence=covered + 1,
             created=stream.created,
@@ -224,7 +224,7 @@ class _Tail:
         self.messages = 0
         self.began_later = False
 
-    def take(self, message: StoredMessage) -> bool:
+    def apply(self, message: StoredMessage) -> bool:
         """Apply a message; returns whether it lies behind the point, or right there."""
         if message.sequence > self._last:
             return True

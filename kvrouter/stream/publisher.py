@@ -556,7 +556,7 @@ class KvEventPublisher(Openable):
     def _take_in(self) -> None:
         """Take in what was handed over, or as much of it as does not keep the loop for long."""
         taken = 0
-        while taken < EVENTS_PER_STEP and (handed := self._event_buffer.take(EVENTS_PER_STEP)):
+        while taken < EVENTS_PER_STEP and (handed := self._event_buffer.pop(EVENTS_PER_STEP)):
             log = self._log(handed.dp_rank)
             if handed.begins_anew:
                 log.forget(loss=_LOSS if handed.is_lossy else "")

@@ -75,7 +75,7 @@ class Grammars:
         assert self._tokens is not None, "it was read for the form"
         made = Constraint(matcher, self._tokens, structured.thinking, stop_token_ids)
         for place, token_id in enumerate(output):
-            if made.is_complete or not made.take(token_id):
+            if made.is_complete or not made.accept(token_id):
                 raise ValueError(
                     f"generated = {len(output)}: of this output token {place} is not in the form "
                     "that structured gives; send the form with which it was begun"
@@ -231,7 +231,7 @@ class Constraint:
         rest = self._behind_thought(token_id)
         return bool(rest) and not self._matches(self._tokens.raw.tokenize_bytes(rest))
 
-    def take(self, token_id: int) -> bool:
+    def accept(self, token_id: int) -> bool:
         """Take the next token of the output; False where it must not come."""
         if self._thought is not None:
             self._think(token_id)

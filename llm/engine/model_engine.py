@@ -392,7 +392,7 @@ class ModelEngine:
             )
             outputs.append((scheduled.id, item))
             if reason is not None:
-                self._pool.end(scheduled)
+                self._pool.finish(scheduled)
         for request_id in ended:
             self._pool.cancel(request_id)
         embedded: list[tuple[str, Embedded]] = []
@@ -432,11 +432,11 @@ class ModelEngine:
             if not chunk.computed:
                 # It may have been preempted.
                 pool.restart()
-            pool.take(states[first : first + chunk.states])
+            pool.add(states[first : first + chunk.states])
             first += chunk.states
             if not scheduled.is_ready:
                 continue
-            self._pool.end(scheduled)
+            self._pool.finish(scheduled)
             embedding = pool.embedding()
             if embedding is None:
                 failures.append((scheduled.id, _NO_EMBEDDING))

@@ -40,7 +40,7 @@ class StatePool:
         self._sum = None
         self._count = 0
 
-    def take(self, states: NDArray[np.float32]) -> None:
+    def add(self, states: NDArray[np.float32]) -> None:
         """Take the states of a chunk, of shape [tokens, size]."""
         # One after another, so that the same states have the same sum whatever the chunks were.
         rows = states.astype(np.float64)

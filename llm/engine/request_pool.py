@@ -212,7 +212,7 @@ class RequestPool(Generic[S]):
 
     # Ends -----------------------------------------------------------------------------
 
-    def end(self, scheduled: ScheduledRequest[S]) -> None:
+    def finish(self, scheduled: ScheduledRequest[S]) -> None:
         """A running continuation has ended; its request has with the last of them."""
         self.scheduler.finish(scheduled)
         left = self._requests[scheduled.id]

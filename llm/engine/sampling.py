@@ -119,7 +119,7 @@ class Sampler:
         """Count a token of the output."""
         self.generated += 1
         if self.constraint is not None:
-            self.constraint.take(token_id)
+            self.constraint.accept(token_id)
         if self._counts is not None:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
         if self._seen is not None:

@@ -191,7 +191,7 @@ class Exchange(ABC):
         """Keep the answer for who asks again, or have the key free for another one."""
         well = self._writer.error is None and self._writer.status == 200
         tenant, key = self._caller.tenant, self._caller.headers[idempotency.HEADER]
-        self._shared.kept_answers.end(tenant, key, monotonic(), well=well)
+        self._shared.kept_answers.finish(tenant, key, monotonic(), well=well)
 
     def _stop(self) -> None:
         """Answer that the server stops, which cancels requests that have had their grace.
@@ -256,7 +256,7 @@ class Exchange(ABC):
         """Wait until the bodies of its tenant leave room for this one: nothing is read of the
         connection meanwhile."""
         self._waits_for_room = True
-        await self._shared.bodies.take(self._caller.tenant, size)
+        await self._shared.bodies.reserve(self._caller.tenant, size)
         self._waits_for_room, self._room = False, size
 
     def _free_body(self) -> None:

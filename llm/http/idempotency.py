@@ -165,7 +165,7 @@ class KeptAnswers:
             )
         return recorded
 
-    def end(self, tenant: str, key: str, now: float, *, well: bool) -> None:
+    def finish(self, tenant: str, key: str, now: float, *, well: bool) -> None:
         """A request was answered; its answer is kept where it ended well and is whole."""
         known = _Known(tenant, key)
         recording = self._running.pop(known, None)

@@ -179,7 +179,7 @@ class Shared:
         """
         if self.is_draining:
             raise Draining("the front end stops; ask another one", started=False)
-        if self.places.take(caller.tenant):
+        if self.places.reserve(caller.tenant):
             return
         count = self.places.taken
         kept = "" if count >= self.places.limit else ", and what is free is for other tenants"

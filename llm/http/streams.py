@@ -118,7 +118,7 @@ class _Rebuilt:
         self.priority = priority
         self.items: dict[int, list[bytes]] = {}
 
-    def take(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """Take what came next."""
         self.clock.at = piece.at
         self.items.setdefault(piece.part, []).extend(piece.items)
@@ -203,7 +203,7 @@ class StreamExchange(Exchange):
         rebuilt: _Rebuilt | None = None
         while True:
             self._news.clear()
-            rebuilt = await self._take(rebuilt)
+            rebuilt = await self._receive_messages(rebuilt)
             if not self._is_caught_up and not self._log.over:
                 await self._catch_up()
                 continue
@@ -246,7 +246,7 @@ class StreamExchange(Exchange):
                 started=False,
             )
 
-    async def _take(self, rebuilt: _Rebuilt | None) -> _Rebuilt | None:
+    async def _receive_messages(self, rebuilt: _Rebuilt | None) -> _Rebuilt | None:
         """Take the messages that have come."""
         while self._messages:
             message, is_new = self._messages.popleft()
@@ -262,7 +262,7 @@ class StreamExchange(Exchange):
                 rebuilt = await self._rebuild(begun)
             for piece in pieces:
                 if rebuilt is not None:
-                    rebuilt.take(piece)
+                    rebuilt.add(piece)
             # The streams of others come between.
             await asyncio.sleep(0)
         return rebuilt

@@ -110,11 +110,11 @@ class _Events:
         """A piece of any kind."""
         self._finish_reason = piece.finish_reason or self._finish_reason
         self._stop_string = piece.stop_string or self._stop_string
-        return b"".join([self._step(step) for step in self._blocks.take(piece.said)])
+        return b"".join([self._step(step) for step in self._blocks.add(piece.said)])
 
     def close(self) -> bytes:
         """The events that end the last block."""
-        return b"".join([self._step(step) for step in self._blocks.end()])
+        return b"".join([self._step(step) for step in self._blocks.close()])
 
     def content(self) -> list[dict[str, Any]]:
         """All blocks, whole."""

@@ -358,7 +358,7 @@ class MockEngine:
         request.generated += steps
         reason = request.finish_reason(tokens[-1] if tokens else -1)
         if reason is not None:
-            self._pool.end(request)
+            self._pool.finish(request)
         return Output(
             request.id,
             request.index,

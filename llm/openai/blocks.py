@@ -71,7 +71,7 @@ class Blocks:
         """Whether a block of text is open: more content only adds to it."""
         return self._open is not None and self._open.kind == "text"
 
-    def take(self, delta: Delta) -> Iterator[Step]:
+    def add(self, delta: Delta) -> Iterator[Step]:
         """What a delta comes to.
 
         Raises:
@@ -95,7 +95,7 @@ class Blocks:
             if call.arguments:
                 yield from self._add("call", call.arguments)
 
-    def end(self) -> Iterator[Step]:
+    def close(self) -> Iterator[Step]:
         """There is no more. An output that says nothing is an empty text."""
         if not self.all:
             yield from self._begin("text")

@@ -46,7 +46,7 @@ class MergedAnswer:
         self._usage: Any = None
         self._whole: dict[str, Any] | None = None
 
-    def take(self, item: bytes) -> None:
+    def add(self, item: bytes) -> None:
         """Take the next item.
 
         Raises:
@@ -56,7 +56,7 @@ class MergedAnswer:
             chunk: Any = msgspec.json.decode(item)
             if not isinstance(chunk, dict):
                 raise TypeError("it is no object")
-            self._take(cast("dict[str, Any]", chunk))
+            self._add_chunk(cast("dict[str, Any]", chunk))
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError, KeyError) as error:
             raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
 
@@ -69,7 +69,7 @@ class MergedAnswer:
             _drop_indices(choice.get("message", {}).get("tool_calls") or [])
         return msgspec.json.encode({**self._head, "choices": choices, "usage": self._usage})
 
-    def _take(self, chunk: dict[str, Any]) -> None:
+    def _add_chunk(self, chunk: dict[str, Any]) -> None:
         kind = chunk.get("object", "")
         if kind == _WHOLE:
             self._whole = chunk

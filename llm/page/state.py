@@ -302,7 +302,7 @@ class InstanceSurvey:
         reports: dict[InstanceName, InstanceReport] = {}
         complete = asyncio.Event()
 
-        def take(message: Message) -> None:
+        def collect(message: Message) -> None:
             row = InstanceReport.read(message.data)
             if row is not None:
                 reports[InstanceName(row.namespace, row.component, row.instance_id)] = row
@@ -312,7 +312,7 @@ class InstanceSurvey:
         if not wanted:
             return reports
         inbox = f"{bus.replies.base}.{random_id()}"
-        subscription = bus.data.subscribe(inbox, take)
+        subscription = bus.data.subscribe(inbox, collect)
         try:
             for namespace, component in {name[:2] for name in wanted}:
                 bus.data.publish(f"$SRV.STATS.{namespace}_{component}", b"", reply=inbox)

@@ -60,7 +60,7 @@ class OutputParser(Protocol):
         """Take the next piece; returns what is certain by now, which may be nothing."""
         ...
 
-    def end(self) -> Delta:
+    def finish(self) -> Delta:
         """The rest, at the end of the output. A call that is cut off before its arguments begin is
         content; one that is cut off later stays as far as it came."""
         ...
@@ -124,13 +124,13 @@ class DeltaBuilder:
         """Add to the arguments of the call that was begun last."""
         self._arguments.append(text)
 
-    def end(self) -> None:
+    def finish_calls(self) -> None:
         """No call comes any more."""
         if not self._follows_call:
             self._content += self._space
         self._space.clear()
 
-    def take(self) -> Delta:
+    def pop(self) -> Delta:
         """All that was added since it was last taken."""
         self._close_piece()
         if not (self._content or self._reasoning or self._calls):

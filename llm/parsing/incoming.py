@@ -65,33 +65,33 @@ class IncomingText:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def take(self, count: int) -> str:
+    def read(self, count: int) -> str:
         """The next characters, of those that are there."""
-        return self._take_to(self._at + count)
+        return self._read_to(self._at + count)
 
-    def take_all(self) -> str:
+    def read_all(self) -> str:
         """All that is there."""
-        return self._take_to(len(self._text))
+        return self._read_to(len(self._text))
 
-    def take_match(self, pattern: re.Pattern[str]) -> str:
+    def read_match(self, pattern: re.Pattern[str]) -> str:
         """What a pattern matches of what is there, which may be nothing."""
         match = pattern.match(self._text, self._at)
-        return self._take_to(match.end()) if match else ""
+        return self._read_to(match.end()) if match else ""
 
-    def take_by(self, find_end: Callable[[str, int], int], limit: int | None = None) -> str:
+    def read_by(self, find_end: Callable[[str, int], int], limit: int | None = None) -> str:
         """What comes before the place that a function finds, given the text and where to begin.
 
         Args:
             limit: characters that it may be given at most.
         """
         if limit is None:
-            return self._take_to(find_end(self._text, self._at))
-        return self.take(find_end(self._text[self._at : self._at + limit], 0))
+            return self._read_to(find_end(self._text, self._at))
+        return self.read(find_end(self._text[self._at : self._at + limit], 0))
 
-    def take_to_marker(self, markers: Markers) -> tuple[str, str]:
+    def read_to_marker(self, markers: Markers) -> tuple[str, str]:
         """The text that is certain to come before the first marker, and the marker if it is there;
         the marker is not taken."""
-        return self._take_to_marker(markers, len(self._text))
+        return self._read_to_marker(markers, len(self._text))
 
     def peek(self) -> Reading[str]:
         """The next character, which is not taken; empty at the end."""
@@ -111,12 +111,12 @@ class IncomingText:
     def skip_space(self) -> Reading[str]:
         """Take white space; returns what comes after it, as `peek` does."""
         while True:
-            self.take_match(_SPACE)
+            self.read_match(_SPACE)
             character = yield from self.peek()
             if not character.isspace():
                 return character
 
-    def take_run(self, pattern: re.Pattern[str], limit: int) -> Reading[str]:
+    def read_run(self, pattern: re.Pattern[str], limit: int) -> Reading[str]:
         """Take characters for as long as a pattern matches them: at most one more than the limit.
 
         Args:
@@ -126,19 +126,19 @@ class IncomingText:
         length = 0
         while True:
             match = pattern.match(self._text, self._at, self._at + limit + 1 - length)
-            piece = self._take_to(match.end()) if match else ""
+            piece = self._read_to(match.end()) if match else ""
             pieces.append(piece)
             length += len(piece)
             if self._at < len(self._text) or self.has_ended or length > limit:
                 return "".join(pieces)
             yield
 
-    def take_until(self, markers: Markers, limit: int) -> Reading[str]:
+    def read_until(self, markers: Markers, limit: int) -> Reading[str]:
         """Take what comes before the first marker: at most one character more than the limit."""
         pieces: list[str] = []
         length = 0
         while True:
-            piece, marker = self._take_to_marker(markers, self._at + limit + 1 - length)
+            piece, marker = self._read_to_marker(markers, self._at + limit + 1 - length)
             pieces.append(piece)
             length += len(piece)
             if marker or self.has_ended or length > limit:
@@ -159,14 +159,14 @@ class IncomingText:
         """Keep no more of what is taken."""
         self._kept = None
 
-    def _take_to_marker(self, markers: Markers, end: int) -> tuple[str, str]:
+    def _read_to_marker(self, markers: Markers, end: int) -> tuple[str, str]:
         match = markers.find(self._text, self._at, end)
         if match is not None and match.start() <= end:
-            return self._take_to(match.start()), match.group()
+            return self._read_to(match.start()), match.group()
         held = 0 if self.has_ended else markers.begun(self._text, self._at)
-        return self._take_to(min(end, len(self._text) - held)), ""
+        return self._read_to(min(end, len(self._text) - held)), ""
 
-    def _take_to(self, end: int) -> str:
+    def _read_to(self, end: int) -> str:
         taken = self._text[self._at : end]
         self._at += len(taken)
         if self._kept is not None and taken:

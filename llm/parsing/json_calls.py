@@ -41,7 +41,7 @@ def read_call(
 def read_calls(text: IncomingText, out: DeltaBuilder) -> Reading[bool]:
     """Read an array of such calls, at whose bracket `text` is; see `read_call`."""
     before = out.calls
-    text.take(1)
+    text.read(1)
     sign = yield from text.skip_space()
     while sign != "]":
         if sign != "{" or not (yield from read_call(text, out)):
@@ -49,11 +49,11 @@ def read_calls(text: IncomingText, out: DeltaBuilder) -> Reading[bool]:
         text.keep()
         sign = yield from text.skip_space()
         if sign == ",":
-            text.take(1)
+            text.read(1)
             sign = yield from text.skip_space()
     if out.calls == before:
         return False
-    text.take(1)
+    text.read(1)
     return True
 
 
@@ -77,13 +77,13 @@ class _CallReader:
 
     def read(self) -> Reading[bool]:
         text = self._text
-        sign = text.take(1)
+        sign = text.read(1)
         while sign != "}":
             yield from text.skip_space()
             key = yield from read_json_string(text, MAX_NAME)
             if key is None or (yield from text.skip_space()) != ":":
                 return False
-            text.take(1)
+            text.read(1)
             yield from text.skip_space()
             if not (yield from self._read_member(key, is_first=sign == "{")):
                 return False
@@ -92,14 +92,14 @@ class _CallReader:
                 text.keep()
             sign = yield from text.skip_space()
             if sign == ",":
-                text.take(1)
+                text.read(1)
                 if (yield from text.skip_space()) == "}":
                     sign = "}"
             elif sign != "}":
                 return False
         if not self._name:
             return False
-        text.take(1)
+        text.read(1)
         if not self._has_arguments:
             self._begin()
             self._out.add_arguments("{}")

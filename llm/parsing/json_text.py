@@ -126,7 +126,7 @@ def read_json(
     value = JsonText()
     left = limit
     while True:
-        piece = text.take_by(value.find_end, left)
+        piece = text.read_by(value.find_end, left)
         if piece:
             take(piece)
         if value.is_whole:

@@ -28,11 +28,11 @@ def read_llama_calls(text: IncomingText, out: DeltaBuilder, offered: Functions) 
     else:
         out.say(text.give_back())
     while True:
-        piece, tag = text.take_to_marker(_TAGS)
+        piece, tag = text.read_to_marker(_TAGS)
         out.say(piece)
         if tag:
             text.keep()
-            text.take(len(TAG))
+            text.read(len(TAG))
             sign = yield from text.skip_space()
             if sign == "{":
                 yield from _read_objects(text, out, None)
@@ -55,6 +55,6 @@ def _read_objects(
         text.keep()
         sign = yield from text.skip_space()
         if sign in (";", ","):
-            text.take(1)
+            text.read(1)
             sign = yield from text.skip_space()
     out.say(text.give_back())

@@ -22,11 +22,11 @@ def read_mistral_calls(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
     """Read a text with calls such as `[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]` or
     `[TOOL_CALLS]f[ARGS]{"x": 1}`."""
     while True:
-        piece, marker = text.take_to_marker(_MARKERS)
+        piece, marker = text.read_to_marker(_MARKERS)
         out.say(piece)
         if marker:
             text.keep()
-            text.take(len(TOOL_CALLS))
+            text.read(len(TOOL_CALLS))
             sign = yield from text.skip_space()
             if sign == "[":
                 is_whole = yield from read_calls(text, out)
@@ -45,14 +45,14 @@ def read_mistral_calls(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
 
 
 def _read_named(text: IncomingText, out: DeltaBuilder) -> Reading[bool]:
-    name = (yield from text.take_until(_NAME_ENDS, MAX_NAME)).strip()
+    name = (yield from text.read_until(_NAME_ENDS, MAX_NAME)).strip()
     if not name or any(map(str.isspace, name)):
         return False
     if (yield from text.begins_with(CALL_ID)):
         # Those of an output are made by its reader.
-        yield from text.take_until(_ID_END, MAX_NAME)
+        yield from text.read_until(_ID_END, MAX_NAME)
     if (yield from text.begins_with(ARGS)):
-        text.take(len(ARGS))
+        text.read(len(ARGS))
     if (yield from text.skip_space()) != "{":
         return False
     text.let_go()

@@ -198,7 +198,7 @@ def thinking_of(reasoning_parser: str) -> Thinking | None:
 def _read_content(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
     """Read a text that has nothing to look for any more."""
     while True:
-        out.say(text.take_all())
+        out.say(text.read_all())
         if text.has_ended:
             return
         yield
@@ -275,15 +275,15 @@ class _TextParser:
             return NOTHING
         self._text.feed(text)
         next(self._reading, None)
-        return self._out.take()
+        return self._out.pop()
 
-    def end(self) -> Delta:
+    def finish(self) -> Delta:
         if self._text.has_ended:
             return NOTHING
         self._text.has_ended = True
         next(self._reading, None)
-        self._out.end()
-        return self._out.take()
+        self._out.finish_calls()
+        return self._out.pop()
 
 
 def _read_all(

@@ -61,23 +61,23 @@ def read_python(text: IncomingText, take: Callable[[str], None]) -> Reading[bool
                 return False
             wants = "next" if takes_value else "colon"
         elif sign in _CLOSERS and takes_value and len(closers) < MAX_DEPTH:
-            take(comma + _AS_JSON[text.take(1)])
+            take(comma + _AS_JSON[text.read(1)])
             closers.append(_CLOSERS[sign])
             wants = "key" if sign == "{" else "item"
         elif closers and sign == closers[-1] and wants in ("item", "key", "next"):
             # Python takes a comma before it, and JSON does not.
-            take(_AS_JSON[text.take(1)])
+            take(_AS_JSON[text.read(1)])
             closers.pop()
             wants = "next"
         elif sign == ":" and wants == "colon":
-            text.take(1)
+            text.read(1)
             take(": ")
             wants = "value"
         elif sign == "," and wants == "next":
-            text.take(1)
+            text.read(1)
             wants = "key" if closers[-1] == "}" else "item"
         elif takes_value:
-            word = yield from text.take_run(_WORD, MAX_WORD)
+            word = yield from text.read_run(_WORD, MAX_WORD)
             literal = _word_as_json(word)
             if literal is None:
                 take(comma + word)
@@ -109,36 +109,36 @@ def _word_as_json(word: str) -> str | None:
 
 
 def _read_string(text: IncomingText, take: Callable[[str], None]) -> Reading[bool]:
-    quote = text.take(1)
+    quote = text.read(1)
     plain = _PLAIN[quote]
     if (yield from text.begins_with(2 * quote)):
-        text.take(2)
+        text.read(2)
         quote *= 3
     take('"')
     while True:
-        take(as_json(text.take_match(plain))[1:-1])
+        take(as_json(text.read_match(plain))[1:-1])
         sign = yield from text.peek()
         if not sign:
             return False
         if sign == "\\":
-            text.take(1)
+            text.read(1)
             take((yield from _read_escape(text)))
         elif sign == quote[0]:
             if (yield from text.begins_with(quote)):
-                text.take(len(quote))
+                text.read(len(quote))
                 take('"')
                 return True
-            take(as_json(text.take(1))[1:-1])
+            take(as_json(text.read(1))[1:-1])
 
 
 def _read_escape(text: IncomingText) -> Reading[str]:
     """The JSON of the character after a backslash, within a string."""
     sign = yield from text.peek()
     if sign in _ESCAPES:
-        text.take(1)
+        text.read(1)
         return as_json(_ESCAPES[sign])[1:-1]
     if sign in _HEX_DIGITS:
-        text.take(1)
+        text.read(1)
         digits = yield from _read_digits(text, "0123456789abcdefABCDEF", _HEX_DIGITS[sign])
         code = int(digits, 16) if len(digits) == _HEX_DIGITS[sign] else None
         return _code_as_json(code) if code is not None else as_json(f"\\{sign}{digits}")[1:-1]
@@ -152,7 +152,7 @@ def _read_digits(text: IncomingText, known: str, count: int) -> Reading[str]:
         sign = yield from text.peek()
         if not sign or sign not in known:
             break
-        digits += text.take(1)
+        digits += text.read(1)
     return digits
 
 

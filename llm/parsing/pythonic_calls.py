@@ -30,7 +30,7 @@ def read_pythonic_calls(text: IncomingText, out: DeltaBuilder, offered: Function
     is_marked = False
     for start in STARTS:
         if (yield from text.begins_with(start)):
-            text.take(len(start))
+            text.read(len(start))
             is_marked = True
     if (yield from text.skip_space()) == "[":
         is_whole = yield from _read_list(text, out, None if is_marked else offered)
@@ -38,7 +38,7 @@ def read_pythonic_calls(text: IncomingText, out: DeltaBuilder, offered: Function
             text.keep()
             yield from text.skip_space()
             if (yield from text.begins_with(END)):
-                text.take(len(END))
+                text.read(len(END))
                 text.let_go()
     out.say(text.give_back())
 
@@ -46,10 +46,10 @@ def read_pythonic_calls(text: IncomingText, out: DeltaBuilder, offered: Function
 def _read_list(text: IncomingText, out: DeltaBuilder, offered: Functions | None) -> Reading[bool]:
     sign = "["
     while sign != "]":
-        text.take(1)
+        text.read(1)
         if (yield from text.skip_space()) == "]" and sign == ",":
             break
-        name = yield from text.take_run(_NAME, MAX_NAME)
+        name = yield from text.read_run(_NAME, MAX_NAME)
         if not name or (offered is not None and name not in offered):
             return False
         if (yield from text.skip_space()) != "(":
@@ -60,21 +60,21 @@ def _read_list(text: IncomingText, out: DeltaBuilder, offered: Functions | None)
         sign = yield from text.skip_space()
         if sign not in (",", "]"):
             return False
-    text.take(1)
+    text.read(1)
     text.let_go()
     return True
 
 
 def _read_arguments(text: IncomingText, out: DeltaBuilder, function: str) -> Reading[bool]:
     before = ""
-    sign = text.take(1)
+    sign = text.read(1)
     while sign != ")":
         if (yield from text.skip_space()) == ")":
             break
-        name = yield from text.take_run(_NAME, MAX_NAME)
+        name = yield from text.read_run(_NAME, MAX_NAME)
         if not name or (yield from text.skip_space()) != "=":
             return False
-        text.take(1)
+        text.read(1)
         text.let_go()
         if not before:
             out.begin_call(function)
@@ -85,10 +85,10 @@ def _read_arguments(text: IncomingText, out: DeltaBuilder, function: str) -> Rea
         text.keep()
         sign = yield from text.skip_space()
         if sign == ",":
-            text.take(1)
+            text.read(1)
         elif sign != ")":
             return False
-    text.take(1)
+    text.read(1)
     if not before:
         out.begin_call(function)
     out.add_arguments("}" if before else "{}")

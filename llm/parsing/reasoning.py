@@ -45,7 +45,7 @@ def read_reasoning(
     text.keep()
     sign = yield from text.skip_space()
     if (yield from text.begins_with(thinking.start)):
-        text.take(len(thinking.start))
+        text.read(len(thinking.start))
     elif not has_begun or (sign and sign == form_sign):
         out.say(text.give_back())
         return
@@ -55,7 +55,7 @@ def read_reasoning(
     markers = Markers(thinking.end, call) if call_marker else Markers(thinking.end)
     space: list[str] = []
     while True:
-        piece, marker = text.take_to_marker(markers)
+        piece, marker = text.read_to_marker(markers)
         solid = piece.rstrip()
         if solid:
             out.reason("".join(space))
@@ -66,5 +66,5 @@ def read_reasoning(
             break
         yield
     if marker == thinking.end:
-        text.take(len(marker))
+        text.read(len(marker))
     yield from text.skip_space()

@@ -47,7 +47,7 @@ def read_tagged_calls(
         open_tags: with which a call begins.
     """
     while True:
-        piece, tag = text.take_to_marker(open_tags)
+        piece, tag = text.read_to_marker(open_tags)
         out.say(piece)
         if tag:
             yield from _read_call(text, out, functions, tag)
@@ -62,7 +62,7 @@ def _read_call(
 ) -> Reading[None]:
     text.keep()
     if tag == OPEN:
-        text.take(len(OPEN))
+        text.read(len(OPEN))
     while True:
         sign = yield from text.skip_space()
         if sign == "{":
@@ -76,7 +76,7 @@ def _read_call(
         if (yield from text.skip_space()) not in ("{", "<"):
             break
         if (yield from text.begins_with(CLOSE)):
-            text.take(len(CLOSE))
+            text.read(len(CLOSE))
             text.let_go()
             return
         if not (yield from text.begins_with(_FUNCTION)) and (yield from text.peek()) == "<":
@@ -87,7 +87,7 @@ def _read_call(
 def _read_function(text: IncomingText, out: DeltaBuilder, functions: Functions) -> Reading[bool]:
     if not (yield from text.begins_with(_FUNCTION)):
         return False
-    text.take(len(_FUNCTION))
+    text.read(len(_FUNCTION))
     name = yield from _read_name(text)
     if not name:
         return False
@@ -97,7 +97,7 @@ def _read_function(text: IncomingText, out: DeltaBuilder, functions: Functions) 
             text.keep()
         yield from text.skip_space()
         if (yield from text.begins_with(_PARAMETER)):
-            text.take(len(_PARAMETER))
+            text.read(len(_PARAMETER))
             parameter = yield from _read_name(text)
             if not parameter:
                 return False
@@ -110,7 +110,7 @@ def _read_function(text: IncomingText, out: DeltaBuilder, functions: Functions) 
             continue
         is_ended = yield from text.begins_with(_FUNCTION_END)
         if is_ended:
-            text.take(len(_FUNCTION_END))
+            text.read(len(_FUNCTION_END))
         elif not (yield from text.begins_with(CLOSE)):
             return False
         if not before:
@@ -121,10 +121,10 @@ def _read_function(text: IncomingText, out: DeltaBuilder, functions: Functions) 
 
 def _read_name(text: IncomingText) -> Reading[str]:
     """The name at whose beginning `text` is, in a tag; empty where there is none."""
-    name = yield from text.take_until(_NAME_END, MAX_NAME)
+    name = yield from text.read_until(_NAME_END, MAX_NAME)
     if (yield from text.peek()) != ">":
         return ""
-    text.take(1)
+    text.read(1)
     return name.strip()
 
 
@@ -135,10 +135,10 @@ def _read_value(text: IncomingText, out: DeltaBuilder, types: frozenset[str]) ->
     if streams:
         out.add_arguments('"')
     if (yield from text.peek()) == "\n":
-        text.take(1)
+        text.read(1)
     held = ""
     while True:
-        piece, tag = text.take_to_marker(_VALUE_ENDS)
+        piece, tag = text.read_to_marker(_VALUE_ENDS)
         piece = held + piece
         held = "\n" if piece.endswith("\n") else ""
         piece = piece.removesuffix("\n")
@@ -150,7 +150,7 @@ def _read_value(text: IncomingText, out: DeltaBuilder, types: frozenset[str]) ->
             break
         yield
     if tag == _PARAMETER_END:
-        text.take(len(_PARAMETER_END))
+        text.read(len(_PARAMETER_END))
     if not streams:
         out.add_arguments(value_as_json("".join(pieces), types))
     elif tag:

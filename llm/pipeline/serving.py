@@ -111,7 +111,7 @@ class Taker(Protocol):
     """The receiver of what engines make. Its methods are called on the event loop and return at
     once."""
 
-    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+    def receive(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         """Take what has arrived of one stream."""
         ...
 
@@ -202,7 +202,7 @@ class Completion(ABC):
         """Open a stream for each of its prompts."""
 
     @abstractmethod
-    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+    def receive(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         """Take what has arrived of one of its streams."""
 
     def resume(self) -> None:
@@ -303,7 +303,7 @@ class TokenCompletion(Completion):
             await self.open(relay, call, number)
         self._requests, self._came = (), {}
 
-    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+    def receive(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:
             return
         transcript = self._transcript
@@ -315,7 +315,7 @@ class TokenCompletion(Completion):
                 item = _decode(data)
                 if item.finish_reason == "cancelled":
                     raise Cancelled("the engine cancelled the request")
-                transcript.take(part, item, chunks)
+                transcript.add(part, item, chunks)
             if arrival.ended and error is None:
                 transcript.end_prompt(part, chunks)
         except msgspec.MsgspecError as misfit:
@@ -338,7 +338,7 @@ class TokenCompletion(Completion):
             self.end(error)
 
     def _finish(self, chunks: list[bytes]) -> None:
-        end = self._transcript.end()
+        end = self._transcript.finish()
         if end:
             chunks.append(end)
         self._write(chunks)
@@ -393,7 +393,7 @@ class TextCompletion(Completion):
         call = client.generate(self._request, routed_as=self._routed_as).raw()
         await self.open(relay, call, 0)
 
-    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+    def receive(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:
             return
         if arrival.items:
@@ -404,7 +404,7 @@ class TextCompletion(Completion):
                 self._write([translate(item) for item in arrival.items])
             else:
                 for item in arrival.items:
-                    self._merged.take(item)
+                    self._merged.add(item)
         except DynbusError as error:
             self.end(error)
             return
@@ -464,7 +464,7 @@ def deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
     for arrival in arrivals:
         part = arrival.stream.key
         try:
-            part.taker.take(part.number, arrival, now)
+            part.taker.receive(part.number, arrival, now)
         except Exception as error:
             # The other arrivals are of others, whatever an engine has sent here.
             logger.exception("what an engine sent cannot be read")

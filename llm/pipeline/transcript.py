@@ -118,7 +118,7 @@ class Transcript:
         own = self._outputs[prompt * self._n : (prompt + 1) * self._n]
         return all(output.finished for output in own)
 
-    def take(self, prompt: int, item: Generated, chunks: list[bytes]) -> None:
+    def add(self, prompt: int, item: Generated, chunks: list[bytes]) -> None:
         """Take what an engine made for a prompt, and append the chunks that it comes to.
 
         Raises:
@@ -137,7 +137,7 @@ class Transcript:
         output.tokens += count
         if item.sampler_restarted:
             self._restarted = True
-        chunk = output.take(item, self.usage if self._tells_usage else None)
+        chunk = output.add(item, self.usage if self._tells_usage else None)
         if output.finished:
             self.open_outputs -= 1
         if chunk is not None:
@@ -153,9 +153,9 @@ class Transcript:
                     "length" if limit is not None and output.tokens >= limit else "stop"
                 )
                 end = Generated([], index=index, finish_reason=reason)
-                self.take(prompt, end, chunks)
+                self.add(prompt, end, chunks)
 
-    def end(self) -> bytes:
+    def finish(self) -> bytes:
         """What comes after the last piece of a stream, or the whole answer."""
         if self._rules.streams:
             return self.format.end(self.usage)
@@ -215,7 +215,7 @@ class _Output:
         self.finished = ""
         self.tokens = 0
 
-    def take(self, item: Generated, usage: Usage | None) -> bytes | None:
+    def add(self, item: Generated, usage: Usage | None) -> bytes | None:
         """Take an item; the chunk that it comes to, or None."""
         ids = item.token_ids
         if self._is_plain and item.finish_reason is None and self._format is not None:
@@ -270,7 +270,7 @@ class _Output:
     def _with_end(self, parser: OutputParser, delta: Delta) -> Delta:
         """What a piece says, and whether it is the last."""
         if self.finished:
-            delta = joined((delta, parser.end()))
+            delta = joined((delta, parser.finish()))
         if self._rules.reading.one_call and any(call.index for call in delta.tool_calls):
             # The next call has begun, which nobody wants.
             first = tuple(call for call in delta.tool_calls if not call.index)

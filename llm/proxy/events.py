@@ -46,7 +46,7 @@ class EventReader:
             raise ValueError(f"an event of the stream has more than {MAX_EVENT} bytes")
         return events
 
-    def end(self) -> list[bytes]:
+    def finish(self) -> list[bytes]:
         """The data of an event that the stream's end has left without an empty line."""
         data = _data_of(bytes(self._rest))
         self._rest.clear()

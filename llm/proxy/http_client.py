@@ -122,7 +122,7 @@ class Answer:
         connection = self._connection
         while True:
             if connection.body:
-                yield connection.take()
+                yield connection.read_arrived()
             if connection.is_complete:
                 return
             await connection.read()
@@ -328,7 +328,7 @@ class _Connection:
             raise BrokenOff(f"the server does not answer by HTTP: {error}") from error
         return len(data)
 
-    def take(self) -> bytes:
+    def read_arrived(self) -> bytes:
         """What has come of the body since the last time."""
         body, self.body = self.body, []
         return body[0] if len(body) == 1 else b"".join(body)

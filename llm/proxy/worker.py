@@ -441,7 +441,7 @@ class _Passed:
                 may_go_on = self.push(item)
             if not may_go_on:
                 await self._reply.writable()
-        for last in events.end():
+        for last in events.finish():
             if last != _DONE:
                 self.push(last)
         # Not all servers say that they are done.

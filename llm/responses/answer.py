@@ -136,7 +136,7 @@ class _Events:
         if piece.logprobs:
             self._untold += chat_logprobs(piece.logprobs)["content"]
         events: list[bytes] = []
-        for step in self._blocks.take(piece.said):
+        for step in self._blocks.add(piece.said):
             if step.block.kind == "text" and step.what == "piece":
                 logprobs, self._untold = self._untold, []
                 self._logprobs.setdefault(step.block.place, []).extend(logprobs)
@@ -148,7 +148,7 @@ class _Events:
 
     def close(self) -> bytes:
         """The events that end the last item."""
-        return b"".join([self._step(step) for step in self._blocks.end()])
+        return b"".join([self._step(step) for step in self._blocks.close()])
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """An event with the next number."""

@@ -112,7 +112,7 @@ class _Conversation:
         # What an assistant's message has had, while items may be added to it.
         self._assistant: dict[str, Any] | None = None
 
-    def end(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, Any]]:
         """All messages, once there are no more items.
 
         System messages that begin the conversation are one, as templates want it.
@@ -172,15 +172,15 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         conversation.add("system", request.instructions)
     if isinstance(request.input, str):
         conversation.add("user", request.input)
-        return conversation.end()
+        return conversation.messages()
     if not request.input:
         raise misfit("input", "give a text, or at least one item")
     for place, item in enumerate(request.input):
-        _take(item, f"input[{place}]", conversation)
-    return conversation.end()
+        _add_item(item, f"input[{place}]", conversation)
+    return conversation.messages()
 
 
-def _take(item: Mapping[str, Any], where: str, conversation: _Conversation) -> None:
+def _add_item(item: Mapping[str, Any], where: str, conversation: _Conversation) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role = text_of(item, "role", where)

@@ -68,7 +68,7 @@ class EventNumbers:
         """Give no more ids: what follows can be read here alone."""
         self.has_stopped = True
 
-    def take(self, chunk: bytes) -> bytes:
+    def number(self, chunk: bytes) -> bytes:
         """One or more whole events, as they are told; empty for none that are."""
         if self.has_stopped:
             return chunk
@@ -100,7 +100,7 @@ class NumberedSink:
         Others may read the stream elsewhere, so it waits for no reader while that is so; a slow one
         has as much in front of it as a log may hold.
         """
-        numbered_chunks = [numbered for chunk in chunks if (numbered := self.numbers.take(chunk))]
+        numbered_chunks = [numbered for chunk in chunks if (numbered := self.numbers.number(chunk))]
         if not numbered_chunks or self.to is None:
             return True
         return self.to.write(numbered_chunks) or not self.numbers.has_stopped
@@ -132,4 +132,4 @@ class NumberedErrors:
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
         """What ends a stream that fails after its start."""
-        return self._numbers.take(self._format.error(error, self._request_id))
+        return self._numbers.number(self._format.error(error, self._request_id))

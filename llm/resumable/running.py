@@ -82,7 +82,7 @@ def take_stored(
 ) -> None:
     """Have a completion take what was stored of its answer, whatever an engine has sent."""
     try:
-        completion.take(part, arrival, now)
+        completion.receive(part, arrival, now)
     except Exception as error:
         logger.exception("what an engine sent cannot be read")
         completion.end(
@@ -209,7 +209,7 @@ class RunningStream:
 
     # What engines send --------------------------------------------------------------------------
 
-    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+    def receive(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         """Take what has arrived of one stream."""
         error = None if arrival.error is None else failure(arrival.error)
         items = list(arrival.items)

@@ -94,7 +94,7 @@ class ChatEncoder:
 
     def _work(self) -> None:
         """Encode a share of what waits. What else these threads do has its turn before the next."""
-        taken = self._take()
+        taken = self._pop_share()
         groups = _groups(taken)
         for place, (group, conversations) in enumerate(groups):
             encoded = self._encode(conversations) if place == 0 else None
@@ -106,12 +106,12 @@ class ChatEncoder:
         if taken:
             self._threads.submit(self._work)
 
-    def _take(self) -> list[_Asked]:
+    def _pop_share(self) -> list[_Asked]:
         """Take a share of what waits; with nothing, this thread works no longer."""
         taken: list[_Asked] = []
         with self._lock:
             most = min(MOST_TOGETHER, -(-len(self._waiting) // self._workers))
-            while len(taken) < max(1, most) and (next_one := self._waiting.take()) is not None:
+            while len(taken) < max(1, most) and (next_one := self._waiting.pop()) is not None:
                 _, asked = next_one
                 if not asked.future.cancelled():
                     taken.append(asked)

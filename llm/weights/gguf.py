@@ -257,7 +257,7 @@ class _Reader:
     def _cut(self, what: str) -> NoReturn:
         self.fail(f"the file ends after {self._length} bytes, within {what}: it is cut or damaged")
 
-    def _take(self, count: int, what: str) -> int:
+    def _advance(self, count: int, what: str) -> int:
         """Go on by so many bytes; returns where they begin."""
         at = self._at
         if count > self._length - at:
@@ -266,12 +266,12 @@ class _Reader:
         return at
 
     def _number(self, form: struct.Struct, what: str) -> int:
-        value: int = form.unpack_from(self._content, self._take(form.size, what))[0]
+        value: int = form.unpack_from(self._content, self._advance(form.size, what))[0]
         return value
 
     def _name(self, what: str) -> str:
         length = self._number(_U64, what)
-        at = self._take(length, what)
+        at = self._advance(length, what)
         return self._text(at, length, what)
 
     def _text(self, at: int, length: int, what: str) -> str:
@@ -284,7 +284,7 @@ class _Reader:
         """How many tensors and how many keys of metadata follow."""
         if self._content[:4] != _MAGIC:
             self.fail("this is no GGUF file: it does not begin with 'GGUF'")
-        at = self._take(_HEADER.size, "the header")
+        at = self._advance(_HEADER.size, "the header")
         _, version, tensors, metadata = _HEADER.unpack_from(self._content, at)
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:
@@ -319,15 +319,15 @@ class _Reader:
         what = f"the metadata {key!r}"
         form = _SCALARS.get(type)
         if form is not None:
-            self._take(form.size, what)
+            self._advance(form.size, what)
         elif type == _STRING:
-            self._take(self._number(_U64, what), what)
+            self._advance(self._number(_U64, what), what)
         elif type == _ARRAY and nesting < _MAX_NESTING:
             element = self._number(_U32, what)
             count = self._number(_U64, what)
             form = _SCALARS.get(element)
             if form is not None:
-                self._take(count * form.size, what)
+                self._advance(count * form.size, what)
             elif element == _STRING:
                 self._skip_strings(count, what)
             elif count * 12 > self._length - self._at:
@@ -349,7 +349,7 @@ class _Reader:
                 self._cut(what)
             at += 8 + unpack(content, at)[0]
         self._at = at
-        self._take(0, what)
+        self._advance(0, what)
 
     def value(self, type: int, at: int, key: str) -> object:
         """The value of this type at this place, which `metadata` has checked."""

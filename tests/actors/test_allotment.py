@@ -27,7 +27,7 @@ def gpus(count: int | None, *, shared: bool = False) -> Resources:
 
 
 def test_each_instance_has_gpus_of_its_own() -> None:
-    places = Allotment(FOUR).take_all(
+    places = Allotment(FOUR).allot_all(
         [Wanted("m.A/1", gpus(2)), Wanted("m.A/2", gpus(1)), Wanted("m.B/1", gpus(1))]
     )
 
@@ -35,7 +35,7 @@ def test_each_instance_has_gpus_of_its_own() -> None:
 
 
 def test_who_declares_nothing_keeps_what_the_run_has() -> None:
-    places = Allotment(FOUR).take_all([Wanted("m.A/1", Resources()), Wanted("m.B/1", gpus(4))])
+    places = Allotment(FOUR).allot_all([Wanted("m.A/1", Resources()), Wanted("m.B/1", gpus(4))])
 
     assert places["m.A/1"] == Place()
     assert placement(FOUR, places["m.A/1"], 0, {}).environment == {"DYNBUS_WORKER_INDEX": "0"}
@@ -43,7 +43,7 @@ def test_who_declares_nothing_keeps_what_the_run_has() -> None:
 
 
 def test_who_declares_no_gpu_sees_none() -> None:
-    place = Allotment(FOUR).take(Wanted("m.A/1", gpus(0)))
+    place = Allotment(FOUR).allot(Wanted("m.A/1", gpus(0)))
 
     assert placement(FOUR, place, 0, {}).environment["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -52,21 +52,21 @@ def test_too_few_gpus_are_refused_with_who_has_them() -> None:
     allotment = Allotment(FOUR)
 
     with pytest.raises(NoRoom) as refused:
-        allotment.take_all([Wanted("m.A/1", gpus(3)), Wanted("m.B/1", gpus(2))])
+        allotment.allot_all([Wanted("m.A/1", gpus(3)), Wanted("m.B/1", gpus(2))])
 
     assert str(refused.value) == (
         "m.B/1 needs 2 GPUs: there are 4 (0, 1, 2, 3), by CUDA_VISIBLE_DEVICES; m.A/1 has "
         "0, 1, 2; left is 1 (3). Lower resources.gpu or workers, or set resources.gpu_shared for "
         "instances that may share GPUs"
     )
-    assert allotment.take(Wanted("m.B/1", gpus(4))).gpus == FOUR.gpus  # nobody has kept any
+    assert allotment.allot(Wanted("m.B/1", gpus(4))).gpus == FOUR.gpus  # nobody has kept any
 
 
 def test_a_machine_without_gpus_is_refused_with_the_reason() -> None:
     none = Machine(gpu_source="nvidia-smi is not on the path")
 
     with pytest.raises(NoRoom) as refused:
-        Allotment(none).take_all([Wanted("m.A/1", gpus(1))])
+        Allotment(none).allot_all([Wanted("m.A/1", gpus(1))])
 
     assert str(refused.value) == (
         "m.A/1 needs 1 GPU, and there is none: nvidia-smi is not on the path; set resources.gpu "
@@ -78,13 +78,13 @@ def test_a_refusal_of_many_instances_stays_short() -> None:
     machine = Machine(gpus=[str(number) for number in range(64)])
 
     with pytest.raises(NoRoom, match=r"56 more instances have others; none left") as refused:
-        Allotment(machine).take_all(Wanted(f"m.A/{n}", gpus(1)) for n in range(65))
+        Allotment(machine).allot_all(Wanted(f"m.A/{n}", gpus(1)) for n in range(65))
 
     assert len(str(refused.value)) < 800
 
 
 def test_those_that_share_use_what_the_others_leave_and_spread_over_it() -> None:
-    places = Allotment(FOUR).take_all(
+    places = Allotment(FOUR).allot_all(
         [Wanted(f"m.Small/{n}", gpus(1, shared=True)) for n in range(4)]
         + [Wanted("m.Large/1", gpus(2))]
     )
@@ -95,24 +95,24 @@ def test_those_that_share_use_what_the_others_leave_and_spread_over_it() -> None
 
 def test_a_gpu_that_is_shared_goes_to_nobody_alone() -> None:
     allotment = Allotment(FOUR)
-    allotment.take_all([Wanted(f"m.Small/{n}", gpus(1, shared=True)) for n in range(3)])
+    allotment.allot_all([Wanted(f"m.Small/{n}", gpus(1, shared=True)) for n in range(3)])
 
     with pytest.raises(NoRoom, match=r"left is 1 \(3\)"):
-        allotment.take(Wanted("m.Large/1", gpus(2)))
+        allotment.allot(Wanted("m.Large/1", gpus(2)))
 
 
 def test_a_gpu_is_free_again_when_its_instance_is_gone() -> None:
     allotment = Allotment(FOUR)
-    allotment.take_all([Wanted("m.A/1", gpus(4))])
+    allotment.allot_all([Wanted("m.A/1", gpus(4))])
 
     allotment.free("m.A/1")
     allotment.free("m.A/1")
 
-    assert allotment.take(Wanted("m.A/2", gpus(4))).gpus == FOUR.gpus
+    assert allotment.allot(Wanted("m.A/2", gpus(4))).gpus == FOUR.gpus
 
 
 def test_whole_cores_are_pinned_where_there_are_enough() -> None:
-    places = Allotment(FOUR).take_all(
+    places = Allotment(FOUR).allot_all(
         [Wanted("m.A/1", Resources(cpu=2.0)), Wanted("m.B/1", Resources(cpu=1.0))]
     )
 
@@ -120,14 +120,14 @@ def test_whole_cores_are_pinned_where_there_are_enough() -> None:
 
 
 def test_parts_of_cores_only_limit_threads() -> None:
-    place = Allotment(FOUR).take(Wanted("m.A/1", Resources(cpu=2.5)))
+    place = Allotment(FOUR).allot(Wanted("m.A/1", Resources(cpu=2.5)))
 
     assert (place.cores, place.threads) == (None, 3)
 
 
 def test_nobody_is_pinned_where_there_are_too_few_cores() -> None:
     needs = Resources(cpu=3.0)
-    places = Allotment(FOUR).take_all([Wanted("m.A/1", needs), Wanted("m.A/2", needs)])
+    places = Allotment(FOUR).allot_all([Wanted("m.A/1", needs), Wanted("m.A/2", needs)])
 
     assert [(place.cores, place.threads) for place in places.values()] == [(None, 3), (None, 3)]
     assert warnings_of(FOUR, [("m.A", needs, 2)], places) == [
@@ -138,7 +138,7 @@ def test_nobody_is_pinned_where_there_are_too_few_cores() -> None:
 def test_more_cores_than_there_are_get_all_of_them_and_a_warning() -> None:
     needs = Resources(cpu=10.0, memory=20 * 1024**3)
     machine = Machine(cores=[0, 1], memory=8 * 1024**3)
-    places = Allotment(machine).take_all([Wanted("m.A/1", needs)])
+    places = Allotment(machine).allot_all([Wanted("m.A/1", needs)])
 
     assert places["m.A/1"] == Place(cores=None, threads=2, memory=20 * 1024**3)
     assert warnings_of(machine, [("m.A", needs, 1)], places) == [
@@ -149,29 +149,29 @@ def test_more_cores_than_there_are_get_all_of_them_and_a_warning() -> None:
 
 def test_a_later_instance_is_pinned_to_cores_that_are_left() -> None:
     allotment = Allotment(FOUR)
-    allotment.take_all([Wanted("m.A/1", Resources(cpu=3.0))])
+    allotment.allot_all([Wanted("m.A/1", Resources(cpu=3.0))])
 
-    assert allotment.take(Wanted("m.B/1", Resources(cpu=2.0))).cores is None
-    assert allotment.take(Wanted("m.B/2", Resources(cpu=1.0))).cores == [3]
+    assert allotment.allot(Wanted("m.B/1", Resources(cpu=2.0))).cores is None
+    assert allotment.allot(Wanted("m.B/2", Resources(cpu=1.0))).cores == [3]
 
 
 def test_what_replaces_an_instance_has_its_cores_where_no_others_are_left() -> None:
     allotment = Allotment(FOUR)
-    former = allotment.take_all([Wanted("m.A/1", Resources(cpu=3.0))])["m.A/1"]
+    former = allotment.allot_all([Wanted("m.A/1", Resources(cpu=3.0))])["m.A/1"]
 
-    place = allotment.take(Wanted("m.A/2", Resources(cpu=3.0)), instead_of="m.A/1")
-    larger = allotment.take(Wanted("m.A/3", Resources(cpu=4.0)), instead_of="m.A/1")
+    place = allotment.allot(Wanted("m.A/2", Resources(cpu=3.0)), instead_of="m.A/1")
+    larger = allotment.allot(Wanted("m.A/3", Resources(cpu=4.0)), instead_of="m.A/1")
     allotment.free("m.A/1")
 
     assert place.cores == former.cores
     assert larger.cores is None
-    assert allotment.take(Wanted("m.B/1", Resources(cpu=2.0))).cores is None
+    assert allotment.allot(Wanted("m.B/1", Resources(cpu=2.0))).cores is None
 
 
 def test_a_system_without_limits_says_so() -> None:
     needs = Resources(cpu=1.0, memory=2**30)
     machine = Machine(cores=[0, 1], pins=False, limits_memory=False)
-    places = Allotment(machine).take_all([Wanted("m.A/1", needs)])
+    places = Allotment(machine).allot_all([Wanted("m.A/1", needs)])
 
     assert places["m.A/1"] == Place(threads=1)
     assert warnings_of(machine, [("m.A", needs, 1)], places) == [
@@ -185,7 +185,7 @@ def test_a_process_is_told_its_gpus_threads_index_and_variables() -> None:
     machine = Machine(
         gpus=["4", "5"], gpu_environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, cores=[0, 1, 2]
     )
-    place = Allotment(machine).take(Wanted("m.A/3", Resources(cpu=1.5, gpu=2)))
+    place = Allotment(machine).allot(Wanted("m.A/3", Resources(cpu=1.5, gpu=2)))
 
     placed = placement(machine, place, 2, {"CACHE": "/tmp/{index}/{x}", "OMP_NUM_THREADS": "1"})
 
@@ -204,7 +204,7 @@ def test_gpus_of_rocm_are_told_in_its_own_variable() -> None:
     machine = Machine(gpus=["0", "1"], gpu_variable="HIP_VISIBLE_DEVICES")
     allotment = Allotment(machine)
 
-    one, none = (allotment.take(Wanted(f"m.A/{n}", gpus(n))) for n in (1, 0))
+    one, none = (allotment.allot(Wanted(f"m.A/{n}", gpus(n))) for n in (1, 0))
 
     assert placement(machine, one, 0, {}).environment["HIP_VISIBLE_DEVICES"] == "0"
     assert placement(machine, none, 0, {}).environment["HIP_VISIBLE_DEVICES"] == "-1"
@@ -231,11 +231,11 @@ def test_a_run_fits_where_its_gpus_are_enough(needs: list[tuple[int, bool, float
     together = max((count for count, shared, _ in needs if shared), default=0)
 
     if alone + together <= 4:
-        places = Allotment(FOUR).take_all(wanted)
+        places = Allotment(FOUR).allot_all(wanted)
         assert [len(place.gpus or ()) for place in places.values()] == [n for n, _, _ in needs]
     else:
         with pytest.raises(NoRoom):
-            Allotment(FOUR).take_all(wanted)
+            Allotment(FOUR).allot_all(wanted)
 
 
 class Changes(RuleBasedStateMachine):
@@ -252,7 +252,7 @@ class Changes(RuleBasedStateMachine):
         self.number += 1
         wanted = Wanted(f"m.A/{self.number}", Resources(needs[2], None, needs[0], needs[1]))
         try:
-            self.there[wanted.label] = (wanted.resources, self.allotment.take(wanted))
+            self.there[wanted.label] = (wanted.resources, self.allotment.allot(wanted))
         except NoRoom:
             assert wanted.resources.gpu
 

@@ -136,7 +136,7 @@ async def test_a_child_loads_then_starts_when_told_and_ends_when_told(
         child.send(StartInstance())
         await child.has_been_ready.wait()
         states.append(child.state)
-        child.end(StopInstance())
+        child.request_end(StopInstance())
         code = await running
 
     assert states == [ChildState.LOADED, ChildState.READY]
@@ -174,7 +174,7 @@ async def test_a_word_that_was_said_before_the_process_is_there_reaches_it(
     async with ForkServer() as forks:
         running = asyncio.create_task(child.run(forks, nothing))
         await asyncio.sleep(0)  # now its process is being made
-        child.end(StopInstance())
+        child.request_end(StopInstance())
         try:
             code = await asyncio.wait_for(running, SPAWNED_WITHIN)
         finally:

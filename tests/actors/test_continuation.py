@@ -60,9 +60,9 @@ def counting(limit: int, function: Any = rest) -> Continuation:
 def test_a_replay_shows_what_is_new_and_hides_what_comes_again() -> None:
     replay = Replay(*REQUEST[:2])
 
-    first = [replay.take(numbers(1, 2)), replay.take(numbers(3))]
+    first = [replay.accept(numbers(1, 2)), replay.accept(numbers(3))]
     asked = replay.next_requests()
-    again = [replay.take(numbers(1)), replay.take(numbers(2, 3, 4)), replay.take(numbers(5))]
+    again = [replay.accept(numbers(1)), replay.accept(numbers(2, 3, 4)), replay.accept(numbers(5))]
     replay.check_end()
 
     assert first == [numbers(1, 2), numbers(3)]
@@ -74,18 +74,18 @@ def test_a_replay_shows_what_is_new_and_hides_what_comes_again() -> None:
 @pytest.mark.parametrize("other", [numbers(1, 2, 4), numbers(9), numbers(12, 3), numbers(1, 23)])
 def test_the_first_item_that_differs_ends_a_replay(other: list[bytes]) -> None:
     replay = Replay(*REQUEST[:2])
-    replay.take(numbers(1, 2, 3))
+    replay.accept(numbers(1, 2, 3))
     replay.next_requests()
 
     with pytest.raises(ResumeMismatch, match=r"of 3, item \d differs"):
-        replay.take(other)
+        replay.accept(other)
 
 
 def test_a_replay_that_ends_too_soon_does_not_fit() -> None:
     replay = Replay(*REQUEST[:2])
-    replay.take(numbers(1, 2, 3))
+    replay.accept(numbers(1, 2, 3))
     replay.next_requests()
-    replay.take(numbers(1, 2))
+    replay.accept(numbers(1, 2))
 
     with pytest.raises(ResumeMismatch, match="ended after 2 items, but 3 had been delivered"):
         replay.check_end()
@@ -93,13 +93,13 @@ def test_a_replay_that_ends_too_soon_does_not_fit() -> None:
 
 def test_a_replay_that_is_lost_again_begins_at_the_first_item_once_more() -> None:
     replay = Replay(*REQUEST[:2])
-    replay.take(numbers(1, 2, 3))
+    replay.accept(numbers(1, 2, 3))
     replay.next_requests()
-    replay.take(numbers(1, 2))
+    replay.accept(numbers(1, 2))
 
     replay.next_requests()
 
-    assert replay.take(numbers(1, 2, 3, 4)) == numbers(4)
+    assert replay.accept(numbers(1, 2, 3, 4)) == numbers(4)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, MOST_MARKS, 3 * MOST_MARKS, 5 * MOST_MARKS - 1])
@@ -107,13 +107,13 @@ def test_a_long_stream_is_compared_by_a_bounded_number_of_digests(wrong: int) ->
     count = 5 * MOST_MARKS
     items = numbers(*range(count))
     replay = Replay(*REQUEST[:2])
-    replay.take(items)
+    replay.accept(items)
     replay.next_requests()
     items[wrong] = b"other"
 
-    assert replay.take(items[:wrong]) == []
+    assert replay.accept(items[:wrong]) == []
     with pytest.raises(ResumeMismatch, match="or one of the 7 before it differs"):
-        replay.take(items[wrong : wrong + 8])
+        replay.accept(items[wrong : wrong + 8])
     assert len(replay._marks) <= MOST_MARKS  # pyright: ignore[reportPrivateUsage]
 
 
@@ -129,7 +129,7 @@ def test_the_next_request_is_made_of_the_first_one_and_all_accepted_items() -> N
 
     going = counting(5, note)
 
-    shown = [going.take(numbers(1, 2)), going.next_requests(), going.take(numbers(3))]
+    shown = [going.accept(numbers(1, 2)), going.next_requests(), going.accept(numbers(3))]
     asked = going.next_requests()
 
     assert shown == [numbers(1, 2), [NextRequest(b"3", 3)], numbers(3)]
@@ -139,7 +139,7 @@ def test_the_next_request_is_made_of_the_first_one_and_all_accepted_items() -> N
 
 def test_a_stream_of_which_nothing_is_left_ends_well() -> None:
     going = counting(2)
-    going.take(numbers(1, 2))
+    going.accept(numbers(1, 2))
 
     assert going.next_requests() == []
 
@@ -171,10 +171,10 @@ def test_items_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     item = b'"' + b"x" * 1022 + b'"'
 
     for _ in range(1020):
-        assert going.take([item]) == [item]
+        assert going.accept([item]) == [item]
     kept = going.next_requests()
     for _ in range(10):
-        assert going.take([item]) == [item]
+        assert going.accept([item]) == [item]
 
     assert len(kept) == 1
     with pytest.raises(StreamLost, match="its 1030 items are more than the 1 MiB that are kept"):
@@ -184,7 +184,7 @@ def test_items_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_empty_items_are_not_kept_without_end() -> None:
     going = counting(1 << 30)
 
-    going.take([b""] * (RESUME_BYTES // 4 + 1))
+    going.accept([b""] * (RESUME_BYTES // 4 + 1))
 
     with pytest.raises(StreamLost, match="4 MiB"):
         going.next_requests()
@@ -199,13 +199,13 @@ def test_of_several_requests_each_goes_on_with_a_part_by_what_came_of_that() -> 
         return ResumeParts([left // 2, left - left // 2]) if request > 5 else left or None
 
     going = counting(10, halves)
-    going.take(numbers(1, 2, 3))
+    going.accept(numbers(1, 2, 3))
 
     parts = going.next_requests()
     first, second = (one.part for one in parts)
     assert first is not None
     assert second is not None
-    first.take(numbers(4))
+    first.accept(numbers(4))
 
     assert [(one.data, one.request) for one in parts] == [(b"3", 3), (b"4", 4)]
     assert first.next_requests() == [NextRequest(b"2", 2)]
@@ -257,7 +257,7 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_over and self.rest)
     @rule(size=st.integers(1, 10))
     def arrive(self, size: int) -> None:
-        self.shown += self.made.take(self.rest[:size])
+        self.shown += self.made.accept(self.rest[:size])
         self.rest = self.rest[size:]
 
     @precondition(lambda self: not self.is_over)
@@ -295,13 +295,13 @@ def test_a_replay_never_shows_what_follows_other_items(
 ) -> None:
     replay = Replay(*REQUEST[:2])
     accepted = data.draw(st.integers(0, len(source)))
-    replay.take(source[:accepted])
+    replay.accept(source[:accepted])
     replay.next_requests()
     other = data.draw(SOURCE)
 
     shown: list[bytes] = []
     try:
-        shown += replay.take(other)
+        shown += replay.accept(other)
         replay.check_end()
     except ResumeMismatch:
         assert other[:accepted] != source[:accepted]

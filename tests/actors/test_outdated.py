@@ -45,7 +45,7 @@ def test_a_change_affects_the_nodes_that_have_loaded_the_file(
     both = plan(node("n.A"), node("n.B"))
     outdated = Outdated(both)
 
-    outdated.take(both, changed, LOADED)
+    outdated.add_plan(both, changed, LOADED)
 
     assert outdated.nodes == expected
     assert outdated.resized == {}
@@ -73,7 +73,7 @@ def test_a_plan_affects_the_nodes_whose_settings_it_changes(
     if "n.B" in resized:
         after = msgspec.structs.replace(after, nodes=[after.nodes[0], node("n.B", workers=2)])
 
-    outdated.take(after, [], LOADED)
+    outdated.add_plan(after, [], LOADED)
 
     assert outdated.nodes == nodes
     assert outdated.resized == resized
@@ -83,7 +83,7 @@ def test_a_node_of_which_nobody_knows_what_it_has_loaded_is_affected_by_any_chan
     both = plan(node("n.A"), node("n.B"))
     outdated = Outdated(both)
 
-    outdated.take(both, ["/a.py"], {"n.B": LOADED["n.B"]})
+    outdated.add_plan(both, ["/a.py"], {"n.B": LOADED["n.B"]})
 
     assert outdated.nodes == {"n.A": None}
 
@@ -91,7 +91,7 @@ def test_a_node_of_which_nobody_knows_what_it_has_loaded_is_affected_by_any_chan
 def test_a_node_whose_instance_is_gone_for_good_is_tried_again_at_any_change() -> None:
     outdated = Outdated(plan(node("n.A"), node("n.B")))
 
-    outdated.take(plan(node("n.A"), node("n.B")), ["/x.py"], LOADED, failed={"n.B"})
+    outdated.add_plan(plan(node("n.A"), node("n.B")), ["/x.py"], LOADED, failed={"n.B"})
 
     assert outdated.nodes == {"n.B": None}
 
@@ -99,7 +99,7 @@ def test_a_node_whose_instance_is_gone_for_good_is_tried_again_at_any_change() -
 def test_all_is_new_to_a_run_whose_first_plan_could_not_be_loaded() -> None:
     outdated = Outdated(plan())
 
-    outdated.take(plan(node("n.A", workers=2), node("n.B")), [], {})
+    outdated.add_plan(plan(node("n.A", workers=2), node("n.B")), [], {})
 
     assert outdated.nodes == {"n.A": 2, "n.B": 1}
 
@@ -107,11 +107,11 @@ def test_all_is_new_to_a_run_whose_first_plan_could_not_be_loaded() -> None:
 def test_a_number_of_instances_is_not_forgotten_until_it_is_reached() -> None:
     outdated = Outdated(plan(node("n.A")))
 
-    outdated.take(plan(node("n.A", workers=3)), [], {})
-    outdated.take(plan(node("n.A", workers=3)), [], {})
+    outdated.add_plan(plan(node("n.A", workers=3)), [], {})
+    outdated.add_plan(plan(node("n.A", workers=3)), [], {})
     before = outdated.resized
     outdated.done("n.A")
-    outdated.take(plan(node("n.A", workers=3)), [], {})
+    outdated.add_plan(plan(node("n.A", workers=3)), [], {})
 
     assert before == {"n.A": 3}
     assert (outdated.resized, outdated.nodes) == ({}, {})
@@ -137,7 +137,7 @@ def test_no_change_is_forgotten_before_its_nodes_are_replaced(steps: list[tuple[
             outdated.done(what)
             expected.discard(what)
         else:
-            outdated.take(both, untaken, LOADED)
+            outdated.add_plan(both, untaken, LOADED)
             expected |= {address for address, files in LOADED.items() if files & untaken}
             untaken.clear()
 

@@ -78,7 +78,7 @@ def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then(
         at_first = list(counts)
         await asyncio.sleep(3.0 * RENEWALS_PER_COUNT + 1.0)
         for keeper in keepers:
-            await keeper.end()
+            await keeper.withdraw()
         return at_first, counts[len(at_first) :]
 
     assert run(on_lane(story)) == ([1, 2, 3], [3, 3, 3])
@@ -101,7 +101,7 @@ def test_a_bucket_whose_store_takes_nothing_any_more_is_made_again_in_memory() -
         await asyncio.sleep(9.0)
         config = await jetstream.stream_config(INSTANCES_STREAM.name)
         last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
-        await keeper.end()
+        await keeper.withdraw()
         return states, config, last
 
     states, config, last = run(on_lane(story))
@@ -121,7 +121,7 @@ def test_an_instance_can_start_while_the_store_of_the_bucket_takes_nothing() -> 
         keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0)
         await keeper.announce()
         last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
-        await keeper.end()
+        await keeper.withdraw()
         return last
 
     last = run(on_lane(story))
@@ -152,7 +152,7 @@ def test_the_bucket_is_made_again_once_by_all_whose_leases_are_not_renewed() -> 
             made.append((await jetstream.stream_info(INSTANCES_STREAM.name)).created)
         info = await jetstream.stream_info(INSTANCES_STREAM.name)
         for keeper in keepers:
-            await keeper.end()
+            await keeper.withdraw()
         return len(set(made)), info.messages
 
     assert run(on_lane(story)) == (2, 20)
@@ -169,7 +169,7 @@ def test_a_bucket_that_is_merely_slow_to_answer_is_left_as_it_is() -> None:
         with bus.drop("$KV.>", count=2):
             await asyncio.sleep(9.0)
         after = await jetstream.stream_info(INSTANCES_STREAM.name)
-        await keeper.end()
+        await keeper.withdraw()
         return before.created, after.created
 
     before, after = run(on_lane(story))
@@ -193,7 +193,7 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
         stream.config = subjects
         await asyncio.sleep(3.0)
         revision = keeper.revision
-        await keeper.end()
+        await keeper.withdraw()
         return states, revision
 
     states, revision = run(on_lane(story))
@@ -223,7 +223,7 @@ def test_a_record_that_ran_out_and_cannot_be_renewed_is_told_and_again_ever_late
         stream.config = config
         await asyncio.sleep(5.0)
         state = keeper.state
-        await keeper.end()
+        await keeper.withdraw()
         return [at - began for at in told], state
 
     told, state = run(on_lane(story))
@@ -237,7 +237,7 @@ def test_an_end_without_a_connection_waits_for_nothing(caplog: pytest.LogCapture
         await keeper.announce()
         keeper.connection_changed(ConnectionState.DISCONNECTED)
         begun = monotonic()
-        await keeper.end()
+        await keeper.withdraw()
         return keeper.state, monotonic() - begun
 
     assert run(on_lane(story)) == (LeaseState.ENDED, 0.0)
@@ -264,7 +264,7 @@ async def cancelled_while_writing(
         await asyncio.sleep(after)
         announcing.cancel()
         await asyncio.wait([announcing])
-        await keeper.end()
+        await keeper.withdraw()
     await asyncio.sleep(1.0)
 
     assert announcing.cancelled()
@@ -287,7 +287,7 @@ def test_a_lease_that_was_never_written_is_ended_without_a_word() -> None:
         jetstream = (await MemoryBus().connect()).jetstream
         await jetstream.ensure_stream(INSTANCES_STREAM)
 
-        await LeaseKeeper(jetstream, lane, RECORD, 9.0).end()
+        await LeaseKeeper(jetstream, lane, RECORD, 9.0).withdraw()
 
         return await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
 
@@ -303,9 +303,9 @@ def test_the_record_of_another_process_outlives_our_end() -> None:
 
         with pytest.raises(ConfigError):
             await ours.announce()
-        await ours.end()
+        await ours.withdraw()
         last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
-        await theirs.end()
+        await theirs.withdraw()
         return last
 
     last = run(on_lane(story))
@@ -322,7 +322,7 @@ def test_an_end_without_a_bucket_has_nothing_to_withdraw(
         await keeper.announce()
         await jetstream.delete_stream(INSTANCES_STREAM.name)
 
-        await keeper.end()
+        await keeper.withdraw()
 
         return keeper.state
 

@@ -73,7 +73,7 @@ class StreamOverABadChannel(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 400))
     def send(self, limit: int) -> None:
-        self.forward += self.writer.take(limit)
+        self.forward += self.writer.take_frames(limit)
 
     @precondition(lambda self: self.forward)
     @rule(data=st.data())
@@ -164,7 +164,7 @@ class StreamOverABadChannel(RuleBasedStateMachine):
         if self.reader.terminal is None:
             assert self.writer.resume(self.reader.next_sequence)
         while self.writer.has_fresh:
-            self.forward += self.writer.take(150)
+            self.forward += self.writer.take_frames(150)
         self.deliver_all_in_order()
         self.consume(len(self.drained))
         self.writer.credit(self.reader.granted, self.reader.next_sequence)
@@ -202,7 +202,7 @@ def test_items_failures_and_split_results_are_not_taken_as_a_result() -> None:
     split.end(bytes(150))
 
     assert [writer.take_result(1000) for writer in (with_item, failed, split)] == [None] * 3
-    assert [len(writer.take(1000)) for writer in (with_item, failed, split)] == [2, 1, 3]
+    assert [len(writer.take_frames(1000)) for writer in (with_item, failed, split)] == [2, 1, 3]
 
 
 def test_items_of_one_turn_travel_in_one_frame() -> None:
@@ -212,7 +212,7 @@ def test_items_of_one_turn_travel_in_one_frame() -> None:
         writer.push(item)
     writer.end()
 
-    assert writer.take(1000) == [
+    assert writer.take_frames(1000) == [
         Items(7, SECRET, 1, 0, [b"a", b"b", b"c"]),
         End(7, SECRET, 1, 3, None),
     ]
@@ -225,7 +225,7 @@ def test_an_item_larger_than_a_unit_is_split_and_joined_again() -> None:
     writer.push(b"first")
     writer.push(item)
     writer.push(b"last")
-    frames = writer.take(1000)
+    frames = writer.take_frames(1000)
     receive_all(reader, frames)
 
     assert [type(frame) for frame in frames] == [Items, Part, Part, Items]
@@ -236,7 +236,7 @@ def test_a_unary_result_larger_than_a_unit_is_split_and_joined_again() -> None:
     writer, reader = make_writer(), make_reader()
 
     writer.end(bytes(150))
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
 
     assert reader.result() == bytes(150)
     assert reader.drain() == []
@@ -247,9 +247,9 @@ def test_take_keeps_to_its_limit_but_hands_out_one_unit_at_least() -> None:
     for _ in range(4):
         writer.push(bytes(50))
 
-    assert [len(writer.take(120)), len(writer.take(1))] == [1, 1]
-    assert writer.take(1000) == [Items(7, SECRET, 1, 3, [bytes(50)])]
-    assert writer.take(1000) == []
+    assert [len(writer.take_frames(120)), len(writer.take_frames(1))] == [1, 1]
+    assert writer.take_frames(1000) == [Items(7, SECRET, 1, 3, [bytes(50)])]
+    assert writer.take_frames(1000) == []
 
 
 def test_an_item_over_the_limit_is_refused_and_changes_nothing() -> None:
@@ -274,7 +274,7 @@ def test_the_item_limit_holds_also_where_it_is_smaller_than_a_unit() -> None:
     with pytest.raises(PayloadTooLarge, match="max_item_bytes = 10"):
         writer.end(bytes(limit + 1))
     writer.push(bytes(limit))
-    assert writer.take(1000) == [Items(7, SECRET, 1, 0, [bytes(limit)])]
+    assert writer.take_frames(1000) == [Items(7, SECRET, 1, 0, [bytes(limit)])]
 
     lenient.push(bytes(limit + 1))
     frame = lenient.take_items(1000)
@@ -291,7 +291,7 @@ def test_a_result_over_the_limit_is_refused_and_the_call_may_still_fail() -> Non
         writer.end(bytes(MAX_ITEM + 1))
     writer.fail(PayloadTooLarge("too large"))
 
-    [frame] = writer.take(1000)
+    [frame] = writer.take_frames(1000)
     assert isinstance(frame, Failed)
     assert frame.code == "PayloadTooLarge"
 
@@ -300,7 +300,7 @@ def test_one_item_may_exceed_the_credit_and_blocks_the_writer() -> None:
     writer, reader = make_writer(), make_reader()
 
     writer.push(bytes(WINDOW + 50))
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
     [item] = reader.drain()
     blocked = writer.blocked
     granted = reader.consume(len(item))
@@ -317,7 +317,7 @@ def test_a_reader_that_takes_nothing_grants_nothing() -> None:
 
     while not writer.blocked:
         writer.push(bytes(10))
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
 
     assert reader.granted == WINDOW
     assert writer.pushed_bytes == WINDOW
@@ -326,7 +326,7 @@ def test_a_reader_that_takes_nothing_grants_nothing() -> None:
 def test_credit_for_units_that_were_not_sent_drops_none_of_them() -> None:
     writer, reader = make_writer(), make_reader()
     writer.push(b"a")
-    writer.take(1000)
+    writer.take_frames(1000)
     writer.push(b"b")
 
     writer.credit(WINDOW, 10**9)
@@ -334,7 +334,7 @@ def test_credit_for_units_that_were_not_sent_drops_none_of_them() -> None:
 
     assert repr(writer) == "<StreamWriter 7 [open | next: 2, kept: 1+0, fresh: 1]>"
     reader.receive(Items(7, SECRET, 1, 0, [b"a"]))
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
     assert reader.drain() == [b"a", b"b"]
 
 
@@ -343,7 +343,7 @@ def test_resume_from_what_there_is_not_is_refused(sequence: int) -> None:
     writer = make_writer()
     for item in (b"a", b"b", b"c"):
         writer.push(item)
-    writer.take(1000)
+    writer.take_frames(1000)
 
     assert not writer.resume(sequence)
     assert not writer.has_fresh
@@ -353,7 +353,7 @@ def test_a_resume_from_before_what_was_acknowledged_since_changes_nothing() -> N
     writer = make_writer()
     for item in (b"a", b"b", b"c"):
         writer.push(item)
-    writer.take(1000)
+    writer.take_frames(1000)
     writer.credit(WINDOW, 1)
 
     assert writer.resume(0)
@@ -365,10 +365,10 @@ def test_resume_sends_again_what_the_reader_lacks() -> None:
     for item in (b"a", b"b", b"c"):
         writer.push(item)
     writer.end()
-    writer.take(1000)
+    writer.take_frames(1000)
 
     assert writer.resume(1)
-    assert writer.take(1000) == [
+    assert writer.take_frames(1000) == [
         Items(7, SECRET, 1, 1, [b"b", b"c"]),
         End(7, SECRET, 1, 3, None),
     ]
@@ -378,13 +378,13 @@ def test_what_arrived_before_a_resume_is_dropped_when_its_credit_comes_after() -
     writer = make_writer()
     for item in (b"a", b"b", b"c"):
         writer.push(item)
-    writer.take(1000)
+    writer.take_frames(1000)
     writer.push(b"d")
 
     writer.resume(0)
     writer.credit(WINDOW, 10**9)
 
-    assert writer.take(1000) == [Items(7, SECRET, 1, 3, [b"d"])]
+    assert writer.take_frames(1000) == [Items(7, SECRET, 1, 3, [b"d"])]
 
 
 def test_only_the_first_terminal_counts() -> None:
@@ -394,7 +394,7 @@ def test_only_the_first_terminal_counts() -> None:
     writer.fail(HandlerError("too late"))
     writer.end(b"too late")
     writer.push(b"too late")
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
     reader.receive(End(7, SECRET, 1, 1, b"another"))
 
     assert reader.terminal == End(7, SECRET, 1, 0, None)
@@ -405,10 +405,10 @@ def test_what_does_not_fit_any_longer_and_all_after_it_gives_way_to_an_error() -
     writer, reader = make_writer(1000), make_reader()
     for item in (b"a", bytes(50), b"c"):
         writer.push(item)
-    frames = writer.take(10)
+    frames = writer.take_frames(10)
 
     writer.give_up(PayloadTooLarge("the limit shrank"), 40)
-    frames += writer.take(1000)
+    frames += writer.take_frames(1000)
     receive_all(reader, frames)
 
     assert reader.drain() == [b"a"]
@@ -422,11 +422,11 @@ def test_what_does_not_fit_any_longer_and_all_after_it_gives_way_to_an_error() -
 def test_a_call_that_had_ended_is_given_up_all_the_same() -> None:
     writer, reader = make_writer(1000), make_reader()
     writer.end(bytes(50))
-    writer.take(1000)
+    writer.take_frames(1000)
     writer.resume(0)
 
     writer.give_up(PayloadTooLarge("the limit shrank"), 40)
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
 
     assert isinstance(reader.terminal, Failed)
     assert reader.terminal.code == "PayloadTooLarge"
@@ -437,12 +437,12 @@ def test_a_reader_that_holds_more_than_was_given_up_is_still_told_the_error(held
     writer, reader = make_writer(1000), make_reader()
     for item in (b"a", b"b", b"c"):
         writer.push(item)
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
     writer.resume(1)
 
     writer.give_up(PayloadTooLarge("the limit shrank"), 40)
     writer.credit(1000, held)
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
 
     assert reader.drain() == [b"a", b"b", b"c"]
     assert isinstance(reader.terminal, Failed)
@@ -452,11 +452,11 @@ def test_the_error_of_a_call_that_was_given_up_is_kept_until_the_call_is_over() 
     writer, reader = make_writer(1000), make_reader()
     writer.push(b"a")
     writer.give_up(PayloadTooLarge("the limit shrank"), 40)
-    writer.take(1000)  # lost on the way
+    writer.take_frames(1000)  # lost on the way
 
     writer.acknowledge(1)
     resumed = writer.resume(0)
-    receive_all(reader, writer.take(1000))
+    receive_all(reader, writer.take_frames(1000))
 
     assert resumed
     assert isinstance(reader.terminal, Failed)
@@ -469,7 +469,7 @@ def test_later_items_are_split_for_the_limit_that_holds_now() -> None:
     writer.limit_units(20)
     writer.push(bytes(50))
 
-    sizes = [len(frame.data) for frame in writer.take(1000) if isinstance(frame, Part)]
+    sizes = [len(frame.data) for frame in writer.take_frames(1000) if isinstance(frame, Part)]
     assert sizes == [20, 20]
 
 

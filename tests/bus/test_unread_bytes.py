@@ -73,7 +73,7 @@ def test_a_stream_that_is_read_goes_on_beside_any_that_are_not() -> None:
     for _ in range(100):
         sent = fill(stream)
         assert sent * 1064 > LEAST_PER_STREAM
-        stream.take(1 << 20)
+        stream.take_frames(1 << 20)
         stream.credit(stream.pushed_bytes + WINDOW, stream.next_sequence)
         assert not stream.blocked
 
@@ -87,7 +87,7 @@ def test_a_stream_waits_for_room_and_goes_on_when_its_client_has_taken_some() ->
     assert stream.blocked
     assert stream.is_short_of_room
 
-    stream.take(1 << 20)
+    stream.take_frames(1 << 20)
     stream.acknowledge(stream.next_sequence - 1)
 
     assert not stream.blocked
@@ -150,7 +150,7 @@ def test_the_count_is_always_that_of_what_is_kept(steps: list[tuple[int, str, in
         elif step == "end":
             stream.end(bytes(1000 * size))
         elif step == "take":
-            stream.take(100 * size)
+            stream.take_frames(100 * size)
         elif step == "acknowledge":
             stream.acknowledge(size)
         elif step == "resume":
@@ -167,7 +167,7 @@ def test_the_count_is_always_that_of_what_is_kept(steps: list[tuple[int, str, in
         assert all(stream.held_bytes >= 0 for stream in streams)
     for stream in streams:
         stream.end()
-        stream.take(1 << 30)
+        stream.take_frames(1 << 30)
         stream.acknowledge(stream.next_sequence)
     assert whole.held == 0
 

@@ -108,7 +108,7 @@ def test_a_job_works_from_its_submission_to_its_end_also_in_a_wait_with_a_limit(
         pool.submit(run)
         eventually(lambda: job.thread is not None)
         meanwhile = found.working()
-        found.end(job)
+        found.finish(job)
         after = found.working()
         threads.ending.set()
 
@@ -148,7 +148,7 @@ def test_a_thread_that_is_given_up_does_not_count_and_a_job_is_never_given_up() 
         job, _ = found.begin(None, threads.work)
         beside_a_job = found.give_up_others()
         still = found.working()
-        found.end(job)
+        found.finish(job)
         threads.ending.set()
 
     assert (alone, given_up) == (True, [])

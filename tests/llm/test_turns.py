@@ -23,7 +23,7 @@ def test_owners_come_in_turn_and_what_is_ones_in_its_order() -> None:
     turns.put("bob", 10)
     turns.put("bob", 11)
 
-    found = [turns.take() for _ in range(7)]
+    found = [turns.pop() for _ in range(7)]
 
     assert [one and one[1] for one in found] == [0, 10, 1, 11, 2, 3, None]
 
@@ -33,9 +33,9 @@ def test_an_owner_that_may_not_is_passed_over_and_keeps_its_place() -> None:
     turns.put("ada", 1)
     turns.put("bob", 2)
 
-    assert turns.take(lambda owner: owner != "ada") == ("bob", 2)
-    assert turns.take(lambda owner: owner != "ada") is None
-    assert turns.take() == ("ada", 1)
+    assert turns.pop(lambda owner: owner != "ada") == ("bob", 2)
+    assert turns.pop(lambda owner: owner != "ada") is None
+    assert turns.pop() == ("ada", 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
@@ -49,7 +49,7 @@ def test_nobody_waits_for_more_than_one_turn_of_each_other(steps: list[tuple[str
             waits.setdefault(owner, []).append(number)
             passed.setdefault(owner, [])
             continue
-        taken = turns.take()
+        taken = turns.pop()
         if taken is None:
             assert not waits
             continue

@@ -126,7 +126,7 @@ class Books:
     def end(self, call: FramedCall, now: float = 1.0) -> None:
         """Its handler has come to its end."""
         call.writer.end(b"result")
-        call.writer.take(1 << 30)
+        call.writer.take_frames(1 << 30)
         cast("Port", call.reply).ended = True
         self.ledger.finish(call, now)
 
@@ -339,7 +339,7 @@ def test_a_call_that_waits_for_room_goes_on_when_its_client_has_taken_something(
     # A client takes a quarter of what is free, and each stream 16 KiB.
     waiting, other = books.begin(1), books.begin(2)
     other.writer.push(bytes(40_000))
-    other.writer.take(1 << 30)
+    other.writer.take_frames(1 << 30)
     waiting.writer.push(bytes(17_000))
     assert waiting.reply.paused
 
@@ -391,18 +391,18 @@ def test_what_was_lost_is_sent_again_until_it_is_acknowledged() -> None:
     call = books.begin(1)
     for item in (b"a", b"b", b"c"):
         call.writer.push(item)
-    call.writer.take(1 << 30)
+    call.writer.take_frames(1 << 30)
 
     assert books.hear(resume(1, 1)) == [Send(call.client, call.writer)]
 
-    assert [frame.sequence for frame in call.writer.take(1 << 30)] == [1]
+    assert [frame.sequence for frame in call.writer.take_frames(1 << 30)] == [1]
 
 
 def test_a_reader_that_asks_for_more_than_there_is_is_told_that_it_is_not_kept() -> None:
     books = Books()
     call = books.begin(1)
     call.writer.push(b"a")
-    call.writer.take(1 << 30)
+    call.writer.take_frames(1 << 30)
 
     (said,) = books.hear(resume(1, 2))
 
@@ -429,7 +429,7 @@ def test_a_question_that_is_answered_late_ends_nothing() -> None:
     call = books.begin(1)
     call.writer.push(b"a")
     call.writer.push(b"b")
-    call.writer.take(1000)
+    call.writer.take_frames(1000)
     assert books.hear(Open(1, [(1, 1)], [])) == []
 
     assert books.ledger.answer(ask.inquiry, 1.0) == []
@@ -469,8 +469,8 @@ def test_after_a_reconnect_what_was_not_sent_is_sent_and_the_last_that_was_once_
     for call in (sent, fresh, kept, held):
         call.writer.push(b"x")
         call.writer.push(b"y")
-    sent.writer.take(1000)
-    held.writer.take(1000)
+    sent.writer.take_frames(1000)
+    held.writer.take_frames(1000)
     held.writer.acknowledge(2)
     books.ledger.finish(kept, 1.0)
 
@@ -481,8 +481,8 @@ def test_after_a_reconnect_what_was_not_sent_is_sent_and_the_last_that_was_once_
         fresh.writer,
         kept.writer,
     ]
-    assert [item.sequence for item in sent.writer.take(1000)] == [1]
-    assert [item.sequence for item in fresh.writer.take(1000)] == [0]
+    assert [item.sequence for item in sent.writer.take_frames(1000)] == [1]
+    assert [item.sequence for item in fresh.writer.take_frames(1000)] == [0]
     assert sent.writer.max_unit_bytes == 500
 
 
@@ -575,7 +575,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not call.reply.paused:
             call.writer.push(bytes(size))
         if taken:
-            call.writer.take(1 << 20)
+            call.writer.take_frames(1 << 20)
             call.writer.count_pushed()
 
     @precondition(lambda self: self.running)

@@ -41,7 +41,7 @@ class Outgoing:
         self.base = base
 
     def touch_ended(self, writer: StreamWriter) -> None:
-        batch = encode_batch(INSTANCE, "incarnation", 0, [*writer.take(1 << 20)])
+        batch = encode_batch(INSTANCE, "incarnation", 0, [*writer.take_frames(1 << 20)])
         self.bus.data.publish(f"{self.base}.f", batch)
 
 

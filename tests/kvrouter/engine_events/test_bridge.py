@@ -82,7 +82,7 @@ def test_a_rank_whose_engine_has_said_nothing_is_exact() -> None:
 def test_messages_in_order_are_published_in_order() -> None:
     bridge, stream, sink = caught_up()
 
-    assert all(stream.take(number, message(number + 1)) for number in range(3))
+    assert all(stream.apply(number, message(number + 1)) for number in range(3))
     assert sink.engine_hashes() == [1, 2, 3]
     assert bridge.status().events == {"stored": 3}
     assert bridge.status().state == "exact"
@@ -94,16 +94,16 @@ def test_a_first_message_that_is_number_zero_makes_a_rank_exact() -> None:
     stream.cannot_replay()
 
     assert bridge.status().state == "degraded"
-    assert stream.take(0, message(1))
+    assert stream.apply(0, message(1))
     assert bridge.status().state == "exact"
 
 
 def test_a_gap_is_filled_by_a_replay() -> None:
     bridge, stream, sink = caught_up()
     messages = {number: message(number + 1) for number in range(5)}
-    stream.take(0, messages[0])
+    stream.apply(0, messages[0])
 
-    assert not stream.take(4, messages[4])
+    assert not stream.apply(4, messages[4])
     replay(stream, messages)
     stream.skip_to(4, messages[4])
 
@@ -117,15 +117,15 @@ def test_messages_that_a_replay_brought_are_not_used_twice() -> None:
     _, stream, sink = caught_up()
     replay(stream, {number: message(number + 1) for number in range(3)})
 
-    assert all(stream.take(number, message(number + 1)) for number in range(1, 4))
+    assert all(stream.apply(number, message(number + 1)) for number in range(1, 4))
     assert sink.engine_hashes() == [1, 2, 3, 4]
 
 
 def test_a_gap_that_cannot_be_filled_resets_the_rank_and_is_told() -> None:
     bridge, stream, sink = caught_up()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
-    assert not stream.take(5, message(6))
+    assert not stream.apply(5, message(6))
     stream.fail_replay("nobody answers")
     stream.skip_to(5, message(6))
 
@@ -138,9 +138,9 @@ def test_a_gap_that_cannot_be_filled_resets_the_rank_and_is_told() -> None:
 
 def test_what_a_replay_still_has_is_used_after_a_reset() -> None:
     _, stream, sink = caught_up()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
-    stream.take(9, message(10))
+    stream.apply(9, message(10))
     replay(stream, {number: message(number + 1) for number in range(7, 10)})
     stream.skip_to(9, message(10))
 
@@ -161,29 +161,29 @@ def test_a_stream_joined_late_publishes_what_the_replay_has_and_says_what_it_has
 def test_a_rank_is_exact_again_when_the_engine_begins_anew(payload: bytes) -> None:
     bridge, stream, _ = make()
     stream.connected()
-    stream.take(7, message(8))
+    stream.apply(7, message(8))
     stream.skip_to(7, message(8))
 
     assert bridge.status().state == "degraded"
-    assert stream.take(8 if payload is CLEAR else 0, payload)
+    assert stream.apply(8 if payload is CLEAR else 0, payload)
     assert bridge.status().state == "exact"
 
 
 def test_numbers_that_go_back_are_a_restart() -> None:
     _, stream, sink = caught_up()
-    stream.take(0, message(1))
-    stream.take(1, message(2))
+    stream.apply(0, message(1))
+    stream.apply(1, message(2))
 
-    assert stream.take(0, message(3))
+    assert stream.apply(0, message(3))
     assert (sink.resets, sink.engine_hashes()) == ([0], [3])
 
 
 def test_a_restart_in_the_middle_asks_for_what_came_before() -> None:
     _, stream, sink = caught_up()
     for number in range(5):
-        stream.take(number, message(number + 1))
+        stream.apply(number, message(number + 1))
 
-    assert not stream.take(2, message(103))
+    assert not stream.apply(2, message(103))
     replay(stream, {number: message(number + 101) for number in range(3)})
     stream.skip_to(2, message(103))
 
@@ -193,7 +193,7 @@ def test_a_restart_in_the_middle_asks_for_what_came_before() -> None:
 def test_another_engine_behind_a_new_connection_is_noticed_although_its_numbers_fit() -> None:
     _, stream, sink = caught_up()
     for number in range(3):
-        stream.take(number, message(number + 1))
+        stream.apply(number, message(number + 1))
 
     stream.connected()
     replay(stream, {number: message(number + 1, ts=9.0) for number in range(4)})
@@ -204,7 +204,7 @@ def test_another_engine_behind_a_new_connection_is_noticed_although_its_numbers_
 def test_an_engine_that_restarted_and_is_behind_is_asked_again_from_zero() -> None:
     bridge, stream, sink = caught_up()
     for number in range(9):
-        stream.take(number, message(number + 1))
+        stream.apply(number, message(number + 1))
     of_the_new_one = {0: message(101), 1: message(102)}
 
     stream.connected()
@@ -219,7 +219,7 @@ def test_an_engine_that_restarted_and_is_behind_is_asked_again_from_zero() -> No
 def test_the_same_engine_behind_a_new_connection_goes_on() -> None:
     bridge, stream, sink = caught_up()
     messages = {number: message(number + 1) for number in range(4)}
-    stream.take(0, messages[0])
+    stream.apply(0, messages[0])
     stream.disconnected("there is no connection")
 
     assert bridge.status().reason == "rank 0: there is no connection"
@@ -232,7 +232,7 @@ def test_the_same_engine_behind_a_new_connection_goes_on() -> None:
 
 def test_a_new_connection_without_replay_voids_what_was_known() -> None:
     bridge, stream, sink = caught_up()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
     stream.connected()
     stream.cannot_replay()
@@ -249,8 +249,8 @@ def test_the_ranks_of_an_engine_are_kept_apart() -> None:
     bridge = EngineBridge(sink, block_size=4)
 
     for rank in (0, 3):
-        bridge.stream(rank).take(0, message(rank + 1))
-    bridge.stream(3).take(0, message(9))
+        bridge.stream(rank).apply(0, message(rank + 1))
+    bridge.stream(3).apply(0, message(9))
 
     assert (sink.engine_hashes(0), sink.engine_hashes(3), sink.resets) == ([1], [9], [3])
 
@@ -258,7 +258,7 @@ def test_the_ranks_of_an_engine_are_kept_apart() -> None:
 def test_the_rank_of_the_port_holds_against_the_one_in_the_batch() -> None:
     _, stream, sink = caught_up(2)
 
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
     assert sink.engine_hashes(2) == [1]
 
@@ -266,8 +266,8 @@ def test_the_rank_of_the_port_holds_against_the_one_in_the_batch() -> None:
 def test_a_rank_that_is_not_given_is_that_of_the_first_batch() -> None:
     bridge, stream, sink = caught_up(None)
 
-    stream.take(0, encode([1.5, [vllm()], 3]))
-    stream.take(1, encode([1.5, [vllm()], 4]))
+    stream.apply(0, encode([1.5, [vllm()], 3]))
+    stream.apply(1, encode([1.5, [vllm()], 4]))
 
     assert sink.ranks == {3: [stored()]}
     assert bridge.status().quarantined == {QuarantineReason.WRONG_RANK: 1}
@@ -295,7 +295,7 @@ def test_an_event_that_could_not_be_used_makes_a_rank_degraded(
 ) -> None:
     bridge, stream, _ = caught_up()
 
-    stream.take(0, payload)
+    stream.apply(0, payload)
 
     status = bridge.status()
     assert status.quarantined == {reason: 1}
@@ -305,7 +305,7 @@ def test_an_event_that_could_not_be_used_makes_a_rank_degraded(
 def test_a_type_that_is_not_known_leaves_a_rank_exact() -> None:
     bridge, stream, _ = caught_up()
 
-    stream.take(0, encode([1.5, [["BlockPinned", [1]]], 0]))
+    stream.apply(0, encode([1.5, [["BlockPinned", [1]]], 0]))
 
     assert bridge.status().quarantined == {QuarantineReason.UNKNOWN_TYPE: 1}
     assert bridge.status().state == "exact"
@@ -319,7 +319,7 @@ def test_a_block_size_that_differs_is_told_once_and_nothing_is_published(
 
     with caplog.at_level(logging.ERROR):
         for number in range(3):
-            stream.take(number, encode([1.5, [vllm()], 0]))
+            stream.apply(number, encode([1.5, [vllm()], 0]))
 
     assert sink.ranks == {}
     assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1
@@ -330,9 +330,9 @@ def test_a_block_size_that_differs_is_told_once_and_nothing_is_published(
 
 def test_an_engine_that_restarts_with_the_right_block_size_is_read_again() -> None:
     bridge, stream, sink = caught_up()
-    stream.take(0, encode([1.5, [vllm(token_ids=TOKENS * 2, block_size=8)], 0]))
+    stream.apply(0, encode([1.5, [vllm(token_ids=TOKENS * 2, block_size=8)], 0]))
 
-    stream.take(0, encode([1.5, [vllm()], 0]))
+    stream.apply(0, encode([1.5, [vllm()], 0]))
 
     assert sink.ranks == {0: [stored()]}
     assert bridge.status().state == "exact"
@@ -341,7 +341,7 @@ def test_an_engine_that_restarts_with_the_right_block_size_is_read_again() -> No
 def test_an_engine_without_a_group_of_full_attention_is_degraded() -> None:
     bridge, stream, _ = caught_up()
 
-    stream.take(0, encode([1.5, [vllm(group_idx=0, kv_cache_spec_kind="mamba")], 0]))
+    stream.apply(0, encode([1.5, [vllm(group_idx=0, kv_cache_spec_kind="mamba")], 0]))
 
     assert bridge.status().filtered == {"mamba": 1}
     assert "hold no whole prefix (mamba)" in (bridge.status().reason or "")
@@ -353,7 +353,7 @@ def test_the_same_reason_is_logged_once_a_minute(caplog: pytest.LogCaptureFixtur
 
     for number, now in enumerate((100.0, 101.0, 159.0, 160.0)):
         clock.now = now
-        stream.take(number, b"\xc1")
+        stream.apply(number, b"\xc1")
 
     assert len(caplog.records) == 2
 
@@ -363,7 +363,7 @@ def test_the_age_of_the_last_event_is_told() -> None:
     bridge = EngineBridge(RecordingSink(), block_size=4, clock=clock)
     ages: list[Any] = [bridge.status().last_event_age]
 
-    bridge.stream(0).take(0, message(A))
+    bridge.stream(0).apply(0, message(A))
     clock.now += 7.0
     ages.append(bridge.status().last_event_age)
 
@@ -373,14 +373,14 @@ def test_the_age_of_the_last_event_is_told() -> None:
 def test_a_clear_is_published() -> None:
     _, stream, sink = caught_up()
 
-    stream.take(0, CLEAR)
+    stream.apply(0, CLEAR)
 
     assert sink.ranks == {0: [AllBlocksCleared()]}
 
 
 def test_a_new_connection_whose_replay_fails_voids_what_was_known() -> None:
     bridge, stream, sink = caught_up()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
     stream.connected()
     stream.begin_replay()
@@ -411,7 +411,7 @@ def test_a_sink_is_told_nothing_twice() -> None:
     told = len(sink.said)
 
     for number in range(3):
-        stream.take(number, message(number + 1))
+        stream.apply(number, message(number + 1))
 
     assert sink.said[told:] == []
 
@@ -419,7 +419,7 @@ def test_a_sink_is_told_nothing_twice() -> None:
 def test_a_rank_that_is_known_late_takes_over_what_was_said_of_rank_0() -> None:
     _, stream, sink = caught_up(dp_rank=None)
 
-    stream.take(0, encode([1.5, [vllm(token_ids=TOKENS)], 3]))
+    stream.apply(0, encode([1.5, [vllm(token_ids=TOKENS)], 3]))
 
     assert sink.said[-2:] == [(0, "exact"), (3, "exact")]
 
@@ -446,7 +446,7 @@ def test_a_replay_that_stops_half_way_leaves_a_rank_degraded_until_the_rest_is_h
     stream.fail_replay("it ceased")
 
     after_failure = bridge.status().reason
-    stream.take(1, message(2))
+    stream.apply(1, message(2))
 
     assert after_failure == "rank 0: it ceased"
     assert bridge.status().state == "exact"
@@ -455,9 +455,9 @@ def test_a_replay_that_stops_half_way_leaves_a_rank_degraded_until_the_rest_is_h
 def test_a_gap_is_degraded_while_it_is_being_filled() -> None:
     bridge, stream, _ = caught_up()
     messages = {number: message(number + 1) for number in range(3)}
-    stream.take(0, messages[0])
+    stream.apply(0, messages[0])
 
-    stream.take(2, messages[2])
+    stream.apply(2, messages[2])
     in_between = bridge.status().state
     replay(stream, messages)
     stream.skip_to(2, messages[2])
@@ -475,7 +475,7 @@ def hybrid(*kinds: str) -> bytes:
 def test_an_engine_with_sliding_windows_beside_full_attention_is_approximate() -> None:
     bridge, stream, sink = caught_up()
 
-    stream.take(0, hybrid("full_attention", "sliding_window"))
+    stream.apply(0, hybrid("full_attention", "sliding_window"))
 
     reason = "the engine reuses at most what is told: groups that are not modelled (sliding_window)"
     assert (bridge.status().state, bridge.status().reason) == ("approximate", f"rank 0: {reason}")
@@ -484,7 +484,7 @@ def test_an_engine_with_sliding_windows_beside_full_attention_is_approximate() -
 
 def test_the_worst_rank_gives_the_level_of_a_bridge() -> None:
     bridge, stream, _ = caught_up()
-    stream.take(0, hybrid("full_attention", "mamba"))
+    stream.apply(0, hybrid("full_attention", "mamba"))
     alone = bridge.status().state
 
     bridge.stream(1)
@@ -500,7 +500,7 @@ def late() -> tuple[EngineBridge, RankStream, RecordingSink]:
     bridge, stream, sink = make()
     stream.connected()
     stream.cannot_replay()
-    stream.take(10, message(11))
+    stream.apply(10, message(11))
     stream.skip_to(10, message(11))
     return bridge, stream, sink
 
@@ -524,11 +524,11 @@ def test_an_engine_that_evicts_what_came_since_reports_were_asked_for_is_exact_a
     bridge, stream, sink = late()
     bridge.report_mode()
 
-    stream.take(11, message(11))
-    stream.take(12, message(12))
-    stream.take(13, encode([1.5, [["BlockRemoved", [11]]], 0]))
+    stream.apply(11, message(11))
+    stream.apply(12, message(12))
+    stream.apply(13, encode([1.5, [["BlockRemoved", [11]]], 0]))
     before = bridge.status().state
-    stream.take(14, encode([1.5, [["BlockRemoved", [12]]], 0]))
+    stream.apply(14, encode([1.5, [["BlockRemoved", [12]]], 0]))
 
     assert (before, bridge.status().state) == ("degraded", "exact")
     assert bridge.report_mode() == "incremental"
@@ -538,8 +538,8 @@ def test_an_engine_that_evicts_what_came_since_reports_were_asked_for_is_exact_a
 def test_an_engine_that_evicts_before_reports_were_asked_for_stays_degraded() -> None:
     bridge, stream, _ = late()
 
-    stream.take(11, message(12))
-    stream.take(12, encode([1.5, [["BlockRemoved", [12]]], 0]))
+    stream.apply(11, message(12))
+    stream.apply(12, encode([1.5, [["BlockRemoved", [12]]], 0]))
 
     assert bridge.status().state == "degraded"
 
@@ -548,17 +548,17 @@ def test_a_loss_after_a_recovery_is_recovered_from_by_what_comes_after_it() -> N
     bridge, stream, _ = late()
     bridge.report_mode()
     for number, engine_hash in enumerate((11, 12, 13), 11):
-        stream.take(number, message(engine_hash))
-    stream.take(14, encode([1.5, [["BlockRemoved", [12]]], 0]))
+        stream.apply(number, message(engine_hash))
+    stream.apply(14, encode([1.5, [["BlockRemoved", [12]]], 0]))
     orphan = vllm(block_hashes=[90], parent_block_hash=99, token_ids=[9] * 4)
 
-    stream.take(15, encode([1.5, [orphan], 0]))
+    stream.apply(15, encode([1.5, [orphan], 0]))
     lost_again, mode = bridge.status().reason, bridge.report_mode()
-    stream.take(16, message(11))
-    stream.take(17, encode([1.5, [["BlockRemoved", [13]]], 0]))
+    stream.apply(16, message(11))
+    stream.apply(17, encode([1.5, [["BlockRemoved", [13]]], 0]))
     by_old_blocks = bridge.status().state
-    stream.take(18, message(14))
-    stream.take(19, encode([1.5, [["BlockRemoved", [14]]], 0]))
+    stream.apply(18, message(14))
+    stream.apply(19, encode([1.5, [["BlockRemoved", [14]]], 0]))
 
     assert lost_again == "rank 0: 1 stored events continue unknown prefixes"
     assert mode == "full"
@@ -571,7 +571,7 @@ def test_blocks_of_an_engine_that_cannot_be_reached_expire() -> None:
     stream = bridge.stream(0)
     stream.connected()
     stream.end_replay()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
     stream.disconnected("no connection")
     clock.now += 29.0
@@ -591,7 +591,7 @@ def test_an_engine_that_is_back_in_time_keeps_its_blocks() -> None:
     stream = bridge.stream(0)
     stream.connected()
     stream.end_replay()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
     for _ in range(3):
         stream.disconnected("no connection")
@@ -604,9 +604,9 @@ def test_an_engine_that_is_back_in_time_keeps_its_blocks() -> None:
 
 def test_a_reset_that_an_idle_engine_has_not_published_can_be_told() -> None:
     bridge, stream, sink = caught_up()
-    stream.take(0, message(1))
+    stream.apply(0, message(1))
 
     bridge.cleared()
-    stream.take(1, encode([1.5, [["AllBlocksCleared"], vllm(token_ids=TOKENS)], 0]))
+    stream.apply(1, encode([1.5, [["AllBlocksCleared"], vllm(token_ids=TOKENS)], 0]))
 
     assert sink.ranks[0][1:] == [AllBlocksCleared(), AllBlocksCleared(), stored()]

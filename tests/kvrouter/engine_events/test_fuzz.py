@@ -39,7 +39,7 @@ def bridge_takes(payloads: Sequence[bytes]) -> None:
     bridge = EngineBridge(EncodingSink(), block_size=BLOCK_SIZE)
     stream = bridge.stream()
     for number, payload in enumerate(payloads):
-        assert stream.take(number, payload)
+        assert stream.apply(number, payload)
     assert bridge.status().messages == len(payloads)
 
 

@@ -22,8 +22,8 @@ def test_calls_of_a_rank_come_out_together_and_in_their_order() -> None:
     for number in range(3):
         buffer.put(0, one(number), float(number))
 
-    assert buffer.take(ALL) == Handed(0, False, 0.0, [*one(0), *one(1), *one(2)])
-    assert buffer.take(ALL) is None
+    assert buffer.pop(ALL) == Handed(0, False, 0.0, [*one(0), *one(1), *one(2)])
+    assert buffer.pop(ALL) is None
     assert buffer.is_empty
 
 
@@ -33,7 +33,7 @@ def test_ranks_take_turns_when_there_is_more_than_is_asked_for() -> None:
         buffer.put(0, one(number), 0.0)
     buffer.put(1, one(9), 0.0)
 
-    taken = [buffer.take(2) for _ in range(3)]
+    taken = [buffer.pop(2) for _ in range(3)]
 
     assert [(each.dp_rank, len(each.events)) for each in taken if each] == [(0, 2), (1, 1), (0, 1)]
     assert buffer.events == 0
@@ -46,8 +46,8 @@ def test_a_reset_voids_what_the_rank_said_before_it_and_nothing_else() -> None:
     buffer.reset(0)
     buffer.put(0, one(3), 5.0)
 
-    assert buffer.take(ALL) == Handed(0, True, 5.0, one(3))
-    assert buffer.take(ALL) == Handed(1, False, 0.0, one(2))
+    assert buffer.pop(ALL) == Handed(0, True, 5.0, one(3))
+    assert buffer.pop(ALL) == Handed(1, False, 0.0, one(2))
     assert buffer.dropped == 0
 
 
@@ -60,7 +60,7 @@ def test_a_rank_that_says_too_much_begins_anew_and_what_was_dropped_is_counted()
     assert fitted.count(False) == 1
     lost = fitted.index(False)
     assert buffer.dropped == lost
-    other, begun = buffer.take(ALL), buffer.take(ALL)
+    other, begun = buffer.pop(ALL), buffer.pop(ALL)
     assert other == Handed(1, False, 0.0, one(7))
     kept = [event for n in range(lost, 12) for event in one(n)]
     assert begun == Handed(0, True, 0.0, kept, is_lossy=True)
@@ -102,7 +102,7 @@ def test_threads_lose_nothing_to_each_other() -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) or not buffer.is_empty:
-        if handed := buffer.take(100):
+        if handed := buffer.pop(100):
             taken += len(handed.events)
     for thread in threads:
         thread.join()
@@ -120,7 +120,7 @@ def test_how_far_events_can_be_relied_on_comes_out_behind_them() -> None:
     buffer.set_awareness(0, DEGRADED)
     buffer.set_awareness(0, EXACT)
 
-    taken = [buffer.take(2), buffer.take(2)]
+    taken = [buffer.pop(2), buffer.pop(2)]
 
     assert [each.awareness for each in taken if each] == [None, EXACT]
 
@@ -130,7 +130,7 @@ def test_how_far_events_can_be_relied_on_is_told_without_any() -> None:
 
     buffer.set_awareness(3, DEGRADED)
 
-    assert buffer.take(ALL) == Handed(3, False, 0.0, [], awareness=DEGRADED)
+    assert buffer.pop(ALL) == Handed(3, False, 0.0, [], awareness=DEGRADED)
     assert buffer.is_empty
 
 
@@ -141,4 +141,4 @@ def test_a_reset_makes_good_what_was_dropped() -> None:
 
     buffer.reset(0)
 
-    assert buffer.take(ALL) == Handed(0, True, 0.0, [])
+    assert buffer.pop(ALL) == Handed(0, True, 0.0, [])

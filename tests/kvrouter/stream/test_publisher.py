@@ -589,10 +589,10 @@ def test_a_bridge_that_came_late_is_seen_by_routers_until_it_knows_everything() 
             await seen("degraded (a/0: not connected to the engine yet)")
             stream.connected()
             stream.cannot_replay()
-            if not stream.take(7, blocks(7)):
+            if not stream.apply(7, blocks(7)):
                 stream.skip_to(7, blocks(7))
             await seen("degraded (a/0: messages 0 to 6 of the engine are lost")
-            stream.take(8, msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], 0]))
+            stream.apply(8, msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], 0]))
             await seen("exact")
             stream.disconnected("there is no connection")
             await seen("degraded (a/0: there is no connection)")

@@ -40,12 +40,12 @@ def test_an_embedding_has_length_1_and_the_same_bits_whatever_the_chunks_were(
     dimensions: int,
 ) -> None:
     whole = StatePool(pooling, dimensions)
-    whole.take(states[-whole.wanted(12, is_last=True) :])
+    whole.add(states[-whole.wanted(12, is_last=True) :])
     cut = StatePool(pooling, dimensions)
     for first, last in zip([0, *cuts], [*cuts, 12], strict=True):
         wanted = cut.wanted(last - first, is_last=last == 12)
         if wanted:
-            cut.take(states[last - wanted : last])
+            cut.add(states[last - wanted : last])
 
     one, other = whole.embedding(), cut.embedding()
 
@@ -62,7 +62,7 @@ def test_an_embedding_has_length_1_and_the_same_bits_whatever_the_chunks_were(
 def test_states_that_are_no_numbers_have_no_embedding(value: float) -> None:
     pool = StatePool("mean", 2)
 
-    pool.take(np.full((3, 2), value, np.float32))
+    pool.add(np.full((3, 2), value, np.float32))
 
     assert pool.embedding() is None
 

@@ -339,7 +339,7 @@ async def test_a_long_body_that_finds_no_room_is_told_so() -> None:
     async with served(max_body_bytes=1 << 20, body_timeout=0.2) as front:
         shared = front.front_end.shared
         shared.bodies = SharedRoom(Shares(100_000, 1))
-        await shared.bodies.take("", 100_000)
+        await shared.bodies.reserve("", 100_000)
         status, headers, body = await exchange(front, request(b" " * 20_000))
 
     assert status == 429

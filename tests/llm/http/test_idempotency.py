@@ -32,14 +32,14 @@ def answer(
     recording = kept.begin(tenant, key, b"body", now)
     recording.add({"type": "http.response.start", "status": 200, "headers": []})
     recording.add({"type": "http.response.body", "body": b"x" * size, "more_body": False})
-    kept.end(tenant, key, now, well=True)
+    kept.finish(tenant, key, now, well=True)
 
 
 def is_kept(kept: KeptAnswers, key: str, now: float = 0.0, *, tenant: str = "t") -> bool:
     """Whether the answer is given again."""
     found = kept.begin(tenant, key, b"body", now)
     if found.ended_at is None:
-        kept.end(tenant, key, now, well=False)
+        kept.finish(tenant, key, now, well=False)
     return found.ended_at is not None
 
 
@@ -50,7 +50,7 @@ def test_an_answer_is_kept_for_ten_minutes_and_for_its_tenant_alone() -> None:
     assert is_kept(kept, "k", KEPT_SECONDS - 1)
     assert kept.begin("other", "k", b"another body", 1.0).ended_at is None
     assert not is_kept(kept, "k", KEPT_SECONDS)
-    kept.end("other", "k", 1.0, well=False)
+    kept.finish("other", "k", 1.0, well=False)
     assert (len(kept), kept.size) == (0, 0)
 
 
@@ -82,10 +82,10 @@ def test_an_answer_that_failed_is_cut_off_or_too_long_is_not_kept() -> None:
         recording.add(start)
         for piece in pieces:
             recording.add({"type": "http.response.body", "body": piece, "more_body": False})
-        kept.end("t", "k", 0.0, well=well)
+        kept.finish("t", "k", 0.0, well=well)
     recording = kept.begin("t", "k", b"body", 0.0)
     recording.add({"type": "http.response.body", "body": b"cut", "more_body": True})
-    kept.end("t", "k", 0.0, well=True)
+    kept.finish("t", "k", 0.0, well=True)
 
     assert not is_kept(kept, "k")
     assert kept.size == 0
@@ -145,10 +145,10 @@ def test_the_bytes_of_all_answers_are_bounded(sizes: list[int]) -> None:
         recording.add({"type": "http.response.body", "body": body, "more_body": False})
         running.append(str(number))
         if size % 3:
-            kept.end("t", running.pop(), 0.0, well=True)
+            kept.finish("t", running.pop(), 0.0, well=True)
         assert kept.size <= MAX_BYTES
     for key in running:
-        kept.end("t", key, 0.0, well=False)
+        kept.finish("t", key, 0.0, well=False)
     kept.begin("t", "last", b"", KEPT_SECONDS)
     assert (kept.size, len(kept)) == (0, 0)
 

@@ -25,7 +25,7 @@ def test_blocks_hold_all_that_an_output_says_and_never_overlap(
         deltas += [Delta(tool_calls=(ToolCallDelta(index, arguments=one),)) for one in pieces]
     blocks = Blocks()
 
-    steps = [step for delta in deltas for step in blocks.take(delta)] + list(blocks.end())
+    steps = [step for delta in deltas for step in blocks.add(delta)] + list(blocks.close())
 
     opened = None
     for step in steps:
@@ -54,7 +54,7 @@ def test_blocks_hold_all_that_an_output_says_and_never_overlap(
 def test_an_output_that_says_nothing_is_one_empty_text() -> None:
     blocks = Blocks()
 
-    steps = list(blocks.end())
+    steps = list(blocks.close())
 
     assert [(step.what, step.block.kind) for step in steps] == [("open", "text"), ("close", "text")]
 
@@ -64,8 +64,8 @@ def test_an_output_that_says_nothing_is_one_empty_text() -> None:
 )
 def test_a_piece_of_a_call_that_has_ended_is_refused(between: Delta) -> None:
     blocks = Blocks()
-    list(blocks.take(Delta(tool_calls=(ToolCallDelta(0, "a", "f", "{"),))))
-    list(blocks.take(between))
+    list(blocks.add(Delta(tool_calls=(ToolCallDelta(0, "a", "f", "{"),))))
+    list(blocks.add(between))
 
     with pytest.raises(InvalidResponse, match="the tool call 0 came after its end"):
-        list(blocks.take(Delta(tool_calls=(ToolCallDelta(0, arguments="}"),))))
+        list(blocks.add(Delta(tool_calls=(ToolCallDelta(0, arguments="}"),))))

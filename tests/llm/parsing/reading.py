@@ -42,7 +42,7 @@ def parser_of(
 
 
 def read(parser: OutputParser, pieces: Iterable[str]) -> Read:
-    return joined([*map(parser.push, pieces), parser.end()])
+    return joined([*map(parser.push, pieces), parser.finish()])
 
 
 def joined(deltas: Iterable[Delta]) -> Read:

@@ -116,7 +116,7 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_content_without_markers_comes_at_once_but_for_white_space_at_its_end(format: str) -> None:
     parser = parser_of(format)
 
-    deltas = [*map(parser.push, ("So", " it", " is\n", "\n", "now", ".\n")), parser.end()]
+    deltas = [*map(parser.push, ("So", " it", " is\n", "\n", "now", ".\n")), parser.finish()]
 
     assert [delta.content for delta in deltas] == ["So", " it", " is", "", "\n\nnow", ".", "\n"]
     assert not parser.has_tool_calls
@@ -564,7 +564,7 @@ def test_nothing_comes_after_the_end(format: str) -> None:
     parser = parser_of(format)
     parser.push("a ")
 
-    assert joined([parser.end(), parser.end()]) == Read(" ")
+    assert joined([parser.finish(), parser.finish()]) == Read(" ")
     assert parser.push("b") == Delta()
 
 
@@ -576,6 +576,6 @@ def test_the_ids_of_calls_are_made_of_what_the_request_gives() -> None:
         "hermes", "", tools=TOOLS, reasons_from_start=False, new_id=lambda: next(given)
     )
     assert parser is not None
-    calls = [*parser.push(text * 2).tool_calls, *parser.end().tool_calls]
+    calls = [*parser.push(text * 2).tool_calls, *parser.finish().tool_calls]
 
     assert [call.id for call in calls if call.id] == ["call_" + "a" * 24, "call_" + "b" * 24]

@@ -46,7 +46,7 @@ def test_markers_that_are_special_tokens_are_seen() -> None:
     ids = tokenizer.encode('é[TOOL_CALLS]now[ARGS]{"a": "é"}<|im_end|>')
 
     deltas = [parser.push(detokenizer.push([token_id])) for token_id in ids]
-    deltas += [parser.push(detokenizer.flush()), parser.end()]
+    deltas += [parser.push(detokenizer.flush()), parser.finish()]
 
     assert joined(deltas) == Read("é", calls=(Call("now", '{"a": "é"}'),))
 

@@ -50,19 +50,19 @@ def test_chunks_joined_are_the_text_however_tokens_come(
     chunks: list[bytes] = []
 
     for place in range(0, len(ids), together):
-        told.take(0, Generated(ids[place : place + together]), chunks)
-    told.take(0, Generated([2], finish_reason="stop"), chunks)
+        told.add(0, Generated(ids[place : place + together]), chunks)
+    told.add(0, Generated([2], finish_reason="stop"), chunks)
 
     expected = tiny_tokenizer().decode(ids)
     if streams:
         assert text_of(chunks) == {0: expected}
         merged = MergedAnswer()
         for chunk in chunks:
-            merged.take(chunk)
+            merged.add(chunk)
         whole: Any = json.loads(merged.encode())
     else:
         assert chunks == []
-        whole = json.loads(told.end())
+        whole = json.loads(told.finish())
     assert whole["choices"][0]["message"]["content"] == expected
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert told.open_outputs == 0
@@ -74,8 +74,8 @@ def test_outputs_of_several_prompts_and_continuations_are_told_apart() -> None:
     chunks: list[bytes] = []
     a, b = tiny_tokenizer().encode("a"), tiny_tokenizer().encode("b")
 
-    told.take(1, Generated(a, index=1, finish_reason="length"), chunks)
-    told.take(0, Generated(b, index=0, finish_reason="stop"), chunks)
+    told.add(1, Generated(a, index=1, finish_reason="length"), chunks)
+    told.add(0, Generated(b, index=0, finish_reason="stop"), chunks)
 
     assert text_of(chunks) == {3: "a", 0: "b"}
     assert told.open_outputs == 2
@@ -87,9 +87,9 @@ def test_what_comes_after_a_stop_string_is_neither_text_nor_counted() -> None:
     chunks: list[bytes] = []
     encode = tiny_tokenizer().encode
 
-    told.take(0, Generated(encode("a stop b")), chunks)
+    told.add(0, Generated(encode("a stop b")), chunks)
     count = told.tokens
-    told.take(0, Generated(encode("more")), chunks)
+    told.add(0, Generated(encode("more")), chunks)
 
     assert text_of(chunks) == {0: "a "}
     assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "stop"
@@ -100,7 +100,7 @@ def test_an_engine_that_ends_without_a_reason_has_ended_all_the_same() -> None:
     short, full = transcript(most=9), transcript(most=2)
 
     for told in (short, full):
-        told.take(0, Generated([5, 6]), [])
+        told.add(0, Generated([5, 6]), [])
         told.end_prompt(0, [])
 
     assert short.finish_reasons == ["stop"]
@@ -109,14 +109,14 @@ def test_an_engine_that_ends_without_a_reason_has_ended_all_the_same() -> None:
 
 def test_an_item_for_an_output_that_nobody_asked_for_is_an_error() -> None:
     with pytest.raises(InvalidResponse, match="index 1"):
-        transcript().take(0, Generated([5], index=1), [])
+        transcript().add(0, Generated([5], index=1), [])
 
 
 def test_what_the_engine_had_in_its_cache_is_told_with_the_usage() -> None:
     told = transcript(prompts=2)
 
-    told.take(0, Generated([5], cached_tokens=1), [])
-    told.take(1, Generated([5], cached_tokens=2), [])
+    told.add(0, Generated([5], cached_tokens=1), [])
+    told.add(1, Generated([5], cached_tokens=2), [])
 
     assert told.usage == Usage(4, 2, 3)
 
@@ -133,16 +133,16 @@ def test_tokens_of_reasoning_are_counted_however_they_come(together: int, stream
 
     tokens = [*ids, *thought, *said]
     for place in range(0, len(tokens), together):
-        told.take(0, Generated(tokens[place : place + together]), chunks)
-    told.take(0, Generated([2], finish_reason="stop"), chunks)
-    chunks.append(told.end())
+        told.add(0, Generated(tokens[place : place + together]), chunks)
+    told.add(0, Generated([2], finish_reason="stop"), chunks)
+    chunks.append(told.finish())
 
     # Which of them the mark of its beginning is counts with it.
     assert told.usage.reasoning == len(ids) + len(thought)
     if streams:
         merged = MergedAnswer()
         for chunk in filter(None, chunks):
-            merged.take(chunk)
+            merged.add(chunk)
         answer = read_answer(merged.encode())
     else:
         answer = read_answer(chunks[-1])
@@ -158,7 +158,7 @@ def test_chunks_that_do_not_say_what_they_are_come_to_an_answer_that_does(
 ) -> None:
     merged = MergedAnswer()
 
-    merged.take(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
+    merged.add(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
 
     assert json.loads(merged.encode())["object"] == kind
 
@@ -174,7 +174,7 @@ def test_pieces_of_tool_calls_come_to_whole_calls() -> None:
 
     for piece in pieces:
         choice = {"index": 0, "delta": {"tool_calls": [piece]}}
-        merged.take(json.dumps({"choices": [choice]}).encode())
+        merged.add(json.dumps({"choices": [choice]}).encode())
 
     [output] = read_answer(merged.encode()).outputs
     assert output.said.tool_calls == (
@@ -209,12 +209,12 @@ def test_what_an_engine_that_goes_on_has_in_its_cache_is_not_counted_again() -> 
     told = transcript(prompts=2, streams=False)
     chunks: list[bytes] = []
 
-    told.take(0, Generated([5], cached_tokens=2), chunks)
-    told.take(1, Generated([5], cached_tokens=0), chunks)
-    told.take(0, Generated([6], finish_reason="stop", cached_tokens=3), chunks)
-    told.take(1, Generated([6], finish_reason="stop", sampler_restarted=True), chunks)
+    told.add(0, Generated([5], cached_tokens=2), chunks)
+    told.add(1, Generated([5], cached_tokens=0), chunks)
+    told.add(0, Generated([6], finish_reason="stop", cached_tokens=3), chunks)
+    told.add(1, Generated([6], finish_reason="stop", sampler_restarted=True), chunks)
 
-    usage = json.loads(told.end())["usage"]
+    usage = json.loads(told.finish())["usage"]
     assert usage == {
         "prompt_tokens": 4,
         "completion_tokens": 4,

@@ -27,7 +27,7 @@ def test_the_data_of_events_does_not_depend_on_how_they_are_cut(
     found: list[bytes] = []
     for begin, end in zip(places, places[1:], strict=False):
         found += reader.push(stream[begin:end])
-    assert found + reader.end() == [data.strip() for data in sent if data.strip()]
+    assert found + reader.finish() == [data.strip() for data in sent if data.strip()]
 
 
 def test_data_of_several_lines_is_one() -> None:
@@ -37,7 +37,7 @@ def test_data_of_several_lines_is_one() -> None:
 def test_the_last_event_may_lack_its_empty_line() -> None:
     reader = EventReader()
     assert reader.push(b"data: 1\n\ndata: 2") == [b"1"]
-    assert reader.end() == [b"2"]
+    assert reader.finish() == [b"2"]
 
 
 def test_an_event_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ EVENTS = [b"data: a\n\n", b"event: b\ndata: 2\n\n", b"data: [DONE]\n\n"]
 def test_events_have_their_ids_whatever_chunks_they_come_in() -> None:
     numbers = EventNumbers("one")
 
-    told = numbers.take(EVENTS[0] + EVENTS[1]) + numbers.take(EVENTS[2])
+    told = numbers.number(EVENTS[0] + EVENTS[1]) + numbers.number(EVENTS[2])
 
     assert told == (
         b"id: one.1\ndata: a\n\nid: one.2\nevent: b\ndata: 2\n\nid: one.3\ndata: [DONE]\n\n"
@@ -29,11 +29,11 @@ def test_events_have_their_ids_whatever_chunks_they_come_in() -> None:
 def test_what_was_read_and_what_follows_are_the_whole(
     events: list[bytes], after: int, size: int
 ) -> None:
-    whole = EventNumbers("one").take(b"".join(events))
+    whole = EventNumbers("one").number(b"".join(events))
     chunks = [b"".join(events[at : at + size]) for at in range(0, len(events), size)]
 
     numbers = EventNumbers("one", after)
-    rest = b"".join(map(numbers.take, chunks))
+    rest = b"".join(map(numbers.number, chunks))
 
     before = b"".join(event + b"\n\n" for event in whole.split(b"\n\n")[:-1][:after])
     assert before + rest == whole
@@ -42,11 +42,11 @@ def test_what_was_read_and_what_follows_are_the_whole(
 
 def test_events_after_the_last_that_can_be_gone_on_from_have_no_id() -> None:
     numbers = EventNumbers("one")
-    numbers.take(EVENTS[0])
+    numbers.number(EVENTS[0])
 
     numbers.stop()
 
-    assert numbers.take(EVENTS[1]) == EVENTS[1]
+    assert numbers.number(EVENTS[1]) == EVENTS[1]
 
 
 class FullReader:
