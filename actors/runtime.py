@@ -121,9 +121,8 @@ class Actor(DeclaredActor, abstract=True):
 
     @property
     def worker_index(self) -> int:
-        """Which of the instances of its node in `dynbus run` this is, from 0; also in the
-        constructor. The one that replaces an instance has the same. 0 in a program of your own.
-        """
+        """The number of this instance among those of its node in `dynbus run`, from 0; also in the
+        constructor. The one that replaces an instance has the same. 0 in a program of your own."""
         if self._dynbus_instance is not None:
             return self._dynbus_instance.worker_index
         made = constructed(self)
@@ -139,7 +138,7 @@ class Actor(DeclaredActor, abstract=True):
 
     @property
     def __dynbus_name__(self) -> InstanceName:
-        """Where this instance is on the bus.
+        """The name of this instance on the bus.
 
         Raises:
             RuntimeError: before `on_start`.
@@ -257,7 +256,7 @@ class ActorInstance(ServedInstance):
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
 
     def address_of(self, dependency: Dependency[Any], /) -> ComponentName:
-        """Where a dependency of this instance is on the bus.
+        """The address of a dependency of this instance on the bus.
 
         Raises:
             NotLinked: the links of the class leave it out.
@@ -432,7 +431,7 @@ class Runtime(ClientSide):
     def address_of(
         self, actor: type[Actor], *, node: str = "", namespace: str = ""
     ) -> ComponentName:
-        """Where an actor class is on the bus, as this process calls it.
+        """The address of an actor class on the bus, as this process calls it.
 
         Args:
             node: which of the nodes that run the class. Unless given, in an actor of `dynbus run`
@@ -454,7 +453,7 @@ class Runtime(ClientSide):
         return address or address_of(actor, node=node, namespace=namespace)
 
     def find_in_run(self, actor: type[DeclaredActor], node: str) -> ComponentName | None:
-        """Where a node of a class is in the run of this process; None where that has no such
+        """The address of a node of a class in the run of this process; None where that has no such
         class, or its nodes are in several namespaces and none has the name.
 
         Raises:
@@ -503,7 +502,7 @@ class Runtime(ClientSide):
         return BusJob(self.jobs_of(endpoint, options), known, decode)
 
     def namespace(self, name: str) -> Namespace:
-        """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""
+        """The beginning of untyped clients: `runtime.namespace(n).component(c).endpoint(e)`."""
         return Namespace(self, check_token("namespace", name))
 
     def endpoint(self, name: str | EndpointName) -> EndpointAddress:

@@ -89,7 +89,7 @@ class ThreadClock:
 
 
 def depth_here() -> int:
-    """How many frames lie beneath the caller's: of a callback of the loop, those of the loop."""
+    """The number of frames beneath the caller's: of a callback of the loop, those of the loop."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     depth = -1
     while frame is not None:

@@ -151,7 +151,8 @@ class Context:
 
     @property
     def tenant(self) -> str:
-        """Whose request it is, by the key that a front end was given; empty where it has none."""
+        """The tenant of the request, by the key that a front end was given; empty where it has
+        none."""
         return self.metadata.get(self.TENANT_KEY, "")
 
     @staticmethod

@@ -54,7 +54,7 @@ class Remote(Protocol):
 
     @property
     def control_subject(self) -> str:
-        """Where its control lane listens."""
+        """The subject of its control lane."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Side(Protocol[R]):
     """The side whose remotes a registry holds: a caller or an instance."""
 
     def key_of(self, batch: Batch) -> str:
-        """Which of the remotes a message claims to come from; called on the lane."""
+        """The key of the remote that a message claims to come from; called on the lane."""
         ...
 
     def cost(self, frame: Frame, remote: R | None) -> int | DropReason:

@@ -420,7 +420,7 @@ class JetStream(Protocol):
 
     @property
     def replicas(self) -> int:
-        """How many servers of a cluster keep a stream that does not say so itself."""
+        """The number of servers of a cluster that keep a stream which does not say so itself."""
         ...
 
     async def ensure_stream(
@@ -450,8 +450,8 @@ class JetStream(Protocol):
         ...
 
     async def write_error(self, stream: str, *, timeout: float = 5.0) -> str:
-        """Why the store of a stream takes nothing any more, in the server's words; empty for
-        one that is well.
+        """The reason for which the store of a stream takes nothing any more, in the server's words;
+        empty for one that is well.
 
         After a full disk a stream refuses every write, without an answer and also when there is
         space again, until it is made again or its server is restarted.
@@ -566,7 +566,7 @@ class JetStream(Protocol):
     async def consumer_info(
         self, stream: str, consumer: str, *, timeout: float = 5.0
     ) -> ConsumerInfo:
-        """How far the readers of a pull consumer are at this moment.
+        """The progress of the readers of a pull consumer at this moment.
 
         Raises:
             NoStream: the stream or the consumer does not exist.
@@ -633,7 +633,7 @@ class Connection(Protocol):
 
     @property
     def sessions(self) -> int:
-        """How often it has been connected."""
+        """The number of times that it has been connected."""
         ...
 
     @property

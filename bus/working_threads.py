@@ -88,7 +88,7 @@ class WorkingThreads:
         self._jobs.discard(job)
 
     def working(self) -> list[str]:
-        """Where each thread stands that works for the loop; for people."""
+        """The position of each thread that works for the loop; for people."""
         return [*self._at_jobs(), *(_place(thread) for thread in self._others())]
 
     def give_up_others(self) -> bool:

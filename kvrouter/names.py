@@ -25,17 +25,17 @@ def kv_event_stream(namespace: str) -> str:
 
 
 def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
-    """Where the KV-cache events of one data-parallel rank are published; `*` for any."""
+    """The subject of the KV-cache events of one data-parallel rank; `*` for any."""
     return f"{namespace}.{component}.{EVENTS}.{instance_id}.{dp_rank}"
 
 
 def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
-    """Where one rank is asked to send all that it holds; `*` for any."""
+    """The subject at which one rank is asked to send all that it holds; `*` for any."""
     return f"{namespace}.{component}.{RESYNC}.{instance_id}.{dp_rank}"
 
 
 def kv_load_subject(namespace: str, component: str, router: str) -> str:
-    """Where one router tells the others what it sends where; `*` for any.
+    """The subject at which one router tells the others what it sends where; `*` for any.
 
     It has a token more than any subject that callers may publish to, so none of them can speak
     for a router.
@@ -57,5 +57,5 @@ def kv_snapshot_bucket(namespace: str) -> str:
 
 
 def kv_election_subject(namespace: str, component: str) -> str:
-    """Where the router is stored that takes the snapshots of a component."""
+    """The subject of the record of the router that takes the snapshots of a component."""
     return f"$KV.{ELECTION_BUCKET}.{namespace}.{component}"

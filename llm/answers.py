@@ -108,7 +108,7 @@ class AnswerFormat(Protocol):
         ...
 
     def output(self, index: int) -> OutputFormat:
-        """How one of the outputs is told."""
+        """The format of one of the outputs."""
         ...
 
     def end(self, usage: Usage | None) -> bytes:

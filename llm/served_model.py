@@ -160,7 +160,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """That of its files, by which peers know it; empty until it was read."""
+        """The fingerprint of its files, by which peers know it; empty until it was read."""
         return self._fingerprint
 
     async def read_fingerprint(self) -> str:

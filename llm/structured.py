@@ -199,7 +199,7 @@ def library() -> Any:
 
 
 def limits_of(guidance: Any) -> LLParserLimits:
-    """How much of its time and memory the library may take for one form."""
+    """The part of its time and memory that the library may take for one form."""
     limits: LLParserLimits = guidance.LLParserLimits(verbose_errors=False)
     return limits
 

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 def current_tenant() -> str:
-    """Whose key the request has that is being carried out; empty where there are no keys."""
+    """The tenant whose key the request has that is being carried out; empty where there are no
+    keys."""
     context = Context.current()
     return context.tenant if context is not None else ""
 

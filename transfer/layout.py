@@ -180,14 +180,14 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def region_bytes(self) -> tuple[int, ...]:
-        """How large each region has to be, by its index."""
+        """The size that each region has to have, by its index."""
         sizes = [0] * (1 + max(region for region, _ in self.offsets))
         for region, offset in self.offsets:
             sizes[region] = max(sizes[region], offset + self.layer_bytes)
         return tuple(sizes)
 
     def blocks_of(self, tokens: int) -> int:
-        """How many blocks so many tokens take."""
+        """The number of blocks that so many tokens take."""
         return -(-tokens // self.block_size)
 
 
@@ -617,6 +617,6 @@ def _merged(
 
 
 def transfer_bytes(local: BlockLayout, remote: BlockLayout, tokens: int) -> int:
-    """How many bytes `tokens` tokens are, of the heads that both sides have."""
+    """The number of bytes of `tokens` tokens, of the heads that both sides have."""
     heads = len(_common_heads(local, remote))
     return math.prod((local.layers, 2, heads, tokens, local.token_bytes))

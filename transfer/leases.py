@@ -68,7 +68,7 @@ class LeaseTable:
 
     @property
     def blocks_held(self) -> int:
-        """How many blocks are held by at least one lease."""
+        """The number of blocks that are held by at least one lease."""
         return len(self._uses)
 
     def holds(self, block: int) -> bool:
@@ -77,7 +77,7 @@ class LeaseTable:
 
     @property
     def overdue(self) -> int:
-        """How many leases keep blocks although their time is over: see above."""
+        """The number of leases that keep blocks although their time is over: see above."""
         return len(self._overdue)
 
     def grant(

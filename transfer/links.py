@@ -111,7 +111,7 @@ class Flow:
 
     @property
     def posted(self) -> int:
-        """How many of its requests NIXL works at."""
+        """The number of its requests that NIXL works at."""
         return len(self._requests)
 
     def move(self, event: Event) -> State:

@@ -9,10 +9,10 @@ BUCKET: Final = "dynbus_transfer_agents"
 
 
 def transfer_agent_subject(agent: str) -> str:
-    """Where the description of an agent of transfers is stored."""
+    """The subject under which the description of an agent of transfers is stored."""
     return f"$KV.{BUCKET}.{agent}"
 
 
 def transfer_subject(agent: str, epoch: str) -> str:
-    """Where one life of an agent of transfers hears from its peers."""
+    """The subject at which one life of an agent of transfers hears from its peers."""
     return f"{agent}.{TRANSFER}.{epoch}"

@@ -68,7 +68,7 @@ class Life(NamedTuple):
 
 
 def life_of(description: AgentDescription) -> Life:
-    """Which life of an agent a description is of; a landing's has its number in the epoch."""
+    """The life of an agent that a description is of; a landing's has its number in the epoch."""
     return Life(description.agent, description.epoch.partition(_NUMBER)[0])
 
 
@@ -148,7 +148,7 @@ class Pushes:
 
     @property
     def landings(self) -> int:
-        """How many peers may push at this moment."""
+        """The number of peers that may push at this moment."""
         return len(self._landings)
 
     # The reader -------------------------------------------------------------------------------

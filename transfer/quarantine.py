@@ -32,7 +32,7 @@ class Quarantine:
 
     @property
     def blocks_held(self) -> int:
-        """How many blocks at least one abandoned transfer may still write."""
+        """The number of blocks that at least one abandoned transfer may still write."""
         return len(self._uses)
 
     def holds(self, block: int) -> bool:

@@ -72,12 +72,12 @@ class Transfer:
 
     @property
     def state(self) -> State:
-        """Where it is."""
+        """The state of the transfer."""
         return self._flow.state
 
     @property
     def bytes(self) -> int:
-        """How many it moves; 0 before the peer's description is known."""
+        """The number of bytes that it moves; 0 before the peer's description is known."""
         return self._flow.bytes
 
     @property
@@ -92,7 +92,7 @@ class Transfer:
 
     @property
     def blocks(self) -> int:
-        """How many local blocks it touches."""
+        """The number of local blocks that it touches."""
         return self.moved.local_blocks.size
 
     @property

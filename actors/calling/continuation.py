@@ -244,7 +244,7 @@ def resume_by(
     decode_many: Callable[[Sequence[bytes]], list[Any]],
     encode: Callable[[Any], bytes],
 ) -> Resume:
-    """How streams go on by a function of the user's, of the decoded values.
+    """The class of streams that go on by a function of the user's, of the decoded values.
 
     Args:
         function: of the request and the accepted items; None when nothing is left to come, and

@@ -82,7 +82,7 @@ class MigrationLine(Generic[T]):
         return gone
 
     def next_at(self) -> float | None:
-        """When the next stream goes at the latest; None while none waits."""
+        """The time at which the next stream goes at the latest; None while none waits."""
         return self._next_at() if self._waiting else None
 
     @property

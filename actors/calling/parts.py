@@ -116,7 +116,7 @@ class Parts:
 
 
 def ending_of(raised: BaseException, request_id: str) -> DynbusError:
-    """How a stream ends whose next attempt, made beside all else, raised something.
+    """The end of a stream whose next attempt, made beside all else, raised an exception.
 
     Whatever of the user's raises there ends this stream, and not the work beside it.
     """

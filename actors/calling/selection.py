@@ -92,7 +92,7 @@ class Selection:
         self._request = request
 
     def count(self) -> int:
-        """How many instances may be chosen, those that turned the call away left out."""
+        """The number of instances that may be chosen, without those that turned the call away."""
         return len(self._untried(self._known()))
 
     def forget_tried(self) -> None:
@@ -353,7 +353,8 @@ def wrong_kind(
     declared: bool,
     request_id: str,
 ) -> InvalidRequest | None:
-    """Why an instance cannot take a call: its result would be lost, or never come; else None.
+    """The reason for which an instance cannot take a call: its result would be lost, or never come;
+    else None.
 
     Args:
         streaming: how the call is made.

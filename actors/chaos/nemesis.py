@@ -82,7 +82,7 @@ class Nemesis:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many faults of each kind were carried out."""
+        """The number of faults of each kind that were carried out."""
         return Counter(each.kind.value for each in self.done if each.carried_out)
 
     async def run(self, steps: Sequence[Step]) -> None:

@@ -91,7 +91,7 @@ class Step(msgspec.Struct, frozen=True):
     manner: float = 0.0
 
     def among(self, count: int) -> int:
-        """Which of `count`, from 0."""
+        """The index of one of `count`, from 0."""
         return min(int(self.pick * count), count - 1)
 
 

@@ -105,7 +105,7 @@ class OwnServers:
             self.down.discard(index)
 
     async def leader(self) -> int | None:
-        """Which of them leads the records of instances; None where nobody can tell now."""
+        """The server that leads the records of instances; None where it is not known now."""
         names = await self._ask([f"$JS.API.STREAM.INFO.{INSTANCES_STREAM.name}"], _leader_of)
         known = {server.name: index for index, server in enumerate(self.servers)}
         return known.get(names[0]) if names else None

@@ -253,7 +253,7 @@ def full_name(actor: type[Any]) -> str:
 
 
 def address_of(actor: type[DeclaredActor], *, node: str = "", namespace: str = "") -> ComponentName:
-    """Where a class is on the bus.
+    """The address of a class on the bus.
 
     Args:
         node: the name of the node that runs it; the class's component unless given.

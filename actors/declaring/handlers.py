@@ -131,12 +131,12 @@ class HandlerSpec:
 
     @property
     def kind(self) -> Literal["stream", "unary"]:
-        """How its results come."""
+        """The kind of its results: one, or a stream."""
         return "stream" if self.streaming else "unary"
 
     @property
     def label(self) -> str:
-        """How messages name the handler."""
+        """The name of the handler in messages."""
         return self.function.__qualname__
 
     @cached_property
@@ -200,7 +200,7 @@ class HandlerSpec:
         return resume_method(cls, self.resume, self.label, takes_request=takes_request)
 
     def request_decoder(self) -> Callable[[bytes], Any]:
-        """How an instance reads requests: bytes to request, None for a handler without one.
+        """The decoder of requests at an instance: bytes to request, None for a handler without one.
 
         No bytes are the handler's default, where it has one; so is null, unless it fits.
 

@@ -49,7 +49,7 @@ ClientResume = Literal["replay"] | ResumeFunction
 
 
 def checked_limit(label: str, limit: Any, *, resumes: bool) -> int:
-    """How often a call may move.
+    """The number of times that a call may move, checked.
 
     Args:
         limit: as it was given; None for what is usual.

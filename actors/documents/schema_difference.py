@@ -66,7 +66,7 @@ def worst(differences: Sequence[Difference]) -> Fit:
 
 
 def compare(client: Any, server: Any, direction: Direction) -> list[Difference]:
-    """How the schemas of the two sides differ, in the order of the fields.
+    """The differences between the schemas of the two sides, in the order of the fields.
 
     Args:
         client, server: canonical JSON schemas, of what the side writes where it writes and of what

@@ -289,7 +289,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def placement(machine: Machine, place: Place, index: int, declared: Mapping[str, str]) -> Placement:
-    """How an instance is placed.
+    """The placement of an instance.
 
     Args:
         declared: the variables of its node.

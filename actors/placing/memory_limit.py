@@ -35,13 +35,13 @@ class MemoryLimit:
         return f"; its process has {self}: {RAISE}" if _is_out_of_memory(error) else ""
 
     def detail(self) -> str:
-        """How much of it is in use, where that is most of it."""
+        """The part of it that is in use, where that is most of it."""
         used = memory_in_use() / self._count
         return f"{used:.0%} of {self}" if used >= NEARLY_FULL else ""
 
     def reason_to_end(self) -> str:
-        """Why a process cannot go on in which a handler was refused memory: what it holds leaves no
-        room for others. Nothing where that one alone wanted too much."""
+        """The reason for which a process cannot go on in which a handler was refused memory: what
+        it holds leaves no room for others. Nothing where that one alone wanted too much."""
         used = memory_in_use() / self._count
         return f"{used:.0%} of {self} is in use: {RAISE}" if used >= LEAKED else ""
 

@@ -48,7 +48,7 @@ class ConfigFile:
     keys: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def place(self, *keys: str) -> str:
-        """How a message names a value: `config.yaml: Splitter.count`."""
+        """The name of a value in messages: `config.yaml: Splitter.count`."""
         return f"{self.name}: {'.'.join(keys)}"
 
 
@@ -103,7 +103,7 @@ class ActorConfigs(Mapping[str, ActorConfig]):
         return len(self._configs)
 
     def of(self, name: str) -> ActorConfig:
-        """That of one actor, which is empty where there is none."""
+        """The configuration of one actor, which is empty where there is none."""
         return self._configs.get(name) or ActorConfig(name, {})
 
 

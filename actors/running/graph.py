@@ -100,7 +100,7 @@ def nodes_of(actors: Sequence[type[Actor]], declared: Sequence[Node] = ()) -> li
 
 
 def dependency_depth(actor: type[Actor]) -> int:
-    """How long the longest chain of dependencies below an actor is; 0 without any.
+    """The length of the longest chain of dependencies below an actor; 0 without any.
 
     Raises:
         ConfigError: as of `with_dependencies`.
@@ -121,7 +121,7 @@ def dependents_first(items: Iterable[T], depth: Callable[[T], int]) -> list[list
 def addresses_of(
     namespaces: Mapping[Node, str], sources: Mapping[str, str]
 ) -> dict[Node, ComponentName]:
-    """Where each node of a run is on the bus.
+    """The addresses of a run's nodes on the bus.
 
     Args:
         namespaces: of all nodes of the run; empty where nothing says.

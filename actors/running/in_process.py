@@ -71,7 +71,7 @@ class Assignment(NamedTuple):
 
     @property
     def address(self) -> ComponentName:
-        """Where its instances are on the bus."""
+        """The address of its instances on the bus."""
         return address_of(self.actor, node=self.node, namespace=self.service.namespace)
 
     def instance(self, runtime: Runtime, instance_id: str = "", *, index: int = 0) -> ActorInstance:
@@ -134,7 +134,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """That of a process which ends since it was asked to."""
+        """The exit code of a process which ends since it was asked to."""
         return exit_codes.INTERRUPTED if self.at_once.is_set() else exit_codes.OK
 
     @contextmanager

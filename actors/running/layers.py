@@ -145,7 +145,7 @@ def plain(entry: Entry) -> Any:
 
 
 def sources(entry: Entry, path: str | None = None) -> dict[str, str]:
-    """Where each value came from, by its dotted path; of mappings, where their parts did.
+    """The source of each value, by its dotted path; of mappings, those of their parts.
 
     A mapping has a source of its own too, which is that of the latest layer which has it.
     """

@@ -73,7 +73,7 @@ class Outdated:
 
     @property
     def resized(self) -> dict[str, int]:
-        """How many instances nodes are to have of which nothing else has changed, by address."""
+        """The new numbers of instances of nodes of which nothing else has changed, by address."""
         return {a: count for a, count in self._resized.items() if a not in self.nodes}
 
     def done(self, address: str) -> None:

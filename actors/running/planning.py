@@ -112,7 +112,7 @@ class LoadedRun:
         )
 
     def placed(self, environment: Mapping[str, str]) -> PlacedRun:
-        """Where its instances are on this machine.
+        """The places of its instances on this machine.
 
         Raises:
             NotOnThisMachine: the machine has too few GPUs.

@@ -293,7 +293,7 @@ async def _end(program: asyncio.subprocess.Process) -> None:
 
 
 def exit_text(code: int | None) -> str:
-    """How a process ended, in words: a negative code is a signal's."""
+    """The end of a process, in words: a negative code is a signal's."""
     if code is None:
         return "how is not known: the fork server had died before it"
     if code >= 0:

@@ -167,7 +167,7 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        """That of the run, once it has ended."""
+        """The exit code of the run, once it has ended."""
         if self.failure is None or self.ending.at_once.is_set():
             return self.ending.exit_code
         return self.failure.code

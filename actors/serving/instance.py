@@ -193,7 +193,7 @@ class ServedInstance:
 
     @property
     def state(self) -> InstanceState:
-        """Where it is in its life."""
+        """The state of the instance."""
         return self._state
 
     async def start(self) -> None:

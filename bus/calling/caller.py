@@ -144,8 +144,8 @@ class Caller:
         return liveness is not None and liveness.is_heard(monotonic())
 
     def silent_since(self, instance: InstanceName) -> float | None:
-        """When an instance was found to be lost; None where that is long ago, and where anything
-        came of it since."""
+        """The time at which an instance was found to be lost; None where that is long ago, and
+        where anything came of it since."""
         silence = self._silent.get(instance.instance_id)
         if silence is None or silence.found_at + SILENT_SECONDS <= monotonic():
             return None

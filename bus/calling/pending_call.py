@@ -151,7 +151,7 @@ class PendingCall(CallProgress):
 
     @property
     def hop(self) -> str:
-        """How errors name the endpoint at the instance that was called."""
+        """The name of the endpoint at the instance that was called, in errors."""
         return self.endpoint.hop(self.remote.name.instance_id)
 
     async def result(self) -> bytes:

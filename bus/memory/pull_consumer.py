@@ -122,7 +122,7 @@ class MemoryPullConsumer:
         return f"<MemoryPullConsumer {self.stream.config.name} [unsettled: {len(self._unsettled)}]>"
 
     def info(self) -> ConsumerInfo:
-        """How far its readers are."""
+        """The progress of its readers."""
         pending = len(self.stream.after(self._next_sequence, ">"))
         return ConsumerInfo(pending, len(self._unsettled), self.config.ack_wait)
 
@@ -208,5 +208,5 @@ class MemoryPullConsumer:
 
 
 def ack_subject(stream: str, consumer: str, sequence: int) -> str:
-    """Where a message is acknowledged."""
+    """The subject at which a message is acknowledged."""
     return f"$JS.ACK.{stream}.{consumer}.{sequence}"

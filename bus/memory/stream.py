@@ -132,7 +132,7 @@ class MemoryStream:
                 self._append(due, unix - (now - due), message.subject, fields, b"", marker_ttl)
 
     def next_expiry(self) -> float | None:
-        """When `expire` has something to do next."""
+        """The time at which `expire` has something to do next."""
         return self._expiries[0][0] if self._expiries else None
 
     def info(self, unix: float) -> StreamInfo:

@@ -296,7 +296,8 @@ class NatsConnection(WatchedConnection):
             raise Unavailable(f"the server took nothing for {timeout} s") from None
 
     def refusal_of(self, subject: str) -> str:
-        """Why the server refused a subject in this session; empty when it did not."""
+        """The reason for which the server refused a subject in this session; empty when it did
+        not."""
         return self._denied.get(subject, "")
 
     def reconnect(self) -> None:

@@ -29,7 +29,7 @@ _NO_STREAM: Final = "-"
 async def count_keepers(
     connection: ServerLink, subject: str, expected: int, timeout: float, *, others: float = 0.0
 ) -> int:
-    """How many streams would store what is published to `subject`; nothing is stored.
+    """The number of streams that would store what is published to `subject`; nothing is stored.
 
     A server that neither belongs to a cluster nor is a leaf node is not asked for longer than it
     takes to hear of `expected` streams: what is refused on the leaf node's side is refused.

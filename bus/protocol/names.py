@@ -111,7 +111,7 @@ class InstanceName(NamedTuple):
 
     @property
     def control_subject(self) -> str:
-        """Where the instance takes cancels, credit, resumes and pings."""
+        """The subject at which the instance takes cancels, credit, resumes and pings."""
         return control_subject(*self)
 
 
@@ -163,17 +163,17 @@ class EndpointName(NamedTuple):
         return f"{self.namespace}.{self.component}.{self.endpoint}.{instance_id}"
 
     def hop(self, instance_id: str) -> str:
-        """How errors and logs name this endpoint on one instance."""
+        """The name of this endpoint on one instance, in errors and logs."""
         return f"{self.namespace}.{self.component}.{self.endpoint}@{instance_id}"
 
 
 def control_subject(namespace: str, component: str, instance_id: str) -> str:
-    """Where one instance takes cancels, credit, resumes and pings."""
+    """The subject at which one instance takes cancels, credit, resumes and pings."""
     return f"{namespace}.{component}.{CONTROL}.{instance_id}"
 
 
 def cancel_subject(namespace: str) -> str:
-    """Where operators cancel the requests of a namespace.
+    """The subject at which operators cancel the requests of a namespace.
 
     It has a token less than any subject that callers may publish to, so none of them can end
     what another one asked for.
@@ -189,8 +189,7 @@ def job_token(job_id: str) -> str:
 
 
 def work_subject(queue: EndpointName, job: str = ">") -> str:
-    """Where one job of an endpoint is put, by its token; `>` for any. Copies of it have one more
-    token."""
+    """The subject to which jobs of an endpoint are put. Copies of it have one more token."""
     return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}.{job}"
 
 
@@ -236,14 +235,15 @@ def queue_of_stream(stream: str) -> EndpointName | None:
 
 
 def holder_subject(queue: EndpointName, taker: str) -> str:
-    """Where one taker of an endpoint's jobs stores which of them it holds; `*` for any."""
+    """The subject under which one taker of an endpoint's jobs stores which of them it holds; `*`
+    for any."""
     return f"$KV.{HOLDERS_BUCKET}.{queue.namespace}.{queue.component}.{queue.endpoint}.{taker}"
 
 
 def dead_letter_subject(
     namespace: str, component: str = "*", endpoint: str = "*", letter: str = "*"
 ) -> str:
-    """Where one dead letter of an endpoint's jobs is kept; `*` for any."""
+    """The subject under which one dead letter of an endpoint's jobs is kept; `*` for any."""
     return f"{namespace}.{component}.{DEAD}.{endpoint}.{letter}"
 
 
@@ -282,7 +282,7 @@ class ReplySubjects:
         return f"{self.base}.ctl.b.{peer}"
 
     def holder(self, taker: str) -> str:
-        """Where the process of a taker of jobs listens on its control connection."""
+        """The subject at which the process of a taker of jobs listens on its control connection."""
         return f"{self.base}.ctl.h.{taker}"
 
 
@@ -295,7 +295,8 @@ def split_number(subject: str) -> tuple[str, int] | None:
 
 
 def turn_taker(reply: str) -> str:
-    """Who takes turns with others: the principal or the client that is answered at `reply`.
+    """The one that takes turns with others: the principal or the client that is answered at
+    `reply`.
 
     That is the credential's name where there is one, else what all requests of one client have
     in common. Those that name no client (`_INBOX.{random}`, replies from another account) take

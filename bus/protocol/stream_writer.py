@@ -234,7 +234,7 @@ class StreamWriter:
         return True
 
     def count_pushed(self) -> None:
-        """Count what was pushed since the last time as kept, as `take_frames` does of all but a few.
+        """Count as kept what was pushed since the last time; `take_frames` does that beyond a few.
 
         Few and small items are not worth counting one by one.
         """

@@ -264,7 +264,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def name(self) -> InstanceName:
-        """Whose record it is."""
+        """The name of the instance."""
         return InstanceName(self.namespace, self.component, self.instance_id)
 
 

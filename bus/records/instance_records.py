@@ -85,12 +85,12 @@ async def ensure_bucket(
 
 
 def record_subject(namespace: str, component: str, instance_id: str) -> str:
-    """Where an instance's record is stored."""
+    """The subject under which an instance's record is stored."""
     return f"$KV.{INSTANCES_BUCKET}.{namespace}.{component}.{instance_id}"
 
 
 def instance_at(subject: str) -> InstanceName | None:
-    """Whose record a subject stores; None for any other subject."""
+    """The instance whose record a subject stores; None for any other subject."""
     tokens = subject.split(".")
     if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
         return None
@@ -185,7 +185,7 @@ class LeaseKeeper:
 
     @property
     def state(self) -> LeaseState:
-        """Where the lease stands."""
+        """The state of the lease."""
         return self._leased.lease.state
 
     @property
@@ -229,7 +229,7 @@ class LeaseKeeper:
         self._gone = other.record.incarnation
 
     def conflict(self, other: InstanceRecord) -> ConfigError:
-        """That another process holds the id."""
+        """The error that another process holds the id."""
         mine = self._record
         if other.name != mine.name:
             return ConfigError(

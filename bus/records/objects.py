@@ -188,12 +188,12 @@ class StoredRecord(NamedTuple):
 
 
 def chunk_subject(bucket: str, nuid: str) -> str:
-    """Where the chunks of one put are."""
+    """The subject of the chunks of one put."""
     return f"$O.{bucket}.C.{nuid}"
 
 
 def record_subject(bucket: str, name: str) -> str:
-    """Where the record of an object is."""
+    """The subject of the record of an object."""
     return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 

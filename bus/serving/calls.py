@@ -117,7 +117,8 @@ class Call:
 
 
 def no_room(account: ClientUnreadBytes) -> Overloaded | None:
-    """Why a call of a client that does not take its results may not begin; None where it may."""
+    """The reason for which a call of a client that does not take its results may not begin; None
+    where it may."""
     if not account.is_refused:
         return None
     return Overloaded(

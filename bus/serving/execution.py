@@ -508,7 +508,7 @@ class Execution:
 
 
 def describe_calls(running: int, waiting: int) -> str:
-    """How many calls run and wait, in words."""
+    """The numbers of calls that run and wait, in words."""
     runs = "1 call runs" if running == 1 else f"{running} calls run"
     return f"{runs} and {waiting} {'waits' if waiting == 1 else 'wait'}"
 

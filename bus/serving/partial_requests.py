@@ -46,7 +46,7 @@ class PartialRequest:
         return f"<PartialRequest [{len(self._parts)} of {self._count} parts]>"
 
     def __len__(self) -> int:
-        """How many parts have arrived."""
+        """The number of parts that have arrived."""
         return len(self._parts)
 
     def add(self, index: int, count: int, data: bytes) -> None:

@@ -78,7 +78,7 @@ class CallReply:
 
     @property
     def sent_items(self) -> int:
-        """How many items were sent, or a number that grows as they are."""
+        """The number of items that were sent, or one that grows as they are."""
         raise NotImplementedError
 
     def end(self, result: bytes | None = None) -> None:

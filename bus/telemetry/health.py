@@ -144,7 +144,7 @@ class HealthServer:
 
     @property
     def url(self) -> str:
-        """Where it answers; with the actual port once it is open."""
+        """The URL at which it answers; with the actual port once it is open."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     async def __aenter__(self) -> Self:

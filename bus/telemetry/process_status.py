@@ -98,7 +98,7 @@ class ProcessStatus:
             self._steps[source] = StartStep(what[:MAX_TEXT], done, total)
 
     def steps(self) -> list[StartStep]:
-        """How far each source is in its start."""
+        """The progress of each source in its start."""
         with self._lock:
             return list(self._steps.values())
 

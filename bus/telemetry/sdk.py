@@ -194,7 +194,7 @@ def _is_placeholder(value: object) -> bool:
 
 
 def provider_of(instance: InstanceName, provider: TracerProvider) -> TracerProvider:
-    """Where the spans of an instance come from: a service of its component's name.
+    """The provider of an instance's spans: a service of its component's name.
 
     It sends them with `provider`'s exporters, and is `provider` itself where the program has set
     that up: then its resource is the program's affair.

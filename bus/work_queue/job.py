@@ -183,7 +183,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def put_at(message: StoredMessage) -> float:
-    """When a job was put, in Unix seconds by the server; of a copy, its first put."""
+    """The time at which a job was put, in Unix seconds by the server; of a copy, its first put."""
     text = message.headers.get(header_names.JOB_AGE, "")
     return message.time - (int(text) / 1000 if _MILLISECONDS.fullmatch(text) else 0.0)
 

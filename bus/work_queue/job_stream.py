@@ -116,12 +116,13 @@ class JobStream:
 
     @property
     def ack_wait(self) -> float:
-        """That of the queue as it is, also where another process made it; known after `ensure`."""
+        """The `ack_wait` of the queue as it is, also where another process made it; known after
+        `ensure`."""
         return self._ack_wait
 
     @property
     def created(self) -> float:
-        """Which of the streams of this name it was at the last `ensure`."""
+        """The time at which the stream was made that was there at the last `ensure`."""
         return self._created
 
     def watch_outages(self) -> None:
@@ -215,8 +216,8 @@ class JobStream:
             await self._publish_copy(job, job_id, WOKEN, random_id(), put_at(job), 0.0)
 
     def queued(self, delivery: Delivery) -> float:
-        """When a job was put, on the own monotonic clock: by what the server says that it is now,
-        and not by the time of day of any other host."""
+        """The time at which a job was put, on the own monotonic clock: by what the server says that
+        it is now, and not by the time of day of any other host."""
         now = monotonic()
         self._clock.stored(delivery.message.time, now)
         return min(now, now - self._clock.unix(now) + put_at(delivery.message))

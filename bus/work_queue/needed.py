@@ -22,7 +22,7 @@ class NeededStream(NamedTuple):
 
     @classmethod
     def of_queue(cls, name: EndpointName, config: WorkQueueConfig) -> NeededStream:
-        """That of a queue of jobs."""
+        """The stream of a queue of jobs."""
         return cls(queue_config(name, config), takers_config(config))
 
     @staticmethod

@@ -173,8 +173,8 @@ class WorkQueue:
         return next((one.tries for one in held if one.sequence == job.sequence), 0)
 
     async def depth(self, *, max_age: float = 0.25) -> QueueDepth:
-        """How many jobs there are, as the server said at most `max_age` seconds ago, and what was
-        put from here since.
+        """The number of jobs, as the server said at most `max_age` seconds ago, and what was put
+        from here since.
 
         Raises:
             Unavailable: the server does not say.

@@ -68,7 +68,7 @@ async def print_top(at: Where, limit: int, *, with_dead: bool) -> None:
 
 
 async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
-    """Who holds how much of a prefix; see `print_top`."""
+    """Print who holds how much of a prefix; see `print_top`."""
     component = await component_of(at)
     leases = await leases_of(at, component)
     block_size = _block_size(prefix, leases)

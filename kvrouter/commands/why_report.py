@@ -67,7 +67,7 @@ def _read_answer(message: Message) -> Explanation | None:
 
 
 def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
-    """Why there is no decision to show, and what to do.
+    """The reason for which there is no decision to show, and what to do.
 
     Args:
         request_id: empty when the latest decisions were asked for.

@@ -206,7 +206,7 @@ class RankStream:
 
     @property
     def awareness(self) -> CacheAwareness:
-        """How far the events of this rank can be relied on, and why not further."""
+        """The degree to which the events of this rank can be relied on, and why not further."""
         return self._known.awareness(self.translation)
 
     def _tell(self) -> None:

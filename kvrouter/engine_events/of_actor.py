@@ -107,7 +107,7 @@ class EngineEvents(Openable):
         self.bridge.cleared()
 
     def status(self) -> BridgeStatus:
-        """How far the events can be relied on, and what was read."""
+        """The degree to which the events can be relied on, and what was read."""
         return self.bridge.status()
 
     async def _follow(self) -> None:

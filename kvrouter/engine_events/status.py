@@ -101,7 +101,7 @@ class RankKnowledge:
         return self.connection is None and (self.history is not None or self.orphans > 0)
 
     def awareness(self, translation: Translation) -> CacheAwareness:
-        """How far the rank's events can be relied on, and why not further."""
+        """The degree to which the rank's events can be relied on, and why not further."""
         reason = self._why_degraded(translation)
         if reason is not None:
             return CacheAwareness(AwarenessLevel.DEGRADED, reason)

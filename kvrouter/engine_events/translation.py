@@ -121,7 +121,7 @@ class Translation:
 
     @property
     def unmodelled(self) -> str:
-        """Which groups bound what can be reused besides the one that counts; empty for none."""
+        """The groups that bound what can be reused besides the one that counts; empty for none."""
         if self.filtered and self._size_seen:
             return ", ".join(sorted(self.filtered))
         if len(self._nameless_groups) > 1:

@@ -75,7 +75,7 @@ class ZmqSource:
     heartbeat_interval: float = 5.0
 
     def endpoints(self, rank: int) -> tuple[str, str | None]:
-        """Where a rank publishes, and where it is asked for what it published.
+        """The addresses at which a rank publishes, and at which it is asked for what it published.
 
         Raises:
             ValueError: nobody can connect there, or it has no port for that rank.

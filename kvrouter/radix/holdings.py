@@ -25,13 +25,14 @@ def reach(run: Run, number: int, depth: int) -> int | None:
 
 
 def next_start(run: Run, number: int, depth: int) -> int:
-    """Where behind `depth` a holder has something of a run again; the run's end for nowhere."""
+    """The next position behind `depth` from which a holder has something of a run again; the run's
+    end for none."""
     spans = run.detached.get(number, ()) if run.detached is not None else ()
     return next((start for start, _ in spans if start > depth), run.end)
 
 
 def count_tiers(holders: Sequence[int], path: Iterable[Run], end: int) -> list[int]:
-    """How many of the blocks [0, end) of a path one rank has in each tier.
+    """The number of the blocks [0, end) of a path that one rank has in each tier.
 
     A block counts for the nearest tier that has it. The count ends with the first block that
     the rank has nowhere.

@@ -138,7 +138,7 @@ class RankState:
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds, over all tiers."""
+        """The number of blocks that it holds, over all tiers."""
         return sum(holder.blocks for holder in self.holders.values())
 
 
@@ -395,7 +395,8 @@ class RadixIndex:
     # Questions ------------------------------------------------------------------------
 
     def lookup(self, block_hashes: Hashes) -> dict[str, int]:
-        """How many blocks of a prefix each instance holds in device memory, from the first on.
+        """The number of blocks of a prefix that each instance holds in device memory, from the
+        first on.
 
         Args:
             block_hashes: of shape [blocks], as `hashing.block_hashes` gives them.
@@ -414,7 +415,7 @@ class RadixIndex:
         return best
 
     def overlaps(self, block_hashes: Hashes) -> dict[Rank, Overlap]:
-        """How many blocks of a prefix each rank holds, over all tiers.
+        """The number of blocks of a prefix that each rank holds, over all tiers.
 
         A block counts for the nearest tier that has it. The count ends with the first block
         that the rank has nowhere.

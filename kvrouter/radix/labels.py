@@ -33,7 +33,8 @@ class LabelledHolders(Generic[Label, Value]):
         self._remembered: dict[int, tuple[int, dict[Label, Value]]] = {}
 
     def find(self, tree: PrefixTree, blocks: bytes) -> dict[Label, Value]:
-        """How many of these blocks each holder has from the first on, for those that have any.
+        """The number of these blocks that each holder has from the first on, for those that have
+        any.
 
         Args:
             blocks: block hashes, little-endian, 8 bytes each.

@@ -407,7 +407,8 @@ class PrefixTree:
         return path, at // 8
 
     def find(self, blocks: bytes) -> dict[int, int]:
-        """How many of these blocks each holder has from the first on, for those that have any."""
+        """The number of these blocks that each holder has from the first on, for those that have
+        any."""
         path, end = self.descend(blocks)
         ends: dict[int, int] = {}
         for run in path:

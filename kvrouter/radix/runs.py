@@ -122,7 +122,7 @@ class Holder:
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds."""
+        """The number of blocks that it holds."""
         return len(self.held)
 
 

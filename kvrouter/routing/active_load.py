@@ -14,7 +14,7 @@ MOST_TOKENS: Final = 2**24
 
 
 def expected_tokens(said: int | None) -> int | None:
-    """How much output a request may have, as a number that can be reckoned with.
+    """The number of output tokens that a request may have, as one that can be reckoned with.
 
     Callers write what they like there: none at all or less is no expectation, and a number
     without meaning stands for much.
@@ -180,7 +180,7 @@ class ActiveLoad:
         )
 
     def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int:
-        """How many blocks of a prompt no running request of a rank uses.
+        """The number of blocks of a prompt that no running request of a rank uses.
 
         The cost grows with the logarithm of the number of blocks.
         """
@@ -193,7 +193,8 @@ class ActiveLoad:
 def leading_blocks(
     held: Mapping[int, object], sequence_hashes: Sequence[int], start: int = 0
 ) -> int:
-    """How many blocks of a prompt are held, from the first on, given that the first `start` are.
+    """The number of blocks of a prompt that are held, from the first on, given that the first
+    `start` are.
 
     A request that holds a block holds all before it, so that the cost grows with the logarithm.
     """

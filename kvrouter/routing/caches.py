@@ -75,7 +75,7 @@ class Follower(Protocol):
         ...
 
     def awareness(self) -> CacheAwareness:
-        """How far the index can be relied on."""
+        """The degree to which the index can be relied on."""
         ...
 
     def ask_resync(self, rank: Rank, reason: str) -> None:
@@ -235,7 +235,7 @@ class ExpectedCaches:
         return 0 if self._follower is None else self._follower.position.sequence
 
     def awareness(self) -> CacheAwareness:
-        """How far decisions can rely on what is known of the caches at this moment."""
+        """The degree to which decisions can rely on what is known of the caches at this moment."""
         if self._follower is None:
             return _OWN_DECISIONS if self._approximates else _NOTHING
         doubts = {str(rank): why for rank, why in self._reuse.doubts().items()}
@@ -425,7 +425,7 @@ class ApproximateIndex:
     def reach(
         self, rank: Rank, sequence_hashes: Sequence[int], now: float, *, start: int = 0
     ) -> int:
-        """How many blocks of a prompt a rank holds from the first on.
+        """The number of blocks of a prompt that a rank holds from the first on.
 
         Args:
             start: how many of them it holds in any case. The answer is not less.

@@ -155,7 +155,7 @@ class Decision:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Who could have got it, and what was known of each."""
+        """The ranks that could have got it, and what was known of each."""
         return [self.table[at] for at in range(len(self.table))]
 
     def to_json(self) -> bytes:
@@ -306,7 +306,7 @@ class DecisionLog:
 
 
 def why_subject(namespace: str, component: str) -> str:
-    """Where the routers of a component are asked for their decisions."""
+    """The subject at which the routers of a component are asked for their decisions."""
     return f"{check_token('namespace', namespace)}.{check_token('component', component)}._kv_why"
 
 

@@ -193,7 +193,7 @@ class Constraints:
         return bool(self.required) or (self.lora_required and bool(self.lora_name))
 
     def refusal(self, profile: InstanceProfile) -> str | None:
-        """Why an instance may not get the request; None when it may."""
+        """The reason for which an instance may not get the request; None when it may."""
         missing = self.required - profile.tags
         if missing:
             return f"lacks the tags {', '.join(sorted(missing))}"

@@ -472,7 +472,7 @@ class KvRouter:
         return self._scheduler.statistics()
 
     def awareness(self) -> CacheAwareness:
-        """How far it can rely on what it knows of the caches at this moment."""
+        """The degree to which it can rely on what it knows of the caches at this moment."""
         if self._instances is not None and (known := self._instances()) is not None and not known:
             return no_instances(self._target)
         return self._scheduler.awareness()
@@ -488,7 +488,7 @@ class KvRouter:
 
     @property
     def decisions_limit(self) -> int:
-        """How many decisions are kept."""
+        """The number of decisions that are kept."""
         return self._config.decisions
 
     def report_reused(self, request_id: str, tokens: int) -> Decision | None:

@@ -345,7 +345,7 @@ class KvScheduler:
         self._caches.forget_cache(instance)
 
     def awareness(self) -> CacheAwareness:
-        """How far decisions can rely on what is known of the caches at this moment."""
+        """The degree to which decisions can rely on what is known of the caches at this moment."""
         return self._caches.awareness()
 
     def statistics(self) -> SchedulerStatistics:

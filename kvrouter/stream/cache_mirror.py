@@ -191,7 +191,7 @@ class CacheMirror:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are held, counted once for each tier."""
+        """The number of blocks that are held, counted once for each tier."""
         return sum(len(tier.held) for tier in self._tiers.values())
 
     def held(self, tier: Tier) -> Mapping[int, Stretch]:
@@ -217,7 +217,7 @@ class CacheMirror:
         return None
 
     def digest(self) -> CacheDigest:
-        """How many blocks are held, and which."""
+        """The number and the digest of the blocks that are held."""
         return CacheDigest(
             self.blocks, sum(tier.make_digest() for tier in self._tiers.values()) & MASK
         )

@@ -195,7 +195,8 @@ class EventBuffer:
             waiting.is_lossy = False
 
     def set_awareness(self, dp_rank: int, awareness: CacheAwareness) -> None:
-        """How far a rank's events can be relied on, behind all that was put so far."""
+        """Set the degree to which a rank's events can be relied on, behind all that was put so
+        far."""
         with self._lock:
             self._ranks.setdefault(dp_rank, _Waiting()).awareness = awareness
 

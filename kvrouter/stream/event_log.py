@@ -245,14 +245,14 @@ class EventLog:
 
     @property
     def awareness(self) -> CacheAwareness:
-        """How far what this rank says can be relied on."""
+        """The degree to which what this rank says can be relied on."""
         if self._loss:
             return CacheAwareness(AwarenessLevel.DEGRADED, self._loss)
         return self._stated
 
     def set_awareness(self, awareness: CacheAwareness) -> None:
-        """How far the engine's events can be relied on. It is said with the next digest, which
-        comes as soon as one does after events."""
+        """Set the degree to which the engine's events can be relied on. It is said with the next
+        digest, which comes as soon as one does after events."""
         self._changed = self._changed or awareness != self._stated
         self._stated = awareness
 
@@ -268,7 +268,7 @@ class EventLog:
 
     @property
     def digest_at(self) -> float:
-        """When the next digest is due."""
+        """The time at which the next digest is due."""
         return self._digested + (DIGEST_AFTER if self._changed else DIGEST_INTERVAL)
 
     def append_digest(self, since: float, now: float) -> None:

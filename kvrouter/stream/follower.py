@@ -243,7 +243,7 @@ class IndexFollower(Openable):
         return {rank: overlap for rank, overlap in overlaps.items() if is_known(rank.instance)}
 
     def awareness(self, *, with_stated: bool = True) -> CacheAwareness:
-        """How far routing can rely on the index at this moment.
+        """The degree to which routing can rely on the index at this moment.
 
         Args:
             with_stated: whether it counts too what instances say of their own events. Without

@@ -197,7 +197,8 @@ class LiveIndex:
 
     @property
     def refusal(self) -> str:
-        """Why the events of one of the silent instances do not count; empty where none came."""
+        """The reason for which the events of one of the silent instances do not count; empty where
+        none came."""
         instance = min(self._why_refused.keys() & self.members.silent, default=None)
         if instance is None:
             return ""
@@ -231,7 +232,7 @@ class LiveIndex:
                 self.need(rank, f"nothing heard for {QUIET_AFTER:g} s", now)
 
     def requests(self, now: float) -> list[tuple[Rank, ResyncRequest]]:
-        """Who is to be asked now, and what; they count as asked."""
+        """The ranks that are to be asked now, and the questions; they count as asked."""
         requests: list[tuple[Rank, ResyncRequest]] = []
         for rank in self.plan.due(now):
             if self.members.is_known(rank.instance):

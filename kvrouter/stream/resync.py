@@ -109,7 +109,7 @@ class ResyncPlan:
         return known is not None and known.answered
 
     def reason(self, rank: Rank) -> str:
-        """Why a rank that is in need is."""
+        """The reason for which a rank is in need."""
         return self._needs[rank].reason
 
     def need(self, rank: Rank, reason: str, now: float, *, is_lost: bool = False) -> None:

@@ -90,7 +90,7 @@ class SnapshotPlan:
     def due(
         self, latest: SnapshotInfo | None, stream: StreamInfo, limits: StreamLimits, now: float
     ) -> Due | None:
-        """Why a snapshot is due; None while none is.
+        """The reason for which a snapshot is due; None while none is.
 
         Args:
             latest: the newest snapshot of this making of the stream.

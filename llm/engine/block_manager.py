@@ -75,7 +75,8 @@ class BlockManager:
         return len(self._cached)
 
     def prefix(self, sequence_hashes: Sequence[int], limit: int) -> tuple[int, int]:
-        """How many of the first `limit` blocks are cached, from the first on, and in use."""
+        """The number of the first `limit` blocks that are cached, from the first on, and the number
+        in use."""
         if not self._prefix_caching:
             return 0, 0
         cached, uses = self._cached, self._uses

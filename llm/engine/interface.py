@@ -212,7 +212,7 @@ class Engine(Protocol):
 
     @property
     def load(self) -> EngineLoad:
-        """How busy it is now."""
+        """The load of the engine now."""
         ...
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
@@ -417,7 +417,7 @@ class BlockTier(Protocol):
         ...
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
-        """How many of these blocks it has, from the first on."""
+        """The number of these blocks that it has, from the first on."""
         ...
 
     def fill(self, blocks: Sequence[int], sequence_hashes: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ class StatePool:
         return f"<StatePool {self._pooling} [{self._count} states]>"
 
     def wanted(self, tokens: int, *, is_last: bool) -> int:
-        """How many of the last states of a chunk are needed.
+        """The number of the last states of a chunk that are needed.
 
         Args:
             tokens: of the chunk.

@@ -82,7 +82,8 @@ class RequestPool(Generic[S]):
         )
 
     def room(self, request_id: str, length: int, max_tokens: int | None) -> int:
-        """How many tokens may follow a prompt of this length: as many as are wanted, or as fit.
+        """The number of tokens that may follow a prompt of this length: as many as are wanted, or
+        as fit.
 
         Raises:
             RequestTooLong: what is wanted does not fit, even alone.

@@ -382,7 +382,7 @@ class EngineRunner(Openable):
 
     @property
     def memory(self) -> KvMemory:
-        """Where the engine's blocks lie.
+        """The memory of the engine's blocks.
 
         Raises:
             InvalidRequest: its blocks stay where they are: it is no `TransferringEngine`.

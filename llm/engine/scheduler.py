@@ -103,7 +103,8 @@ class ScheduledRequest(Generic[S]):
         return self.computed == self.sequence.length
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
-        """Why it ends with its last token, which is counted already; None when it goes on."""
+        """The reason for which it ends with its last token, which is counted already; None when it
+        goes on."""
         if self.generated > self.min_tokens and token_id in self.stop_token_ids:
             return "stop"
         return "length" if self.generated >= self.max_tokens else None

@@ -73,8 +73,8 @@ class EngineWorker(Actor, abstract=True):
         raise NotImplementedError(f"{type(self).__name__} has no make_engine")
 
     def event_sink(self) -> AbstractAsyncContextManager[EventSink | None]:
-        """Where its KV events go, for subclasses that send them elsewhere; None where its steps
-        have none."""
+        """The receiver of its KV events, for subclasses that send them elsewhere; None where its
+        steps have none."""
         return KvEventPublisher.of(self)
 
     async def hold(self, part: AbstractAsyncContextManager[P]) -> P:
@@ -239,6 +239,6 @@ class EngineWorker(Actor, abstract=True):
 
     @handler(idempotent=True)
     async def load_metrics(self) -> LoadMetrics:
-        """How busy the engine is."""
+        """The load of the engine."""
         runner = self._running()
         return LoadMetrics.of(runner.load, runner.limits)

@@ -94,7 +94,7 @@ class RecordedFormat:
         return self._format.start(usage)
 
     def output(self, index: int) -> OutputFormat:
-        """How one of the outputs is told."""
+        """The format of one of the outputs."""
         return _RecordedOutput(self._format.output(index), index, self._content)
 
     def end(self, usage: Usage | None) -> bytes:

@@ -138,12 +138,12 @@ class Frontend(Actor, abstract=True):
 
     @property
     def url(self) -> str:
-        """Where it answers; empty before it is started."""
+        """The URL at which it answers; empty before it is started."""
         return self._front_end.url if self._front_end is not None else ""
 
     @handler(idempotent=True)
     async def address(self) -> str:
-        """Where it answers."""
+        """The address at which it answers."""
         return self.url
 
     async def on_start(self) -> None:

@@ -67,12 +67,13 @@ class ApiKeys:
 
     @property
     def problem(self) -> str:
-        """Why the file as it is now cannot be used; empty where it is."""
+        """The reason for which the file as it is now cannot be used; empty where it is."""
         self._look()
         return self._problem
 
     def holder_of(self, key: str) -> KeyHolder | None:
-        """Whose key this is; None for nobody's. The time that it takes says nothing of the keys."""
+        """The holder of this key; None for an unknown key. The time that it takes says nothing of
+        the keys."""
         self._look()
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
         matching: KeyHolder | None = None

@@ -115,7 +115,7 @@ class Shared:
         return f"<Shared [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
 
     def caller(self, raw_headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Who sends a request; its tenant is not known yet."""
+        """The sender of a request; its tenant is not known yet."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw_headers
         }
@@ -149,7 +149,7 @@ class Shared:
             )
 
     def authorized(self, caller: Caller) -> Caller:
-        """Who sends a request, with the tenant whose key it has.
+        """The sender of a request, with the tenant whose key it has.
 
         Raises:
             Unauthorized: it has none that is known.

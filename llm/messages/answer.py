@@ -39,7 +39,7 @@ class MessageFormat:
         return _event("message_start", message=self._message([], usage))
 
     def output(self, index: int) -> _Events:
-        """How its output is told: there is one."""
+        """The format of its only output."""
         return self._output
 
     def end(self, usage: Usage | None) -> bytes:

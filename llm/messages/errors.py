@@ -28,7 +28,7 @@ _TYPES: Final[Mapping[int, str]] = {
 
 
 def message_error(error: DynbusError, request_id: str = "") -> ErrorAnswer:
-    """How an error is answered before anything else was.
+    """The answer for an error before anything else was answered.
 
     Args:
         request_id: of the request; the error's own unless given.

@@ -317,7 +317,8 @@ class MockEngine:
         )
 
     def quiet_until(self, now: float) -> float | None:
-        """When the decode steps end that can be taken at once from `now` on; None for none."""
+        """The time at which the decode steps end that can be taken at once from `now` on; None for
+        none."""
         steps = self._scheduler.quiet_steps(QUIET_STEPS)
         if steps < 2:
             return None

@@ -129,7 +129,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def endpoint_name(self) -> EndpointName:
-        """Where it is served."""
+        """The endpoint at which it is served."""
         return EndpointName.parse(self.endpoint)
 
     @property

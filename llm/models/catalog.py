@@ -202,7 +202,7 @@ class Catalog(Openable):
 
     @property
     def problem(self) -> str:
-        """Why it is not known which models there are; empty once it is."""
+        """The reason for which it is not known which models there are; empty once it is."""
         if self._is_read and self._runtime.discovery.synchronized.is_set():
             return ""
         return f"the models on the bus cannot be read: {self._failure}"

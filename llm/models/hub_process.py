@@ -23,7 +23,7 @@ _PART: Final = re.compile(r"-\d+-of-(\d+)\.safetensors")
 
 
 def wanted_files(files: Iterable[str], file: str = "") -> list[str]:
-    """Which files of a repository are needed: weights as safetensors and what describes them, or
+    """The files of a repository that are needed: weights as safetensors and what describes them, or
     one GGUF file. Never pickled weights, and no code.
 
     Args:

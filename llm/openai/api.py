@@ -65,7 +65,7 @@ class Api(Protocol):
         ...
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
-        """How an error is answered before anything else was."""
+        """The answer for an error before anything else was answered."""
         ...
 
 
@@ -98,7 +98,7 @@ def format_of(
     frame: tuple[bytes, bytes] = SSE,
     now: Callable[[], float] = time.time,
 ) -> ChatFormat | CompletionFormat:
-    """How OpenAI's API answers a request.
+    """The format of an answer to a request in OpenAI's API.
 
     Args:
         frame: what stands around each chunk of a stream.

@@ -206,7 +206,7 @@ def status_of(error: DynbusError) -> int:
 
 
 def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
-    """How an error is answered before anything else was.
+    """The answer for an error before anything else was answered.
 
     Args:
         request_id: of the request; the error's own unless given.

@@ -92,7 +92,7 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """How many answers are asked for."""
+        """The number of answers that are asked for."""
         return self.n or 1
 
     @property
@@ -125,7 +125,7 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
         return stops
 
     def sampling(self, logprobs: int | None, defaults: DefaultSampling) -> Sampling:
-        """How tokens are drawn.
+        """The parameters by which tokens are drawn.
 
         Args:
             defaults: for what the request does not say.
@@ -194,12 +194,12 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """How many tokens an answer may have; None for what the context has room for."""
+        """The number of tokens that an answer may have; None for what the context has room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many alternatives of each token to tell; None for no log-probabilities."""
+        """The number of alternatives of each token to tell; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -214,12 +214,12 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int:
-        """How many tokens an answer may have."""
+        """The number of tokens that an answer may have."""
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many alternatives of each token to tell; None for no log-probabilities."""
+        """The number of alternatives of each token to tell; None for no log-probabilities."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:

@@ -30,7 +30,8 @@ class Markers:
         return self._pattern.search(text, start, end + self._longest)
 
     def begun(self, text: str, start: int) -> int:
-        """How many characters at the end of a text may be the beginning of one of them."""
+        """The number of characters at the end of a text that may be the beginning of one of
+        them."""
         near = max(start, len(text) - self._longest + 1)
         for match in self._first.finditer(text, near):
             rest = text[match.start() :]
@@ -57,7 +58,7 @@ class IncomingText:
 
     @property
     def unread(self) -> int:
-        """How many characters are there."""
+        """The number of characters that are there."""
         return len(self._text) - self._at
 
     def feed(self, text: str) -> None:

@@ -51,8 +51,8 @@ class JsonText:
         self.is_broken = False
 
     def find_end(self, text: str, start: int) -> int:
-        """Where that which belongs to it ends in the next text: at its end, where it is whole or
-        broken, or at that of the text."""
+        """The position at which that which belongs to it ends in the next text: at its end, where
+        it is whole or broken, or at that of the text."""
         place = start
         while place < len(text) and not self.is_whole:
             if self._is_escaped:

@@ -191,7 +191,7 @@ def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
 
 
 def thinking_of(reasoning_parser: str) -> Thinking | None:
-    """How the reasoning that a parser reads is marked; None for no parser."""
+    """The markers of the reasoning that a parser reads; None for no parser."""
     return _THINKING.get(reasoning_parser)
 
 

@@ -78,7 +78,7 @@ class ModelCatalog(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why it is not known which models there are; empty once it is."""
+        """The reason for which it is not known which models there are; empty once it is."""
         ...
 
     def changes(self) -> AsyncIterator[list[ServedModel]]:
@@ -154,7 +154,7 @@ class Models:
 
     @property
     def problem(self) -> str:
-        """Why it is not known which models there are; empty once it is."""
+        """The reason for which it is not known which models there are; empty once it is."""
         return self._catalog.problem
 
     @property

@@ -55,7 +55,7 @@ def reading_of(
     *,
     new_id: NewId = random_id,
 ) -> Reading:
-    """How the outputs of a chat are read.
+    """The rules by which the outputs of a chat are read.
 
     Args:
         tool_call_parser, reasoning_parser: of the model; empty for none.

@@ -146,7 +146,7 @@ class OpenAiServer:
             raise Away(f"GET /models: {error}") from error
 
     async def cache_shape(self) -> CacheShape | None:
-        """How its KV cache is divided, where it says so.
+        """The division of its KV cache, where it says so.
 
         Raises:
             Away: it does not answer.

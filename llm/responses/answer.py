@@ -56,7 +56,7 @@ class ResponseFormat:
         )
 
     def output(self, index: int) -> _Events:
-        """How its output is told: there is one."""
+        """The format of its only output."""
         return self._output
 
     def end(self, usage: Usage | None) -> bytes:

@@ -24,7 +24,7 @@ _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 
 
 def number_of(event_id: str, request_id: str) -> int:
-    """How many events a reader of this one has seen; 0 for an empty id.
+    """The number of events that a reader of this one has seen; 0 for an empty id.
 
     Raises:
         BadRequest: it is no event of that stream.

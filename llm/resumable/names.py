@@ -10,7 +10,7 @@ STREAM_LOGS: Final = "DYNBUS_STREAMS"
 
 
 def stream_log_subject(key: str) -> str:
-    """Where the log of one resumable stream is stored; `*` for any."""
+    """The subject under which the log of one resumable stream is stored; `*` for any."""
     return f"{STREAMS}.log.{key}"
 
 
@@ -19,5 +19,5 @@ STREAM_LOGS_MARK: Final = f"{STREAMS}.log.mark"
 
 
 def stream_owner_subject(front_end: str) -> str:
-    """Where one front end is asked whether it goes on with a resumable stream."""
+    """The subject at which one front end is asked whether it goes on with a resumable stream."""
     return f"{STREAMS}.owner.{front_end}"

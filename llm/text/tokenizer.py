@@ -124,7 +124,7 @@ class Tokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
         return self.raw.get_vocab_size()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -361,7 +361,7 @@ def _check_growth(data: bytes) -> None:
 
 
 def decoder_growth(data: bytes) -> int:
-    """How many times longer the decoder of a `tokenizer.json` may make a token.
+    """The factor by which the decoder of a `tokenizer.json` may make a token longer.
 
     Raises:
         ValueError: it is too much; or it looks for a pattern, which may take it for ever.

@@ -126,7 +126,7 @@ def marks_of_floats(schema: Any) -> Sequence[bytes]:
 
 
 def total_of(schema: Any) -> Total | None:
-    """How to sum the floats in values of a pydantic core schema that has some.
+    """The function that sums the floats in values of a pydantic core schema that has some.
 
     None when it does not say where they are, or refers to itself.
     """

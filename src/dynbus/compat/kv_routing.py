@@ -236,7 +236,7 @@ class KvIndexer:
     async def find_matches_for_request(
         self, token_ids: Sequence[int], lora_id: int = 0
     ) -> OverlapScores:
-        """Which workers hold how much of a prompt.
+        """The workers that hold blocks of a prompt, and how many each.
 
         Raises:
             ConfigError: the stream of events has other settings.

@@ -33,13 +33,14 @@ _contexts: Final[WeakValueDictionary[InstanceName, ServiceContext]] = WeakValueD
 
 
 def make_context(name: InstanceName, runtime: Runtime, endpoints: Sequence[str]) -> ServiceContext:
-    """Where the code of the instance `name` runs from now on, as long as somebody keeps it."""
+    """Make the context of the code of the instance `name`, which lasts as long as it is referred
+    to."""
     made = _contexts[name] = ServiceContext(name, runtime, endpoints)
     return made
 
 
 def current_context() -> ServiceContext | None:
-    """That of the service whose code is running; None outside of one.
+    """The context of the service whose code is running; None outside of one.
 
     On threads that nobody told, it is that of the process where there is only one.
     """
