@@ -153,7 +153,7 @@ class Actor(DeclaredActor, abstract=True):
         return cls(**arguments)
 
     def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
-        """What serves a handler: the endpoint made of it, or another in its place."""
+        """The server of a handler: the endpoint made of it, or another in its place."""
         return endpoint
 
     async def __dynbus_drain__(self, grace: float) -> None:
@@ -164,7 +164,7 @@ class Actor(DeclaredActor, abstract=True):
         """Runs before the instance is announced; an exception here stops it."""
 
     def instance_metadata(self) -> Mapping[str, str]:
-        """What the instance says of itself to clients that find it, routers above all.
+        """The metadata of the instance for clients that find it, routers above all.
 
         Asked after `on_start` and before the instance is announced, and again by the instance's
         `renew_metadata`. At most 32 keys and 4096 bytes; an exception at the start stops the

@@ -133,7 +133,7 @@ class TestKit:
         return self.caller.client(actor, node=node, namespace=namespace, routing=routing, **options)
 
     async def kill(self, instance: ActorInstance) -> None:
-        """What kill -9 does to an instance's process: its connections are gone, at once."""
+        """Do what kill -9 does to an instance's process: its connections are gone, at once."""
         runtime = instance.actor.runtime
         for connection in (runtime.bus.data, runtime.bus.lane.connection):
             connection.disconnect()  # type: ignore[attr-defined]

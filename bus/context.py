@@ -234,7 +234,7 @@ def current_instance() -> InstanceName | None:
 
 @contextmanager
 def inside_instance(name: InstanceName) -> Generator[None]:
-    """What runs or begins here is code of this instance."""
+    """Make what runs or begins here code of this instance."""
     token = _instance.set(name)
     try:
         yield

@@ -95,7 +95,8 @@ class Side(Protocol[R]):
         ...
 
     def cost(self, frame: Frame, remote: R | None) -> int | DropReason:
-        """What it costs to hear a frame, see `Inbox`, or why it is dropped; called on the lane."""
+        """The cost of hearing a frame, see `Inbox`, or the reason for its drop; called on the
+        lane."""
         ...
 
     def heard_stranger(self, batch: Batch) -> None:

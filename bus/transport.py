@@ -304,7 +304,8 @@ class AckKind(enum.StrEnum):
 
 
 def ack_payload(kind: AckKind, delay: float) -> bytes:
-    """What the server is told; `delay` is the seconds before a `NAK` is delivered again."""
+    """The payload of an acknowledgement; `delay` is the seconds before a `NAK` is delivered
+    again."""
     if kind is AckKind.NAK and delay > 0:
         return f'{kind} {{"delay": {int(delay * 1e9)}}}'.encode()
     return kind.encode()
@@ -498,7 +499,7 @@ class JetStream(Protocol):
     async def read(
         self, stream: str, subject: str = "", *, timeout: float = 5.0
     ) -> list[StoredMessage]:
-        """What a stream holds of a subject (wildcards allowed), or all, oldest first.
+        """The messages of a subject in a stream (wildcards allowed), or all, oldest first.
 
         Any replica answers, so it needs no leader; what it says may be some moments old.
 
@@ -521,7 +522,7 @@ class JetStream(Protocol):
         ...
 
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
-        """What a stream holds at this moment.
+        """The contents of a stream at this moment, in numbers.
 
         Raises:
             NoStream: the stream does not exist.
@@ -628,7 +629,8 @@ class Connection(Protocol):
 
     @property
     def background(self) -> Background:
-        """What reads and watches for it; where that fails, it is of no use any more."""
+        """The task group that reads and watches for it; where that fails, it is of no use any
+        more."""
         ...
 
     @property

@@ -90,8 +90,8 @@ class AnswerFormat(Protocol):
 
     @property
     def frame(self) -> tuple[bytes, bytes] | None:
-        """What stands around a chunk of an engine that answers in this format by itself; None for
-        a format in which no engine answers."""
+        """The frame of a chunk of an engine that answers in this format by itself; None for a
+        format in which no engine answers."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class AnswerFormat(Protocol):
         ...
 
     def start(self, usage: Usage | None) -> bytes:
-        """What comes before the first piece; empty for nothing.
+        """The bytes before the first piece; empty for nothing.
 
         Args:
             usage: so far; None where the engine counts the tokens.
@@ -112,7 +112,7 @@ class AnswerFormat(Protocol):
         ...
 
     def end(self, usage: Usage | None) -> bytes:
-        """What comes after the last piece; empty for nothing.
+        """The bytes after the last piece; empty for nothing.
 
         Args:
             usage: of all outputs; None where it is not known, or was passed on in chunks.
@@ -120,7 +120,7 @@ class AnswerFormat(Protocol):
         ...
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
-        """What ends a stream that fails after its start."""
+        """The bytes that end a stream that fails after its start."""
         ...
 
     def whole(self, outputs: Sequence[Output], usage: Usage | None) -> bytes:

@@ -53,7 +53,7 @@ class Again:
         self._at = 0
 
     def new_of(self, item: Generated) -> Generated | None:
-        """What is new of the next item; None for nothing.
+        """The new part of the next item; None for nothing.
 
         Raises:
             ResumeMismatch: something else comes than came before.

@@ -166,7 +166,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def output(self) -> list[int]:
-        """What has come of the output that this request continues; nothing where it begins one."""
+        """The part of its output that has come before this request continues it; nothing where it
+        begins one."""
         return self.token_ids[len(self.token_ids) - self.generated :]
 
     def from_its_beginning(self) -> Self:

@@ -74,7 +74,7 @@ def byte_tokens() -> LLTokenizer:
 
 
 def problem_of(grammar: str, tokens: LLTokenizer) -> str:
-    """What is wrong with a grammar; empty for nothing. Without a limit on its time."""
+    """The fault of a grammar; empty for none. Without a limit on its time."""
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False)

@@ -14,8 +14,8 @@ from .resumable.store import LOGS_STREAM
 
 
 def all_streams(namespace: str) -> list[StreamConfig]:
-    """What the processes of a namespace need, but for its queues of jobs, which have names of
-    their own."""
+    """The streams that the processes of a namespace need, but for its queues of jobs, which have
+    names of their own."""
     return [
         *NeededStream.of_kernel(namespace),
         *kv_streams(namespace),

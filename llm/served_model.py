@@ -102,7 +102,7 @@ class ServedModel:
 
     @property
     def files(self) -> LocalModel:
-        """What is served, once the worker has said so."""
+        """The files that are served, once the worker has said so."""
         assert self._files is not None, "the model is had before the engine is made"
         return self._files
 
@@ -112,7 +112,7 @@ class ServedModel:
 
     @property
     def card(self) -> ModelCard:
-        """What is said of it on the bus, once it is registered."""
+        """The card on the bus, once it is registered."""
         assert self._card is not None, "it is registered when the engine is ready"
         return self._card
 
@@ -173,5 +173,5 @@ class ServedModel:
         return self._fingerprint
 
     def metadata(self) -> dict[str, str]:
-        """What an instance announces that serves it."""
+        """The metadata of an instance that serves it."""
         return {profiles.MODEL_KEY: self._fingerprint} if self._fingerprint else {}

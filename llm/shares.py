@@ -31,7 +31,7 @@ class Shares:
 
     @property
     def taken(self) -> int:
-        """What all owners have."""
+        """The room of all owners together."""
         return self._taken
 
     def reserve(self, owner: str, size: int = 1) -> bool:

@@ -174,12 +174,12 @@ def grammar_of(structured: StructuredOutput) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """What stands for a JSON value of a schema in a grammar in the dialect of Lark."""
+    """The rule for a JSON value of a schema in a grammar in the dialect of Lark."""
     return "%json " + msgspec.json.encode({**schema, "x-guidance": _JSON_OPTIONS}).decode()
 
 
 def refusal(structured: StructuredOutput, problem: str) -> ValueError:
-    """What to say of a form that the library does not take."""
+    """The message for a form that the library does not take."""
     (name,) = (name for name in _KINDS if getattr(structured, name) is not None)
     why = " ".join(problem.split())
     return ValueError(f"{name} cannot be enforced: {why[:_MAX_REASON]}")

@@ -43,7 +43,7 @@ class Turns(Generic[T]):
         self._count += 1
 
     def pop(self, may: Callable[[str], bool] = lambda owner: True) -> tuple[str, T] | None:
-        """What is next, and whose it is; None where nothing waits of an owner that may."""
+        """The next item, and its owner; None where nothing waits of an owner that may."""
         owner = next(filter(may, self._waiting), None)
         if owner is None:
             return None

@@ -212,7 +212,7 @@ class ModelWorker(EngineWorker, abstract=True):
             return None
 
     async def stand_in(self) -> LocalModel:
-        """What a mock serves, which needs no model."""
+        """The files that a mock serves, which needs no model."""
         self.engine = "mock"
         self.tiers = Tiers()
         folder = self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-"))

@@ -128,7 +128,7 @@ class TransferAgent:
 
     @property
     def statistics(self) -> TransferStatistics:
-        """What it has done, and what it holds now."""
+        """The counters of the agent, and what it holds now."""
         counted = self._counted
         links = [link for link, _ in self._links.values()]
         return TransferStatistics(

@@ -121,7 +121,7 @@ class NixlAgent:
                 raise _nixl_error(f"{kind} cannot be registered", error) from error
 
     def metadata(self) -> bytes:
-        """What a peer has to know to reach this agent's memory."""
+        """The metadata that a peer needs to reach this agent's memory."""
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 

@@ -61,7 +61,7 @@ class Vouched(msgspec.Struct, frozen=True):
 
 
 def wanted(memory: KvMemory, tokens: int, start: int) -> Wanted:
-    """What to ask a source for so many tokens that were read into a memory.
+    """The request for checksums of so many tokens that were read into a memory.
 
     Args:
         start: in the blocks of the lease.

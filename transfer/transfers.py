@@ -155,7 +155,7 @@ class Transfer:
         return True
 
     def end_apart(self, error: DynbusError | None, size: int = 0) -> None:
-        """What went by another way is over, and nothing of it is on its way any more."""
+        """End what went by another way: nothing of it is on its way any more."""
         if self._quiet.is_set():
             return
         self._flow.bytes = size

@@ -83,7 +83,7 @@ class ClientSide:
 
     @contextmanager
     def until_cancelled(self, namespace: str, request_id: str) -> Generator[None]:
-        """What waits in the block for a request is left when an operator cancels that.
+        """Leave what waits in the block for a request when an operator cancels that.
 
         Raises:
             Cancelled: an operator has.

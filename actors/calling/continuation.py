@@ -62,7 +62,7 @@ class Continuation(Protocol):
         ...
 
     def accept(self, items: Sequence[bytes]) -> Sequence[bytes]:
-        """What of the next items of the present attempt the reader is shown.
+        """The part of the next items of the present attempt that the reader is shown.
 
         Raises:
             ResumeMismatch: they contradict what it was shown before.
@@ -78,7 +78,8 @@ class Continuation(Protocol):
         ...
 
     def next_requests(self) -> Sequence[NextRequest]:
-        """What is sent next; nothing when nothing is left to come, and the stream ends well.
+        """The requests that are sent next; nothing when nothing is left to come, and the stream
+        ends well.
 
         Of one, the items that follow are those of the next attempt. Of several, each goes on with a
         part of the stream, and nothing follows here.

@@ -160,7 +160,7 @@ class Invocation:
 
     @property
     def call(self) -> PendingCall | None:
-        """What is open at the instance of the present attempt; None between two of them."""
+        """The open call at the instance of the present attempt; None between two of them."""
         return self._attempt.pending if self._attempt is not None else None
 
     @property
@@ -314,7 +314,7 @@ class Invocation:
         return result
 
     def misfit(self, what: str, error: Exception) -> InvalidResponse:
-        """What it is to the caller that bytes could not be read."""
+        """The caller's error for bytes that could not be read."""
         is_plain = isinstance(error, Misfit)
         why = str(error) if is_plain else describe_exception(error)
         failure = InvalidResponse(f"{what} of {self.endpoint}: {why}", request_id=self.request_id)

@@ -298,7 +298,7 @@ class RelayedStream(OfInvocation, Generic[K]):
             raise closed
 
     def collect(self) -> Arrival[K, Any] | None:
-        """What has arrived since the last time, and its end; None for nothing."""
+        """The items that have arrived since the last time, and the end; None for nothing."""
         call = self._call
         if call is None:
             return self._take_uncalled()
@@ -357,7 +357,7 @@ class RelayedStream(OfInvocation, Generic[K]):
         return Arrival(self, items, False, None) if items else None
 
     def lose(self, error: BaseException) -> None:
-        """What was taken was not delivered, and nothing else will be."""
+        """Note that what was collected was not delivered, and that nothing else will be."""
         if not self.is_over:
             self.cancel(error)
         elif self._error is None:
@@ -365,7 +365,7 @@ class RelayedStream(OfInvocation, Generic[K]):
             self._error = error
 
     def delivered(self) -> None:
-        """What was taken counts as consumed, unless the stream is paused."""
+        """Count what was collected as consumed, unless the stream is paused."""
         if self.is_paused:
             return
         if self._room is not None:

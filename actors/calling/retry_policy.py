@@ -164,7 +164,7 @@ class RetryPolicy:
             self.lost = error
 
     def decide(self, failed: FailedAttempt) -> Decision:
-        """What follows; to be asked once per failed attempt that delivered nothing, or of a stream
+        """The next step; to be asked once per failed attempt that delivered nothing, or of a stream
         that can go on."""
         error = failed.error
         if failed.unreachable and not error.started and failed.routed and failed.others:
@@ -193,7 +193,7 @@ class RetryPolicy:
         return PauseThenRetry(backoff, least)
 
     def given_up(self, error: DynbusError, why: str, *, own: bool, delivered: bool) -> DynbusError:
-        """What the call ends with where no attempt follows one that ended with an error.
+        """The error of the call where no attempt follows one that ended with an error.
 
         Args:
             why: what keeps a stream from going on; empty for the error itself.
@@ -207,7 +207,7 @@ class RetryPolicy:
         return self.stream_lost(error, why or error.message, own=own)
 
     def stream_lost(self, error: DynbusError, why: str, *, own: bool) -> StreamLost:
-        """What a stream ends with of which its reader has items, when it cannot go on; `given_up`
+        """The error of a stream of which its reader has items, when it cannot go on; `given_up`
         says what of."""
         if not own:
             if isinstance(error, StreamLost):

@@ -322,7 +322,7 @@ class Checker:
 
 
 def of_items(items: Sequence[bytes]) -> Callable[[int], bytes | None]:
-    """What to expect of a stream that had these items before."""
+    """The expectation of a stream that had these items before."""
     return lambda index: items[index] if index < len(items) else None
 
 

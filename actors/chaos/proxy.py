@@ -120,7 +120,7 @@ class Proxy(Faults):
 
     @property
     def url(self) -> str:
-        """What a client connects to."""
+        """The URL that a client connects to."""
         return f"nats://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Proxy:

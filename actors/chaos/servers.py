@@ -62,12 +62,12 @@ class OwnServers:
 
     @property
     def worker_url(self) -> str:
-        """What instances connect to."""
+        """The URL that instances connect to."""
         return ",".join(each.url for each in self.for_workers or self.servers)
 
     @property
     def caller_url(self) -> str:
-        """What callers connect to."""
+        """The URL that callers connect to."""
         return ",".join(each.url for each in self.for_callers or self.servers)
 
     async def kill(self, index: int) -> None:
@@ -111,7 +111,7 @@ class OwnServers:
         return known.get(names[0]) if names else None
 
     async def holdings(self) -> ServerHoldings | None:
-        """What the servers hold together; None where they cannot be asked now."""
+        """The resources that the servers hold together; None where they cannot be asked now."""
         answers = await self._ask([STREAM_LIST, ACCOUNT_STATE], _lists_of)
         accounts = [one for answer in answers for one in answer.data.account_statz]
         streams = [one.state for answer in answers for one in answer.streams]

@@ -22,7 +22,7 @@ TIMEOUT: Final = 3.0
 
 
 def registry_of(supervisor: Supervisor) -> CollectorRegistry:
-    """What gives the metrics of all processes of a run; called on the supervisor's loop."""
+    """The source of the metrics of all processes of a run; called on the supervisor's loop."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()

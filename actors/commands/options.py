@@ -59,7 +59,7 @@ namespace_option = click.option(
 def plan_request(
     ctx: click.Context, targets: Sequence[str], config_files: Sequence[str], namespace: str | None
 ) -> PlanRequest:
-    """What the arguments of a `TargetsCommand` ask for, which starts nothing."""
+    """The request that the arguments of a `TargetsCommand` make, which starts nothing."""
     return PlanRequest(
         targets=list(targets),
         config_files=list(config_files),
@@ -96,7 +96,7 @@ class RunOptions:
 
     @property
     def request(self) -> PlanRequest:
-        """What decides what is started."""
+        """The choices from which the plan is made."""
         return PlanRequest(
             targets=list(self.targets),
             config_files=list(self.config_files),

@@ -295,7 +295,7 @@ def _real(path: str) -> str:
 
 
 def names_of(files: Iterable[str]) -> str:
-    """What the log says of files; a checkout may change thousands."""
+    """The text of files in the log; a checkout may change thousands."""
     names = sorted({Path(file).name for file in files})
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

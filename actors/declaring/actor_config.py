@@ -114,14 +114,14 @@ def constructing(given: Constructed) -> Generator[None]:
 
 
 def constructed(instance: object) -> Constructed | None:
-    """What an actor is given whose constructor is running; None for any other object."""
+    """The facts that an actor is given whose constructor is running; None for any other object."""
     made = _constructing.get()
     return made if made is not None and isinstance(instance, made.actor) else None
 
 
 def configs() -> Mapping[str, ActorConfig]:
-    """What the actors of this process were configured with, by the name of their node and by that
-    of their class.
+    """The configurations of the actors of this process, by the name of their node and by that of
+    their class.
 
     A process of `dynbus run` serves one actor, whose configuration is here before its module is
     imported; texts of constructor arguments are read as their types once it is constructed. With

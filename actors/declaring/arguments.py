@@ -88,7 +88,7 @@ def secret_arguments(actor: type[Any]) -> frozenset[str]:
 
 
 def how_to_give(called: str, key: str) -> str:
-    """What to do about a value that is missing, for messages."""
+    """The remedy for a value that is missing, for messages."""
     variable = f"DYNBUS_{called.replace('-', '_')}__{key}=VALUE, "
     return (
         f"give --{called}.{key}=VALUE, "
@@ -224,7 +224,7 @@ def default_mapping(actor: type[Any], name: str) -> dict[str, Any] | None:
 
 
 def parameters_of(actor: type[Any]) -> dict[str, inspect.Parameter]:
-    """What the constructor takes, by name."""
+    """The parameters of the constructor, by name."""
     if actor.__init__ is object.__init__:
         return {}
     parameters = dict(inspect.signature(actor.__init__).parameters)

@@ -112,7 +112,7 @@ class HandlerSpec:
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> HandlerSpec | None:
-        """What `@handler` has declared of a method; None for any other."""
+        """The specification that `@handler` has declared of a method; None for any other."""
         spec = getattr(method, SPEC, None)
         return spec if isinstance(spec, HandlerSpec) else None
 
@@ -185,8 +185,8 @@ class HandlerSpec:
         return self.parameter.default if self.parameter is not None else inspect.Parameter.empty
 
     def resume_function(self, cls: type[Any]) -> ResumeFunction | None:
-        """What makes the request that a stream goes on with; None where it is replayed, or not
-        resumed at all.
+        """The function that makes the request that a stream goes on with; None where it is
+        replayed, or not resumed at all.
 
         Args:
             cls: the class that has the handler.

@@ -69,7 +69,7 @@ def checked_limit(label: str, limit: Any, *, resumes: bool) -> int:
 
 
 def checked_resume(label: str, resume: Any, *, streaming: bool) -> str | None:
-    """What a handler declares, as far as it can be told without its class.
+    """The `resume` that a handler declares, checked as far as that can be done without its class.
 
     Raises:
         ConfigError: it is no text, or the handler does not stream.
@@ -110,7 +110,7 @@ def resume_method(cls: type[Any], name: str, label: str, *, takes_request: bool)
 
 
 def checked_client_resume(label: str, resume: Any) -> ClientResume | None:
-    """What an untyped client was given.
+    """The `resume` that an untyped client was given, checked.
 
     Raises:
         ConfigError: it is neither `"replay"` nor a function of the request and the items.

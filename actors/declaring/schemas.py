@@ -138,7 +138,7 @@ class _Told(msgspec.Struct, omit_defaults=True):
 
 
 def encode_schemas(schemas: HandlerSchemas) -> bytes:
-    """What an instance reads and writes, as JSON."""
+    """The schemas of the messages that an instance reads and writes, as JSON."""
     document = _Told(
         schemas.hash, schemas.reply_written, schemas.request_read, schemas.request_has_default
     )

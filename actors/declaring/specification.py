@@ -116,7 +116,7 @@ class DeclaredOption:
 
     @property
     def wanted(self) -> str:
-        """What to give, for messages."""
+        """The values to give, for messages."""
         option, kinds = self.option, _members(self.kind)
         if self.choices:
             text = f"one of {', '.join(map(str, self.choices))}"

@@ -39,7 +39,7 @@ class _Contract(NamedTuple):
 
 
 def changes(old: Any, new: Any) -> list[Change]:
-    """What changes for clients of `old`, endpoint by endpoint.
+    """The changes for clients of `old`, endpoint by endpoint.
 
     A client may send all that the old document allows, and counts on all that it says of answers.
 

@@ -61,7 +61,7 @@ class Difference(NamedTuple):
 
 
 def worst(differences: Sequence[Difference]) -> Fit:
-    """What several differences mean together."""
+    """The effect of several differences together."""
     return max((one.verdict for one in differences), default=Fit.COMPATIBLE)
 
 

@@ -101,7 +101,7 @@ class Wanted(NamedTuple):
 
 
 def all_of(address: str, resources: Resources, count: int) -> list[Wanted]:
-    """What the first `count` instances of a node are to have; they are numbered from 1."""
+    """The wants of the first `count` instances of a node; they are numbered from 1."""
     return [Wanted(f"{address}/{number}", resources) for number in range(1, count + 1)]
 
 
@@ -241,7 +241,7 @@ class Allotment:
 def warnings_of(
     machine: Machine, nodes: Iterable[tuple[str, Resources, int]], places: Mapping[str, Place]
 ) -> list[str]:
-    """What is declared and is not in force on this machine.
+    """The declarations that are not in force on this machine.
 
     Args:
         nodes: their addresses, what their instances need, and how many they are to have.

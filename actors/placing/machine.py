@@ -29,7 +29,7 @@ NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 
 
 def this_machine(environment: Mapping[str, str], *, with_gpus: bool) -> Machine:
-    """What this process may use of its machine.
+    """The resources of its machine that this process may use.
 
     Args:
         with_gpus: look for GPUs, which may take seconds.

@@ -31,7 +31,7 @@ class MemoryLimit:
         return f"the memory limit of {memory_text(self._count)}"
 
     def explain(self, error: BaseException) -> str:
-        """What a message about the error is to say beside it; nothing where it is another."""
+        """The addition to a message about the error; nothing where it is another."""
         return f"; its process has {self}: {RAISE}" if _is_out_of_memory(error) else ""
 
     def detail(self) -> str:

@@ -209,7 +209,7 @@ class Child:
             raise
 
     def memory_note(self, code: int | None) -> str:
-        """What is to be said of the memory limit of a process that has ended so."""
+        """The note on the memory limit of a process that has ended so."""
         limit = self.node.service.resources.memory
         if limit is None:
             return ""

@@ -147,7 +147,7 @@ def node_settings(
     environment: Mapping[str, str],
     namespace: str | None = None,
 ) -> dict[Node, NodeSettings]:
-    """What each node of a run gets, checked against its constructor.
+    """The settings of each node of a run, checked against its constructor.
 
     Args:
         files: each before what overrides it.

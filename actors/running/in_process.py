@@ -313,7 +313,7 @@ async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
 
 
 def problems_of(runtime: Runtime) -> dict[str, str]:
-    """What keeps a process from taking calls; callable from any thread."""
+    """The problems that keep a process from taking calls; callable from any thread."""
     problems = dict(stalls_of(runtime))
     problems |= runtime.broken
     if not runtime.is_connected:
@@ -335,7 +335,8 @@ def stalls_of(runtime: Runtime) -> dict[str, str]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an exception out of `serve`, or out of importing an actor, is to the user."""
+    """The failure that an exception out of `serve`, or out of importing an actor, is to the
+    user."""
     if isinstance(error, StartFailed):
         return Failure(exit_codes.START_FAILED, str(error), users_traceback(error.__cause__))
     if isinstance(error, ConfigError):

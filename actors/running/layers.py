@@ -37,7 +37,7 @@ class Section:
     source: str
 
     def get(self, path: Sequence[str]) -> Entry | None:
-        """What lies at a path of keys; None for nothing."""
+        """The entry at a path of keys; None for nothing."""
         entry: Entry | None = self
         for key in path:
             entry = entry.entries.get(key) if isinstance(entry, Section) else None
@@ -76,7 +76,7 @@ def merge(lower: Section, upper: Section) -> Section:
 
 
 def over_default(default: Section, given: Section) -> Section:
-    """What is given over a default, which it may replace by anything."""
+    """The value that is given over a default, which it may replace by anything."""
     return _merge(default, given, lambda lower, upper, key: upper)
 
 

@@ -173,7 +173,7 @@ class Supervisor:
         return self.failure.code
 
     def problems(self) -> dict[str, str]:
-        """What keeps the run from being ready, by the label of the child."""
+        """The reasons for which the run is not ready, by the label of the child."""
         reasons: dict[str, str] = {}
         for child in self.children:
             if child.is_leaving and not self.ending.asked.is_set():
@@ -191,7 +191,8 @@ class Supervisor:
         return reasons
 
     def details(self) -> dict[str, str]:
-        """What the processes of the children report of themselves, by the label of the child."""
+        """The details that the processes of the children report of themselves, by the label of the
+        child."""
         return {
             child.label: "; ".join(f"{key}: {text}" for key, text in child.details.items())
             for child in self.children

@@ -87,7 +87,8 @@ class Served(Protocol):
         """Runs before the instance is announced; an exception here stops it."""
 
     def instance_metadata(self) -> Mapping[str, str]:
-        """What is announced of the instance; asked after `on_start`, and by `renew_metadata`."""
+        """The metadata that is announced of the instance; asked after `on_start`, and by
+        `renew_metadata`."""
         ...
 
     async def on_stop(self) -> None:
@@ -750,7 +751,7 @@ def _announced_metadata(served: Served) -> dict[str, str]:
 
 
 def checked_metadata(metadata: Mapping[object, object], label: str) -> dict[str, str]:
-    """What an instance says of itself in discovery, as it is announced.
+    """The metadata of an instance in discovery, as it is announced.
 
     Args:
         label: how messages name it.

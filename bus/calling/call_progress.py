@@ -128,17 +128,18 @@ class CallProgress:
         return self.resume_frame(now)
 
     def resume_frame(self, now: float) -> Resume:
-        """What asks the writer to send everything that is not here yet."""
+        """The frame that asks the writer to send everything that is not here yet."""
         age = now - self.begun_at
         return Resume(self.number, self.secret, self.attempt, self.reader.next_sequence, age)
 
     def standing(self, now: float) -> list[Credit | Resume]:
-        """What a writer is to be told that may have missed all that was said to it lately."""
+        """The frames for a writer that may have missed all that was said to it lately."""
         granted = self._granted()
         return [self.resume_frame(now)] if granted is None else [self.resume_frame(now), granted]
 
     def cancel_frame(self, kill_after: float) -> Cancel:
-        """What tells the writer to stop, and to drop the call `kill_after` seconds later."""
+        """The frame that tells the writer to stop, and to drop the call `kill_after` seconds
+        later."""
         return Cancel(self.number, self.secret, self.attempt, kill_after)
 
     def _repeated_credit(self) -> Credit | None:

@@ -382,7 +382,7 @@ class Caller:
         return batch.incarnation
 
     def cost(self, frame: Frame, remote: Remote | None) -> int | DropReason:
-        """What it costs to hear a frame; why it is dropped, where no instance sends it."""
+        """The cost of hearing a frame; the reason for its drop, where no instance sends it."""
         if remote is None:
             return DropReason.STALE
         if isinstance(frame, Heartbeat):

@@ -267,7 +267,7 @@ class PendingCall(CallProgress):
         self.remote.send((self.cancel_frame(kill_after),))
 
     def wait(self) -> asyncio.Future[None]:
-        """What to await until something has happened: items, the end, or an error."""
+        """The awaitable that is done when something has happened: items, the end, or an error."""
         if self._waiter is not None and not self._waiter.done():
             raise RuntimeError(f"another task already waits for call {self.request_id}")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

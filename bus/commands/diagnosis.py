@@ -260,7 +260,7 @@ def check_descriptors(soft: int) -> Check:
 
 
 def check_machine() -> list[Check]:
-    """What can be said without a server."""
+    """The checks that need no server."""
     checks = [check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
     if importlib.util.find_spec("uvloop") is not None:
         checks.append(Check("uvloop", "ok", "installed"))

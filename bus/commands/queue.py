@@ -30,7 +30,7 @@ class QueueFilter(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> QueueFilter:
-        """What NAMESPACE[.COMPONENT[.ENDPOINT]] says.
+        """Read NAMESPACE[.COMPONENT[.ENDPOINT]].
 
         Raises:
             ConfigError: it names no queues.

@@ -52,7 +52,7 @@ class Activity(NamedTuple):
 def activities(
     before: Mapping[InstanceName, Counts], rows: Iterable[InstanceReport], sort: SortKey = "name"
 ) -> list[Activity]:
-    """What each instance did since `before`, in the order that is asked for.
+    """The activity of each instance since `before`, in the order that is asked for.
 
     Args:
         before: by instance, what it had counted then; one that is not in there has no rates yet.
@@ -69,7 +69,7 @@ def activities(
 
 
 def counted(rows: Iterable[InstanceReport]) -> dict[InstanceName, Counts]:
-    """What instances have counted, for the next `activities`."""
+    """The counters of instances, for the next `activities`."""
     return {InstanceName(*row[:3]): row.counts for row in rows if row.counts is not None}
 
 

@@ -56,7 +56,7 @@ class Fault(ABC):
         )
 
     def apply(self, actions: list[Action]) -> list[Action]:
-        """What is to be done now of the arrivals `actions` of one message."""
+        """The actions for the arrivals `actions` of one message."""
         if not actions:
             return actions
         self.hits += 1
@@ -66,7 +66,7 @@ class Fault(ABC):
 
     @abstractmethod
     def disturb(self, actions: list[Action]) -> list[Action]:
-        """What is to be done now instead of `actions`."""
+        """The actions that replace `actions`."""
 
 
 class Drop(Fault):

@@ -251,7 +251,7 @@ class JetStreamServer:
             self._pull_consumers.pop(key).close()
 
     def look(self, name: str, at: Callable[[MemoryStream], T]) -> T | NoStream:
-        """What `at` finds in a stream."""
+        """The message that `at` finds in a stream."""
         stream = self.streams.get(name)
         return NoStream(f"stream {name} not found") if stream is None else at(stream)
 

@@ -136,7 +136,7 @@ class MemoryStream:
         return self._expiries[0][0] if self._expiries else None
 
     def info(self, unix: float) -> StreamInfo:
-        """What it holds at `unix`, in Unix seconds."""
+        """The contents of the stream at `unix`, in Unix seconds."""
         last = self.last_sequence
         first = next(iter(self._records), last + 1 if last else 0)
         return StreamInfo(len(self._records), self._bytes, first, last, self.created, now=unix)

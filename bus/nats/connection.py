@@ -98,7 +98,7 @@ class NatsSubscription:
         return f"<NatsSubscription {self.number} [{state} | {self.subject}, queue: {self.queue}]>"
 
     def command(self) -> bytes:
-        """What asks the server for it."""
+        """The command that asks the server for it."""
         return f"SUB {self.subject} {self.queue} {self.number}\r\n".encode()
 
     def unsubscribe(self) -> None:

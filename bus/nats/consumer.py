@@ -258,7 +258,7 @@ class AckPosition(NamedTuple):
 
 
 def ack_position(reply: str) -> AckPosition | None:
-    """What an ack subject says; None for any other subject."""
+    """The position that an ack subject says; None for any other subject."""
     tokens = reply.split(".")
     if tokens[:2] != ["$JS", "ACK"] or len(tokens) not in (9, 11, 12):
         return None

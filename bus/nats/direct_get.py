@@ -79,7 +79,7 @@ def _stored(fields: Mapping[str, str], data: bytes) -> StoredMessage:
 async def read_stream(
     connection: ServerLink, stream: str, subject: str, timeout: float
 ) -> list[StoredMessage]:
-    """What the stream holds of a subject, oldest first.
+    """The messages of a subject in the stream, oldest first.
 
     Raises:
         NoStream: no replica of the stream answers.

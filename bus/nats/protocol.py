@@ -23,7 +23,7 @@ _headed_message: Final = re.compile(b"H" + _LINE + rb"([0-9]{1,18}) ([0-9]{1,18}
 
 
 def heard_by(subject: str) -> Callable[[str], object] | None:
-    """What says whether a subscription hears a message, by its subject; None for a subscription
+    """The test whether a subscription hears a message, by its subject; None for a subscription
     without wildcards, which hears its own subject alone."""
     tokens = subject.split(".")
     if "*" not in tokens and tokens[-1] != ">":

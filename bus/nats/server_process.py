@@ -138,7 +138,7 @@ async def probe(url: str, *, timeout: float = GREETING_TIMEOUT) -> ServerInfo | 
 
 
 async def first_line(address: Address, timeout: float) -> bytes | None:
-    """What a listener says first: None without a listener, empty when it closes at once."""
+    """The first line of a listener: None without a listener, empty when it closes at once."""
     try:
         with anyio.fail_after(timeout):
             reader, writer = await asyncio.open_connection(address.host, address.port)

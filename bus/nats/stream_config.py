@@ -91,7 +91,8 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
 
 
 def misfits(settings: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
-    """What of a stream makes it another one than dynbus needs, as `name = value, not value`.
+    """The settings of a stream that make it another one than dynbus needs, as `name = value, not
+    value`.
 
     A stream that takes messages from elsewhere, or hands them on, would show them to others.
     """

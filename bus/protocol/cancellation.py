@@ -111,7 +111,7 @@ class CancelAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def by_request(calls: Iterable[EndedCall]) -> dict[str, Ended]:
-    """What was ended, request by request."""
+    """The calls that were ended, request by request."""
     served: dict[str, dict[str, int]] = {}
     made: dict[str, int] = {}
     for one in calls:

@@ -36,7 +36,7 @@ class ServerClock:
         return now - self._set_at
 
     def unix(self, now: float) -> float:
-        """What the server's clock says at least.
+        """The least time that the server's clock can show.
 
         Raises:
             ValueError: the server has told nothing yet.

@@ -118,7 +118,7 @@ class Failed(_Frame, frozen=True, array_like=True, gc=False, tag=3):
 
     @property
     def error(self) -> DynbusError:
-        """What it carries; of an unknown code a plain `DynbusError`."""
+        """The error that it carries; of an unknown code a plain `DynbusError`."""
         return error_of(self)
 
 

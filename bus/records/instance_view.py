@@ -40,7 +40,7 @@ class Instance(NamedTuple):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What the instance says of itself; not to be changed."""
+        """The metadata that the instance gives of itself; not to be changed."""
         return self.record.metadata
 
 

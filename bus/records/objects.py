@@ -353,7 +353,7 @@ class ObjectStore:
             stored = now
 
     async def info(self, name: str, *, timeout: float = 5.0) -> ObjectInfo:
-        """What the bucket knows of an object.
+        """The record of an object.
 
         Raises:
             NoObject: there is none of this name.

@@ -178,7 +178,7 @@ class Inquiry(NamedTuple):
 # Every request asks for it, and a client's requests all carry the same.
 @lru_cache(1024)
 def client_key(base: str, incarnation: str) -> str:
-    """What a client is known by at an instance.
+    """The key by which a client is known at an instance.
 
     Both know the incarnation, and nobody else does: one that borrows the base of a client is
     another one.
@@ -279,7 +279,8 @@ class RemoteClient:
 
     @property
     def label(self) -> str:
-        """What messages call it: its id, as in the log of its process, and its principal."""
+        """The name of the client in messages: its id, as in the log of its process, and its
+        principal."""
         _, principal, client_id = self.base.split(".")
         of = "" if principal == ANONYMOUS else f" of {principal}"
         return f"client {client_id[:8]}{of}"
@@ -399,7 +400,7 @@ class Ledger:
     def find(
         self, base: str, incarnation: str, number: int, secret: bytes, now: float
     ) -> RemoteClient | FramedCall | Dropped:
-        """What a request belongs to.
+        """The client or the call that a request belongs to.
 
         Returns:
             The client of a new request; the call of a further part; a drop for a request that may
@@ -530,7 +531,8 @@ class Ledger:
     # What clients say --------------------------------------------------------------------
 
     def cost(self, frame: Frame, client: RemoteClient | None) -> int | DropReason:
-        """What a control frame costs to take in; why it is dropped, where no client sends it."""
+        """The cost of taking in a control frame; the reason for its drop, where no client sends
+        it."""
         if isinstance(frame, Credit | Cancel | Resume):
             return FRAME_COST
         if isinstance(frame, Open):

@@ -73,7 +73,7 @@ class _Response:
 
 
 def metrics_remedy() -> str:
-    """What `/metrics` needs where its extra is not installed."""
+    """The remedy where `/metrics` lacks its extra."""
     return f"needs an extra: {how_to_install('metrics')}, then start again"
 
 

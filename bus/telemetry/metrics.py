@@ -57,7 +57,7 @@ class Tally:
             self._counts[labels] = self._counts.get(labels, 0) + amount
 
     def observe(self, options: CallbackOptions) -> Iterable[Observation]:
-        """What the SDK reads at each export."""
+        """The observations that the SDK reads at each export."""
         from opentelemetry.metrics import Observation
 
         with self._lock:
@@ -96,7 +96,7 @@ class Readings:
                     self._gone[labels] = self._gone.get(labels, 0) + value
 
     def observe(self, options: CallbackOptions) -> Iterable[Observation]:
-        """What the SDK reads at each export."""
+        """The observations that the SDK reads at each export."""
         from opentelemetry.metrics import Observation
 
         together: dict[Labels, list[float]] = {}

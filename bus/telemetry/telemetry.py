@@ -421,7 +421,7 @@ class Telemetry:
             self.metrics.drops.add((("dynbus.reason", str(reason)),))
 
     def tracer_of(self, instance: InstanceName) -> Tracer:
-        """What begins the spans of an instance, where there is a `tracer_provider`."""
+        """The tracer that begins the spans of an instance, where there is a `tracer_provider`."""
         tracer = self._tracers.get(instance)
         if tracer is None:
             assert self.tracer_provider is not None, "there are no spans"

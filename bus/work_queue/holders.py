@@ -188,7 +188,7 @@ class Holders:
         return f"<Holders {self._jobs.name} [stored: {len(self._stored)}]>"
 
     def changed(self) -> None:
-        """What is held is not what was held."""
+        """Note that other jobs are held than before."""
         self._changed.set()
 
     @asynccontextmanager

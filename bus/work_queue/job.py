@@ -160,7 +160,7 @@ class Disposition(NamedTuple):
 
 
 def job_headers(job_id: str, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """What a job is put with, beside the id by which the server knows a repeat, and its deadline.
+    """The headers of a job, beside the id by which the server knows a repeat, and its deadline.
 
     Raises:
         ConfigError: the id is not 1 to 128 printable ASCII characters without spaces, or a header's
@@ -200,7 +200,7 @@ def judge(
     config: WorkQueueConfig,
     cancelled: Tombstones | None = None,
 ) -> Disposition:
-    """What is to be done with a delivery. Times are of the own monotonic clock.
+    """The decision on a delivery. Times are of the own monotonic clock.
 
     Args:
         queued: when the job was put.

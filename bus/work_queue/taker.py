@@ -259,7 +259,7 @@ class Taker:
         return len(self._held)
 
     def deliveries(self) -> Iterator[Delivery]:
-        """What the server has handed out here and is to hear of, oldest first."""
+        """The deliveries that the server has handed out here and is to hear of, oldest first."""
         yield from [job.delivery for job in self._held.values()]
         yield from list(self._ready)
 

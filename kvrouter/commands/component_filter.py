@@ -15,7 +15,7 @@ class ComponentFilter(NamedTuple):
 
 
 def parse_component(namespace: str | None, component: str | None) -> ComponentFilter:
-    """What the options name, where the component may be written with its namespace.
+    """The filter that the options give, where the component may be written with its namespace.
 
     Raises:
         click.UsageError: they name two namespaces.

@@ -114,7 +114,7 @@ async def print_dump(at: Where) -> None:
 
 
 async def print_past(at: Where, point: Point) -> None:
-    """What instances held at a point."""
+    """Print what instances held at a point."""
     component = await component_of(at)
     past = await past_index(at, component, point)
     rows = rank_rows(past.index)
@@ -126,7 +126,7 @@ async def print_past(at: Where, point: Point) -> None:
 
 
 async def print_changes(at: Where, before: Point, after: Point) -> None:
-    """What instances gained and lost between two points."""
+    """Print what instances gained and lost between two points."""
     component = await component_of(at)
     first = await past_index(at, component, before)
     second = await past_index(at, component, after)

@@ -24,7 +24,7 @@ _decoder = msgspec.json.Decoder(Explanation)
 async def ask_routers(
     config: BusConfig, question: Question, namespace: str | None, component: str | None
 ) -> list[Explanation]:
-    """What the routers know of a request, or have decided of late, within bounded time.
+    """Ask the routers for a request, or for what they have decided of late, within bounded time.
 
     Args:
         namespace, component: what they route to; None for all that can be found.

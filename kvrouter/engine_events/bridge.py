@@ -113,7 +113,7 @@ class EngineBridge:
         return self._streams[dp_rank]
 
     def report_mode(self) -> Literal["incremental", "full"]:
-        """What vLLM 0.28 and later is to be given with each request, at this moment, as
+        """The mode that vLLM 0.28 and later is to be given with each request, at this moment, as
         `SamplingParams(extra_args={"kv_cache_report_mode": ...})`.
 
         It is `full` while blocks are missing here that the engine holds: then it says of each

@@ -53,7 +53,7 @@ def read_extra_keys(
     lora_name: str | None = None,
     begins: bool,
 ) -> ExtraKeys:
-    """What the extra keys of an event's blocks come to.
+    """Read the extra keys of an event's blocks.
 
     Args:
         begins: the first block begins a sequence, so that a salt may be among its keys.

@@ -172,7 +172,7 @@ _UNREADABLE: Final = (ValueError, RecursionError)
 
 
 def decode_payload(payload: bytes) -> EngineBatch:
-    """What is in a payload; what cannot be used of it is among `quarantined`. Never raises."""
+    """The events of a payload; what cannot be used of it is among `quarantined`. Never raises."""
     if len(payload) > MAX_PAYLOAD:
         detail = f"{len(payload)} bytes, more than {MAX_PAYLOAD}"
         return EngineBatch(quarantined=[Quarantined(QuarantineReason.TOO_LARGE, detail)])

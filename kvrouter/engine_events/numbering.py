@@ -56,7 +56,7 @@ class Numbering:
         self.is_same_engine = self.last < 0
 
     def arrive(self, number: int) -> Arrival:
-        """What a published message is, seen in the order of its connection."""
+        """The kind of a published message, seen in the order of its connection."""
         behind = number <= self._live
         self._live = number
         if behind:
@@ -72,7 +72,7 @@ class Numbering:
         return max(self.last, 0)
 
     def replay(self, number: int, payload: bytes) -> Arrival:
-        """What a replayed message is."""
+        """The kind of a replayed message."""
         if not self.confirmed:
             if number != self.last or xxh3_128_digest(payload) != self._digest:
                 return Arrival.RESTART

@@ -99,7 +99,8 @@ class EngineEvents(Openable):
             tasks.cancel_scope.cancel()
 
     def report_mode(self) -> Literal["incremental", "full"]:
-        """What to give vLLM with the request that is made now; see `EngineBridge.report_mode`."""
+        """The mode to give vLLM with the request that is made now; see
+        `EngineBridge.report_mode`."""
         return self.bridge.report_mode()
 
     def cleared(self) -> None:

@@ -84,13 +84,13 @@ class RankKnowledge:
     asks_reports: bool = False
 
     def begin_anew(self, history: str | None) -> None:
-        """What was known is void; see `history`."""
+        """Void what was known; see `history`."""
         self.history = history
         self.unread = self.orphans = 0
         self.asks_reports = False
 
     def turned_over(self) -> None:
-        """What was not known is known by its use since, or it was evicted."""
+        """Note that what was not known is known by its use since, or was evicted."""
         self.history = None
         self.orphans = 0
         self.asks_reports = False

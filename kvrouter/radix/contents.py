@@ -36,7 +36,7 @@ def held_names(holder: Holder) -> Words:
 
 
 def held_columns(holder: Holder, limit: int) -> Iterator[HeldColumns]:
-    """What a holder has, some `limit` blocks at a time. It must not change meanwhile."""
+    """The blocks of a holder, some `limit` at a time. It must not change meanwhile."""
     values = iter(holder.held.values())
     seen: set[NamedBlocks] = set()
     while some := dict.fromkeys(islice(values, limit)):

@@ -49,7 +49,7 @@ def end_at(intervals: Iterable[Interval], position: int) -> int | None:
 
 
 def split(intervals: Intervals, position: int) -> tuple[Intervals, Intervals]:
-    """What lies below `position`, and what lies at and above it."""
+    """The parts below `position`, and at and above it."""
     below = [(start, min(end, position)) for start, end in intervals if start < position]
     above = [(max(start, position), end) for start, end in intervals if end > position]
     return below, above

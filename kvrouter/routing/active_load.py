@@ -171,7 +171,7 @@ class ActiveLoad:
     # Questions --------------------------------------------------------------------------
 
     def of(self, rank: Rank) -> RankLoad:
-        """What runs on a rank."""
+        """The load of a rank."""
         state = self._ranks.get(rank)
         if state is None:
             return NO_LOAD

@@ -130,7 +130,8 @@ class ExpectedCaches:
     def overlaps(
         self, profiles: Sequence[InstanceProfile], shape: RequestShape, now: float
     ) -> tuple[list[Overlap], list[int]]:
-        """What each rank of the profiles holds of a prompt, and how many blocks of it are guessed.
+        """The overlap of each rank of the profiles with a prompt, and how many blocks of it are
+        guessed.
 
         Both in the order of the profiles and their ranks.
         """

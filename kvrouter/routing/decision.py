@@ -355,7 +355,7 @@ _question = msgspec.json.Decoder(Question)
 
 
 def read_question(data: bytes) -> Question | None:
-    """What is asked for; None for bytes that ask for nothing."""
+    """The question in bytes; None for bytes that ask for nothing."""
     try:
         question = _question.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):

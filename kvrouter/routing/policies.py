@@ -143,7 +143,7 @@ class Shadows:
     def ask(
         self, request: RequestShape, candidates: Sequence[Candidate], chosen: int
     ) -> list[ShadowChoice]:
-        """What each would have chosen.
+        """The choice that each would have made.
 
         Args:
             chosen: the position of the candidate that gets the request.

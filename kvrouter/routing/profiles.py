@@ -174,7 +174,7 @@ class Profiles:
 
     @property
     def block_size(self) -> int:
-        """What the instances agree on.
+        """The block size that the instances agree on.
 
         Raises:
             RuntimeError: there were none yet.

@@ -202,7 +202,7 @@ class Constraints:
         return None
 
     def multiplier(self, profile: InstanceProfile) -> float:
-        """What the cost of an instance is multiplied by: `exp(-tanh(sum of weights))`."""
+        """The factor of the cost of an instance: `exp(-tanh(sum of weights))`."""
         total = sum(weight for tag, weight in self.preferred.items() if tag in profile.tags)
         if self.lora_name and self.lora_name in profile.loras:
             total += 1.0

@@ -478,7 +478,7 @@ class KvRouter:
         return self._scheduler.awareness()
 
     def load(self, rank: Rank) -> RankLoad:
-        """What runs on a rank: requests of this router, and of those that share their load."""
+        """The load of a rank: requests of this router, and of those that share their load."""
         return self._scheduler.load.of(rank)
 
     @property

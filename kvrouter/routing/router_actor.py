@@ -126,7 +126,7 @@ class RouterActor(Actor, abstract=True):
     # How long a call may wait for an item is the engine's to say, whose limits hold.
     @handler(idle_timeout=None)
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """What the chosen instance gives, item by item."""
+        """Give the items of the chosen instance, one by one."""
         reply = await self._call(request)
         if not isinstance(reply, Stream):
             yield msgspec.json.decode(reply)

@@ -53,14 +53,15 @@ EXACT: Final = CacheAwareness(AwarenessLevel.EXACT)
 
 
 def encode_awareness(awareness: CacheAwareness) -> str:
-    """What a rank says of its events, for the header; empty for `exact`."""
+    """The header with what a rank says of its events; empty for `exact`."""
     if awareness.level is AwarenessLevel.EXACT:
         return ""
     return str(CacheAwareness(awareness.level, _printable(awareness.reason)))
 
 
 def decode_awareness(text: str) -> CacheAwareness:
-    """What a rank has said of its events. A word that is not known is `degraded`."""
+    """Read the header with what a rank has said of its events. A word that is not known is
+    `degraded`."""
     if not text:
         return EXACT
     word, _, reason = text.partition(" (")
@@ -142,7 +143,7 @@ def named(instances: Sequence[str]) -> str:
 
 
 def cache_awareness(seen: Observation) -> CacheAwareness:
-    """What an observation amounts to: the worst that is true of it."""
+    """The awareness that an observation amounts to: the worst that is true of it."""
     if not seen.following:
         return CacheAwareness(AwarenessLevel.OFF, "no events are followed")
     if seen.instances == 0:

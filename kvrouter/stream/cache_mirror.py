@@ -207,7 +207,7 @@ class CacheMirror:
         return None
 
     def find(self, engine_hash: int) -> HeldBlock | None:
-        """What is known of a block, whatever tier holds it."""
+        """The facts about a block, whatever tier holds it."""
         for tier in self._tiers.values():
             stretch = tier.held.get(engine_hash)
             if stretch is not None:

@@ -60,7 +60,8 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def index_digest(index: RadixIndex, rank: Rank) -> CacheDigest:
-    """What an index says that a rank holds. Costs about a fifth of a microsecond for each block."""
+    """The digest of what an index says that a rank holds. Costs about a fifth of a microsecond for
+    each block."""
     state = index.ranks.get(rank)
     if state is None:
         return CacheDigest(0, 0)

@@ -188,7 +188,7 @@ class EventBuffer:
         return fits
 
     def reset(self, dp_rank: int) -> None:
-        """What a rank held is void, and what it said so far."""
+        """Void what a rank held, and what it said so far."""
         with self._lock:
             waiting = self._ranks.setdefault(dp_rank, _Waiting())
             self._begin_anew(waiting)
@@ -201,7 +201,7 @@ class EventBuffer:
             self._ranks.setdefault(dp_rank, _Waiting()).awareness = awareness
 
     def pop(self, most: int) -> Handed | None:
-        """What the next rank in turn handed over; None when nothing waits.
+        """The events that the next rank in turn handed over; None when nothing waits.
 
         Of a rank with more than `most` events only the first calls, whole.
         """

@@ -257,7 +257,7 @@ class EventLog:
         self._stated = awareness
 
     def forget(self, *, loss: str = "") -> None:
-        """What the rank held is void; a new epoch begins.
+        """Void what the rank held; a new epoch begins.
 
         Args:
             loss: what was dropped, so that blocks are missing until the engine clears its cache.
@@ -319,7 +319,7 @@ class EventLog:
     # Batches --------------------------------------------------------------------------
 
     def next_batch(self, now: float) -> OutgoingBatch | None:
-        """What to publish next; None while there is nothing, or its place is not free.
+        """The next batch to publish; None while there is nothing, or its place is not free.
 
         To be asked only when it can be published: an epoch begins with what is held now.
         """

@@ -187,7 +187,7 @@ def subject_rank(subject: str) -> Rank | None:
 
 
 def read_events(message: StoredMessage) -> StoredEvents | RefusedEvents | None:
-    """What a message of the stream says; None if its subject names no rank.
+    """The events of a message of the stream; None if its subject names no rank.
 
     A function of the stored message alone, so that every index that follows refuses the same.
     """

@@ -276,8 +276,8 @@ async def _read(
 
 
 def changes(before: RadixIndex, after: RadixIndex) -> list[RankChange]:
-    """What each rank gained and lost, by the engine's hashes; ranks without a change are left
-    out."""
+    """The blocks that each rank gained and lost, by the engine's hashes; ranks without a change are
+    left out."""
     rank_changes: list[RankChange] = []
     for rank in sorted(before.ranks.keys() | after.ranks.keys()):
         gained = lost = old = new = 0

@@ -180,7 +180,7 @@ class LiveIndex:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with one of the ranks that are in need; empty while nothing is known."""
+        """The trouble of one of the ranks that are in need; empty while nothing is known."""
         for rank in self.unsettled:
             if reason := self.plan.reason(rank):
                 return f"{rank}: {reason}"
@@ -188,7 +188,8 @@ class LiveIndex:
 
     @property
     def stated(self) -> dict[str, CacheAwareness]:
-        """What ranks of known instances say of their own events, where that is not `exact`."""
+        """The statements of ranks of known instances on their own events, where these are not
+        `exact`."""
         return {
             str(rank): decode_awareness(state.stated)
             for rank, state in self.index.ranks.items()

@@ -33,7 +33,7 @@ class LoopSink:
         self._wake = wake
 
     def cache(self, dp_rank: int) -> CacheMirror:
-        """What a rank holds. The publisher takes the events in there first."""
+        """The blocks that a rank holds. The publisher takes the events in there first."""
         return self._log(dp_rank).mirror
 
     def publish(self, events: Sequence[KvEvent], *, dp_rank: int) -> None:

@@ -10,7 +10,7 @@ from .snapshots import snapshot_bucket
 
 
 def kv_streams(namespace: str) -> list[StreamConfig]:
-    """What the publishers and the routers of a namespace need."""
+    """The streams that the publishers and the routers of a namespace need."""
     return [
         EventStream(namespace).config,
         ELECTION_STREAM,

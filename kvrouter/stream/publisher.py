@@ -136,7 +136,7 @@ class BatchSender:
                 scope.cancel()
 
     def try_at_once(self) -> None:
-        """What kept from sending is over."""
+        """Try at once, since what kept from sending is over."""
         self.retry_at = 0.0
 
     def note_failure(self, error: Exception) -> None:

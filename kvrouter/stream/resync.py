@@ -140,7 +140,7 @@ class ResyncPlan:
             known.is_asked = False
 
     def confirm(self, rank: Rank) -> None:
-        """What the rank says that it holds is what is known of it."""
+        """Note that the rank says that it holds what is known of it."""
         self._needs.pop(rank, None)
 
     def forget(self, instance: str) -> None:

@@ -101,7 +101,7 @@ def snapshot_name(component: str, sequence: int) -> str:
 
 
 def read_info(entry: ObjectInfo, stream: str) -> SnapshotInfo | None:
-    """What an object's record says of a snapshot of `stream`; None for any other object."""
+    """The snapshot of `stream` that an object's record describes; None for any other object."""
     component, _, sequence = entry.name.partition("/")
     fields = entry.headers
     if fields.get(STREAM_KEY) != stream:

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def needed_in(namespace: str, queues: Sequence[str]) -> list[NeededStream]:
-    """What the processes of a namespace need.
+    """The streams that the processes of a namespace need.
 
     Args:
         queues: its queues of jobs, as `read_queue` takes them.

@@ -244,7 +244,7 @@ class BlockManager:
     # Events ---------------------------------------------------------------------------
 
     def take_events(self) -> list[KvEvent]:
-        """What was stored and removed since the last call, in its order."""
+        """The events of what was stored and removed since the last call, in its order."""
         self._note_evictions()
         if self.tier is not None:
             self._events += self.tier.take_events()

@@ -62,7 +62,7 @@ class Grammars:
     def constraint(
         self, structured: StructuredOutput, stop_token_ids: Sequence[int], output: Sequence[int]
     ) -> Constraint:
-        """What keeps one continuation in a form.
+        """The constraint that keeps one continuation in a form.
 
         Args:
             stop_token_ids: which end it.

@@ -429,7 +429,7 @@ class BlockTier(Protocol):
         ...
 
     def take_events(self) -> Sequence[KvEvent]:
-        """What it has stored and removed since the last call, in its order."""
+        """The events of what it has stored and removed since the last call, in its order."""
         ...
 
 
@@ -482,7 +482,7 @@ class RunningEngine(ABC):
 
     @abstractmethod
     def stepper(self, listener: Listener) -> Stepper:
-        """What gives it requests and hears what it makes; asked for once."""
+        """The stepper that gives it requests and hears what it makes; asked for once."""
 
     @abstractmethod
     async def aclose(self) -> None:

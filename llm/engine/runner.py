@@ -492,7 +492,7 @@ class EngineRunner(Openable):
             raise
 
     async def next_held(self, hold_id: str) -> Held:
-        """What a hold has now, once that is more than when this returned last.
+        """The blocks of a hold, once they are more than when this returned last.
 
         Raises:
             InvalidRequest: the engine refuses the request.

@@ -49,7 +49,7 @@ Command = Callable[[E], object]
 
 
 def stepper_of(engine: Engine | RunningEngine, listener: Listener) -> Stepper:
-    """What steps this engine; an `EngineStepper` unless it steps itself."""
+    """The stepper of this engine; an `EngineStepper` unless it steps itself."""
     if isinstance(engine, RunningEngine):
         return engine.stepper(listener)
     kind = _ThreadStepper if engine.computes else _LoopStepper

@@ -34,7 +34,7 @@ KEPT_OF_IDLE: Final = 1 / 3
 
 
 class PromptSink(Protocol):
-    """What serves requests whose prompts may come from elsewhere."""
+    """The server of requests whose prompts may come from elsewhere."""
 
     async def serve(
         self,
@@ -98,7 +98,7 @@ class EngineWorker(Actor, abstract=True):
         """
 
     async def before_engine(self) -> None:
-        """What has to be there before the engine is made; for subclasses.
+        """Prepare what has to be there before the engine is made; for subclasses.
 
         Raises:
             Exception: it cannot be had; that stops the instance.

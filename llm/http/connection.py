@@ -426,7 +426,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn does with what its parser refuses."""
+        """Refuse what uvicorn's parser refuses."""
         self._refuse(400, self._why or _NO_HTTP)
 
     def _refuse(self, status: int, why: str) -> None:

@@ -60,12 +60,12 @@ class Content:
 
     @property
     def input_messages(self) -> str:
-        """What was asked, as JSON."""
+        """The messages of the request, as JSON."""
         return _json([{"role": role, "parts": parts} for role, parts in self._asked])
 
     @property
     def output_messages(self) -> str:
-        """What was answered, as JSON."""
+        """The messages of the answer, as JSON."""
         return _json(
             [
                 {
@@ -90,7 +90,7 @@ class RecordedFormat:
         self.continuous_usage: Final = format.continuous_usage
 
     def start(self, usage: Usage | None) -> bytes:
-        """What comes before the first piece."""
+        """The bytes before the first piece."""
         return self._format.start(usage)
 
     def output(self, index: int) -> OutputFormat:
@@ -98,11 +98,11 @@ class RecordedFormat:
         return _RecordedOutput(self._format.output(index), index, self._content)
 
     def end(self, usage: Usage | None) -> bytes:
-        """What comes after the last piece."""
+        """The bytes after the last piece."""
         return self._format.end(usage)
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
-        """What ends a stream that fails after its start."""
+        """The bytes that end a stream that fails after its start."""
         return self._format.error(error, request_id)
 
     def whole(self, outputs: Sequence[Output], usage: Usage | None) -> bytes:

@@ -31,7 +31,7 @@ _KEY: Final = re.compile(r"[!-~](?:[ -~]{0,253}[!-~])?")
 
 
 def digest_of(*parts: bytes) -> bytes:
-    """What tells a request from another one."""
+    """The digest that tells a request from another one."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(b"%d:" % len(part))

@@ -76,7 +76,7 @@ class Caller:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What reaches the engines' handlers."""
+        """The metadata that reaches the engines' handlers."""
         return {Context.TENANT_KEY: self.tenant} if self.tenant else {}
 
 

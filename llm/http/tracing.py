@@ -71,7 +71,7 @@ class Operation(NamedTuple):
 
 
 def completion_operation(request: ChatRequest | CompletionRequest) -> Operation:
-    """What a request for a completion asks for."""
+    """The operation that a request for a completion asks for."""
     attributes = {
         "stream": True if request.streams else None,
         "max_tokens": request.limit,

@@ -45,7 +45,7 @@ class TellsErrors(Protocol):
     """The format of a stream that fails: `AnswerFormat` is one."""
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
-        """What ends a stream that fails after its start."""
+        """The bytes that end a stream that fails after its start."""
         ...
 
 

@@ -123,7 +123,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def type(self) -> ModelType:
-        """What it is asked for."""
+        """The uses of the model."""
         # Each request asks.
         return _named(tuple(self.types))
 

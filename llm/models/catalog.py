@@ -96,8 +96,8 @@ class CardView:
         self._ends = dict.fromkeys(self._ends, now)
 
     def models(self) -> list[ServedModel]:
-        """What is served now, by name; a name has several where they are asked for different
-        things."""
+        """The models that are served now, by name; a name has several where they are asked for
+        different things."""
         names = sorted({*self._by_name, *self._names.names_added})
         return [served for name in names for served in self.named(name)]
 
@@ -213,7 +213,8 @@ class Catalog(Openable):
 
     @property
     def models(self) -> list[ServedModel]:
-        """What is served now, by name; nothing before it is known to whom names belong."""
+        """The models that are served now, by name; nothing before it is known to whom names
+        belong."""
         if not self._is_read:
             return []
         if self._models is None:
@@ -242,7 +243,7 @@ class Catalog(Openable):
         raise NoInstances(f"no instance serves the model {name!r} within {timeout:g} s{why}")
 
     async def changes(self) -> AsyncIterator[list[ServedModel]]:
-        """What is served now, and again at each change."""
+        """Give the models that are served now, and again at each change."""
         before: list[ServedModel] | None = None
         while True:
             models = self.models

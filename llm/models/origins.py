@@ -108,7 +108,7 @@ _FORMS: Final = (
 
 
 def parse_source(model_path: str | os.PathLike[str]) -> Source:
-    """What a model path names. Looks at the file system, and at nothing else.
+    """The source that a model path names. Looks at the file system, and at nothing else.
 
     Raises:
         ConfigError: it is none.

@@ -72,7 +72,7 @@ class Blocks:
         return self._open is not None and self._open.kind == "text"
 
     def add(self, delta: Delta) -> Iterator[Step]:
-        """What a delta comes to.
+        """Give the steps of a delta.
 
         Raises:
             InvalidResponse: it adds to a call after which something else began.

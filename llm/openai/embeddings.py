@@ -34,7 +34,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority | None = None
 
     def texts(self) -> list[str | list[int]]:
-        """What is to be embedded, each as text or as token ids.
+        """The inputs to embed, each as text or as token ids.
 
         Raises:
             BadRequest: there is nothing, or something else, or too much.

@@ -227,7 +227,7 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
 
 
 def error_fields(error: DynbusError, request_id: str = "") -> dict[str, Any]:
-    """What is told of an error: `message`, `type`, `param`, `code` and `request_id`."""
+    """The fields of an error: `message`, `type`, `param`, `code` and `request_id`."""
     status = status_of(error)
     bad = error if isinstance(error, BadRequest) else None
     reason = (bad.reason if bad is not None else _REASONS.get(error.code)) or None

@@ -90,7 +90,7 @@ _decode: Final = msgspec.json.Decoder(_Answer).decode
 
 
 def read_answer(item: bytes) -> ReadAnswer:
-    """What a chunk of a stream, or a whole answer, holds.
+    """The contents of a chunk of a stream, or of a whole answer.
 
     Raises:
         InvalidResponse: it is neither.

@@ -185,7 +185,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
 
     def tool_use(self) -> ToolUse:
-        """What the model may do with tools.
+        """The tools that the model may use, and how.
 
         Raises:
             BadRequest: the fields about tools do not fit, or ask for what is not done here.
@@ -334,7 +334,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
-    """What a body holds.
+    """Read the request in a body.
 
     Raises:
         BadRequest: it is not JSON, or does not fit, or has more in it than is decoded.

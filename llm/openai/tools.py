@@ -115,7 +115,7 @@ class ToolUse:
 def tool_use(
     tools: Sequence[Any] | None, tool_choice: object, parallel_tool_calls: bool | None
 ) -> ToolUse:
-    """What the fields of a request say of tools.
+    """The use of tools that the fields of a request say.
 
     Raises:
         BadRequest: they do not fit, or ask for what is not done here.

@@ -289,7 +289,7 @@ class InstanceSurvey:
         self._known: dict[InstanceName, InstanceReport] = {}
 
     async def of(self, names: Iterable[InstanceName]) -> Mapping[InstanceName, InstanceReport]:
-        """What these instances have answered of late; those that did not are missing."""
+        """The late answers of these instances; those that did not answer are missing."""
         wanted = set(names)
         async with self._lock:
             if monotonic() - self._asked_at >= ASK_INTERVAL or not wanted <= self._known.keys():

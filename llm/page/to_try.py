@@ -31,7 +31,7 @@ _QUESTION: Final = "What is the capital of France?"
 
 
 def ways_to_chat(url: str, model: str) -> str:
-    """What to type to chat with a model of the front end at `url`."""
+    """The commands to chat with a model of the front end at `url`."""
     return _TEXT.format(dynbus=_command(), model=model, url=url, question=_QUESTION)
 
 

@@ -75,12 +75,12 @@ class IncomingText:
         return self._read_to(len(self._text))
 
     def read_match(self, pattern: re.Pattern[str]) -> str:
-        """What a pattern matches of what is there, which may be nothing."""
+        """The part that a pattern matches of what is there, which may be nothing."""
         match = pattern.match(self._text, self._at)
         return self._read_to(match.end()) if match else ""
 
     def read_by(self, find_end: Callable[[str, int], int], limit: int | None = None) -> str:
-        """What comes before the place that a function finds, given the text and where to begin.
+        """The text before the place that a function finds, given the text and where to begin.
 
         Args:
             limit: characters that it may be given at most.
@@ -151,7 +151,7 @@ class IncomingText:
         self._kept = []
 
     def give_back(self) -> str:
-        """What was taken since `keep`."""
+        """The text that was read since `keep`."""
         kept = "".join(self._kept or ())
         self._kept = None
         return kept

@@ -149,7 +149,7 @@ def read_json_string(text: IncomingText, limit: int) -> Reading[str | None]:
 
 
 def decoded(string: str) -> str | None:
-    """What a JSON string says; None where it is none."""
+    """The value of a JSON string; None where it is none."""
     try:
         return msgspec.json.decode(string, type=str)
     except (ValueError, msgspec.MsgspecError):

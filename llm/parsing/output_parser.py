@@ -110,7 +110,7 @@ def output_parser(
     form_sign: str = "",
     new_id: NewId = random_id,
 ) -> OutputParser | None:
-    """What reads one output of a request; None where its text is its content as it is.
+    """The parser of one output of a request; None where its text is its content as it is.
 
     Calls that a marker begins are passed on whatever function they name: one that was not offered
     is for the client to refuse. Where nothing but its form says that a text is a call, as with an
@@ -157,7 +157,7 @@ def forced_calls_parser(
     reasons_from_start: bool,
     new_id: NewId = random_id,
 ) -> OutputParser:
-    """What reads an output whose form is enforced, whatever form the model was trained for.
+    """The parser of an output whose form is enforced, whatever form the model was trained for.
 
     Args:
         tool_call_parser: whose ids the calls have; may be empty.

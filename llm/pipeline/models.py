@@ -82,7 +82,7 @@ class ModelCatalog(Protocol):
         ...
 
     def changes(self) -> AsyncIterator[list[ServedModel]]:
-        """What is served now, and again at each change."""
+        """Give the models that are served now, and again at each change."""
         ...
 
     async def text_model(self, card: ModelCard) -> TextModel:
@@ -159,7 +159,7 @@ class Models:
 
     @property
     def out_of_reach(self) -> str:
-        """What of the bus cannot be reached; empty for nothing."""
+        """The part of the bus that cannot be reached; empty for none."""
         return self._reachability.problem if self._runtime.is_connected else "the bus is away"
 
     def _instance_names(self) -> list[InstanceName]:
@@ -226,7 +226,7 @@ class Models:
         return self._went(name, wanted) is not None
 
     def unknown(self, name: str) -> DynbusError:
-        """What a request for a model that is not served ends with."""
+        """The error of a request for a model that is not served."""
         went = self._went(name, SERVED)
         if went is not None:
             since = monotonic() - went

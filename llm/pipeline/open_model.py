@@ -79,7 +79,7 @@ class OpenModel:
 
     @property
     def answers(self) -> ModelType:
-        """What it can be asked for: chats, completions, embeddings."""
+        """The uses of the model: chats, completions, embeddings."""
         types = self.card.type & ~(ModelType.Backend | ModelType.Chat)
         if self.card.type & ModelType.Backend:
             types |= ModelType.Completions

@@ -51,7 +51,7 @@ class Reachability:
 
     @property
     def problem(self) -> str:
-        """What is out of reach now; empty for nothing."""
+        """The part that is out of reach now; empty for none."""
         now = monotonic()
         if now - self._stored_at > SILENCE:
             return "JetStream does not answer"

@@ -99,7 +99,7 @@ async def routed_prompt(
     lora_name: str | None,
     cache_salt: str | None,
 ) -> RoutedPrompt:
-    """What a router is to look at in place of a request.
+    """The prompt that a router is to look at in place of a request.
 
     What cannot be told of it, an image for example, is left to the engine: it goes by load alone.
     """

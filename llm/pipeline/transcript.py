@@ -156,7 +156,7 @@ class Transcript:
                 self.add(prompt, end, chunks)
 
     def finish(self) -> bytes:
-        """What comes after the last piece of a stream, or the whole answer."""
+        """The bytes after the last piece of a stream, or the whole answer."""
         if self._rules.streams:
             return self.format.end(self.usage)
         return self.format.whole([output.whole() for output in self._outputs], self.usage)

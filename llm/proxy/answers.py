@@ -103,7 +103,7 @@ def cache_in_server_info(body: bytes) -> CacheShape | None:
 
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> DynbusError:
-    """What a server's refusal is to the caller.
+    """The caller's error for a server's refusal.
 
     A server that is not ready gives the request back: another one may take it.
 

@@ -125,7 +125,7 @@ class OpenAiServer:
             yield answer
 
     async def look(self) -> list[ServerModel]:
-        """What it serves, by name.
+        """The models that it serves, by name.
 
         Raises:
             Away: it does not answer, or says that it cannot serve.

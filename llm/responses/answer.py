@@ -269,7 +269,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def repeated_fields(request: ResponsesRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """The fields of its request that a response repeats."""
     reasoning, text = request.reasoning or {}, request.text or {}
     return {
         "model": request.model,

@@ -131,5 +131,5 @@ class NumberedErrors:
         self._request_id = request_id
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
-        """What ends a stream that fails after its start."""
+        """The bytes that end a stream that fails after its start."""
         return self._numbers.number(self._format.error(error, self._request_id))

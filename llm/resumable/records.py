@@ -225,7 +225,7 @@ class Next(Enum):
 
 
 def next_step(log: StreamLog, *, is_complete: bool, owner_lives: bool | None, now: float) -> Next:
-    """What follows for somebody who has read a log to its end.
+    """The next step for a reader that has read a log to its end.
 
     Args:
         is_complete: whether the answer has come to its end.

@@ -73,7 +73,7 @@ class _Waiting(NamedTuple):
 
 
 def stored_arrival(piece: Piece) -> Arrival[Part, bytes]:
-    """What a piece of a log was when it came."""
+    """The arrival that a piece of a log was when it came."""
     return Arrival(cast("Any", _NoStream()), piece.items, piece.ended, failed_with(piece))
 
 

@@ -128,7 +128,7 @@ class SmallConfig(SmallSize):
         )
 
     def make_backend(self) -> Backend[Any]:
-        """What computes.
+        """Make the backend that computes.
 
         Raises:
             ImportError: PyTorch was asked for and is not installed.

@@ -58,7 +58,7 @@ class StopStrings:
         return whole[:keep], None
 
     def take_held(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text that is held back, at the end."""
         held, self._held, self._state = self._held, "", 0
         return held
 

@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def encode_conversation(conversation: Mapping[str, Any]) -> bytes:
-    """What a template is rendered with, as JSON.
+    """The variables that a template is rendered with, as JSON.
 
     Raises:
         InvalidRequest: it is none.

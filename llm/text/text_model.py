@@ -114,7 +114,7 @@ class TextModel:
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), *, special: bool = False
     ) -> Detokenizer:
-        """What turns the tokens of one output into text."""
+        """The detokenizer of one output."""
         return Detokenizer(self.tokenizer, prompt_ids, stop, special=special)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:

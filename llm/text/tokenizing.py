@@ -112,7 +112,7 @@ class Tokenising:
         self._longest = max(map(len, self._raw.get_vocab()), default=0)
 
     def answer(self, request: Texts | Ids) -> Answer:
-        """What a request makes.
+        """The token ids of texts, or the text of token ids.
 
         Raises:
             TooManyTokens: one of its texts has too many.

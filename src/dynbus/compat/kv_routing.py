@@ -95,7 +95,7 @@ class KvMetricsPublisher:
         gpu_cache_usage_perc: float = 0.0,
         gpu_prefix_cache_hit_rate: float = 0.0,
     ) -> None:
-        """What is answered from now on; see `LoadMetrics`."""
+        """Set the metrics that are answered from now on; see `LoadMetrics`."""
         self._latest = {
             "request_active_slots": request_active_slots,
             "request_total_slots": request_total_slots,
@@ -117,7 +117,7 @@ class KvMetricsAggregator:
         self._endpoint = component.endpoint(METRICS_ENDPOINT)
 
     async def get_metrics(self) -> AggregatedMetrics:
-        """What they say now; a worker that does not answer in time is left out.
+        """The present metrics of the workers; a worker that does not answer in time is left out.
 
         Raises:
             Unavailable: the instances cannot be read.
