@@ -48,6 +48,7 @@ from .declaring.brief_repr import brief_repr
 from .declaring.durable import Durable, DurableWithoutRequest, JobHandle
 from .declaring.handlers import HandlerSpec
 from .declaring.json_object import decode_json
+from .declaring.schedule import schedule_of
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
 from .serving.instance import (
     InstanceState,
@@ -58,6 +59,7 @@ from .serving.instance import (
     stop_all,
 )
 from .serving.job_runner import JobRunner
+from .serving.schedule_runner import ScheduleRunner
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +252,7 @@ class ActorInstance(ServedInstance):
             announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
             drain=self.actor.__dynbus_drain__,
             has_other=runtime.has_other,
-            beside=list(runners.values()),
+            beside=[*runners.values(), *_schedules(runtime.bus, name, actor)],
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
@@ -299,6 +301,19 @@ def _job_runners(
         for endpoint in endpoints
         if endpoint.name in durable
     }
+
+
+def _schedules(bus: Bus, name: InstanceName, actor: type[Actor]) -> list[ScheduleRunner]:
+    """What submits the firings of the scheduled handlers of an instance.
+
+    Raises:
+        ConfigError: one that has a schedule cannot run by itself.
+    """
+    return [
+        ScheduleRunner(bus, EndpointName(name.namespace, name.component, spec.name), spec, schedule)
+        for spec in actor.__dynbus_handlers__.values()
+        if (schedule := schedule_of(spec)) is not None
+    ]
 
 
 class _Endpoints:

@@ -9,6 +9,7 @@ from . import (
     json_object,
     reply,
     resume,
+    schedule,
     service_args,
     specification,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "json_object",
     "reply",
     "resume",
+    "schedule",
     "service_args",
     "specification",
 ]

@@ -313,6 +313,45 @@ class JobLog:
         """
         return await self._read(job_id, f"{SIGNAL_RECORD}.{name}")
 
+    async def last_firing(self) -> tuple[float, int]:
+        """The last time for which a scheduled handler was submitted, in Unix seconds, and the
+        sequence of the record that says so; zeros where there is none.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        try:
+            message = await self.jetstream.last(
+                self.stream, self._firing_subject, timeout=LOG_TIMEOUT
+            )
+        except NoStream:
+            return 0.0, 0
+        if message is None:
+            return 0.0, 0
+        return msgspec.json.decode(message.data, type=float), message.sequence
+
+    async def store_firing(self, due: float, last: int) -> int:
+        """Store that time where the last record has this sequence, 0 for none; the sequence of the
+        new one, 0 where another process has stored one.
+
+        Raises:
+            Unavailable: the server does not answer; it may be stored.
+        """
+        try:
+            return await self.jetstream.publish(
+                self._firing_subject,
+                msgspec.json.encode(due),
+                timeout=LOG_TIMEOUT,
+                expected_last_subject_sequence=last,
+            )
+        except WrongLastSequence:
+            return 0
+
+    @property
+    def _firing_subject(self) -> str:
+        # No job has this token.
+        return job_log_subject(self.queue, "=schedule", "last")
+
     async def last_signal(self, job_id: str, name: str) -> int:
         """The sequence of the last signal of a name that a job was sent, as the leader of the log
         says; 0 for none.

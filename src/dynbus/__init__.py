@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dynbus.actors.declaring.json_object import JsonObject
     from dynbus.actors.declaring.reply import Reply, push_each
     from dynbus.actors.declaring.resume import ResumeParts
+    from dynbus.actors.declaring.schedule import cron, every
     from dynbus.actors.declaring.specification import Option, Options, takes
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.actors.serving.step_history import StepMismatch
@@ -103,7 +104,9 @@ __all__ = [
     "WorkQueueConfig",
     "call_options",
     "context",
+    "cron",
     "depends",
+    "every",
     "handler",
     "push_each",
     "signal",
@@ -139,6 +142,7 @@ if not TYPE_CHECKING:
         "actors.declaring.json_object",
         "actors.declaring.reply",
         "actors.declaring.resume",
+        "actors.declaring.schedule",
         "actors.declaring.specification",
         "actors.serving.step_history",
         "actors.serving.steps",

@@ -41,7 +41,9 @@ from dynbus import (
     WorkQueueConfig,
     call_options,
     context,
+    cron,
     depends,
+    every,
     handler,
     push_each,
     signal,
@@ -370,6 +372,15 @@ class Desk(Actor, namespace="demo"):
     async def nightly(self) -> int:
         return 1
 
+    @every("1h")
+    async def tick(self) -> int:
+        return 1
+
+    @cron("0 7 * * *", tz="Europe/Berlin", missed="catch_up")
+    @handler(durable=True, tries=2)
+    async def report(self, due: datetime) -> Word:
+        return Word(text=due.isoformat())
+
     async def split(self, prompt: Prompt, *, limit: int) -> list[str]:
         return prompt.text.split()[:limit]
 
@@ -386,5 +397,7 @@ async def have_jobs_done(runtime: Runtime) -> None:
     await job.signal("approved", Prompt(text="yes"))
     assert_type(await (await desk.nightly.submit()).result(), int)
     assert_type(await runtime.job(job.id, Desk.summarise).result(), Word)
+    assert_type(await desk.tick(), int)
+    assert_type(await desk.report(datetime.now(UTC)), Word)
     with suppress(NoJob, StepMismatch):
         assert_type(await runtime.job(job.id).result(), Any)
