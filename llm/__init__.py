@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .engine.model_engine import ModelEngine
     from .engine.worker import EngineWorker
     from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
+    from .hand_over.sink import Limits
     from .http.frontend import Frontend
     from .mock.worker import MockWorker
     from .models.card import ModelCard, ModelInput, ModelType
@@ -53,6 +54,7 @@ __all__ = [
     "Frontend",
     "GenerateRequest",
     "Generated",
+    "Limits",
     "LoadMetrics",
     "MockWorker",
     "Model",
@@ -98,6 +100,7 @@ if not TYPE_CHECKING:
             "engine.model_engine": ("ModelEngine",),
             "engine.worker": ("EngineWorker",),
             "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),
+            "hand_over.sink": ("Limits",),
             "http.frontend": ("Frontend",),
             "mock.worker": ("MockWorker",),
             "models.card": ("ModelCard", "ModelInput", "ModelType"),

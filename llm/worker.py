@@ -7,7 +7,7 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from dynbus import ConfigError, Option, handler, takes
-from dynbus.transfer import Settled, Settlement
+from dynbus.transfer import KvMemory, Mover, Settled, Settlement, open_agent
 
 from .engine.interface import Engine, EngineLimits
 from .engine.options import SpeedupRatio
@@ -241,8 +241,22 @@ class ModelWorker(EngineWorker, abstract=True):
         logger.info("%s computes %s", engine.backend, path.name)
         return engine
 
+    def open_mover(self, name: str, memory: KvMemory) -> AbstractAsyncContextManager[Mover]:
+        """What moves its blocks while it is entered, for subclasses that move them otherwise.
+
+        Args:
+            name: that its tickets have as their `agent`; no other instance's mover has it.
+            memory: of its engine.
+
+        Raises:
+            ConfigError: NIXL is missing, without which the one of `TransferAgent` is not.
+        """
+        return open_agent(self.runtime.bus, name, memory)
+
     async def on_engine(self, limits: EngineLimits) -> None:
-        self.sink = await self.hold(self.tiers.opened(self, self._running(), self.served))
+        self.sink = await self.hold(
+            self.tiers.opened(self, self._running(), self.served, self.open_mover)
+        )
         await self.register_model(limits, self.generate, self.embed)
 
     async def register_model(self, limits: EngineLimits, generate: Any, embed: Any) -> None:

@@ -1,5 +1,6 @@
-"""Moving KV blocks between instances with NIXL.
+"""Moving KV blocks between instances: with NIXL, or a mover of one's own.
 
+`Mover` is what a worker moves blocks by; `TransferAgent` is the one over NIXL.
 `LeaseTable`, `Quarantine`, `plan` and the table of a transfer's states decide; `TransferAgent`,
 `Link` and `Pushes` carry it out.
 """
@@ -7,8 +8,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .agent import TransferAgent, open_agent
-    from .checksums import compare, wanted
+    from .agent import TransferAgent, TransferStatistics, open_agent
+    from .checksums import Vouched, Wanted, compare, vouch, wanted
+    from .config import TransferConfig
     from .errors import (
         BadDescription,
         ChecksumMismatch,
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
         TransferFailed,
     )
     from .exchange import AGENTS_STREAM, DESCRIPTIONS
-    from .layout import Axis, BlockLayout, KvMemory, check_convertible, plan
-    from .leases import LeaseTable, Ticket
+    from .layout import Axis, BlockLayout, KvMemory, Pieces, Region, check_convertible, copy, plan
+    from .leases import Lease, LeaseTable, Ticket
+    from .mover import Mover, Moving
     from .settling import Settled, Settlement, Settling
     from .transfers import Transfer
 
@@ -35,21 +38,32 @@ __all__ = [
     "InvalidTransfer",
     "KvMemory",
     "LayoutMismatch",
+    "Lease",
     "LeaseLost",
     "LeaseTable",
+    "Mover",
+    "Moving",
     "PeerRestarted",
+    "Pieces",
+    "Region",
     "Settled",
     "Settlement",
     "Settling",
     "Ticket",
     "Transfer",
     "TransferAgent",
+    "TransferConfig",
     "TransferError",
     "TransferFailed",
+    "TransferStatistics",
+    "Vouched",
+    "Wanted",
     "check_convertible",
     "compare",
+    "copy",
     "open_agent",
     "plan",
+    "vouch",
     "wanted",
 ]
 
@@ -67,9 +81,11 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         "errors",
+        "config",
         "layout",
         "checksums",
         "leases",
+        "mover",
         "settling",
         "exchange",
         "transfers",

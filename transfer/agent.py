@@ -184,7 +184,7 @@ class TransferAgent:
             ticket: of the peer, which has leased the blocks.
             remote_blocks, local_blocks: ids in the order of their tokens; an array is read faster
                 than a list.
-            deadline: on `dynbus.bus.clock.monotonic`; it ends with the ticket's time at the latest.
+            deadline: on `dynbus.spi.monotonic`; it ends with the ticket's time at the latest.
             remote_start, local_start: the place of the first token, counted from the beginning of
                 the first block of the list.
 

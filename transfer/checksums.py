@@ -10,7 +10,6 @@ before it uses a byte (`compare`). Both hash in a thread.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import anyio.to_thread
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from dynbus.spi import monotonic
 
 from .errors import BadDescription, ChecksumMismatch, InvalidTransfer
-from .layout import BlockLayout, KvMemory, Region
+from .layout import BlockLayout, KvMemory, bytes_of
 from .leases import LeaseTable
 
 _GATHERED_BYTES = 2**20
@@ -220,15 +219,9 @@ def _layer_view(memory: KvMemory, layer: int) -> NDArray[np.uint8]:
     """A layer's bytes: blocks, keys and values, heads, tokens, bytes of a head and token."""
     layout = memory.layout
     index, offset = layout.offsets[layer]
-    flat = _bytes_of(memory.regions[index])[offset:]
+    flat = bytes_of(memory.regions[index])[offset:]
     return as_strided(flat, _shape(layout), (*layout.strides, 1), writeable=False)
 
 
 def _shape(layout: BlockLayout) -> tuple[int, int, int, int, int]:
     return (layout.blocks, 2, layout.kv_heads, layout.block_size, layout.token_bytes)
-
-
-def _bytes_of(region: Region) -> NDArray[np.uint8]:
-    if region.kind != "DRAM":
-        raise InvalidTransfer("checksums of blocks on a GPU are not possible: copy them first")
-    return np.ctypeslib.as_array((ctypes.c_uint8 * region.size).from_address(region.address))

@@ -249,6 +249,14 @@ class KvMemory:
         """New memory of the host for a layout, all zero."""
         return cls.of_arrays(layout, [np.zeros(size, np.uint8) for size in layout.region_bytes()])
 
+    def views(self) -> list[NDArray[np.uint8]]:
+        """The bytes of each region, to be read and written in place.
+
+        Raises:
+            InvalidTransfer: a region is on a GPU.
+        """
+        return [bytes_of(region) for region in self.regions]
+
     def populate(self) -> None:
         """Have the system back all of it by pages now, and not when each is first used.
 
@@ -261,6 +269,17 @@ class KvMemory:
                 first = region.address // mmap.PAGESIZE * mmap.PAGESIZE
                 size = region.address + region.size - first
                 _populate(first, size)
+
+
+def bytes_of(region: Region) -> NDArray[np.uint8]:
+    """The bytes of a region of the host's memory, in place.
+
+    Raises:
+        InvalidTransfer: it is on a GPU.
+    """
+    if region.kind != "DRAM":
+        raise InvalidTransfer("bytes of blocks on a GPU are not at hand: copy them first")
+    return np.ctypeslib.as_array((ctypes.c_uint8 * region.size).from_address(region.address))
 
 
 def check_regions(layout: BlockLayout, regions: Sequence[Region]) -> None:
@@ -365,6 +384,52 @@ def plan(
     ours = _checked_ids("local", local, local_blocks, local_start, tokens)
     theirs = _checked_ids("remote", remote, remote_blocks, remote_start, tokens)
     return _conversion(local, remote).pieces(ours, local_start, theirs, remote_start, tokens)
+
+
+def copy(
+    local: KvMemory,
+    local_blocks: Sequence[int],
+    remote: KvMemory,
+    remote_blocks: Sequence[int],
+    tokens: int,
+    *,
+    local_start: int = 0,
+    remote_start: int = 0,
+) -> int:
+    """Copy tokens out of blocks of one memory into blocks of another, whatever their layouts are.
+
+    It takes as long as the copy does: call it in a thread. Both are memory of the host.
+
+    Args:
+        local, local_blocks: that are written; all others as for `plan`.
+
+    Returns:
+        How many bytes were copied.
+
+    Raises:
+        LayoutMismatch: as of `plan`.
+        InvalidTransfer: as of `plan`, or one of them is a GPU's.
+    """
+    pieces = plan(
+        local.layout,
+        local_blocks,
+        remote.layout,
+        remote_blocks,
+        tokens,
+        local_start=local_start,
+        remote_start=remote_start,
+    )
+    ours, theirs = local.views(), remote.views()
+    for region, at, there, offset, length in zip(
+        pieces.local_region.tolist(),
+        pieces.local_offset.tolist(),
+        pieces.remote_region.tolist(),
+        pieces.remote_offset.tolist(),
+        pieces.length.tolist(),
+        strict=True,
+    ):
+        ours[region][at : at + length] = theirs[there][offset : offset + length]
+    return pieces.bytes
 
 
 def check_convertible(local: BlockLayout, remote: BlockLayout) -> None:

@@ -14,7 +14,7 @@ is known to be dead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -49,10 +49,13 @@ class LeaseTable:
 
     Args:
         epoch: which life of the agent this is; no other agent has ever had it.
+        over: called with each lease that holds its blocks no longer, however it ended; to free
+            what was kept beside it.
     """
 
-    def __init__(self, epoch: str) -> None:
+    def __init__(self, epoch: str, over: Callable[[Lease], object] | None = None) -> None:
         self.epoch = epoch
+        self._over = over
         self._leases: dict[int, Lease] = {}
         # Ids of those whose time is over, and which keep their blocks nevertheless.
         self._overdue: set[int] = set()
@@ -125,6 +128,9 @@ class LeaseTable:
     def expired(self, now: float) -> Sequence[Lease]:
         """The leases whose time is over, each of which is told once.
 
+        Whoever grants leases asks this every so often. Workers need not: they release each lease
+        of theirs when its prompt is read, or its time is over.
+
         Those that peers only read are ended, and hold their blocks until then; those that are
         writable become overdue.
         """
@@ -148,6 +154,8 @@ class LeaseTable:
             self._uses[block] -= 1
             if not self._uses[block]:
                 del self._uses[block]
+        if self._over is not None:
+            self._over(lease)
 
     def _advance(self, now: float) -> float:
         self._now = max(self._now, now)
@@ -161,8 +169,8 @@ class Ticket(msgspec.Struct, frozen=True):
     It is checked when it is made and when it is decoded.
 
     Attributes:
-        agent: the name of the owner's agent.
-        epoch: of that agent; a ticket is void where the agent has another.
+        agent: the name of the owner's mover, which is a `TransferAgent` or another.
+        epoch: of that mover; a ticket is void where the mover has another.
         lease_id: of the lease that holds the blocks.
         blocks: ids of blocks of the owner's memory, in the order of their tokens.
         tokens: how many tokens are in them, from the first block on.

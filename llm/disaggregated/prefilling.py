@@ -11,8 +11,8 @@ import msgspec
 from dynbus import DynbusError, Instance, NoInstances, Route, RouteObserver, RouteRequest
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
-from dynbus.llm.hand_over.mover import Mover
 from dynbus.llm.hand_over.observing import HandOverFigures
+from dynbus.llm.hand_over.part_reader import PartReader
 from dynbus.llm.hand_over.sink import Limits, Origin
 
 from .choosing import PrefillChoice
@@ -36,12 +36,12 @@ class PrefillInstances(Origin):
         self,
         client: Prefilling,
         routing: PrefillRouting,
-        mover: Mover,
+        reader: PartReader,
         limits: Limits,
         figures: HandOverFigures,
         model: str,
     ) -> None:
-        self.mover = mover
+        self.reader = reader
         self.limits = limits
         self.figures = figures
         self._client = client

@@ -12,7 +12,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from dynbus import (
     ConfigError,
@@ -32,15 +32,15 @@ from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.hand_over.messages import Offer, OfferAnswer, Prefilled, PrefillRequest
-from dynbus.llm.hand_over.mover import AgentMover, Reader
 from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch, TransferSpans
+from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Limits, Sink
-from dynbus.llm.hand_over.source import Granter, Leases, Source
+from dynbus.llm.hand_over.source import Leases, Source
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.tiers.tiers import check_comparable
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
 from dynbus.spi import ComponentName, InstanceName, ServedInstance
-from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
+from dynbus.transfer import Mover, Settled, Settlement, Settling
 
 from .choosing import FIELDS, PrefillChoice
 from .prefilling import PrefillInstances, PrefillRouting
@@ -69,10 +69,6 @@ _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
     "decode": ("generate", "embed", "load_metrics"),
     "control": ("settle", "offer", "role", "change_role"),
 }
-
-
-class BlockAgent(Reader, Granter, Protocol):
-    """What moves blocks, and leases them to others; `TransferAgent` is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +105,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         hand_over_limits: how long hand-overs may take.
 
     Raises:
-        ConfigError: NIXL is missing, the engine's blocks cannot be moved, or a value is not usable.
+        ConfigError: the engine's blocks cannot be moved, a value is not usable, or NIXL is missing
+            and no other mover is given.
     """
 
     prefill_node: ClassVar[str] = "prefill"
@@ -117,7 +114,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     control_node: ClassVar[str] = "hand_over"
     hand_over_limits: ClassVar[Limits] = Limits()
 
-    _agent: BlockAgent
+    _mover: Mover
     _settling: Settling
     _settings: LiveSettings
     _queue: WorkQueue
@@ -137,15 +134,6 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         self._roles: Roles | None = None
         self._source: Source | None = None
         self._decodes: Sink | None = None
-
-    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
-        """What moves its blocks, for subclasses that move them otherwise.
-
-        Raises:
-            ConfigError: NIXL is missing.
-        """
-        name = self.__dynbus_name__
-        return open_agent(self.runtime.bus, f"{name.namespace}.{name.instance_id}", memory)
 
     # Its life -------------------------------------------------------------------------------
 
@@ -189,8 +177,9 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             ) from None
         if self._checksums:
             check_comparable(memory)
-        agent = self._agent = await self.hold(self.transfer_agent(memory))
-        self._settling = Settling(memory, agent.leases)
+        mover_name = f"{name.namespace}.{name.instance_id}"
+        mover = self._mover = await self.hold(self.open_mover(mover_name, memory))
+        self._settling = Settling(memory, mover.leases)
         await self.served.read_fingerprint()
         self._settings = await self.hold(
             follow_settings(bus, self._component(self.decode_node), self._own_settings)
@@ -256,7 +245,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         self._control = role.instance.name
         self._source = Source(
             self._running(),
-            Leases.of(self._agent, self._settling),
+            Leases.of(self._mover, self._settling),
             self.figures,
             instance=role.instance.id,
             lease=self.hand_over_limits.lease,
@@ -322,15 +311,15 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 wait=0.0,
             )
             limits, control = self.hand_over_limits, self._control_client()
-            mover = AgentMover(
-                self._agent,
+            reader = LeasedPartReader(
+                self._mover,
                 runner.memory,
                 lambda one, instance: with_options(control, instance=instance).settle(one),
                 compares=self._checksums,
                 patience=limits.settle,
             )
             origin = PrefillInstances(
-                client, routing, mover, limits, self.figures, self.served.fingerprint
+                client, routing, reader, limits, self.figures, self.served.fingerprint
             )
             spans = TransferSpans(runtime.bus.telemetry, name)
             remote = RemotePrefill(

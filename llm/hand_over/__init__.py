@@ -25,8 +25,8 @@ each:
   Whatever fails before leads to FALLING BACK: the engine computes what is not proven. A transfer
   that is given up keeps its blocks until nothing of it can arrive any more. A prefix that another
   instance has is the case without computing: one part, and no first token.
-- `mover.Mover` brings the bytes of a part: `AgentMover` by our agent of NIXL, vLLM's connector by
-  itself (`llm.vllm.connector_mover`).
+- `part_reader.PartReader` brings the bytes of a part: `LeasedPartReader` by a mover, such as our
+  agent of NIXL, vLLM's connector by itself (`llm.vllm.connector_reader`).
 
 What the sides say to each other is in `messages`, what operators see of it in `observing`.
 """

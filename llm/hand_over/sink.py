@@ -32,7 +32,13 @@ from dynbus.llm.engine.interface import Held
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import Background, describe_exception, monotonic, random_id
-from dynbus.transfer import BadDescription, ChecksumMismatch, LeaseLost, TransferFailed
+from dynbus.transfer import (
+    BadDescription,
+    ChecksumMismatch,
+    LeaseLost,
+    Moving,
+    TransferFailed,
+)
 
 from .machine import (
     Abandon,
@@ -49,8 +55,8 @@ from .machine import (
     Show,
 )
 from .messages import Offer, OfferAnswer, Prefilled, PrefillRequest
-from .mover import Mover, Moving, Part
 from .observing import NOT_COUNTED, HandOverFigures, HandOverSpan, TransferSpans
+from .part_reader import Part, PartReader
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +95,13 @@ class Origin(Protocol):
     """Where the blocks of prompts come from, as the sink asks it.
 
     Attributes:
-        mover: brings the blocks.
+        reader: brings the blocks.
         limits: for each of its hand-overs.
         figures: of its hand-overs.
         computes, has_tickets: see `HandOver`.
     """
 
-    mover: Mover
+    reader: PartReader
     limits: Limits
     figures: HandOverFigures
     computes: ClassVar[bool] = True
@@ -478,7 +484,7 @@ class Receiving:
         span = self._sink.spans.begin("transfer")
         try:
             deadline = monotonic() + self._limit(origin.limits.transfer)
-            transfer = origin.mover.start(self._parts[number], deadline)
+            transfer = origin.reader.start(self._parts[number], deadline)
         except Exception as error:  # noqa: BLE001 - of a mover of somebody's own
             span.transferred(failed=describe_exception(error))
             self._fall_back("transfer_failed", self._of_mover(error))
@@ -517,7 +523,7 @@ class Receiving:
 
     async def _settle(self, number: int) -> None:
         try:
-            held = await self._origin.mover.settled(self._parts[number])
+            held = await self._origin.reader.settled(self._parts[number])
         except ChecksumMismatch as error:
             self._fall_back("damaged", error)
         except BadDescription as error:

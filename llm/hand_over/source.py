@@ -15,7 +15,7 @@ from dynbus import Context, InvalidRequest, Overloaded
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.fingerprint import are_same
-from dynbus.transfer import LeaseLost, LeaseTable, Settling, Ticket
+from dynbus.transfer import LeaseLost, Mover, Settling, Ticket
 
 from .messages import LendRequest, Lent, Prefilled, PrefillRequest
 from .observing import HandOverFigures
@@ -26,17 +26,6 @@ MAX_LOANS: Final = 32
 """Prefixes that are lent at a time: they take blocks from the requests that run here."""
 MAX_SECONDS: Final = 60.0
 """For how long blocks are lent at most."""
-
-
-class Granter(Protocol):
-    """What leases blocks to peers; `dynbus.transfer.agent.TransferAgent` is one."""
-
-    epoch: str
-    leases: LeaseTable
-
-    def grant(self, blocks: Sequence[int], *, tokens: int, seconds: float) -> Ticket:
-        """A ticket with which a peer may read blocks."""
-        ...
 
 
 class Keeping(Protocol):
@@ -67,30 +56,30 @@ hand-over the id."""
 
 
 class Leases:
-    """The leases of one prompt by an agent of ours, until all of them are over; see `Keeping`.
+    """The leases of one prompt by a mover, until all of them are over; see `Keeping`.
 
     Args:
-        settling: of the leases of `granter`.
+        settling: of the leases of `mover`.
     """
 
-    def __init__(self, granter: Granter, settling: Settling) -> None:
-        self._granter = granter
+    def __init__(self, mover: Mover, settling: Settling) -> None:
+        self._mover = mover
         self._settling = settling
         self._open: set[int] = set()
         self._is_lost = False
         self._changed = anyio.Event()
 
     @classmethod
-    def of(cls, granter: Granter, settling: Settling) -> Keep:
+    def of(cls, mover: Mover, settling: Settling) -> Keep:
         """Keeps prompts by leases."""
-        return lambda name, hand_over: cls(granter, settling)
+        return lambda name, hand_over: cls(mover, settling)
 
     @property
     def is_read(self) -> bool:
         return not self._open
 
     def offer(self, blocks: Sequence[int], tokens: int, seconds: float) -> Ticket:
-        ticket = self._granter.grant(blocks, tokens=tokens, seconds=seconds)
+        ticket = self._mover.grant(blocks, tokens=tokens, seconds=seconds)
         self._open.add(ticket.lease_id)
         self._settling.expect(ticket.lease_id, partial(self._settled, ticket.lease_id))
         return ticket

@@ -17,8 +17,8 @@ from dynbus import context
 from dynbus.kvrouter import requests as routed
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.hand_over.messages import LendRequest, Lent, Prefilled, PrefillRequest
-from dynbus.llm.hand_over.mover import Mover
 from dynbus.llm.hand_over.observing import HandOverFigures
+from dynbus.llm.hand_over.part_reader import PartReader
 from dynbus.llm.hand_over.sink import Limits, Origin, Plan, Receiving
 from dynbus.llm.hand_over.source import MAX_SECONDS
 from dynbus.spi import monotonic
@@ -93,10 +93,10 @@ class PrefixFetcher:
     """Plans which prefixes are fetched from peers for the requests of one engine.
 
     Args:
-        mover: reads into the engine's memory.
+        reader: reads into the engine's memory.
         rates: measured; they decide.
         peer: gives an instance by its id.
-        agent_of: the name of an instance's agent, by its id.
+        mover_of: the name of an instance's mover, by its id.
         model: its fingerprint, which peers compare with their own; empty for none.
 
     Attributes:
@@ -105,17 +105,17 @@ class PrefixFetcher:
 
     def __init__(
         self,
-        mover: Mover,
+        reader: PartReader,
         rates: Rates,
         *,
         peer: Callable[[str], Peer],
-        agent_of: Callable[[str], str],
+        mover_of: Callable[[str], str],
         model: str = "",
     ) -> None:
-        self.mover = mover
+        self.reader = reader
         self.rates = rates
         self.peer = peer
-        self.agent_of = agent_of
+        self.mover_of = mover_of
         self.model = model
         self.statistics = FetchStatistics()
         self.figures = HandOverFigures()
@@ -175,7 +175,7 @@ class _Lender(Origin):
     def __init__(self, fetcher: PrefixFetcher, fetch: Fetch) -> None:
         patience = fetch.patience
         self.limits = Limits(patience, patience, fetch.transfer_patience, settle=patience)
-        self.mover = fetcher.mover
+        self.reader = fetcher.reader
         self.figures = fetcher.figures
         self._fetcher = fetcher
         self._fetch = fetch
@@ -203,7 +203,7 @@ class _Lender(Origin):
         fetch, ticket = self._fetch, lent.ticket
         if ticket is None:
             return Prefilled(start, instance=fetch.peer)
-        if ticket.agent != self._fetcher.agent_of(fetch.peer):
+        if ticket.agent != self._fetcher.mover_of(fetch.peer):
             raise BadDescription(f"{fetch.peer} lends blocks of {ticket.agent!r}, not of its own")
         tokens = lent.tokens - start
         if not 0 < tokens == ticket.tokens or tokens % self._fetcher.rates.block_size:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Final, Protocol
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Final, Protocol, TypeAlias
 
 from dynbus import ConfigError, InvalidRequest, Unavailable, context, with_options
 from dynbus.kvrouter import profiles
 from dynbus.llm.engine import EngineRunner, EngineWorker, ModelEngine
 from dynbus.llm.hand_over.messages import LendRequest, Lent
-from dynbus.llm.hand_over.mover import AgentMover
 from dynbus.llm.hand_over.observing import TransferSpans
+from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Sink
 from dynbus.llm.hand_over.source import MAX_SECONDS, Leases, Source
 from dynbus.llm.served_model import ServedModel
-from dynbus.transfer import KvMemory, Settled, Settlement, Settling, open_agent
+from dynbus.transfer import KvMemory, Mover, Settled, Settlement, Settling
 
 from .cost import Rates
 from .fetching import MOST_PATIENCE, Peer, PrefixFetcher
@@ -25,6 +25,9 @@ from .observing import TierWatch
 MAX_SHARE: Final = 0.5
 """Of the cache that is lent at a time: the rest stays for the requests that run here."""
 LENDS_NONE: Final = "this instance lends no blocks: set fetch_prefixes"
+
+OpenMover: TypeAlias = Callable[[str, KvMemory], AbstractAsyncContextManager[Mover]]
+"""`ModelWorker.open_mover`."""
 
 
 class LendingPeer(Peer, Protocol):
@@ -86,7 +89,11 @@ class Tiers:
 
     @asynccontextmanager
     async def opened(
-        self, worker: EngineWorker, runner: EngineRunner, model: ServedModel
+        self,
+        worker: EngineWorker,
+        runner: EngineRunner,
+        model: ServedModel,
+        open_mover: OpenMover,
     ) -> AsyncGenerator[Sink | None]:
         """Fetch and lend prefixes, and tell operators of all that is kept elsewhere, while it is
         entered. It gives what serves requests with prefixes of others; None where none are fetched.
@@ -94,6 +101,7 @@ class Tiers:
         Args:
             worker: whose instances are the peers: they have `lend_prefix` and `settle`.
             runner: of its engine.
+            open_mover: opens what reads and leases blocks.
 
         Raises:
             ConfigError: the engine's blocks cannot be moved, or not be compared.
@@ -104,7 +112,7 @@ class Tiers:
         async with AsyncExitStack() as exits:
             sink: Sink | None = None
             if self._fetches:
-                sink = await self._open_fetching(exits, worker, runner, model)
+                sink = await self._open_fetching(exits, worker, runner, model, open_mover)
             watch = TierWatch(
                 worker.runtime.bus, worker.__dynbus_name__, self.store, self.fetcher, self.source
             )
@@ -117,6 +125,7 @@ class Tiers:
         worker: EngineWorker,
         runner: EngineRunner,
         model: ServedModel,
+        open_mover: OpenMover,
     ) -> Sink:
         runtime, own, limits = worker.runtime, worker.__dynbus_name__, runner.limits
         try:
@@ -131,12 +140,10 @@ class Tiers:
             self.rates = Rates(limits.block_size, memory.layout.block_bytes)
         await model.read_fingerprint()
 
-        def agent_of(instance: str) -> str:
+        def mover_of(instance: str) -> str:
             return f"{own.namespace}.{own.component}.{instance}.blocks"
 
-        agent = await exits.enter_async_context(
-            open_agent(runtime.bus, agent_of(own.instance_id), memory)
-        )
+        mover = await exits.enter_async_context(open_mover(mover_of(own.instance_id), memory))
         client: Any = runtime.client(
             type(worker), node=own.component, namespace=own.namespace, wait=0.0
         )
@@ -145,20 +152,20 @@ class Tiers:
             found: LendingPeer = with_options(client, instance=instance)
             return found
 
-        self.settling = Settling(memory, agent.leases)
-        mover = AgentMover(
-            agent,
+        self.settling = Settling(memory, mover.leases)
+        reader = LeasedPartReader(
+            mover,
             memory,
             lambda settlement, instance: peer(instance).settle(settlement),
             compares=self._checksums,
             patience=MOST_PATIENCE,
         )
         self.fetcher = PrefixFetcher(
-            mover, self.rates, peer=peer, agent_of=agent_of, model=model.fingerprint
+            reader, self.rates, peer=peer, mover_of=mover_of, model=model.fingerprint
         )
         self.source = Source(
             runner,
-            Leases.of(agent, self.settling),
+            Leases.of(mover, self.settling),
             self.fetcher.figures,
             instance=own.instance_id,
             lease=MAX_SECONDS,

@@ -371,7 +371,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     def _remote_prefill(self) -> AbstractAsyncContextManager[Sink]:
         """What has prompts computed elsewhere."""
-        from .connector_mover import prefill_component, remote_prefill
+        from .connector_reader import prefill_component, remote_prefill
 
         assert self._identity is not None, "it is read when the engine is ready"
         runtime, own = self.runtime, self.__dynbus_name__

@@ -28,13 +28,14 @@ from dynbus import Runtime, with_options
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
-from dynbus.llm.disaggregated.worker import BlockAgent, DisaggregatedWorker
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
-from dynbus.llm.hand_over.mover import Moving, Part
+from dynbus.llm.hand_over.part_reader import Part
 from dynbus.llm.hand_over.sink import Limits, Origin
 from dynbus.llm.worker import ModelWorker
 from dynbus.transfer.layout import KvMemory
 from dynbus.transfer.leases import LeaseTable, Ticket
+from dynbus.transfer.mover import Mover, Moving
 
 TIME = 10.0
 """Seconds that a request may take; half of it is for its hand-over, the rest for what follows."""
@@ -56,23 +57,23 @@ class Phases:
             function()
 
 
-class WatchedAgent:
-    """An agent of NIXL that says when it grants a lease."""
+class WatchedMover:
+    """The mover over NIXL, which says when it grants a lease."""
 
-    def __init__(self, agent: BlockAgent, phases: Phases) -> None:
-        self._agent = agent
+    def __init__(self, mover: Mover, phases: Phases) -> None:
+        self._mover = mover
         self._phases = phases
         self.granted = 0
-        self.epoch: str = agent.epoch
-        self.leases: LeaseTable = agent.leases
+        self.epoch: str = mover.epoch
+        self.leases: LeaseTable = mover.leases
 
     def grant(self, blocks: Sequence[int], *, tokens: int, seconds: float) -> Ticket:
         self.granted += 1
         self._phases.reached(f"grant {self.granted}")
-        return self._agent.grant(blocks, tokens=tokens, seconds=seconds)
+        return self._mover.grant(blocks, tokens=tokens, seconds=seconds)
 
     def start(self, *args: Any, **options: Any) -> Moving:
-        return self._agent.start(*args, **options)
+        return self._mover.start(*args, **options)
 
 
 class WatchedOrigin(Origin):
@@ -80,7 +81,7 @@ class WatchedOrigin(Origin):
 
     def __init__(self, origin: Origin, phases: Phases) -> None:
         self.limits, self.figures = origin.limits, origin.figures
-        self.mover = self
+        self.reader = self
         self._origin = origin
         self._phases = phases
 
@@ -99,11 +100,11 @@ class WatchedOrigin(Origin):
 
     def start(self, part: Part, deadline: float) -> Moving:
         self._phases.reached("reading")
-        return self._origin.mover.start(part, deadline)
+        return self._origin.reader.start(part, deadline)
 
     async def settled(self, part: Part) -> bool:
         self._phases.reached("settling")
-        return await self._origin.mover.settled(part)
+        return await self._origin.reader.settled(part)
 
 
 class Engine(DisaggregatedWorker, namespace="killed"):
@@ -115,11 +116,11 @@ class Engine(DisaggregatedWorker, namespace="killed"):
         self.phases = Phases()
         await super().on_start()
 
-    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[BlockAgent]:
+    def open_mover(self, name: str, memory: KvMemory) -> AbstractAsyncContextManager[Mover]:
         @asynccontextmanager
-        async def watched() -> AsyncGenerator[BlockAgent]:
-            async with super(Engine, self).transfer_agent(memory) as agent:
-                yield WatchedAgent(agent, self.phases)
+        async def watched() -> AsyncGenerator[Mover]:
+            async with super(Engine, self).open_mover(name, memory) as mover:
+                yield WatchedMover(mover, self.phases)
 
         return watched()
 
@@ -168,9 +169,9 @@ async def at_rest(runtime: Runtime, here: Engine) -> None:
 
     def is_at_rest() -> bool:
         figures = here.figures
-        agent = here._agent  # pyright: ignore[reportPrivateUsage]
-        assert agent is not None
-        return not (figures.open or figures.quarantined or figures.held or len(agent.leases))
+        mover = here._mover  # pyright: ignore[reportPrivateUsage]
+        assert mover is not None
+        return not (figures.open or figures.quarantined or figures.held or len(mover.leases))
 
     await eventually(is_at_rest, what="nothing is left here")
     assert await left_in(runtime, PATIENCE) == 0
@@ -303,9 +304,9 @@ def test_a_request_is_right_in_whatever_phase_its_decode_instance_freezes_and_le
                         frozen.set()  # noqa: B023 - called in this round
 
                     # The third part is the last one, with the first token.
-                    agent = here._agent  # pyright: ignore[reportPrivateUsage]
-                    assert isinstance(agent, WatchedAgent)
-                    here.phases.at(f"grant {agent.granted + part}", stop)
+                    mover = here._mover  # pyright: ignore[reportPrivateUsage]
+                    assert isinstance(mover, WatchedMover)
+                    here.phases.at(f"grant {mover.granted + part}", stop)
                     left = here.figures.served["left"]
                     tokens: list[int] = []
                     async with anyio.create_task_group() as tasks:

@@ -19,7 +19,7 @@ from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.llm.engine.interface import EngineLoad
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
-from dynbus.llm.hand_over.mover import Part
+from dynbus.llm.hand_over.part_reader import Part
 from dynbus.llm.hand_over.source import Source
 from dynbus.llm.tiers import fetching
 from dynbus.llm.tiers.cost import Estimate
@@ -171,21 +171,21 @@ def test_blocks_with_other_checksums_than_the_peer_has_are_computed(
             one = await start(kit, model, "one")
             other = await start(kit, model, "other", checksums=True)
             computed = await generate(kit, "one", PROMPT)
-            mover, memory = other.fetcher.mover, other.memory
+            reader, memory = other.fetcher.reader, other.memory
 
             class Damaging:
                 """Flips a bit of what was read, before the peer is asked for checksums."""
 
-                start = staticmethod(mover.start)
+                start = staticmethod(reader.start)
 
                 async def settled(self, part: Part) -> bool:
                     if damages:
                         for region in memory.regions:
                             for at in range(0, region.size, memory.layout.token_bytes):
                                 ctypes.c_uint8.from_address(region.address + at).value ^= 1
-                    return await mover.settled(part)
+                    return await reader.settled(part)
 
-            other.fetcher.mover = Damaging()
+            other.fetcher.reader = Damaging()
 
             fetched = await generate(kit, "other", PROMPT, peer="one")
 
@@ -262,14 +262,14 @@ def test_a_caller_that_leaves_in_the_middle_of_a_fetch_has_all_freed(model: str)
             settling = asyncio.Event()
 
             class Silent:
-                start = staticmethod(other.fetcher.mover.start)
+                start = staticmethod(other.fetcher.reader.start)
 
                 async def settled(self, part: Part) -> bool:
                     settling.set()
                     await asyncio.Event().wait()
                     return True
 
-            other.fetcher.mover = Silent()
+            other.fetcher.reader = Silent()
             call = asyncio.create_task(generate(kit, "other", PROMPT, peer="one"))
             await settling.wait()
             call.cancel()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.transfer.kv_blocks import AXES, arrays_of, filled, layouts, read, small_layout, tokens_of
 
 from dynbus.transfer.errors import InvalidTransfer, LayoutMismatch
-from dynbus.transfer.layout import BlockLayout, KvMemory, Region, plan, transfer_bytes
+from dynbus.transfer.layout import BlockLayout, KvMemory, Region, copy, plan, transfer_bytes
 
 
 @given(st.data())
@@ -47,6 +47,11 @@ def test_any_layout_becomes_any_other_of_the_same_model(data: st.DataObject) -> 
     assert pieces.bytes == transfer_bytes(here, there, tokens)
     # Nothing else was written: no byte of the source is 0.
     assert sum(np.count_nonzero(array) for array in arrays_of(target)) == pieces.bytes
+
+    copied = KvMemory.allocate(here)
+    starts = {"local_start": local_start, "remote_start": remote_start}
+    assert copy(copied, ours, source, theirs, tokens, **starts) == pieces.bytes
+    assert all(map(np.array_equal, copied.views(), target.views()))
 
 
 def test_two_halves_of_the_heads_become_a_whole_and_halves_again() -> None:
@@ -237,6 +242,15 @@ def test_a_region_that_cannot_be_is_refused(fields: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such call")
+def test_the_bytes_of_a_gpu_are_not_at_hand() -> None:
+    layout = small_layout()
+    [size] = set(layout.region_bytes())
+    regions = [Region(4096, size, 0, "VRAM")] * len(layout.region_bytes())
+
+    with pytest.raises(InvalidTransfer, match="on a GPU are not at hand: copy them first"):
+        KvMemory(layout, regions).views()
+
+
 def test_memory_that_is_populated_keeps_what_is_in_it_and_has_its_pages() -> None:
     layout = small_layout(blocks=65_536)
     # Fresh from the system: numpy may have memory at hand that has its pages.

@@ -101,6 +101,26 @@ class LeaseMachine(RuleBasedStateMachine):
 TestLeases = LeaseMachine.TestCase
 
 
+def test_each_lease_that_is_over_is_told_once_however_it_ended() -> None:
+    over: list[int] = []
+    table = LeaseTable("now", over=lambda lease: over.append(lease.lease_id))
+    settled, released, expired, written = (
+        table.grant([block], 1.0, 0.0, writable=block == 3).lease_id for block in range(4)
+    )
+
+    assert table.settle(settled, "now", 0.5)
+    assert table.release(released, "now")
+    assert over == [settled, released]
+    table.expired(2.0)
+    # What its writer may still write is held.
+    assert over == [settled, released, expired]
+    assert table.release(written, "now")
+    assert not table.release(settled, "now")
+
+    assert over == [settled, released, expired, written]
+    assert table.blocks_held == 0
+
+
 def test_a_lease_is_settled_once() -> None:
     table = LeaseTable("e")
     lease = table.grant([1, 2], 5.0, 0.0)

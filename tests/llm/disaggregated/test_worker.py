@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.conditions import eventually
-from tests.llm.disaggregated.agents import MemoryAgent, Wire
+from tests.llm.disaggregated.movers import MemoryMover, Wire
 from tests.llm.disaggregated.tiny_engine import tiny_engine
 from tests.llm.test_small_worker import served_folder
 from tests.llm.weights.tiny_models import VOCABULARY, TinyModel
@@ -52,8 +52,8 @@ class Engine(DisaggregatedWorker, namespace="test"):
     wire: ClassVar[Wire]
     hand_over_limits = Limits(hand_over=20.0, queue=5.0, transfer=5.0, lease=10.0, settle=2.0)
 
-    def transfer_agent(self, memory: KvMemory) -> AbstractAsyncContextManager[MemoryAgent]:
-        return self.wire.agent(str(self.__dynbus_name__), memory)
+    def open_mover(self, name: str, memory: KvMemory) -> AbstractAsyncContextManager[MemoryMover]:
+        return self.wire.mover(str(self.__dynbus_name__), memory)
 
 
 class OverNixl(DisaggregatedWorker, namespace="test"):
@@ -165,14 +165,14 @@ def left_of(instance: ActorInstance) -> dict[str, object]:
     actor = engine_of(instance)
     runner = actor._running()  # pyright: ignore[reportPrivateUsage]
     figures = actor.figures
-    agent = actor.wire.agents[str(instance.name)]
+    mover = actor.wire.movers[str(instance.name)]
     found = {
         "active blocks": runner.load.active_blocks,
         "running": runner.load.running,
         "open": figures.open,
         "quarantined": figures.quarantined,
         "held": figures.held,
-        "leases": len(agent.leases),
+        "leases": len(mover.leases),
     }
     return {name: count for name, count in found.items() if count}
 
@@ -276,7 +276,7 @@ def test_a_lease_that_is_settled_too_late_or_by_somebody_else_leaves_nothing(
             pair = Pair(kit, model)
             prefill = await pair.start("prefill")
             control = kit.client(Engine, node="hand_over")
-            table = engine_of(prefill).wire.agents[str(prefill.name)].leases
+            table = engine_of(prefill).wire.movers[str(prefill.name)].leases
             client = kit.client(Engine, node="prefill")
 
             async with aclosing(client.prefill(PrefillRequest("one", greedy(300)))) as items:

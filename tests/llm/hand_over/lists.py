@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import anyio
 
@@ -44,15 +44,15 @@ class Memory:
 
     def start(
         self,
-        operation: str,
+        operation: Literal["read", "write"],
         ticket: Ticket,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
         tokens: int,
         deadline: float,
-        remote_start: int,
-        local_start: int,
+        remote_start: int = 0,
+        local_start: int = 0,
     ) -> Reading:
         assert operation == "read"
         assert remote_start == local_start == 0

@@ -15,8 +15,8 @@ from dynbus.bus.errors import Cancelled, DynbusError, InvalidRequest, NoInstance
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.hand_over.messages import LendRequest, Lent
-from dynbus.llm.hand_over.mover import AgentMover
 from dynbus.llm.hand_over.observing import TransferSpans
+from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Sink
 from dynbus.llm.tiers.cost import Rates, Verdict
 from dynbus.llm.tiers.fetching import MAX_FETCHES, Fetch, PrefixFetcher
@@ -47,10 +47,10 @@ class Story:
         spans = TransferSpans(None, InstanceName("test", "a", "a"))
         memory: Any = self.memory
         self.fetcher = PrefixFetcher(
-            AgentMover(memory, memory, self.settle, patience=60.0),
+            LeasedPartReader(memory, memory, self.settle, patience=60.0),
             self.rates,
             peer=lambda _: self,
-            agent_of=lambda name: f"agent of {name}",
+            mover_of=lambda name: f"agent of {name}",
             model="of a",
         )
         self.sink = Sink(cast(Any, self.engine), background, spans, self.fetcher)

@@ -1,20 +1,20 @@
-"""Movers: what brings the bytes of a part of a prompt (NIXL, or vLLM's connector), and has its
-source say that they count.
+"""Readers of parts: what brings the bytes of a part of a prompt (a mover, or vLLM's connector), and
+has its source say that they count.
 
-`AgentMover`, over NIXL, is made by `llm/disaggregated/worker.py` and by `llm/tiers/tiers.py`. The
-mover over vLLM's own connector is `llm/vllm/connector_mover.py`.
+`LeasedPartReader`, over a mover such as that of NIXL, is made by `llm/disaggregated/worker.py` and
+by `llm/tiers/tiers.py`. The one over vLLM's own connector is `llm/vllm/connector_reader.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 
 from dynbus import DeadlineExceeded
 from dynbus.llm.generation import Generated
-from dynbus.transfer import KvMemory, Settled, Settlement, Ticket, compare, wanted
+from dynbus.transfer import KvMemory, Mover, Moving, Settled, Settlement, compare, wanted
 
 from .messages import Prefilled
 
@@ -43,40 +43,7 @@ class Part(NamedTuple):
         return self.item.computed - self.item.start
 
 
-class Moving(Protocol):
-    """A part on its way; `dynbus.transfer.transfers.Transfer` is one."""
-
-    @property
-    def bytes(self) -> int:
-        """How many it moves; 0 where that is not known."""
-        ...
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks it touches here, as far as that is known."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """From its start to its end, or until now."""
-        ...
-
-    async def result(self) -> None:
-        """Wait until all bytes are there.
-
-        Raises:
-            LeaseLost: the source does not hold them any more.
-            DynbusError: they will not come, or not as a whole.
-        """
-
-    def cancel(self) -> None:
-        """Give it up."""
-
-    async def quiet(self) -> None:
-        """Wait until nothing of it can arrive any more."""
-
-
-class Mover(Protocol):
+class PartReader(Protocol):
     """What brings parts of prompts into the blocks of an engine."""
 
     def start(self, part: Part, deadline: float) -> Moving:
@@ -101,27 +68,8 @@ class Mover(Protocol):
         ...
 
 
-class Reader(Protocol):
-    """What reads leased blocks; `dynbus.transfer.agent.TransferAgent` is one."""
-
-    def start(
-        self,
-        operation: Literal["read", "write"],
-        ticket: Ticket,
-        remote_blocks: Sequence[int],
-        local_blocks: Sequence[int],
-        *,
-        tokens: int,
-        deadline: float,
-        remote_start: int = 0,
-        local_start: int = 0,
-    ) -> Moving:
-        """Begin to move tokens; never waits."""
-        ...
-
-
-class AgentMover:
-    """Reads the blocks of tickets with an agent of ours, and has their leases settled.
+class LeasedPartReader:
+    """Reads the blocks of tickets with a mover, and has their leases settled.
 
     Args:
         memory: of the engine.
@@ -132,27 +80,27 @@ class AgentMover:
 
     def __init__(
         self,
-        reader: Reader,
+        mover: Mover,
         memory: KvMemory,
         settle: Callable[[Settlement, str], Awaitable[Settled]],
         *,
         compares: bool = False,
         patience: float,
     ) -> None:
-        self._reader = reader
+        self._mover = mover
         self._memory = memory
         self._settle = settle
         self._compares = compares
         self._patience = patience
 
     def __repr__(self) -> str:
-        return f"<AgentMover {self._reader!r}>"
+        return f"<LeasedPartReader {self._mover!r}>"
 
     def start(self, part: Part, deadline: float) -> Moving:
-        """See `Mover.start`."""
+        """See `PartReader.start`."""
         ticket = part.item.ticket
         assert ticket is not None, "without a ticket there is nothing to read"
-        return self._reader.start(
+        return self._mover.start(
             "read",
             ticket,
             ticket.blocks,
@@ -165,7 +113,7 @@ class AgentMover:
         )
 
     async def settled(self, part: Part) -> bool:
-        """See `Mover.settled`."""
+        """See `PartReader.settled`."""
         ticket, source = part.item.ticket, part.item.instance
         assert ticket is not None, "it was read by its ticket"
         asked = None

@@ -1,4 +1,5 @@
-"""vLLM's own connector as a mover: prompts that prefill engines compute, and decode engines read.
+"""vLLM's own connector as a reader of parts: prefill engines compute prompts, and decode engines
+read them.
 
 A prefill engine computes a prompt and its first token, which is sent at once. The decode engine
 asks it to hand over the KV cache, reads that by vLLM's own connector, draws the first token once
@@ -34,8 +35,8 @@ from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
 from dynbus.llm.disaggregated.settings import DisaggregationSettings, follow_settings
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
-from dynbus.llm.hand_over.mover import Part
 from dynbus.llm.hand_over.observing import HandOverFigures, TransferSpans
+from dynbus.llm.hand_over.part_reader import Part
 from dynbus.llm.hand_over.sink import Limits, Origin, Sink
 from dynbus.spi import ComponentName, InstanceName, describe_exception
 from dynbus.transfer import LeaseLost
@@ -98,7 +99,7 @@ async def remote_prefill(
 
 
 class PrefillEngines(Origin):
-    """The prefill engines of a component, and vLLM's connector to them: a `Mover` as well.
+    """The prefill engines of a component, and vLLM's connector to them: a `PartReader` as well.
 
     Args:
         routed, direct: clients of theirs, by the router and by an instance's id.
@@ -119,7 +120,7 @@ class PrefillEngines(Origin):
     ) -> None:
         # The connector's own times are shorter than the last one: those of its leases.
         self.limits = Limits(2 * PREFILL_TIMEOUT, PREFILL_TIMEOUT, PREFILL_TIMEOUT)
-        self.mover = self
+        self.reader = self
         self.figures = figures
         self.engine = engine
         self.direct = direct
@@ -152,11 +153,11 @@ class PrefillEngines(Origin):
             return self._routed.prefill(request)
 
     def start(self, part: Part, deadline: float) -> _Reading:
-        """See `Mover.start`."""
+        """See `PartReader.start`."""
         return _Reading(self, part)
 
     async def settled(self, part: Part) -> bool:
-        """See `Mover.settled`: the connector of the own engine has taken none that came late."""
+        """See `PartReader.settled`: the own engine's connector has taken none that came late."""
         return True
 
     async def _say_what_differs(self, error: NoInstances) -> None:

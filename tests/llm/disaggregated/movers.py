@@ -1,4 +1,4 @@
-"""Agents that move blocks between engines of one process, as NIXL does between processes, and do
+"""Movers of blocks between engines of one process, as NIXL does between processes, and do
 wrong what they are told to."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dynbus.transfer.leases import LeaseTable, Ticket
 
 
 class Wire:
-    """What is between the agents of a test.
+    """What is between the movers of a test.
 
     Attributes:
-        agents: by their names.
+        movers: by their names.
         fails: whether transfers fail.
         stalls: whether transfers begin and do not end; what they read arrives when they are told
             to be quiet, in the blocks that they had.
         moved: of each transfer that is done, its tokens.
         damages: whether a bit of what arrives is another one.
-        breaks: "start" or "result" where these raise what no agent may raise.
+        breaks: "start" or "result" where these raise what no mover may raise.
         is_endless: whether transfers keep no deadline: neither do they fail, nor do they end.
         granted, begun, done: called when a lease is granted, when a transfer stalls, and when one
             is done, before it is settled.
@@ -34,7 +34,7 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self.agents: dict[str, MemoryAgent] = {}
+        self.movers: dict[str, MemoryMover] = {}
         self.fails = self.stalls = self.damages = self.is_endless = False
         self.breaks: Literal["", "start", "result"] = ""
         self.granted: Callable[[], object] | None = None
@@ -51,27 +51,27 @@ class Wire:
             one.calm.set()
 
     @asynccontextmanager
-    async def agent(self, name: str, memory: KvMemory) -> AsyncGenerator[MemoryAgent]:
-        agent = self.agents[name] = MemoryAgent(self, name, memory)
+    async def mover(self, name: str, memory: KvMemory) -> AsyncGenerator[MemoryMover]:
+        mover = self.movers[name] = MemoryMover(self, name, memory)
         try:
-            yield agent
+            yield mover
         finally:
-            del self.agents[name]
+            del self.movers[name]
 
 
 class MemoryTransfer:
-    """See `dynbus.transfer.agent.Transfer`."""
+    """See `dynbus.transfer.Moving`."""
 
     def __init__(
         self,
-        agent: MemoryAgent,
+        mover: MemoryMover,
         ticket: Ticket,
         local_blocks: Sequence[int],
         tokens: int,
         deadline: float,
         starts: tuple[int, int],
     ) -> None:
-        self.agent = agent
+        self.mover = mover
         self.ticket = ticket
         self.local_blocks = local_blocks
         self.tokens = tokens
@@ -85,10 +85,10 @@ class MemoryTransfer:
         self.begun = False
 
     def copy(self) -> None:
-        peer = self.agent.wire.agents[self.ticket.agent]
+        peer = self.mover.wire.movers[self.ticket.agent]
         local_start, remote_start = self.starts
         pieces = plan(
-            self.agent.memory.layout,
+            self.mover.memory.layout,
             self.local_blocks,
             peer.memory.layout,
             self.ticket.blocks,
@@ -104,15 +104,15 @@ class MemoryTransfer:
             pieces.length.tolist(),
             strict=True,
         )
-        ours: tuple[Region, ...] = self.agent.memory.regions
+        ours: tuple[Region, ...] = self.mover.memory.regions
         theirs: tuple[Region, ...] = peer.memory.regions
         for to, at, region, offset, length in rows:
             ctypes.memmove(ours[to].address + at, theirs[region].address + offset, length)
-            if self.agent.wire.damages:
+            if self.mover.wire.damages:
                 ctypes.c_uint8.from_address(ours[to].address + at + length - 1).value ^= 1
 
     async def result(self) -> None:
-        wire = self.agent.wire
+        wire = self.mover.wire
         # It takes a moment.
         await asyncio.sleep(0)
         if wire.breaks == "result":
@@ -157,7 +157,7 @@ class MemoryTransfer:
         if not self.over.done():
             self._end(error)
             if self.begun:
-                self.agent.wire.late.append(self)
+                self.mover.wire.late.append(self)
 
     def cancel(self) -> None:
         self._abandon(Cancelled("the read was cancelled"))
@@ -166,8 +166,8 @@ class MemoryTransfer:
         await self.calm.wait()
 
 
-class MemoryAgent:
-    """See `dynbus.transfer.agent.TransferAgent`."""
+class MemoryMover:
+    """See `dynbus.transfer.Mover`."""
 
     def __init__(self, wire: Wire, name: str, memory: KvMemory) -> None:
         self.wire = wire
@@ -198,8 +198,8 @@ class MemoryAgent:
         if self.wire.breaks == "start":
             raise OSError("the disk is broken")
         assert tuple(remote_blocks) == ticket.blocks
-        if ticket.agent not in self.wire.agents:
-            raise TransferFailed(f"there is no agent {ticket.agent}")
+        if ticket.agent not in self.wire.movers:
+            raise TransferFailed(f"there is no mover {ticket.agent}")
         return MemoryTransfer(
             self, ticket, local_blocks, tokens, deadline, (local_start, remote_start)
         )
