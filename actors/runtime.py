@@ -256,6 +256,9 @@ class ActorInstance(ServedInstance):
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
+        for used in actor.__dynbus_uses__:
+            # What it takes to use it is begun now, not by the first call.
+            getattr(self.actor, used)
 
     def address_of(self, dependency: Dependency[Any], /) -> ComponentName:
         """The address of a dependency of this instance on the bus.

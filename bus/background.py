@@ -241,6 +241,9 @@ class Openable:
             self._scope.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.wait({self._host})
+            if not self._host.cancelled():
+                # It may have failed at that very time, and who would be told has left.
+                self._host.exception()
             raise
         if not opened.done():
             self._host.result()

@@ -8,6 +8,10 @@ beside it. Each name is imported when it is first asked for, and only then needs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .calling.client import ModelClient
+    from .calling.fake import FakeModel, tool_call
+    from .calling.model import Model
+    from .calling.stream import ModelStream
     from .disaggregated.worker import DisaggregatedWorker
     from .embedding import Embedded, EmbedRequest
     from .engine.interface import (
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
         Step,
         StepFailed,
     )
-    from .engine.model import Chunk, EmbeddingModel, Model
+    from .engine.model import Chunk, EmbeddingModel, PagedModel
     from .engine.model_engine import ModelEngine
     from .engine.worker import EngineWorker
     from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
@@ -51,6 +55,7 @@ __all__ = [
     "EngineLimits",
     "EngineLoad",
     "EngineWorker",
+    "FakeModel",
     "Frontend",
     "GenerateRequest",
     "Generated",
@@ -58,13 +63,16 @@ __all__ = [
     "LoadMetrics",
     "MockWorker",
     "Model",
-    "ModelEngine",
     "ModelCard",
+    "ModelClient",
+    "ModelEngine",
     "ModelInput",
+    "ModelStream",
     "ModelType",
     "ModelUnavailable",
     "ModelWorker",
     "OpenAiWorker",
+    "PagedModel",
     "Processor",
     "RequestTooLong",
     "RunningEngine",
@@ -81,6 +89,7 @@ __all__ = [
     "VllmWorker",
     "register_adapter",
     "register_llm",
+    "tool_call",
 ]
 
 if not TYPE_CHECKING:
@@ -90,13 +99,17 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         homes={
+            "calling.client": ("ModelClient",),
+            "calling.fake": ("FakeModel", "tool_call"),
+            "calling.model": ("Model",),
+            "calling.stream": ("ModelStream",),
             "disaggregated.worker": ("DisaggregatedWorker",),
             "embedding": ("EmbedRequest", "Embedded"),
             "engine.interface": (
                 *("Engine", "EngineLimits", "EngineLoad", "LoadMetrics", "RequestTooLong"),
                 *("RunningEngine", "Step", "StepFailed"),
             ),
-            "engine.model": ("Chunk", "EmbeddingModel", "Model"),
+            "engine.model": ("Chunk", "EmbeddingModel", "PagedModel"),
             "engine.model_engine": ("ModelEngine",),
             "engine.worker": ("EngineWorker",),
             "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),

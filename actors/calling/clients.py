@@ -494,6 +494,7 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
         method.__name__ = attribute
         method.__qualname__ = f"{actor.__name__}.{attribute}"
         method.__doc__ = spec.function.__doc__
+        spec.mark(method)
         methods[attribute] = method
     return type(f"{actor.__name__}Client", (ActorClient,), {"__slots__": (), **methods})
 
@@ -522,6 +523,7 @@ class DurableClientMethod:
         self._invoke = _invoker(spec, Terms(streaming=False), JobRequest)
         self.__name__ = spec.name
         self.__doc__ = spec.function.__doc__
+        spec.mark(self)
 
     def __repr__(self) -> str:
         return f"<durable handler {self.spec.label}>"
@@ -562,6 +564,7 @@ class BoundDurable:
     def __init__(self, method: DurableClientMethod, client: ActorClient) -> None:
         self._method = method
         self._client = client
+        method.spec.mark(self)
 
     def __repr__(self) -> str:
         return f"<{self._method.spec.name} of {self._client!r}>"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar, Unpack, overload
+from typing import Any, Generic, Protocol, TypeVar, Unpack, cast, overload
 
-from dynbus.actors.declaring.actor import DeclaredActor, Dependency
+from dynbus.actors.declaring.actor import DeclaredActor, Dependency, Used
+from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName
 
 from .client_side import ClientSide
@@ -13,6 +14,8 @@ from .options import CallOptions, ClientOptions, client_options
 from .routing import Routing
 
 A = TypeVar("A", bound=DeclaredActor)
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
 
 
 class _Instance(Protocol):
@@ -56,6 +59,36 @@ class ClientDependency(Dependency[A], Generic[A]):
         return client
 
 
+class ClientMaker(Protocol[C_co]):
+    """What `depends` takes beside actors: it makes a client of itself, and its text says what it
+    is."""
+
+    def client(self, runtime: Any, /) -> C_co:
+        """A client for who runs in a `Runtime`, made at once: what takes time is begun."""
+        ...
+
+
+class UsedClient(Used, Generic[C]):
+    """The descriptor behind `depends()` of what is no actor."""
+
+    def __init__(self, maker: ClientMaker[C]) -> None:
+        super().__init__(maker)
+        self._maker = maker
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any]) -> UsedClient[C]: ...
+    @overload
+    def __get__(self, instance: _Started, owner: type[Any]) -> C: ...
+    def __get__(self, instance: _Started | None, owner: type[Any]) -> UsedClient[C] | C:
+        if instance is None:
+            return self
+        client = self._maker.client(instance.__dynbus_instance__.runtime)
+        instance.__dict__[self.name] = client
+        return client
+
+
+@overload
+def depends(actor: ClientMaker[C], /) -> C: ...
 @overload
 def depends(
     actor: type[A],
@@ -73,13 +106,16 @@ def depends(
     **options: Unpack[ClientOptions],
 ) -> Any: ...
 def depends(
-    actor: type[A] | str,
+    actor: type[A] | str | ClientMaker[Any],
     *,
     node: str = "",
     routing: Routing | None = None,
     **options: Unpack[ClientOptions],
 ) -> Any:
     """Declare that a class calls `actor`: typed as the actor, a client at run time.
+
+    What is no actor and makes a client of itself, such as `dynbus.llm.Model`, is depended on too.
+    It has options of its own; `dynbus run` does not start it, and `link` does not leave it out.
 
     `dynbus run` starts the dependencies of what it starts. Deadline, cancellation, metadata
     and trace of the running call follow every call made through it.
@@ -97,4 +133,9 @@ def depends(
         ConfigError: `actor` is not an Actor class or the name of one, or `node` or an option is
             not usable.
     """
+    if not isinstance(actor, str | type) and callable(getattr(actor, "client", None)):
+        if node or routing is not None or options:
+            raise ConfigError(f"depends({actor!r}, ...): give its options to {actor!r} itself")
+        return UsedClient(actor)
+    actor = cast("type[A] | str", actor)
     return ClientDependency(actor, node, routing, options)

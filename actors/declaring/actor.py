@@ -43,6 +43,7 @@ class DeclaredActor:
     __dynbus_needs_handler__: ClassVar[bool] = True
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
+    __dynbus_uses__: ClassVar[dict[str, Used]] = {}
     __dynbus_links__: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(
@@ -83,6 +84,14 @@ class DeclaredActor:
             for name, value in vars(base).items()
             if isinstance(value, Dependency)
         }
+        cls.__dynbus_uses__ = {
+            name: value
+            for base in reversed(cls.__mro__)
+            for name, value in vars(base).items()
+            if isinstance(value, Used)
+        }
+        for spec in filter(None, map(HandlerSpec.of, vars(cls).values())):
+            spec.belongs_to(cls)
         _check_hidden(cls)
         if not abstract:
             for spec in cls.__dynbus_handlers__.values():
@@ -214,6 +223,27 @@ class Dependency(Generic[A]):
         return module or (self._owner.__module__ if self._owner is not None else ""), name
 
 
+class Used:
+    """The declaration that a class uses what is no actor, made by `depends` in its body.
+
+    Args:
+        used: whose text says what it is, such as `model NAME`.
+
+    Attributes:
+        name: the attribute.
+    """
+
+    def __init__(self, used: object) -> None:
+        self._used = used
+        self.name = ""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return str(self._used)
+
+
 def kept_dependencies(cls: type[DeclaredActor]) -> dict[str, Dependency[Any]]:
     """The dependencies of a class by attribute: all, or where it has links, the linked ones."""
     links = {name for base in cls.__mro__ for name in vars(base).get("__dynbus_links__", ())}
@@ -343,7 +373,7 @@ def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:
 
 
 def _check_hidden(cls: type[DeclaredActor]) -> None:
-    for name in (*cls.__dynbus_handlers__, *cls.__dynbus_dependencies__):
+    for name in (*cls.__dynbus_handlers__, *cls.__dynbus_dependencies__, *cls.__dynbus_uses__):
         if name in PUBLIC_ATTRIBUTES or name.startswith("_"):
             kind = "handler" if name in cls.__dynbus_handlers__ else "dependency"
             raise ConfigError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, overload
+from weakref import ref
 
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.endpoint import (
@@ -116,7 +117,17 @@ class HandlerSpec:
         spec = getattr(method, SPEC, None)
         return spec if isinstance(spec, HandlerSpec) else None
 
-    def mark(self, method: Callable[..., Any]) -> None:
+    @property
+    def owner(self) -> type[Any] | None:
+        """The class that has it in its body; None before that is made, and once it is gone."""
+        known: ref[type[Any]] | None = vars(self).get("_owner")
+        return known() if known is not None else None
+
+    def belongs_to(self, cls: type[Any]) -> None:
+        """Say whose it is."""
+        vars(self)["_owner"] = ref(cls)
+
+    def mark(self, method: object) -> None:
         """Declare a method as this handler, in place of what it was."""
         setattr(method, SPEC, self)
 

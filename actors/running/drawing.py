@@ -25,10 +25,13 @@ def tree(nodes: Sequence[PlannedNode]) -> str:
         written.add(address)
         lines.append(f"{head}{_title(node)}{_endpoints(node)}")
         calls = called_by(node)
-        for number, dependency in enumerate(calls, 1):
-            is_last = number == len(calls)
-            branch, space = ("└── ", "    ") if is_last else ("├── ", "│   ")
-            tell(dependency, below + branch, below + space)
+        below_it = len(calls) + len(node.uses)
+        for number, dependency in enumerate((*calls, *node.uses), 1):
+            branch, space = ("└── ", "    ") if number == below_it else ("├── ", "│   ")
+            if number > len(calls):
+                lines.append(f"{below}{branch}{dependency}")
+            else:
+                tell(dependency, below + branch, below + space)
 
     for node in nodes:
         if node.address not in called:
@@ -41,6 +44,7 @@ def mermaid(nodes: Sequence[PlannedNode]) -> str:
     names = _names(nodes)
     lines = ["flowchart LR"]
     lines += [f'    {names[node.address]}["{_title(node)}"]' for node in nodes]
+    lines += [f'    {names[used]}(["{used}"])' for used in _used(nodes)]
     lines += [f"    {names[a]} --> {names[b]}" for a, b in _edges(nodes)]
     return "\n".join(lines)
 
@@ -50,6 +54,7 @@ def dot(nodes: Sequence[PlannedNode]) -> str:
     names = _names(nodes)
     lines = ["digraph run {", "    rankdir=LR", '    node [shape=box, fontname="sans-serif"]']
     lines += [f'    {names[node.address]} [label="{_title(node)}"]' for node in nodes]
+    lines += [f'    {names[used]} [label="{used}", shape=ellipse]' for used in _used(nodes)]
     lines += [f"    {names[a]} -> {names[b]}" for a, b in _edges(nodes)]
     return "\n".join([*lines, "}"])
 
@@ -76,9 +81,16 @@ def _endpoints(node: PlannedNode) -> str:
 
 
 def _names(nodes: Sequence[PlannedNode]) -> Mapping[str, str]:
-    """A short name for each address: names of addresses have characters that mean something."""
-    return {node.address: f"n{number}" for number, node in enumerate(nodes)}
+    """A short name for each node and each thing used: their own have characters that mean
+    something."""
+    named = [*(node.address for node in nodes), *_used(nodes)]
+    return {name: f"n{number}" for number, name in enumerate(named)}
+
+
+def _used(nodes: Sequence[PlannedNode]) -> list[str]:
+    """What nodes depend on that is no node, each once."""
+    return list(dict.fromkeys(used for node in nodes for used in node.uses))
 
 
 def _edges(nodes: Sequence[PlannedNode]) -> list[tuple[str, str]]:
-    return [(node.address, address) for node in nodes for address in called_by(node)]
+    return [(node.address, name) for node in nodes for name in (*called_by(node), *node.uses)]

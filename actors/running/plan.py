@@ -43,6 +43,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
         depth: how long the longest chain of dependencies below it is.
         dependencies: the addresses that it calls, by the attributes of its class. Where the class
             has links, those that they leave out are not among them.
+        uses: what it depends on that is no node, such as `model NAME`.
         endpoints: `unary` or `stream`, by name.
         service: how it is served.
         values, texts: constructor arguments; the texts are still to be read.
@@ -53,6 +54,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     service: ServiceArgs = ServiceArgs()
     dependencies: dict[str, str] = {}
+    uses: list[str] = []
     endpoints: dict[str, Literal["stream", "unary"]] = {}
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}

@@ -228,6 +228,7 @@ def planned(
             name: str(addresses.get(called) or address_of(called.actor, node=called.name))
             for name, called in Node(assignment.node, actor).edges.items()
         },
+        uses=list(dict.fromkeys(map(str, actor.__dynbus_uses__.values()))),
         endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},

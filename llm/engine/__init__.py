@@ -1,7 +1,7 @@
 """The common parts of engines: the interface, batching, sampling, and the actor that serves one.
 
-An engine of one's own is an `Engine`, or a `Model` in a `ModelEngine`; an `EngineWorker` puts it on
-the bus.
+An engine of one's own is an `Engine`, or a `PagedModel` in a `ModelEngine`; an `EngineWorker` puts
+it on the bus.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         Step,
         StepFailed,
     )
-    from .model import Chunk, Model
+    from .model import Chunk, PagedModel
     from .model_engine import ModelEngine
     from .runner import EngineRunner, EventSink
     from .worker import EngineWorker
@@ -30,8 +30,8 @@ __all__ = [
     "EngineWorker",
     "EventSink",
     "LoadMetrics",
-    "Model",
     "ModelEngine",
+    "PagedModel",
     "RequestTooLong",
     "Step",
     "StepFailed",

@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
     states: int = 0
 
 
-class Model(Protocol):
+class PagedModel(Protocol):
     """A model with a paged cache of keys and values. Used by one thread at a time.
 
     Attributes:
@@ -60,7 +60,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class SharedModel(Model, Protocol):
+class SharedModel(PagedModel, Protocol):
     """A model whose blocks others may read and write.
 
     Attributes:
@@ -72,7 +72,7 @@ class SharedModel(Model, Protocol):
 
 
 @runtime_checkable
-class EmbeddingModel(Model, Protocol):
+class EmbeddingModel(PagedModel, Protocol):
     """A model that embeds texts, too.
 
     Attributes:

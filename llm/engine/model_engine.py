@@ -16,7 +16,7 @@ from dynbus.llm.generation import Generated, GenerateRequest
 
 from .constraint import NO_STRUCTURE, Constraint, Grammars
 from .interface import NO_EMBEDDINGS, BlockTier, EngineLimits, EngineLoad, Prefill, Step, StepFailed
-from .model import Chunk, EmbeddingModel, Model, SharedModel
+from .model import Chunk, EmbeddingModel, PagedModel, SharedModel
 from .pooling import StatePool
 from .request_pool import RequestPool
 from .requests import check_embedding, check_request
@@ -64,7 +64,7 @@ class ModelEngine:
 
     def __init__(
         self,
-        model: Model,
+        model: PagedModel,
         limits: EngineLimits,
         *,
         eos_token_ids: Iterable[int] = (),

@@ -65,6 +65,9 @@ INSTANCE_TIMEOUT: Final = 2.0
 LOOK_INTERVAL: Final = 0.05
 """Seconds between two looks for an instance with an adapter."""
 
+OPENING_TIMEOUT: Final = 10.0
+"""Seconds that who depends on a model waits for its tokenizer and its routers, at least."""
+
 FIRST_RETRY_DELAY: Final = 1.0
 MAX_RETRY_DELAY: Final = 30.0
 """Seconds until a model that could not be opened is tried again: twice as long each time."""
@@ -126,6 +129,8 @@ class Models:
         self._served: dict[_Key, _Serving] = {}
         self._gone: dict[tuple[str, ModelType], float] = {}
         self._reconciled = asyncio.Event()
+        self._is_followed = asyncio.Event()
+        self._there: list[str] = []
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
         self._reachability = Reachability(runtime, self._instance_names)
         self._routers = SharedRouters(runtime, self._background, router or RouterConfig())
@@ -210,6 +215,23 @@ class Models:
             )
         return serving.model
 
+    async def wait_for(self, name: str, wanted: ModelType, wait: float) -> OpenModel:
+        """The model of a name, once it is ready; see `get` for what is raised.
+
+        Args:
+            wait: seconds for which one that is not served is waited for.
+        """
+        # What the catalog knows already is taken in before.
+        await self._is_followed.wait()
+        with anyio.move_on_after(wait):
+            while self._serving(name, wanted) is None:
+                await self._reconciled.wait()
+        serving = self._serving(name, wanted)
+        if serving is not None:
+            with anyio.move_on_after(max(wait, OPENING_TIMEOUT)):
+                await serving.opened.wait()
+        return await self.get(name, wanted)
+
     def _named(self, name: str) -> list[_Serving]:
         return [one for one in self._served.values() if one.card.name == name]
 
@@ -235,7 +257,8 @@ class Models:
             )
         if self.problem:
             return Unavailable(self.problem, started=False)
-        known = ", ".join(self.names) or "none at present"
+        # Others are there that are not to be opened here.
+        known = ", ".join(self._there if self._only else self.names) or "none at present"
         return ModelNotFound(
             f"there is no model {name[:200]!r}; the models are: {known}", started=False
         )
@@ -266,6 +289,8 @@ class Models:
                 self._background.start(self._serve, serving, name=f"serving the model {card.name}")
         now = monotonic()
         self._gone = {key: at for key, at in self._gone.items() if now - at < AWAY_TIMEOUT}
+        self._there = sorted({one.card.name for one in models if one.instances})
+        self._is_followed.set()
         # A waiting request looks once.
         self._reconciled.set()
         self._reconciled = asyncio.Event()

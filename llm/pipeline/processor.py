@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Final
 
 import anyio
 import msgspec
 
-from dynbus import Actor, ConfigError, Context, DynbusError, Unavailable, handler
+from dynbus import Actor, ConfigError, Context, Unavailable, handler
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.register import register_llm
@@ -24,13 +23,11 @@ from dynbus.spi import random_id
 from . import RoutingChoice
 from .models import Models
 from .open_model import Inquiry
-from .serving import Completion, RequestTiming
+from .serving import RequestTiming
+from .waiting import WaitingChunks
 
 MODEL_TIMEOUT: Final = 10.0
 """Seconds that a model behind has to be there."""
-
-MOST_WAITING: Final = 64
-"""Chunks that wait for their reader before the engine is held up."""
 
 
 class Processor(Actor, abstract=True):
@@ -139,50 +136,11 @@ class Processor(Actor, abstract=True):
             format_of(read, request_id, frame=BARE),
             salt if isinstance(salt, str) else None,
         )
-        waiting = _Waiting()
+        waiting = WaitingChunks()
         completion = await opened.prepare(inquiry, waiting, RequestTiming(time.perf_counter()))
         try:
             await opened.begin(completion)
-            async for chunk in waiting.chunks(completion):
-                yield chunk
+            while (chunk := await waiting.take(completion)) is not None:
+                yield msgspec.json.decode(chunk)
         finally:
             completion.cancel()
-
-
-class _Waiting:
-    """Chunks that have come, until somebody takes them: the sink of a completion."""
-
-    def __init__(self) -> None:
-        self._chunks: deque[bytes] = deque()
-        self._news = anyio.Event()
-        self._has_ended = False
-        self._error: DynbusError | None = None
-
-    def write(self, chunks: Sequence[bytes]) -> bool:
-        """Take chunks."""
-        self._chunks += chunks
-        self._news.set()
-        return len(self._chunks) < MOST_WAITING
-
-    def end(self, error: DynbusError | None) -> None:
-        """There is no more."""
-        self._has_ended = True
-        self._error = error
-        self._news.set()
-
-    async def chunks(self, completion: Completion) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks one by one.
-
-        Raises:
-            DynbusError: how they ended, when not well.
-        """
-        while True:
-            while self._chunks:
-                yield msgspec.json.decode(self._chunks.popleft())
-            if self._has_ended:
-                break
-            completion.resume()
-            self._news = anyio.Event()
-            await self._news.wait()
-        if self._error is not None:
-            raise self._error
