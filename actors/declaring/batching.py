@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, Final, Protocol, TypeVar, overload
@@ -183,14 +183,12 @@ def _is_field(value: Any) -> bool:
 
 def _fields_of(annotation: Any) -> list[str] | None:
     """What a request of a type has; None where nobody knows, as of a mapping."""
-    is_known = isinstance(annotation, type) and not issubclass(annotation, Mapping)
-    if not is_known:
+    bases = typing.cast("Sequence[type[Any]]", getattr(annotation, "__mro__", ()))
+    if not bases or any(base in (dict, Mapping) for base in bases):
         return None
-    bases = inspect.getmro(annotation)
-    properties = (
-        name for base in bases for name, value in vars(base).items() if isinstance(value, property)
-    )
-    known = (*typing.get_type_hints(bases[0]), *properties)
+    known = list(typing.get_type_hints(bases[0]))
+    for base in bases:
+        known += [name for name, value in vars(base).items() if isinstance(value, property)]
     return list(dict.fromkeys(name for name in known if not name.startswith("_")))
 
 
