@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 import math
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Self, TypeVar, Unpack, cast, overload
 
@@ -49,6 +49,8 @@ from .declaring.durable import Durable, DurableWithoutRequest, JobHandle
 from .declaring.handlers import HandlerSpec
 from .declaring.json_object import decode_json
 from .declaring.schedule import schedule_of
+from .middleware.handlers import behind_middleware
+from .middleware.passing import Middleware, checked_middleware
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
 from .serving.instance import (
     InstanceState,
@@ -98,10 +100,13 @@ class Actor(DeclaredActor, abstract=True):
     command line and the environment.
 
     Attributes:
+        middleware: what is done around its handlers, the first outermost; of the class, or set in
+            the constructor. A subclass that has some too writes `(*Base.middleware, Own())`.
         config: what the instance was configured with, extra keys too, from the first line of the
             constructor on: `get(key, default)`, `require(key)`, `as_args(prefix="lib_")`.
     """
 
+    middleware: Sequence[Middleware] = ()
     config: Any = ConfigAttribute()
 
     _dynbus_instance: ActorInstance | None = None
@@ -237,7 +242,7 @@ class ActorInstance(ServedInstance):
             self.actor = actor.__dynbus_construct__(runtime, name, built)
             self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
-            endpoints = list(map(self.actor.__dynbus_endpoint__, made))
+            endpoints = self._behind_middleware(map(self.actor.__dynbus_endpoint__, made), name)
         runners = _job_runners(runtime.bus, name, actor, endpoints)
         super().__init__(
             runtime.bus,
@@ -259,6 +264,20 @@ class ActorInstance(ServedInstance):
         for used in actor.__dynbus_uses__:
             # What it takes to use it is begun now, not by the first call.
             getattr(self.actor, used)
+
+    def _behind_middleware(
+        self, endpoints: Iterable[Endpoint], name: InstanceName
+    ) -> list[Endpoint]:
+        label = f"{type(self.actor).__name__}.middleware"
+        middleware = checked_middleware(self.actor.middleware, label)
+        component = ComponentName(name.namespace, name.component)
+        specs = {spec.name: spec for spec in type(self.actor).__dynbus_handlers__.values()}
+        return [
+            behind_middleware(
+                each, middleware, component, durable=specs[each.name].durable is not None
+            )
+            for each in endpoints
+        ]
 
     def address_of(self, dependency: Dependency[Any], /) -> ComponentName:
         """The address of a dependency of this instance on the bus.
@@ -436,8 +455,8 @@ class Runtime(ClientSide):
             node: which of the nodes that run the class is called, see `address_of`.
             namespace: where it runs, see `address_of`.
             routing: the name of a policy, or a `Router`; round robin unless given.
-            options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
-                the client, see `call_options`.
+            options: `timeout`, `wait`, `priority`, `retries`, `metadata` and `middleware` of
+                every call of the client, see `call_options`.
 
         Raises:
             ConfigError: as of `address_of`, or `routing` or an option is not usable.

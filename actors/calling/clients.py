@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from datetime import datetime
 from inspect import Parameter
-from typing import Any, Final, TypeVar, Unpack, cast, overload
+from typing import Any, Final, Generic, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 from dynbus.actors.declaring.actor import DeclaredActor
@@ -19,6 +27,15 @@ from dynbus.actors.declaring.resume import (
     ClientResume,
     checked_client_resume,
     checked_limit,
+)
+from dynbus.actors.middleware.passing import (
+    Kind,
+    Middleware,
+    MiddlewareCall,
+    around_items,
+    around_results,
+    pass_items,
+    pass_result,
 )
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, InvalidRequest
@@ -36,6 +53,7 @@ from .options import (
     client_options,
     combined,
     current_options,
+    inherited,
 )
 from .routing import Router, Routing, RoutingName, make_router
 from .stream import Stream
@@ -139,6 +157,11 @@ class EndpointClient:
         self._router = router
         self._options = options
         label = f"client of {endpoint}"
+        if options.get("middleware"):
+            raise ConfigError(
+                f"{label}: an untyped client passes no middleware: give it to a typed one, "
+                "runtime.client(Actor, middleware=...)"
+            )
         self._given_resume: ClientResume | None = checked_client_resume(label, resume)
         self._terms = Terms(
             None,
@@ -319,8 +342,8 @@ class EndpointAddress:
                 for that. `"replay"` sends the same request again and compares; a function gets
                 the request and the list of accepted items, both decoded, and returns the request
                 to go on with, or None when nothing is left to come. See `handler`.
-            options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
-                the client, see `call_options`.
+            options: `timeout`, `wait`, `priority`, `retries`, `metadata` and `middleware` of
+                every call of the client, see `call_options`.
 
         Raises:
             ConfigError: `routing`, `resume` or an option is not usable.
@@ -347,6 +370,8 @@ class ActorClient:
         "__weakref__",
         "_actor",
         "_address",
+        "_around_items",
+        "_around_results",
         "_endpoints",
         "_options",
         "_router",
@@ -355,6 +380,8 @@ class ActorClient:
 
     _actor: type[DeclaredActor]
     _address: ComponentName
+    _around_items: Sequence[Middleware]
+    _around_results: Sequence[Middleware]
     _endpoints: Mapping[str, EndpointName]
     _options: CallOptions
     _router: Router
@@ -376,6 +403,9 @@ class ActorClient:
         set_own("_endpoints", endpoints)
         set_own("_router", router)
         set_own("_options", options)
+        middleware = options.get("middleware") or ()
+        set_own("_around_items", around_items(middleware))
+        set_own("_around_results", around_results(middleware))
 
     def __repr__(self) -> str:
         return f"<client of {self._address}>"
@@ -421,8 +451,8 @@ def with_options(client: C, /, **options: Unpack[CallOptions]) -> C:
     """A client whose calls have these options, of the same type as `client`, which stays as it is.
 
     It routes together with `client`. Its options go before those that `client` has, and
-    `call_options` around a call before both; metadata adds up. See `call_options` for what each
-    option means.
+    `call_options` around a call before both; metadata adds up, and so does middleware, of which
+    that given here is outside. See `call_options` for what each option means.
 
     Raises:
         ConfigError: `client` is no client or dependency, there is no such option, or a value is
@@ -537,19 +567,29 @@ class DurableClientMethod:
     ) -> DurableClientMethod | BoundDurable:
         return self if client is None else BoundDurable(self, client)
 
-    async def submit(
+    async def passed(
         self,
         client: ActorClient,
+        kind: Kind,
         request: tuple[Any, ...],
         named: dict[str, Any],
-        when: Submission | None,
+        work: Callable[[JobRequest], Awaitable[Any]],
+    ) -> Any:
+        """What `work` gives for a request, through the client's middleware."""
+        middleware = client._around_results  # pyright: ignore[reportPrivateUsage]
+        if not middleware:
+            return await work(self._invoke(client, request, named))
+        outgoing = _Outgoing(client, self.spec, kind, self._invoke, request, named)
+        return await pass_result(middleware, outgoing.call, lambda: work(outgoing.make()))
+
+    async def submit(
+        self, asked: JobRequest, when: Submission | None
     ) -> tuple[BusJob[Any], float | None]:
         """Have a job stored; its handle, and the seconds in which it is to end.
 
         Args:
             when: None for a call that waits for it, which does not begin after its own deadline.
         """
-        asked = self._invoke(client, request, named)
         left = asked.time_left
         if when is None:
             when = {"deadline": left}
@@ -574,8 +614,11 @@ class BoundDurable:
         return self._method.spec.result_codec
 
     async def __call__(self, *request: Any, **named: Any) -> Any:
-        job, left = await self._method.submit(self._client, request, named, None)
-        return await job.result(left)
+        async def answered(asked: JobRequest) -> Any:
+            job, left = await self._method.submit(asked, None)
+            return await job.result(left)
+
+        return await self._method.passed(self._client, "job", request, named, answered)
 
     async def submit(
         self,
@@ -593,7 +636,13 @@ class BoundDurable:
             "idempotency_key": idempotency_key,
             "deadline": deadline,
         }
-        job, _ = await self._method.submit(self._client, request, named, when)
+
+        async def submitted(asked: JobRequest) -> BusJob[Any]:
+            return (await self._method.submit(asked, when))[0]
+
+        job: JobHandle[Any] = await self._method.passed(
+            self._client, "submit", request, named, submitted
+        )
         return job
 
 
@@ -602,7 +651,11 @@ def _unary_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:
     invoke = _invoker(spec, terms, Invocation)
 
     async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
-        return await invoke(self, request, named).unary(decode)
+        middleware = self._around_results  # pyright: ignore[reportPrivateUsage]
+        if not middleware:
+            return await invoke(self, request, named).unary(decode)
+        outgoing = _Outgoing(self, spec, "unary", invoke, request, named)
+        return await pass_result(middleware, outgoing.call, lambda: outgoing.make().unary(decode))
 
     # Read by steps of jobs, which store results.
     call.__dynbus_result__ = spec.result_codec  # type: ignore[attr-defined]
@@ -613,10 +666,59 @@ def _stream_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:
     decode, decode_many = spec.result_codec.decoder(), spec.result_codec.decode_many
     invoke = _invoker(spec, terms, StreamInvocation)
 
-    def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
-        return Stream(invoke(self, request, named), decode, decode_many)
+    def call(self: ActorClient, *request: Any, **named: Any) -> AsyncGenerator[Any, None]:
+        middleware = self._around_items  # pyright: ignore[reportPrivateUsage]
+        if not middleware:
+            return Stream(invoke(self, request, named), decode, decode_many)
+        outgoing = _Outgoing(self, spec, "stream", invoke, request, named)
+        return pass_items(
+            middleware, outgoing.call, lambda: Stream(outgoing.make(), decode, decode_many)
+        )
 
     return call
+
+
+class _Outgoing(Generic[M]):
+    """A call on its way through a client's middleware.
+
+    Raises:
+        InvalidRequest: the request does not fit; no middleware sees it.
+    """
+
+    def __init__(
+        self,
+        client: ActorClient,
+        spec: HandlerSpec,
+        kind: Kind,
+        invoke: Callable[..., M],
+        request: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> None:
+        self._client = client
+        self._invoke = invoke
+        self._takes_request = spec.request_codec is not None
+        self._parent: Context | None = named.get("context")
+        invoke(client, request, named)
+        own = client._options  # pyright: ignore[reportPrivateUsage]
+        endpoint = client._endpoints[spec.name]  # pyright: ignore[reportPrivateUsage]
+        given = next(iter((*request, *named.values())), spec.default)
+        running = self._parent or Context.current()
+        metadata, _ = inherited(combined(current_options(), own), running)
+        self.call = MiddlewareCall(
+            "client", kind, endpoint, given if self._takes_request else None, running, metadata
+        )
+
+    def make(self) -> M:
+        """The call as it is now.
+
+        Raises:
+            ConfigError: its metadata is not usable.
+            InvalidRequest: its request does not fit.
+        """
+        call, named = self.call, {} if self._parent is None else {"context": self._parent}
+        options = checked_options({"metadata": call.metadata}, f"middleware of {call.endpoint}")
+        request = (call.request,) if self._takes_request else ()
+        return self._invoke(self._client, request, named, options)
 
 
 def _invoker(spec: HandlerSpec, terms: Terms, make: type[M]) -> Callable[..., M]:
@@ -626,11 +728,16 @@ def _invoker(spec: HandlerSpec, terms: Terms, make: type[M]) -> Callable[..., M]
     default = spec.default
     has_default = default is not Parameter.empty
 
-    def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> M:
+    def invoke(
+        client: ActorClient,
+        request: tuple[Any, ...],
+        named: dict[str, Any],
+        more: CallOptions = NONE,
+    ) -> M:
         # A client's own attributes are private: every other name is a handler's.
         endpoint = client._endpoints[name]  # pyright: ignore[reportPrivateUsage]
         own = client._options  # pyright: ignore[reportPrivateUsage]
-        options = current_options()
+        options = combined(more, current_options()) if more else current_options()
         parent: Context | None = named.pop("context", None) if named else None
         if codec is None:
             if request or named:

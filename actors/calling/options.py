@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, Final, TypedDict, Unpack, cast
 
+from dynbus.actors.middleware.passing import Middleware, checked_middleware
 from dynbus.bus.config import suggestion
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError
@@ -31,6 +32,7 @@ class ClientOptions(TypedDict, total=False):
     priority: int | None
     retries: int | None
     metadata: Mapping[str, str] | None
+    middleware: Sequence[Middleware] | None
 
 
 class CallOptions(ClientOptions, total=False):
@@ -52,7 +54,8 @@ def current_options() -> CallOptions:
 
 
 def combined(options: CallOptions, others: CallOptions) -> CallOptions:
-    """The options, and `others` where they say nothing; metadata adds up.
+    """The options, and `others` where they say nothing; metadata adds up, and so does middleware,
+    that of the options outside.
 
     Raises:
         ConfigError: the metadata of both together is more than a call can carry.
@@ -66,6 +69,9 @@ def combined(options: CallOptions, others: CallOptions) -> CallOptions:
     if above and below:
         metadata = both["metadata"] = {**below, **above}
         check_metadata(metadata)
+    outer, inner = options.get("middleware"), others.get("middleware")
+    if outer and inner:
+        both["middleware"] = (*outer, *inner)
     return both
 
 
@@ -178,12 +184,18 @@ def call_options(**options: Unpack[CallOptions]) -> OptionsBlock:
         idempotency_key: names the effect, so that a repeated call has it once.
         retries: how often to repeat a call that failed for a passing reason.
         metadata: keys and values that reach the handler and every sub-call.
+        middleware: of clients alone: what is done around their calls, the first outermost.
 
     Raises:
         ConfigError: there is no such option, a value is not usable, or a generator opens the
             block.
     """
-    return OptionsBlock(checked_options(options, "call_options(...)"))
+    checked = checked_options(options, "call_options(...)")
+    if checked.get("middleware"):
+        raise ConfigError(
+            "call_options(...): middleware is a client's: with_options(client, middleware=...)"
+        )
+    return OptionsBlock(checked)
 
 
 _ALL: Final = CallOptions.__annotations__
@@ -226,6 +238,8 @@ def _checked(given: Mapping[str, Any]) -> CallOptions:
         own: dict[str, str] = dict(cast("Mapping[str, str]", metadata))
         check_metadata(own)
         options["metadata"] = own
+    if "middleware" in options:
+        options["middleware"] = checked_middleware(options["middleware"], "middleware")
     return cast("CallOptions", options)
 
 

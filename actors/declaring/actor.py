@@ -24,6 +24,7 @@ PUBLIC_ATTRIBUTES: Final = (
     "instance_id",
     "instance_metadata",
     "link",
+    "middleware",
     "on_start",
     "on_stop",
     "report_broken",

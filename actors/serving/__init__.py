@@ -2,4 +2,11 @@
 
 from . import endpoints, instance, job_runner, schedule_runner, step_history, steps
 
-__all__ = ["endpoints", "instance", "job_runner", "schedule_runner", "step_history", "steps"]
+__all__ = [
+    "endpoints",
+    "instance",
+    "job_runner",
+    "schedule_runner",
+    "step_history",
+    "steps",
+]

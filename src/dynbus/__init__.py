@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dynbus.actors.declaring.resume import ResumeParts
     from dynbus.actors.declaring.schedule import cron, every
     from dynbus.actors.declaring.specification import Option, Options, takes
+    from dynbus.actors.middleware.passing import Middleware, MiddlewareCall
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.actors.serving.step_history import StepMismatch
     from dynbus.actors.serving.steps import signal, sleep_until, step
@@ -76,6 +77,8 @@ __all__ = [
     "JobState",
     "JsonObject",
     "Load",
+    "Middleware",
+    "MiddlewareCall",
     "Migrate",
     "NoInstances",
     "NoJob",
@@ -140,6 +143,7 @@ if not TYPE_CHECKING:
         "actors.declaring.durable",
         "actors.declaring.handlers",
         "actors.declaring.json_object",
+        "actors.middleware.passing",
         "actors.declaring.reply",
         "actors.declaring.resume",
         "actors.declaring.schedule",
