@@ -48,7 +48,7 @@ class ToolBox:
         self.definitions: list[Mapping[str, Any]] = []
         self._known: dict[str, _Known] = {}
         for tool in tools:
-            if isinstance(tool, Mapping):
+            if not callable(tool):
                 self.definitions.append(tool)
                 continue
             spec = _spec_of(tool)

@@ -93,3 +93,16 @@ def test_dot_has_the_same_and_graphviz_reads_it() -> None:
         [program, "-Tsvg"], input=text, capture_output=True, text=True, timeout=120, check=True
     )
     assert "llm.engine" in drawn.stdout
+
+
+def test_what_a_node_uses_that_is_no_node_stands_below_it() -> None:
+    using = msgspec.structs.replace(node("shop.Agent", "shop.Orders"), uses=["model qwen"])
+    nodes = [node("shop.Orders"), using]
+
+    assert tree(nodes).splitlines()[1:] == ["├── shop.Orders  (ask, read*)", "└── model qwen"]
+    assert mermaid(nodes).splitlines()[3:] == [
+        '    n2(["model qwen"])',
+        "    n1 --> n0",
+        "    n1 --> n2",
+    ]
+    assert '    n2 [label="model qwen", shape=ellipse]' in dot(nodes).splitlines()
