@@ -96,7 +96,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         base_model, lora_name: of a base model with a LoRA adapter: the model's name, and by which
             name its engine knows the adapter.
         tool_call_parser, reasoning_parser: what reads tool calls and reasoning in the text of its
-            outputs, of those of `dynbus.llm.parsing`; empty where nothing does, or nobody said.
+            outputs, such as `hermes` and `qwen3`; empty where nothing does, or nobody said.
         artefacts: files by name, each with the SHA-256 under which the object store has it.
         created: Unix seconds at which it was registered.
     """
