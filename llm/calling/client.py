@@ -91,11 +91,17 @@ class ModelOptions(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What holds for one request: a time of the monotonic clock, and what the call says."""
+    """What holds for one request, whether the running call says it or `call_options`.
+
+    Attributes:
+        deadline: a time of the monotonic clock; None for none.
+        tenant: whose cached blocks it shares; empty for those of nobody.
+    """
 
     deadline: float | None
     wait: float
     priority: int
+    tenant: str
 
 
 class ModelClient:
@@ -194,6 +200,8 @@ class ModelClient:
             **{name: value for name, value in fields.items() if value is not None},
         }
         terms = self._terms(request)
+        if terms.priority:
+            request["priority"] = terms.priority
         async with self._within(terms):
             body = msgspec.json.encode(request)
             read = read_embeddings(body)
@@ -201,7 +209,7 @@ class ModelClient:
             context = Context.current()
             format = EmbeddingsFormat(read, context.id if context else random_id())
             prepared = await opened.prepare_embeddings(
-                read, msgspec.Raw(body), format, _salt(context)
+                read, msgspec.Raw(body), format, terms.tenant or None
             )
             with call_options(timeout=_left(terms), priority=terms.priority):
                 return _decode_embeddings(await opened.embed(prepared))
@@ -289,7 +297,7 @@ class ModelClient:
                 asked,
                 msgspec.Raw(msgspec.json.encode(request)),
                 format_of(asked, context.id if context else random_id(), frame=BARE),
-                _salt(context),
+                terms.tenant or None,
             )
             waiting = WaitingChunks()
             timing = RequestTiming(time.perf_counter())
@@ -312,13 +320,15 @@ class ModelClient:
         with call_options() as given:
             timeout = given.get("timeout", own.timeout)
             wait = given.get("wait")
-            priority = request.get("priority") or given.get("priority") or own.priority
-        if priority is None:
-            priority = context.priority if context is not None else 0
+            metadata = given.get("metadata") or {}
+            said = (request.get("priority"), given.get("priority"), own.priority)
+        inherited = context.priority if context is not None else 0
+        priority = next((one for one in said if one is not None), inherited)
+        tenant = metadata.get(Context.TENANT_KEY) or (context.tenant if context else "")
         deadline = None if timeout is None else monotonic() + timeout
         if context is not None and context.deadline is not None:
             deadline = min(deadline or context.deadline, context.deadline)
-        return _Terms(deadline, own.wait if wait is None else wait, priority)
+        return _Terms(deadline, own.wait if wait is None else wait, priority, tenant)
 
     @asynccontextmanager
     async def _within(self, terms: _Terms) -> AsyncGenerator[None]:
@@ -333,11 +343,6 @@ class ModelClient:
 def _left(terms: _Terms) -> float | None:
     """Seconds to the deadline; None without one."""
     return None if terms.deadline is None else max(terms.deadline - monotonic(), 0.001)
-
-
-def _salt(context: Context | None) -> str | None:
-    """Tenants share no cached blocks; as over HTTP."""
-    return context.tenant or None if context is not None else None
 
 
 def _as_json(message: Mapping[str, Any] | Message) -> dict[str, Any]:

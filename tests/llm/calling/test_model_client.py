@@ -7,6 +7,10 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
 from tests.conditions import eventually
 
@@ -24,8 +28,8 @@ from dynbus import (
     depends,
     handler,
 )
-from dynbus.llm import FakeModel, Model, tool_call
-from dynbus.testing import TestKit
+from dynbus.llm import FakeModel, Model, ModelWorker, tool_call
+from dynbus.testing import Telemetry, TestKit
 
 pytestmark = pytest.mark.anyio
 
@@ -148,6 +152,60 @@ async def test_id_metadata_priority_and_tenant_of_the_call_reach_the_engine() ->
     assert (seen.id, seen.priority, seen.tenant) == ("mine", 7, "acme")
     assert seen.deadline is not None
     assert fake.requests[0]["priority"] == 7
+
+
+class Engine(ModelWorker, namespace="shop"):
+    """A mock of an engine that takes tokens, with the text of a model."""
+
+
+class Counter(Actor, namespace="shop"):
+    """Tells how much of a prompt was in the engine's cache."""
+
+    model = depends(Model("mock"))
+
+    @handler
+    async def cached(self, question: str) -> int:
+        usage = (await self.model.chat(question, max_tokens=2)).usage
+        assert usage is not None
+        return int((usage.prompt_tokens_details or {})["cached_tokens"])
+
+
+async def test_tenants_share_no_cached_blocks() -> None:
+    async with TestKit() as kit:
+        await kit.start(Engine, engine="mock")
+        await kit.start(Counter)
+        counter, question = kit.client(Counter), "Tell me of the sea. " * 40
+        cached: list[bool] = []
+        for tenant in ("acme", "acme", "other", ""):
+            with call_options(metadata={"tenant": tenant} if tenant else {}):
+                cached.append(await counter.cached(question) > 0)
+        # Also where the asker itself says whose request it is.
+        with call_options(metadata={"tenant": "acme"}):
+            model = Model("mock").client(kit.caller)
+            usage = (await model.chat(question, max_tokens=2)).usage
+
+    assert cached == [False, True, False, False]
+    assert usage is not None
+    assert (usage.prompt_tokens_details or {})["cached_tokens"] > 0
+
+
+async def test_the_engine_works_in_the_trace_of_the_call() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with TestKit(telemetry=Telemetry(provider, MeterProvider())) as kit:
+        await FakeModel.start(kit, "qwen", ["yes"])
+        await kit.start(Desk)
+        await kit.client(Desk).ask("hi")
+
+    spans = exporter.get_finished_spans()
+    assert {one.name for one in spans} == {
+        "send shop.Desk.ask",
+        "process shop.Desk.ask",
+        "send fake.FakeModel0.generate",
+        "process fake.FakeModel0.generate",
+    }
+    assert len({one.context.trace_id for one in spans if one.context is not None}) == 1
 
 
 async def test_a_handler_that_is_cancelled_ends_the_generation() -> None:
