@@ -45,6 +45,7 @@ __all__ = [
     "Policy",
     "PolicyChoice",
     "PolicyReport",
+    "PolicyReport",
     "PrefixCounts",
     "RankLoad",
     "Reason",
