@@ -254,12 +254,16 @@ class PullConsumerConfig(NamedTuple):
 
     Attributes:
         ack_wait: seconds after which a message that nobody acknowledged is delivered again.
-        max_ack_pending: messages that may be delivered and not acknowledged at a time.
+        max_ack_pending: messages that may be delivered and not acknowledged at a time. With 1 a
+            message that is delivered again comes before all that are behind it.
+        subject: what is delivered of the stream (wildcards allowed). Two consumers of a work queue
+            have no subject in common.
     """
 
     name: str
     ack_wait: float = 30.0
     max_ack_pending: int = 65_536
+    subject: str = ">"
 
 
 class ConsumerInfo(NamedTuple):

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from dynbus.actors.declaring.actor import DeclaredActor
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import AnyCodec, Misfit
-from dynbus.actors.declaring.durable import DurableOptions, JobHandle
+from dynbus.actors.declaring.durable import DurableOptions, JobHandle, order_key_of
 from dynbus.actors.declaring.handlers import HandlerSpec
 from dynbus.actors.declaring.json_object import decode_json, decode_json_items, encode_json
 from dynbus.actors.declaring.resume import (
@@ -594,7 +594,17 @@ class DurableClientMethod:
         if when is None:
             when = {"deadline": left}
         jobs = asked.side.jobs_of(asked.endpoint, self._options)
-        job_id = await jobs.submit(asked.data, options=asked.options, parent=asked.parent, **when)
+        path, codec = self._options.ordered_by, self.spec.request_codec
+        order_key = None
+        if path is not None and codec is not None:
+            order_key = order_key_of(path, codec.decode(asked.data))
+        job_id = await jobs.submit(
+            asked.data,
+            options=asked.options,
+            parent=asked.parent,
+            order_key=order_key,
+            **when,
+        )
         return BusJob(jobs, job_id, self.spec.result_codec.decode), left
 
 
@@ -627,6 +637,7 @@ class BoundDurable:
         at: datetime | None = None,
         idempotency_key: str = "",
         deadline: float | None = None,
+        priority: int | None = None,
         **named: Any,
     ) -> JobHandle[Any]:
         """Have a job stored; see `DurableMethod.submit`."""
@@ -635,6 +646,7 @@ class BoundDurable:
             "at": at,
             "idempotency_key": idempotency_key,
             "deadline": deadline,
+            "priority": priority,
         }
 
         async def submitted(asked: JobRequest) -> BusJob[Any]:

@@ -46,7 +46,7 @@ from dynbus.bus.work_queue import (
     letter_id_of,
 )
 
-from .options import CallOptions, inherited
+from .options import CallOptions, checked_options, combined, inherited
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ class Submission(TypedDict, total=False):
     at: datetime | None
     idempotency_key: str
     deadline: float | None
+    priority: int | None
 
 
 class JobRequest:
@@ -160,10 +161,30 @@ class JobQueue:
         *,
         options: CallOptions,
         parent: Context | None,
+        order_key: str | None = None,
         **when: Unpack[Submission],
     ) -> JobId:
-        """Have a job stored; see `DurableMethod.submit`."""
+        """Have a job stored; see `DurableMethod.submit`.
+
+        Args:
+            order_key: of a handler with `ordered_by`.
+        """
+        priority = when.get("priority")
+        if priority is not None:
+            options = combined(checked_options({"priority": priority}, "submit(...)"), options)
+        if priority and order_key is not None:
+            raise InvalidRequest(
+                f"priority={priority} would have the job go before others of its key, and "
+                f"{self.endpoint} does them in order: leave it out",
+                started=False,
+            )
         delay = await self._delay(when.get("delay", 0.0), when.get("at"))
+        if order_key is not None and (when.get("delay") or when.get("at")):
+            raise InvalidRequest(
+                f"a job of {self.endpoint} that waits for its time would have later ones of its "
+                "key wait too: submit it when its time has come",
+                started=False,
+            )
         deadline = when.get("deadline")
         _check_seconds("deadline", deadline)
         key = when.get("idempotency_key") or options.get("idempotency_key") or ""
@@ -172,7 +193,8 @@ class JobQueue:
         fields = _fields(options, parent)
         if key:
             fields[headers.KEYED] = "1"
-            if await self.log.result(name) is not None:
+            # It may be in another lane, and of a longer time ago than repeats are known.
+            if await self.log.result(name) is not None or await self.queue.find(name):
                 return job_id
         await self.queue.put(
             data,
@@ -180,6 +202,9 @@ class JobQueue:
             deadline=None if deadline is None else monotonic() + deadline,
             headers=fields,
             delay=delay,
+            key=order_key,
+            # An ordered queue keeps its order, whatever the priority of the running call is.
+            priority=inherited(options, parent)[1] if order_key is None else 0,
         )
         return job_id
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
+import re
+import typing
 from collections.abc import Coroutine, Mapping
 from datetime import datetime
 from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, overload
+from uuid import UUID
 
+from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.work_queue import TryFailure, WorkQueueConfig
 
@@ -13,6 +19,8 @@ DEFAULT_JOBS: Final = 16
 """Jobs of a durable handler that an instance runs at a time."""
 MIN_RESULT_AGE: Final = 120.0
 MAX_RESULT_AGE: Final = 365 * 24 * 3600.0
+KEY_TYPES: Final = (str, int, UUID)
+_PATH: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 A = TypeVar("A")
 A_contra = TypeVar("A_contra", contravariant=True)
@@ -20,6 +28,10 @@ R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+class OrderDeclared(ConfigError):
+    """Raised for a handler whose `ordered_by` is no key of its requests."""
 
 
 class DurableOptions(NamedTuple):
@@ -30,6 +42,7 @@ class DurableOptions(NamedTuple):
     ack_wait: float = 30.0
     max_age: float | None = None
     result_age: float = 24 * 3600.0
+    ordered_by: str | None = None
 
     @property
     def queue(self) -> WorkQueueConfig:
@@ -39,6 +52,7 @@ class DurableOptions(NamedTuple):
             tries=self.tries,
             retry_delay=self.backoff,
             max_age=self.max_age,
+            ordered=self.ordered_by is not None,
         )
 
     def check(self, label: str) -> Self:
@@ -83,10 +97,97 @@ def durable_options(label: str, durable: bool, given: Mapping[str, Any]) -> Dura
             )
         return None
     for name, value in options.items():
+        if name == "ordered_by":
+            if not isinstance(value, str) or not _PATH.fullmatch(value):
+                raise ConfigError(
+                    f"{label}: ordered_by={value!r} names no field of the request: write "
+                    '"customer", or "order.customer" for a field of a field'
+                )
+            continue
         wanted = int if name == "tries" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise ConfigError(f"{label}: {name}={value!r} is no number")
     return DurableOptions(**options).check(label)
+
+
+# The order of jobs -----------------------------------------------------------------------------
+
+
+def check_ordered_by(label: str, path: str, annotation: Any) -> None:
+    """Check that each request has the field, and that it can be a key.
+
+    Args:
+        label: how the message names the handler.
+        path: names of fields with dots between them.
+        annotation: of the request.
+
+    Raises:
+        OrderDeclared: it has not, or it cannot.
+    """
+    current = annotation
+    for name in path.split("."):
+        fields = _fields_of(current)
+        if fields is None:
+            raise OrderDeclared(
+                f"{label}: ordered_by={path!r} asks for {name!r} of {_spelled(current)}, which has "
+                "no declared fields: give the path of a field of a model, a dataclass or a struct"
+            )
+        if name not in fields:
+            raise OrderDeclared(
+                f"{label}: ordered_by={path!r} names no field: {_spelled(current)} has no {name!r}"
+                f"{suggestion(name, list(fields))}"
+            )
+        current = fields[name]
+    if not _is_key(current):
+        raise OrderDeclared(
+            f"{label}: ordered_by={path!r} is {_spelled(current)}, which is no key: it is to be "
+            "str, int, UUID, or an Enum or Literal of these, and never None"
+        )
+
+
+def order_key_of(path: str, request: Any) -> str:
+    """The key of a request of a handler that was checked."""
+    value = request
+    for name in path.split("."):
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return str(value.value if isinstance(value, enum.Enum) else value)
+
+
+def _fields_of(annotation: Any) -> dict[str, Any] | None:
+    plain = _bare(annotation)
+    if not inspect.isclass(plain) or issubclass(plain, (*KEY_TYPES, enum.Enum)):
+        return None
+    fields = typing.get_type_hints(plain)
+    return fields or None
+
+
+def _is_key(annotation: Any) -> bool:
+    plain = _bare(annotation)
+    if typing.get_origin(plain) is typing.Literal:
+        return all(_is_key(type(value)) for value in typing.get_args(plain))
+    if not inspect.isclass(plain) or issubclass(plain, bool):
+        return False
+    if issubclass(plain, enum.Enum):
+        return all(_is_key(type(member.value)) for member in plain)
+    return issubclass(plain, KEY_TYPES)
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without what `Annotated` and `NewType` say beside it."""
+    while True:
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation = typing.get_args(annotation)[0]
+        elif isinstance(annotation, typing.NewType):
+            annotation = annotation.__supertype__
+        else:
+            return annotation
+
+
+def _spelled(annotation: Any) -> str:
+    return annotation.__name__ if inspect.isclass(annotation) else str(annotation)
+
+
+# What clients have -----------------------------------------------------------------------------
 
 
 class JobState(NamedTuple):
@@ -188,6 +289,7 @@ class DurableMethod(Protocol[R_contra, T_co]):
         at: datetime | None = ...,
         idempotency_key: str = ...,
         deadline: float | None = ...,
+        priority: int | None = ...,
     ) -> Coroutine[Any, Any, JobHandle[T_co]]:
         """Have a job stored; on return the server has it, and it is done once or more.
 
@@ -198,6 +300,9 @@ class DurableMethod(Protocol[R_contra, T_co]):
                 or whose result is still kept, is not stored again, and its handle is returned.
                 1 to 128 printable ASCII characters without spaces.
             deadline: seconds by which it must have begun; it is dropped after them.
+            priority: jobs above 0 begin before those of 0, and these before those below it: all
+                that wait, also for as long as such are submitted. That of the running call unless
+                given. A handler with `ordered_by` has its order, and takes none.
 
         Raises:
             InvalidRequest: the request does not fit, or a time is past or no time.
@@ -220,6 +325,7 @@ class DurableMethodWithoutRequest(Protocol[T_co]):
         at: datetime | None = ...,
         idempotency_key: str = ...,
         deadline: float | None = ...,
+        priority: int | None = ...,
     ) -> Coroutine[Any, Any, JobHandle[T_co]]: ...
 
 

@@ -31,7 +31,14 @@ from dynbus.bus.protocol.names import check_token
 from . import batching
 from .batching import BatchDeclared, BatchDecorator, Batching, Selector
 from .codec import AnyCodec, Misfit, codec_for
-from .durable import DEFAULT_JOBS, DurableDecorator, DurableOptions, durable_options
+from .durable import (
+    DEFAULT_JOBS,
+    DurableDecorator,
+    DurableOptions,
+    OrderDeclared,
+    check_ordered_by,
+    durable_options,
+)
 from .json_limits.raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
 from .reply import (
@@ -257,6 +264,13 @@ class HandlerSpec:
         if self.batch is not None:
             batching.check_parameter(self.label, self.parameter)
         codec, _ = self.request_codec, self.result_codec
+        if self.durable is not None and self.durable.ordered_by is not None:
+            if codec is None:
+                raise OrderDeclared(
+                    f"{self.label} takes no request, and has no field for ordered_by="
+                    f"{self.durable.ordered_by!r}: leave it out"
+                )
+            check_ordered_by(self.label, self.durable.ordered_by, codec.annotation)
         if codec is not None and self.batch is not None:
             self.batch.check_fields(self.label, codec.annotation)
         if codec is None or self.default is inspect.Parameter.empty:
@@ -274,11 +288,12 @@ class HandlerSpec:
         Raises:
             BytesDeclared: the request or the result holds bytes.
             BatchDeclared: they are no lists, and it is called with a batch.
+            OrderDeclared: the request lacks the field of its order.
         """
         try:
             # Of a copy, which keeps nothing: a name may be given to another class later.
             replace(self).check()
-        except BytesDeclared:
+        except (BytesDeclared, OrderDeclared):
             raise
         except BatchDeclared:
             # Of a function without a class it is known only later which parameter is the request.
@@ -339,6 +354,7 @@ def handler(
     ack_wait: float | None = None,
     max_age: float | None = None,
     result_age: float | None = None,
+    ordered_by: str | None = None,
 ) -> DurableDecorator: ...
 @overload
 def handler(
@@ -373,6 +389,7 @@ def handler(
     ack_wait: float | None = None,
     max_age: float | None = None,
     result_age: float | None = None,
+    ordered_by: str | None = None,
     batch: int | None = None,
     batch_wait: float | str | None = None,
     batch_key: Selector | None = None,
@@ -414,6 +431,9 @@ def handler(
             cut off; 30. One whose process is killed goes on about a second later.
         max_age: seconds after which a job is not begun any more but a dead letter; none.
         result_age: seconds for which the result of a job is kept, and its key known; a day.
+        ordered_by: a field of the request, `"customer"` or `"order.customer"`: jobs with the same
+            value are done in the order in which they were submitted, one at a time in the whole
+            cluster. Values share 16 lanes, so one that is tried again has some others wait too.
         batch: calls that go together at most. The method takes the list of their requests and
             returns the list of their results, one for each, in order; an exception in the place of
             one is that caller's error. Callers see a call of one request with one result.
@@ -447,6 +467,7 @@ def handler(
                 "ack_wait": ack_wait,
                 "max_age": max_age,
                 "result_age": result_age,
+                "ordered_by": ordered_by,
             },
             batch=batch,
             batch_wait=batch_wait,

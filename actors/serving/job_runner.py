@@ -13,7 +13,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from dynbus.actors.calling.jobs import JobQueue, error_line
-from dynbus.actors.declaring.durable import DurableOptions
+from dynbus.actors.declaring.durable import DurableOptions, order_key_of
 from dynbus.bus.background import Background, Work
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
@@ -125,8 +125,10 @@ class JobRunner:
 
     async def _submit_and_wait(self, data: bytes) -> bytes:
         called = context()
+        path = self._options.ordered_by
         job_id = await self._jobs.submit(
             data,
+            order_key=path and order_key_of(path, self._endpoint.decode(data)),
             options={"idempotency_key": called.idempotency_key or None},
             parent=called,
             deadline=called.time_left(),
@@ -289,7 +291,7 @@ class JobRunner:
     async def _begin(self, job: Job) -> JobRun | None:
         """Make this message of a job the one that runs it; None where another one does."""
         is_copy = is_copy_subject(job.delivery.message.subject)
-        if job.tries == 1 and not is_copy:
+        if job.tries == 1 and not job.returns and not is_copy:
             return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=True)
         own = job.delivery.message.sequence
         while True:
@@ -324,7 +326,7 @@ class JobRunner:
 
     def _may_have_ended(self, job: Job, token: str) -> bool:
         """Whether the job may have ended before, elsewhere or by a cancel."""
-        if job.tries > 1 or token in self._cancelled:
+        if job.tries > 1 or job.returns or token in self._cancelled:
             return True
         return headers.KEYED in job.headers or job.waited >= ASKS_AFTER
 

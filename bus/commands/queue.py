@@ -14,6 +14,7 @@ from .terminal import terminal
 
 if TYPE_CHECKING:
     from dynbus.bus.nats.jetstream import NatsJetStream
+    from dynbus.bus.transport import ConsumerInfo
     from dynbus.bus.work_queue import DeadLetter, DeadLetters
 
 T = TypeVar("T")
@@ -124,19 +125,19 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
         work_subject,
     )
     from dynbus.bus.transport import NoStream
-    from dynbus.bus.work_queue import WorkQueueConfig, takers_config
 
-    takers = takers_config(WorkQueueConfig()).name
     rows: dict[EndpointName, QueueRow] = {}
-    asked = {"subject": work_subject(EndpointName(*wanted))}
+    asked = {"subject": work_subject(EndpointName(*wanted), lane="*")}
     async for page in _pages(jetstream, "STREAM.NAMES", asked):
         for stream in page["streams"] or ():
             name = queue_of_stream(stream)
             if name is None:
                 continue
             with suppress(NoStream):  # deleted meanwhile
-                info = await jetstream.consumer_info(stream, takers, timeout=API_SECONDS)
-                rows[name] = QueueRow(str(name), info.pending, info.ack_pending, 0)
+                lanes = await list_lanes(jetstream, stream)
+                waiting = sum(lane.pending for lane in lanes.values())
+                held = sum(lane.ack_pending for lane in lanes.values())
+                rows[name] = QueueRow(str(name), waiting, held, 0)
     asked = {"subjects_filter": dead_letter_subject(*wanted)}
     with suppress(NoStream):
         call = f"STREAM.INFO.{dead_letter_stream(wanted.namespace)}"
@@ -148,6 +149,21 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
                 row = rows.get(name, QueueRow(str(name), 0, 0, 0))
                 rows[name] = row._replace(dead=row.dead + count)
     return [rows[name] for name in sorted(rows)]
+
+
+async def list_lanes(jetstream: NatsJetStream, stream: str) -> dict[str, ConsumerInfo]:
+    """How far the takers of each lane of a queue are, by the name of its consumer.
+
+    Raises:
+        NoStream: the queue is gone.
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    names: list[str] = []
+    async for page in _pages(jetstream, f"CONSUMER.NAMES.{stream}", {}):
+        names += page["consumers"] or ()
+    return {
+        name: await jetstream.consumer_info(stream, name, timeout=API_SECONDS) for name in names
+    }
 
 
 async def _pages(

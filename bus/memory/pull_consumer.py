@@ -123,7 +123,7 @@ class MemoryPullConsumer:
 
     def info(self) -> ConsumerInfo:
         """The progress of its readers."""
-        pending = len(self.stream.after(self._next_sequence, ">"))
+        pending = len(self.stream.after(self._next_sequence, self.config.subject))
         return ConsumerInfo(pending, len(self._unsettled), self.config.ack_wait)
 
     def want(self, reader: MemoryPullReader) -> None:
@@ -184,7 +184,7 @@ class MemoryPullConsumer:
                 return sequence
         if len(self._unsettled) >= self.config.max_ack_pending:
             return None
-        fresh = self.stream.after(self._next_sequence, ">")
+        fresh = self.stream.after(self._next_sequence, self.config.subject)
         return fresh[0] if fresh else None
 
     def _deliver(self, reader: MemoryPullReader, sequence: int, now: float) -> None:
@@ -192,7 +192,7 @@ class MemoryPullConsumer:
         tries = 1 if before is None else before.tries + 1
         self._unsettled[sequence] = _Unsettled(tries, now + self.config.ack_wait)
         self._next_sequence = max(self._next_sequence, sequence + 1)
-        pending = len(self.stream.after(self._next_sequence, ">"))
+        pending = len(self.stream.after(self._next_sequence, self.config.subject))
         message = self.stream.get(sequence)._replace(pending=pending)
         token = ack_subject(self.stream.config.name, self.config.name, sequence)
         delivery = Delivery(message, tries, token)

@@ -336,7 +336,7 @@ class NatsJetStream:
             return
         except NoStream:
             pass
-        request = {
+        request: dict[str, Any] = {
             "stream_name": stream,
             "action": "create",
             "config": {
@@ -352,6 +352,9 @@ class NatsJetStream:
             },
         }
         call = f"CONSUMER.CREATE.{stream}.{config.name}"
+        if config.subject != ">":
+            request["config"]["filter_subject"] = config.subject
+            call = f"{call}.{config.subject}"
         try:
             await self.api(call, request, timeout=timeout)
         except PermissionDenied as error:

@@ -33,6 +33,7 @@ _ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
 
 _LITERAL_SUBJECT = re.compile(r"[!-~]+")
 _JOB_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LANE = re.compile(r"[a-z0-9]{1,8}")
 
 
 def check_token(kind: str, value: object) -> str:
@@ -188,19 +189,33 @@ def job_token(job_id: str) -> str:
     return f"={hashlib.blake2s(job_id.encode(), digest_size=16).hexdigest()}"
 
 
-def work_subject(queue: EndpointName, job: str = ">") -> str:
-    """The subject to which jobs of an endpoint are put. Copies of it have one more token."""
-    return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}.{job}"
+def work_subject(queue: EndpointName, job: str = ">", lane: str = "normal") -> str:
+    """The subject to which jobs of an endpoint are put. Copies of it have one more token.
+
+    Args:
+        lane: of the queue; `*` for any.
+    """
+    return f"{queue.namespace}.{queue.component}.{WORK}.{queue.endpoint}.{lane}.{job}"
+
+
+def is_lane(text: str) -> bool:
+    """Whether a text may be the name of a lane of a queue."""
+    return _LANE.fullmatch(text) is not None
+
+
+def lane_of_subject(subject: str) -> str:
+    """The lane of the job that was put at a subject."""
+    return subject.split(".")[4]
 
 
 def job_of_subject(subject: str) -> str:
     """The token of the job that was put at a subject."""
-    return subject.split(".")[4]
+    return subject.split(".")[5]
 
 
 def is_copy_subject(subject: str) -> bool:
     """Whether a job was put at a subject as a copy of one."""
-    return subject.count(".") > 4
+    return subject.count(".") > 5
 
 
 _WORK_STREAM: Final = "DYNBUS_WORK_"

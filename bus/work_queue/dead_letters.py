@@ -16,9 +16,11 @@ from dynbus.bus.protocol.names import (
     check_token,
     dead_letter_stream,
     dead_letter_subject,
+    is_lane,
     job_log_stream,
     job_log_subject,
     job_token,
+    lane_of_subject,
     work_subject,
 )
 from dynbus.bus.transport import (
@@ -61,6 +63,7 @@ class DeadLetter(NamedTuple):
         headers, data: as the job was put; empty where they were too many bytes to keep.
         sequence: of the stream of dead letters.
         lost_bytes: of headers and data, which were too many to keep.
+        lane: of the queue.
     """
 
     letter_id: str
@@ -75,6 +78,7 @@ class DeadLetter(NamedTuple):
     data: bytes
     sequence: int
     lost_bytes: int = 0
+    lane: str = "normal"
 
 
 def letter_id_of(queue: EndpointName, job_id: str) -> str:
@@ -133,6 +137,7 @@ class DeadLetters:
             header_names.DEAD_ERROR: error_text(error),
             header_names.DEAD_TRIES: str(tries),
             header_names.DEAD_QUEUED: str(int(put_at(message) * 1000)),
+            header_names.DEAD_LANE: lane_of_subject(message.subject),
         }
         subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
         try:
@@ -184,7 +189,7 @@ class DeadLetters:
 
     async def redrive(self, letter: DeadLetter) -> None:
         """Put the job into its queue again, without its deadline and with all its tries, and
-        discard the letter.
+        discard the letter. In an ordered queue it comes behind those that are there.
 
         Raises:
             PayloadTooLarge: the letter has not what the job says; it stays.
@@ -201,7 +206,7 @@ class DeadLetters:
         await self._forget_end(letter)
         try:
             await self._jetstream.publish(
-                work_subject(letter.queue, job_token(letter.job_id)),
+                work_subject(letter.queue, job_token(letter.job_id), letter.lane),
                 letter.data,
                 # Of the letter: a process that tries twice puts it once, and its first put is not
                 # in the way.
@@ -241,6 +246,7 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
         return None
     namespace, component, _, endpoint, letter_id = tokens
     fields = message.headers
+    lane = fields.get(header_names.DEAD_LANE, "")
     return DeadLetter(
         letter_id,
         EndpointName(namespace, component, endpoint),
@@ -254,6 +260,7 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
         message.data,
         message.sequence,
         _number(fields.get(header_names.DEAD_LOST)),
+        lane if is_lane(lane) else "normal",
     )
 
 

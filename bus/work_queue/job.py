@@ -87,6 +87,8 @@ class WorkQueueConfig(NamedTuple):
             None, the default, for no limit.
         in_memory: lost when the server restarts.
         replicas: how many servers of a cluster keep it at most; None for the `replicas` of the bus.
+        ordered: whether jobs that were put with the same `key` are done in order, one at a time.
+            Keys share 16 lanes: a job that is to be tried again has its lane wait.
     """
 
     ack_wait: float = 30.0
@@ -97,6 +99,7 @@ class WorkQueueConfig(NamedTuple):
     max_age: float | None = None
     in_memory: bool = False
     replicas: int | None = None
+    ordered: bool = False
 
     def check(self) -> WorkQueueConfig:
         """Return it when it is usable.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 
+from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
     DeadlineExceeded,
@@ -20,13 +21,22 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol import headers as header_names
-from dynbus.bus.protocol.names import EndpointName, job_token, work_stream, work_subject
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    job_log_stream,
+    job_log_subject,
+    job_token,
+    lane_of_subject,
+    work_stream,
+    work_subject,
+)
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.server_clock import ServerClock
 from dynbus.bus.transport import (
     AckKind,
     Connection,
     ConnectionState,
+    ConsumerInfo,
     Delivery,
     NoStream,
     PullConsumerConfig,
@@ -45,10 +55,14 @@ from .job import (
     milliseconds,
     put_at,
 )
+from .lanes import lanes_of
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 CONSUMER: Final = "takers"
+"""Each lane has one of this name, with `-` and that of the lane behind it."""
 DUPLICATE_WINDOW: Final = 120.0
 MAX_PUT_SECONDS: Final = 100.0
 """Below the window in which a repeat is known as one."""
@@ -62,6 +76,8 @@ LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 RETRY_AFTER_FULL: Final = 1.0
 KEPT_BY_COPIES: Final = (header_names.DEADLINE, header_names.JOB_BEGINS)
+RETURN_RECORD: Final = "return"
+RETURNS_KEPT_FOR: Final = 7 * 24 * 3600.0
 CLOCK_AGE: Final = 60.0
 """Seconds after which the server is asked again what time it is: its clock may have been set."""
 
@@ -70,7 +86,8 @@ def queue_config(name: EndpointName, config: WorkQueueConfig) -> StreamConfig:
     """The stream of a queue."""
     return StreamConfig(
         work_stream(name),
-        (work_subject(name),),
+        # What is put elsewhere is refused by the server: nobody would take it.
+        tuple(work_subject(name, lane=lane) for lane in lanes_of(ordered=config.ordered)),
         StreamLimits(
             max_bytes=config.max_bytes,
             max_messages=config.max_jobs,
@@ -87,13 +104,28 @@ def queue_config(name: EndpointName, config: WorkQueueConfig) -> StreamConfig:
     )
 
 
-def takers_config(config: WorkQueueConfig) -> PullConsumerConfig:
-    """The consumer that the takers of a queue share."""
-    return PullConsumerConfig(CONSUMER, config.ack_wait)
+def takers_config(name: EndpointName, config: WorkQueueConfig) -> tuple[PullConsumerConfig, ...]:
+    """The consumers that the takers of a queue share, one for each lane."""
+    consumers = [
+        PullConsumerConfig(
+            f"{CONSUMER}-{lane}", config.ack_wait, subject=work_subject(name, lane=lane)
+        )
+        for lane in lanes_of(ordered=config.ordered)
+    ]
+    if config.ordered:
+        # So the server hands out the next job of a lane when the one before it has left.
+        consumers = [one._replace(max_ack_pending=1) for one in consumers]
+    return tuple(consumers)
 
 
 class JobStream:
-    """The stream and the clock that the putters and the takers of one queue share."""
+    """The stream and the clock that the putters and the takers of one queue share.
+
+    Attributes:
+        lanes: of the queue; those that come first are preferred, or none where it is ordered.
+        consumers: of the lanes.
+        waiting: jobs in each lane at the last `ensure`.
+    """
 
     def __init__(self, connection: Connection, name: EndpointName, config: WorkQueueConfig) -> None:
         self.connection = connection
@@ -101,6 +133,9 @@ class JobStream:
         self.name = name
         self.config = config.check()
         self.stream = work_stream(name)
+        self.lanes = lanes_of(ordered=config.ordered)
+        self.consumers = takers_config(name, config)
+        self.waiting: Sequence[int] = [0] * len(self.lanes)
         self._ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
@@ -140,7 +175,7 @@ class JobStream:
         self.outage_at = monotonic()
 
     async def ensure(self) -> None:
-        """Make the stream and its consumer where they are missing.
+        """Make the stream and its consumers where they are missing.
 
         Raises:
             ConfigError: there is a stream of this name that is another one, or another region
@@ -150,12 +185,38 @@ class JobStream:
             Unavailable: the server does not answer.
         """
         config = queue_config(self.name, self.config)
-        await self.jetstream.ensure_stream(config, probe=work_subject(self.name, PROBE))
-        await self.jetstream.ensure_pull_consumer(self.stream, takers_config(self.config))
+        probe = work_subject(self.name, PROBE, self.lanes[0])
+        await self.jetstream.ensure_stream(config, probe=probe)
+        await self._of_each(lambda one: self.jetstream.ensure_pull_consumer(self.stream, one))
         await self._check_age()
         self._created = await self._ask_clock()
-        info = await self.jetstream.consumer_info(self.stream, CONSUMER)
-        self._ack_wait = info.ack_wait
+        infos = await self._infos()
+        self._ack_wait = infos[0].ack_wait
+        self.waiting = [info.pending for info in infos]
+
+    async def _infos(self, timeout: float = 5.0) -> list[ConsumerInfo]:
+        """How far the takers of each lane are."""
+        return await self._of_each(
+            lambda one: self.jetstream.consumer_info(self.stream, one.name, timeout=timeout)
+        )
+
+    async def _of_each(self, ask: Callable[[PullConsumerConfig], Awaitable[T]]) -> list[T]:
+        """What the server answers for each consumer, or the first of its refusals."""
+        answers: dict[str, T] = {}
+        failures: list[DynbusError] = []
+
+        async def one_of(consumer: PullConsumerConfig) -> None:
+            try:
+                answers[consumer.name] = await ask(consumer)
+            except DynbusError as error:
+                failures.append(error)
+
+        async with task_group() as tasks:
+            for consumer in self.consumers:
+                tasks.start_soon(one_of, consumer)
+        if failures:
+            raise failures[0]
+        return [answers[consumer.name] for consumer in self.consumers]
 
     async def _check_age(self) -> None:
         """Tell of a queue that loses jobs: one that somebody else made, or an earlier version."""
@@ -193,7 +254,7 @@ class JobStream:
 
     async def find(self, job_id: str) -> list[StoredMessage]:
         """See `WorkQueue.find`."""
-        subject = work_subject(self.name, job_token(job_id))
+        subject = work_subject(self.name, job_token(job_id), "*")
         try:
             whole = await self.jetstream.last(self.stream, subject)
             copies = await self.jetstream.read(self.stream, f"{subject}.*")
@@ -229,7 +290,8 @@ class JobStream:
         deadline: float | None,
         headers: Mapping[str, str] | None,
         timeout: float,
-        delay: float = 0.0,
+        delay: float,
+        lane: str,
     ) -> None:
         """See `WorkQueue.put`."""
         now = monotonic()
@@ -250,11 +312,18 @@ class JobStream:
             if deadline <= now:
                 raise DeadlineExceeded(f"job {job_id} was not put: its deadline has passed")
             until = min(until, deadline)
-        await self._store(data, job_id, fields, deadline, until)
+        subject = work_subject(self.name, job_token(job_id), lane)
+        await self._store(subject, data, job_id, fields, deadline, until)
         self._depth = self._depth._replace(waiting=self._depth.waiting + 1)
 
     async def _store(
-        self, data: bytes, job_id: str, fields: dict[str, str], deadline: float | None, until: float
+        self,
+        subject: str,
+        data: bytes,
+        job_id: str,
+        fields: dict[str, str],
+        deadline: float | None,
+        until: float,
     ) -> None:
         pause = RETRY_PAUSE
         was_made = False
@@ -265,7 +334,7 @@ class JobStream:
                 fields[header_names.DEADLINE] = milliseconds(deadline - monotonic())
             try:
                 await self.jetstream.publish(
-                    work_subject(self.name, job_token(job_id)),
+                    subject,
                     data,
                     timeout=min(TRY_SECONDS, max(left, RETRY_PAUSE)),
                     message_id=job_id,
@@ -311,11 +380,13 @@ class JobStream:
 
     async def _measure(self, timeout: float) -> None:
         try:
-            info = await self.jetstream.consumer_info(self.stream, CONSUMER, timeout=timeout)
+            infos = await self._infos(timeout)
         except NoStream:
             await self.ensure()
-            info = await self.jetstream.consumer_info(self.stream, CONSUMER, timeout=timeout)
-        self._depth = QueueDepth(info.pending, info.ack_pending)
+            infos = await self._infos(timeout)
+        self._depth = QueueDepth(
+            sum(info.pending for info in infos), sum(info.ack_pending for info in infos)
+        )
         self._measured = monotonic()
 
     async def drop(self, delivery: Delivery, created: float, until: float) -> bool:
@@ -393,13 +464,42 @@ class JobStream:
         fields[header_names.JOB_AGE] = milliseconds(await self.now() - put)
         if delay > 0:
             fields[header_names.JOB_DELAY] = milliseconds(delay)
+        lane = lane_of_subject(message.subject)
         await self.jetstream.publish(
-            work_subject(self.name, f"{job_token(job_id)}.{name}"),
+            work_subject(self.name, f"{job_token(job_id)}.{name}", lane),
             message.data,
             timeout=TRY_SECONDS,
             message_id=f"{job_id} again {repeat_id}",
             headers=fields,
         )
+
+    async def note_return(self, delivery: Delivery, job_id: str) -> None:
+        """Keep that a delivery of an ordered queue was no try: in its lane a copy would come behind
+        others. Where that cannot be stored it counts as one."""
+        try:
+            await self.jetstream.publish(
+                job_log_subject(self.name, job_token(job_id), RETURN_RECORD),
+                str(delivery.message.sequence).encode(),
+                ttl=RETURNS_KEPT_FOR,
+                timeout=TRY_SECONDS,
+            )
+        except DynbusError as error:
+            logger.warning("job %s of %s has a try less: %s", job_id, self.name, error)
+
+    async def returns(self, delivery: Delivery, job_id: str) -> int:
+        """How many deliveries of an ordered queue were none of a job's tries.
+
+        Raises:
+            Unavailable: the server does not say.
+        """
+        subject = job_log_subject(self.name, job_token(job_id), RETURN_RECORD)
+        try:
+            records = await self.jetstream.read(
+                job_log_stream(self.name), subject, timeout=TRY_SECONDS
+            )
+        except NoStream:
+            return 0
+        return sum(record.data == b"%d" % delivery.message.sequence for record in records)
 
     async def give_back(self, delivery: Delivery, delay: float) -> None:
         """Have a job handed out again; where the server does not hear it, that takes `ack_wait`."""

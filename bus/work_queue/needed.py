@@ -15,15 +15,15 @@ from .job_stream import queue_config, takers_config
 
 
 class NeededStream(NamedTuple):
-    """A stream, and the consumer that its readers share, if they do."""
+    """A stream, and the consumers that its readers share, if they do."""
 
     stream: StreamConfig
-    consumer: PullConsumerConfig | None = None
+    consumers: tuple[PullConsumerConfig, ...] = ()
 
     @classmethod
     def of_queue(cls, name: EndpointName, config: WorkQueueConfig) -> NeededStream:
         """The stream of a queue of jobs."""
-        return cls(queue_config(name, config), takers_config(config))
+        return cls(queue_config(name, config), takers_config(name, config))
 
     @staticmethod
     def of_kernel(namespace: str) -> list[StreamConfig]:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from dynbus.bus.bus import Bus
+from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName, holder_subject
 from dynbus.bus.transport import NoStream, StoredMessage
 
@@ -16,6 +17,7 @@ from .dead_letters import DeadLetters
 from .holders import HOLDERS_STREAM, Holders, read_holders
 from .job import JobEnd, QueueDepth, WorkQueueConfig
 from .job_stream import JobStream
+from .lanes import lane_of_key, lane_of_priority
 from .observing import QueueFigures
 from .taker import CLOSE_SECONDS, Taker
 
@@ -60,6 +62,8 @@ class WorkQueue:
         headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
         delay: float = 0.0,
+        key: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Put a job; on return the server has stored it. One that is in the queue under this id, or
         was put under it in the last two minutes, is not put again.
@@ -72,18 +76,48 @@ class WorkQueue:
                 the server's clock and no other.
             timeout: seconds to try for; a try that was not answered is repeated.
             delay: seconds before it may begin, by the server's clock.
+            key: of an ordered queue, and of no other: the jobs of one key are done in the order in
+                which the server has stored them, one at a time.
+            priority: jobs above 0 begin before those of 0, and these before those below it, for
+                ever where more of them come. A taker that is busy with jobs below 0 learns within
+                a second that one of 0 was put.
 
         Raises:
+            ConfigError: the id or a header is not usable, or an ordered queue is given no key, a
+                priority or a delay, or another one a key.
             Overloaded: the queue is full.
             DeadlineExceeded: it has passed already.
             PayloadTooLarge: it does not fit into a message.
             Unavailable: the server did not confirm it in time; it may be there.
         """
+        lane = self._lane(key, priority, delay)
         with self._figures.putting(job_id) as trace:
             await self._jobs.put(
-                data, job_id, deadline, {**trace, **(headers or {})}, timeout, delay
+                data, job_id, deadline, {**trace, **(headers or {})}, timeout, delay, lane
             )
         self._figures.put()
+
+    def _lane(self, key: str | None, priority: int, delay: float) -> str:
+        if not self._jobs.config.ordered:
+            if key is not None:
+                raise ConfigError(
+                    f"the queue {self.name} is not ordered, and has no keys: leave key={key!r} "
+                    "out, or make it with WorkQueueConfig(ordered=True)"
+                )
+            return lane_of_priority(priority)
+        if key is None:
+            raise ConfigError(f"the queue {self.name} is ordered: give the key of the job")
+        if priority:
+            raise ConfigError(
+                f"priority={priority} would have a job of the ordered queue {self.name} go before "
+                "others of its key: leave it out"
+            )
+        if delay:
+            raise ConfigError(
+                f"delay={delay:g} would have all later jobs of its lane wait in the ordered queue "
+                f"{self.name}: leave it out, or put the job when its time has come"
+            )
+        return lane_of_key(key)
 
     @asynccontextmanager
     async def take(self, limit: int = 1) -> AsyncGenerator[Taker]:

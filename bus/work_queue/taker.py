@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
+from bisect import insort
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Final, Self
+from functools import partial
+from typing import Final, NamedTuple, Self
 
 import anyio
+import anyio.lowlevel
 
 from dynbus.bus.background import Background, Work
 from dynbus.bus.clock import monotonic
@@ -16,13 +19,15 @@ from dynbus.bus.context import MAX_ID_LENGTH, Context, entered
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, UnknownOutcome
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
+from dynbus.bus.protocol.names import work_subject
 from dynbus.bus.telemetry.telemetry import CallObservation
 from dynbus.bus.telemetry.trace_context import trace_fields
-from dynbus.bus.transport import ConnectionState, Delivery
+from dynbus.bus.transport import ConnectionState, Delivery, Message, Subscription
 
 from .dead_letters import DeadLetters
 from .job import DeathReason, Disposition, Facts, JobEnd, counted, error_text, judge, put_at
-from .job_stream import CONSUMER, JobStream
+from .job_stream import JobStream
+from .lanes import HIGH, PATIENCE, LaneChoice
 from .observing import QueueFigures
 
 logger = logging.getLogger(__name__)
@@ -32,11 +37,21 @@ KEEP_FRACTION: Final = 4
 """How often a job is kept alive within its `ack_wait`."""
 SETTLE_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 5.0
+UNKNOWN_TRIES_DELAY: Final = 1.0
+"""Seconds before a job is tried again of which the server does not say how often it was tried."""
 REMEMBERED: Final = 4096
 """Settled jobs that are known again when a server that was killed hands them out once more."""
 
 JobKey = tuple[int, float]
 """The sequence of a job and the time at which it was stored: another stream has others."""
+
+
+class _Ready(NamedTuple):
+    """A delivery that may begin, and the place of its lane."""
+
+    lane: int
+    delivery: Delivery
+    returns: int = 0
 
 
 def _key(delivery: Delivery) -> JobKey:
@@ -55,6 +70,8 @@ class Job:
         data: as it was put.
         headers: as they were put.
         tries: how often it was handed out, this time included.
+        lane: the place of its lane in the queue.
+        returns: deliveries of an ordered queue that were none of its tries: it was given back.
         deadline: on the library's monotonic clock in seconds; None without one.
         queued_at: Unix seconds by the server's clock, at which it was put.
         waited: seconds since then, by the server's clock and ours.
@@ -69,6 +86,8 @@ class Job:
         created: float,
         waited: float,
         observation: CallObservation | None = None,
+        lane: int = 0,
+        returns: int = 0,
     ) -> None:
         self.job_id = facts.job_id
         self.data = delivery.message.data
@@ -79,6 +98,8 @@ class Job:
         self.end: JobEnd | None = None
         self.queued_at = put_at(delivery.message)
         self.delivery = delivery
+        self.lane = lane
+        self.returns = returns
         self.created = created
         self.heard = monotonic()
         self._taker = taker
@@ -227,19 +248,31 @@ class Taker:
         self._background = background
         self._limit = limit
         self._held: dict[JobKey, Job] = {}
-        self._ready: deque[Delivery] = deque()
+        self._ready: list[_Ready] = []
         self._waiting = 0
+        self._gave_up_waiting = False
+        self._ordered = jobs.config.ordered
+        self._choice = LaneChoice(jobs.waiting, ordered=self._ordered)
         self._settling = 0
         self._settled: OrderedDict[JobKey, None] = OrderedDict()
         self._drained = False
         self._changed = asyncio.Event()
         self._keep_now = asyncio.Event()
         self._is_missing = asyncio.Event()
+        self._may_be_too_many = asyncio.Event()
         self._stop_listening = jobs.connection.on_state(self._on_state)
-        self._reader = jobs.jetstream.pull(
-            jobs.stream, CONSUMER, self._receive, on_missing=self._is_missing.set
-        )
+        self._readers = [
+            jobs.jetstream.pull(
+                jobs.stream,
+                consumer.name,
+                partial(self._receive, lane),
+                on_missing=self._is_missing.set,
+            )
+            for lane, consumer in enumerate(jobs.consumers)
+        ]
+        self._subscription = None if self._ordered else self._hear_of_urgent_jobs()
         self._works: list[Work] = [
+            background.start(self._give_back_surplus, name=f"share jobs of {jobs.name}"),
             background.start(self._keep, name=f"keep jobs of {jobs.name}"),
             background.start(self._make, name=f"make the queue {jobs.name}"),
         ]
@@ -261,7 +294,7 @@ class Taker:
     def deliveries(self) -> Iterator[Delivery]:
         """The deliveries that the server has handed out here and is to hear of, oldest first."""
         yield from [job.delivery for job in self._held.values()]
-        yield from list(self._ready)
+        yield from [ready.delivery for ready in self._ready]
 
     def doubt(self) -> None:
         """Another taker took this one for dead, and gave back what it held."""
@@ -273,18 +306,30 @@ class Taker:
 
     async def __anext__(self) -> Job:
         self._waiting += 1
+        self._gave_up_waiting = True
         try:
             while True:
                 job = await self._begin_one()
                 if job is not None:
+                    self._gave_up_waiting = False
                     return job
                 if self._drained:
                     raise StopAsyncIteration
                 self._ask()
                 self._changed.clear()
-                await self._changed.wait()
+                await self._wait_for_change()
         finally:
             self._waiting -= 1
+
+    async def _wait_for_change(self) -> None:
+        asked = self._asked()
+        if not self._choice.hopes(asked):
+            await self._changed.wait()
+            return
+        with anyio.move_on_after(PATIENCE) as waiting:
+            await self._changed.wait()
+        if waiting.cancelled_caught:
+            self._choice.heard_nothing(self._asked())
 
     async def drain(self) -> None:
         """Take no more and give back what is not begun; iterations end. Jobs that are held stay so
@@ -293,9 +338,13 @@ class Taker:
             return
         self._drained = True
         self._changed.set()
-        await self._reader.stop()
+        if self._subscription is not None:
+            self._subscription.unsubscribe()
+        async with anyio.create_task_group() as tasks:
+            for reader in self._readers:
+                tasks.start_soon(reader.stop)
         while self._ready:
-            delivery = self._ready.popleft()
+            delivery = self._ready.pop(0).delivery
             await self._return(delivery, self._judge(delivery).facts.job_id)
 
     async def close(self) -> None:
@@ -323,13 +372,34 @@ class Taker:
 
     # Jobs that come --------------------------------------------------------------------
 
-    def _ask(self) -> None:
-        room = self._limit - len(self._held)
-        count = min(self._waiting, room) - len(self._ready) - self._reader.wanted
-        if count > 0:
-            self._reader.ask(count)
+    def _hear_of_urgent_jobs(self) -> Subscription:
+        """Hear of jobs that go before others, which a lane that hands out jobs does not tell."""
+        lane = self._jobs.lanes.index(HIGH)
 
-    def _receive(self, delivery: Delivery) -> None:
+        def hear(_: Message) -> None:
+            self._choice.heard_of_job(lane)
+
+        return self._jobs.connection.subscribe(work_subject(self._jobs.name, lane=HIGH), hear)
+
+    def _asked(self) -> list[int]:
+        return [reader.wanted for reader in self._readers]
+
+    def _ask(self) -> None:
+        needed = min(self._waiting, self._limit - len(self._held)) - len(self._ready)
+        if needed <= 0:
+            return
+        held: set[int] = set()
+        if self._ordered:
+            held = {job.lane for job in self._held.values()}
+            held.update(ready.lane for ready in self._ready)
+        asks = self._choice.pick(needed, self._asked(), held, monotonic())
+        for lane, count in asks.counts.items():
+            self._readers[lane].ask(count)
+        for lane in asks.surplus:
+            self._background.start(self._readers[lane].withdraw, name="ask a lane no more")
+
+    def _receive(self, lane: int, delivery: Delivery) -> None:
+        self._choice.delivered(lane, delivery.message.pending)
         key = _key(delivery)
         delivery, delay = counted(delivery, monotonic() - self._jobs.queued(delivery))
         if (job := self._held.get(key)) is not None:
@@ -345,23 +415,72 @@ class Taker:
                 self._jobs.give_back, delivery, delay, name="have a job wait that was given back"
             )
             self._ask()
+        elif self._ordered and delivery.tries > 1:
+            self._background.start(self._recall, lane, delivery, name="learn a job's tries")
         else:
-            self._ready.append(delivery)
-            self._changed.set()
-            self.on_change()
+            self._admit(lane, delivery)
+
+    async def _recall(self, lane: int, delivery: Delivery) -> None:
+        """Take a delivery without those that were none of the job's tries."""
+        job_id = self._judge(delivery).facts.job_id
+        try:
+            returns = await self._jobs.returns(delivery, job_id)
+        except DynbusError as error:
+            logger.info("%r: a job waits, its tries are not known: %s", self, error)
+            await self._jobs.note_return(delivery, job_id)
+            await self._jobs.give_back(delivery, UNKNOWN_TRIES_DELAY)
+            return
+        counted_less = delivery._replace(tries=max(1, delivery.tries - returns))
+        self._admit(lane, counted_less, returns)
+
+    def _admit(self, lane: int, delivery: Delivery, returns: int = 0) -> None:
+        ready = _Ready(lane, delivery, returns)
+        if self._ordered:
+            self._ready.append(ready)
+        else:
+            insort(self._ready, ready, key=lambda one: one.lane)
+        self._changed.set()
+        self.on_change()
+        if sum(self._asked()) + len(self._ready) > self._most_to_begin() or self._drained:
+            self._may_be_too_many.set()
+
+    def _most_to_begin(self) -> int:
+        return min(self._waiting, self._limit - len(self._held))
+
+    def _most_to_keep(self) -> int:
+        if self._drained:
+            return 0
+        # Who was cancelled as it waited comes back for what it had asked for.
+        is_left = self._gave_up_waiting and len(self._held) < self._limit
+        return max(self._most_to_begin(), int(is_left))
+
+    async def _give_back_surplus(self) -> None:
+        """Hand on what several lanes have handed out here and this taker does not begin."""
+        while True:
+            await self._may_be_too_many.wait()
+            self._may_be_too_many.clear()
+            # Who iterates has had the time to take what came, and to wait for more.
+            for _ in range(3):
+                await anyio.lowlevel.checkpoint()
+            await self._want_no_more_than_is_waited_for()
+            while len(self._ready) > self._most_to_keep():
+                lane, delivery, _ = self._ready.pop()
+                self._choice.heard_of_job(lane)
+                await self._pass_on(delivery, self._judge(delivery).facts.job_id)
 
     async def _begin_one(self) -> Job | None:
         """The next job that may begin; None where there is none."""
         if self._ready:
             await self._read_clock()
         while self._ready and not self._drained and len(self._held) < self._limit:
-            delivery = self._ready.popleft()
+            lane, delivery, returns = self._ready.pop(0)
             disposition = self._judge(delivery)
             if disposition.end is None:
                 facts = disposition.facts
                 attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
                 waited = monotonic() - self._jobs.queued(delivery)
-                job = Job(self, delivery, facts, self._jobs.created, waited, attempt)
+                created = self._jobs.created
+                job = Job(self, delivery, facts, created, waited, attempt, lane, returns)
                 self._held[_key(delivery)] = job
                 self._figures.taken(waited if delivery.tries == 1 else None)
                 return job
@@ -475,14 +594,20 @@ class Taker:
         job.left(JobEnd.RETURNED)
 
     async def _return(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
+        await self._pass_on(delivery, job_id, delay)
+        self._figures.left(JobEnd.RETURNED)
+
+    async def _pass_on(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
+        """Have another taker get a job with which nothing is wrong."""
         # The server counts its deliveries, and not what became of them.
         is_last = delivery.tries >= self._jobs.config.tries
         await self._want_no_more_than_is_waited_for()
-        if not (is_last and await self._jobs.put_again(delivery, job_id, delay)):
-            await self._hand_back(delivery, delay)
-        else:
+        if self._ordered:
+            await self._jobs.note_return(delivery, job_id)
+        elif is_last and await self._jobs.put_again(delivery, job_id, delay):
             await self._drop(delivery, self._jobs.created)
-        self._figures.left(JobEnd.RETURNED)
+            return
+        await self._hand_back(delivery, delay)
 
     async def _hand_back(self, delivery: Delivery, delay: float) -> None:
         """Have a job handed out again. It is not held any more from here on: it may come to this
@@ -492,10 +617,14 @@ class Taker:
         await self._jobs.give_back(delivery, delay)
 
     async def _want_no_more_than_is_waited_for(self) -> None:
-        """Withdraw what was asked for where nobody waits for it: a taker that is about to leave
-        would be handed what it gives back."""
-        if not self._waiting and self._reader.wanted:
-            await self._reader.withdraw()
+        """Withdraw what was asked for where nobody waits for it, or could hold it: a taker that is
+        about to leave would be handed what it gives back."""
+        if self._most_to_begin() > 0:
+            return
+        async with anyio.create_task_group() as tasks:
+            for reader in self._readers:
+                if reader.wanted:
+                    tasks.start_soon(reader.withdraw)
 
     async def bury(self, job: Job, error: BaseException | str) -> None:
         """See `Job.bury`."""
@@ -527,8 +656,8 @@ class Taker:
             async with anyio.create_task_group() as tasks:
                 for job in list(self._held.values()):
                     tasks.start_soon(self._keep_job, job)
-                for delivery in list(self._ready):
-                    tasks.start_soon(self._jobs.keep, delivery)
+                for ready in list(self._ready):
+                    tasks.start_soon(self._jobs.keep, ready.delivery)
 
     async def _keep_job(self, job: Job) -> None:
         if await self._jobs.keep(job.delivery):

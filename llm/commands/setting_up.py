@@ -109,8 +109,8 @@ async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Out
         exists = await jetstream.has_stream(one.stream)
         if not dry_run:
             await jetstream.ensure_stream(one.stream)
-            if one.consumer is not None:
-                await jetstream.ensure_pull_consumer(name, one.consumer)
+            for consumer in one.consumers:
+                await jetstream.ensure_pull_consumer(name, consumer)
         elif not exists:
             return Outcome(name, Status.MISSING, one.stream.description.removeprefix("dynbus: "))
         listed = await _differences(jetstream, one)
@@ -126,13 +126,13 @@ async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Out
 
 
 async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
-    """What of a stream, or of its consumer, is otherwise than dynbus makes it."""
+    """What of a stream, or of its consumers, is otherwise than dynbus makes it."""
     existing = await jetstream.stream_config(one.stream.name)
     listed = one.stream.differences(existing, "in_memory", "rollup", "marker_ttl")
-    if one.consumer is not None:
-        has = (await jetstream.consumer_info(one.stream.name, one.consumer.name)).ack_wait
-        if has != one.consumer.ack_wait:
-            listed.append(f"ack_wait = {has}, not {one.consumer.ack_wait}")
+    for consumer in one.consumers[:1]:
+        has = (await jetstream.consumer_info(one.stream.name, consumer.name)).ack_wait
+        if has != consumer.ack_wait:
+            listed.append(f"ack_wait = {has}, not {consumer.ack_wait}")
     return listed
 
 

@@ -226,7 +226,7 @@ def test_a_job_is_stored_so() -> None:
 
         jetstream = presence.data.jetstream
         stored = await jetstream.last(
-            "DYNBUS_WORK_demo+Printer+print", "demo.Printer._work.print.one"
+            "DYNBUS_WORK_demo+Printer+print", "demo.Printer._work.print.normal.one"
         )
         assert stored is not None
         assert (stored.data, dict(stored.headers)) == (
@@ -268,7 +268,8 @@ def test_a_dead_letter_is_stored_and_read_so() -> None:
     async def story() -> None:
         jetstream = (await MemoryBus().connect()).jetstream
         letters = DeadLetters(jetstream, "demo")
-        job = StoredMessage("s", 3, 12.5, {"colour": "red", "Nats-Msg-Id": "one"}, b"page")
+        subject = "demo.Printer._work.print.low.one"
+        job = StoredMessage(subject, 3, 12.5, {"colour": "red", "Nats-Msg-Id": "one"}, b"page")
 
         await letters.put(QUEUE, "one", job, DeathReason.TRIES, "no\npaper", 5)
 
@@ -283,6 +284,7 @@ def test_a_dead_letter_is_stored_and_read_so() -> None:
                 "Dynbus-Dead-Error": "no paper",
                 "Dynbus-Dead-Tries": "5",
                 "Dynbus-Dead-Queued": "12500",
+                "Dynbus-Dead-Lane": "low",
             },
         )
         [letter] = await letters.find()

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from typing import Literal, cast
 
 import anyio
 import msgspec
@@ -24,6 +25,7 @@ from dynbus import (
     NoJob,
     PayloadTooLarge,
     Runtime,
+    call_options,
     context,
     handler,
 )
@@ -140,6 +142,104 @@ async def comes_to(job: JobHandle[Receipt], status: str) -> None:
     async with asyncio.timeout(PATIENCE):
         while (await job.state()).status != status:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.02)
+
+
+class Line(msgspec.Struct):
+    customer: Literal["ann", "bob"]
+
+
+class Sale(msgspec.Struct):
+    number: int
+    line: Line
+    fails: int = 0
+
+
+class Shop(Till, abstract=True):
+    """A shop that serves each customer in the order of the sales."""
+
+    @handler(durable=True, ordered_by="line.customer", tries=3, backoff=0.02)
+    async def sell(self, sale: Sale) -> int:
+        if context().attempt <= sale.fails:
+            raise LookupError("no bag")
+        self.begun.append(sale.number)
+        return sale.number
+
+
+@pytest.fixture
+async def shop(bus: Bus) -> AsyncIterator[tuple[Runtime, type[Shop]]]:
+    class OwnShop(Shop, namespace=f"n{secrets.token_hex(6)}", component="Shop"):
+        pass
+
+    runtime = await new_runtime(bus)
+    yield runtime, OwnShop
+    await runtime.close()
+
+
+async def test_jobs_are_done_in_the_order_of_a_field(shop: tuple[Runtime, type[Shop]]) -> None:
+    runtime, kind = shop
+    client = runtime.client(kind)
+    jobs = [
+        await client.sell.submit(Sale(number, Line("ann"), fails=number % 3)) for number in range(6)
+    ]
+    instances = [await runtime.start(kind) for _ in range(2)]
+
+    with anyio.fail_after(PATIENCE):
+        assert [await job.result() for job in jobs] == list(range(6))
+    assert await client.sell(Sale(6, Line("bob"))) == 6
+    generic = await runtime.endpoint(f"{kind.__dynbus_service__.namespace}.Shop.sell").client()
+    await generic.wait_for_instances(PATIENCE)
+    assert await generic.generate({"number": 7, "line": {"customer": "bob"}}) == 7
+
+    begun = [cast("Shop", one.actor).begun for one in instances]
+    assert all(numbers == sorted(numbers) for numbers in begun)
+    assert sorted(sum(begun, [])) == list(range(8))
+    with pytest.raises(InvalidRequest, match="go before others of its key"):
+        await client.sell.submit(Sale(1, Line("ann")), priority=2)
+    with pytest.raises(InvalidRequest, match="submit it when its time has come"):
+        await client.sell.submit(Sale(1, Line("ann")), delay=2.0)
+
+
+def test_a_field_that_is_no_key_is_refused_where_the_class_is_defined() -> None:
+    for path, said in (
+        ("line.custommer", "Line has no 'custommer' (did you mean customer?)"),
+        ("line", "is Line, which is no key"),
+        ("number.of", "asks for 'of' of int, which has no declared fields"),
+        ("line..x", "names no field of the request"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+
+            class Wrong(Actor, namespace="demo"):
+                @handler(durable=True, ordered_by=path)
+                async def sell(self, sale: Sale) -> int:
+                    return sale.number
+
+        assert said in str(caught.value)
+    with pytest.raises(ConfigError, match="takes no request"):
+
+        class Empty(Actor, namespace="demo"):
+            @handler(durable=True, ordered_by="customer")
+            async def sell(self) -> int:
+                return 1
+
+
+async def test_jobs_of_a_higher_priority_begin_first_and_are_stored_once_by_their_key(
+    desk: Desk,
+) -> None:
+    jobs = [await desk.client.charge.submit(Order(number)) for number in (1, 2)]
+    jobs.append(await desk.client.charge.submit(Order(3), priority=7, idempotency_key="third"))
+    with call_options(priority=1):
+        jobs.append(await desk.client.charge.submit(Order(4)))
+        again = await desk.client.charge.submit(Order(5), priority=-1, idempotency_key="third")
+    assert again.id == jobs[2].id
+
+    await desk.start()
+    for job in jobs:
+        await ended(job)
+
+    begun = desk.tills[0].begun
+    assert sorted(begun) == [1, 2, 3, 4]
+    # The result of a key is looked for before its job begins, beside others.
+    assert [number for number in begun if number != 3] == [4, 1, 2]
 
 
 async def test_a_call_of_a_durable_handler_is_a_job_that_is_waited_for(desk: Desk) -> None:

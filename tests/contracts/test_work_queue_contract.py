@@ -30,7 +30,7 @@ from dynbus.bus.protocol.names import (
     work_stream,
     work_subject,
 )
-from dynbus.bus.transport import StreamConfig, StreamLimits
+from dynbus.bus.transport import StreamLimits
 from dynbus.bus.work_queue import (
     DeadLetters,
     Job,
@@ -39,6 +39,7 @@ from dynbus.bus.work_queue import (
     Taker,
     WorkQueue,
     WorkQueueConfig,
+    queue_config,
 )
 
 from .conftest import Bus, eventually
@@ -532,11 +533,7 @@ async def test_a_queue_that_was_made_with_a_limit_of_age_is_told_of(
     queue: WorkQueue, here: Presence, name: EndpointName, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = StreamLimits(max_age=3600.0, discard_new=True)
-    await here.data.jetstream.ensure_stream(
-        StreamConfig(
-            work_stream(name), (work_subject(name),), limits, work_queue=True, in_memory=True
-        )
-    )
+    await here.data.jetstream.ensure_stream(queue_config(name, STEADY)._replace(limits=limits))
 
     async with queue.take():
         pass

@@ -23,7 +23,7 @@ from dynbus.kvrouter.stream import KvEventPublisher
 pytestmark = pytest.mark.anyio
 
 QUEUE = EndpointName("demo", "Printer", "print")
-APART = '["*.*._work.*", "*.*._dead.*.*", "*.*._kv.*.*", "_streams.>"]'
+APART = '["*.*._work.>", "*.*._dead.*.*", "*.*._kv.*.*", "_streams.>"]'
 
 
 class Regions(NamedTuple):

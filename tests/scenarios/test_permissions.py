@@ -240,7 +240,8 @@ def config_of(roles: Mapping[str, Sequence[str]]) -> str:
     entries = [OPERATOR] + [
         f'{{ user: "{role}", password: "secret", permissions: {{ '
         f"publish: {{ allow: [{', '.join(map(json.dumps, subjects))}] }}, "
-        f'subscribe: {{ allow: ["_R.{role}.>", "demo._cancel"] }} }} }}'
+        f'subscribe: {{ allow: ["_R.{role}.>", "demo._cancel", '
+        '"demo.Printer._work.print.high.>"] } } }'
         for role, subjects in roles.items()
     ]
     return "authorization { users = [\n" + "\n".join(entries) + "\n] }"

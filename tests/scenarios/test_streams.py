@@ -187,7 +187,7 @@ async def test_records_and_dead_letters_go_into_no_stream_that_shows_them(
 
         with pytest.raises(ConfigError, match="KV_dynbus_instances exists with republish = "):
             await runtime.start(Source)
-        job = StoredMessage("demo.Printer._work.print", 1, 1.0, {}, b"secret")
+        job = StoredMessage("demo.Printer._work.print.normal.one", 1, 1.0, {}, b"secret")
         with pytest.raises(ConfigError, match="DYNBUS_DEAD_demo exists with republish = "):
             await DeadLetters(jetstream, "demo").put(
                 queue, "one", job, DeathReason.REFUSED, "no paper", 1
