@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final, Self
 
 import msgspec
@@ -65,6 +67,7 @@ class ModelStream:
         self._ask = ask
         self._model = model
         self._asked: Asked | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._merged = MergedAnswer()
         self._is_over = False
 
@@ -80,6 +83,7 @@ class ModelStream:
             raise StopAsyncIteration
         try:
             if self._asked is None:
+                self._loop = asyncio.get_running_loop()
                 self._asked = await self._ask()
             data = await self._asked.take()
         except BaseException:
@@ -98,7 +102,11 @@ class ModelStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        self._leave()
+        if self._asked is None or self._is_over or self._loop is None:
+            return
+        # A collector may run in any thread. Where the loop is closed, nothing is left to end.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._asked.leave)
 
     async def aclose(self) -> None:
         """Leave it; nothing more comes."""

@@ -189,6 +189,31 @@ async def test_tenants_share_no_cached_blocks() -> None:
     assert (usage.prompt_tokens_details or {})["cached_tokens"] > 0
 
 
+async def test_streams_go_on_at_another_engine_when_theirs_is_killed() -> None:
+    async with TestKit() as kit:
+        engines = [await kit.start(Engine, engine="mock") for _ in range(2)]
+        model = Model("mock").client(kit.caller)
+
+        async def count(question: str) -> int:
+            stream = model.stream(question, max_tokens=200, ignore_eos=True)
+            async for _ in stream:
+                begun.add(question)
+            usage = (await stream.answer()).usage
+            assert usage is not None
+            return usage.completion_tokens
+
+        begun: set[str] = set()
+        questions = [f"{number} Tell me of the sea." for number in range(6)]
+        asked = [asyncio.ensure_future(count(question)) for question in questions]
+        await eventually(lambda: len(begun) == len(questions))
+        loads = [one.server.execution.load for one in engines]
+        await kit.kill(engines[0])
+        counts = await asyncio.gather(*asked)
+
+    assert loads[0] > 0
+    assert counts == [200] * len(questions)
+
+
 async def test_the_engine_works_in_the_trace_of_the_call() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
