@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 API_SECONDS: Final = 5.0
+NEVER: Final = "2200-01-01T00:00:00Z"
+"""The time until which the server pauses a queue that nobody resumes."""
 
 
 class QueueFilter(NamedTuple):
@@ -62,6 +64,7 @@ class QueueRow(NamedTuple):
 
 
 place_argument = click.argument("where", metavar="NAMESPACE[.COMPONENT[.ENDPOINT]]")
+queue_argument = click.argument("name", metavar="QUEUE")
 namespace_argument = click.argument("namespace")
 letters_argument = click.argument("letters", metavar="[LETTER]...", nargs=-1)
 all_option = click.option("--all", "take_all", is_flag=True, help="All of the namespace.")
@@ -176,6 +179,57 @@ async def _pages(
         yield page
         total = int(page.get("total") or 0)
         begin += int(page.get("limit") or total)
+
+
+@queue.command()
+@queue_argument
+@terminal.nats_option
+def pause(name: str, nats: str | None) -> None:
+    """Hand out no more jobs of a queue.
+
+    The server keeps it, in the consumers of the queue: takers that begin later get none either.
+    Jobs that run go on, and jobs may be put.
+    """
+    _run(nats, lambda jetstream: _pause(jetstream, name, NEVER))
+    click.echo(f"paused: {name}")
+
+
+@queue.command()
+@queue_argument
+@terminal.nats_option
+def resume(name: str, nats: str | None) -> None:
+    """Hand out jobs of a queue again."""
+    _run(nats, lambda jetstream: _pause(jetstream, name, None))
+    click.echo(f"resumed: {name}")
+
+
+async def _pause(jetstream: NatsJetStream, name: str, until: str | None) -> None:
+    stream = _stream_of(name)
+    asked = {} if until is None else {"pause_until": until}
+    for consumer in await list_lanes(jetstream, stream):
+        await jetstream.api(f"CONSUMER.PAUSE.{stream}.{consumer}", asked, timeout=API_SECONDS)
+
+
+@queue.command()
+@queue_argument
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@terminal.nats_option
+def purge(name: str, yes: bool, nats: str | None) -> None:
+    """Drop all jobs of a queue, those too that are held.
+
+    A job that runs goes on, and whatever becomes of it, it is not begun again.
+    """
+    stream = _stream_of(name)
+    if not yes:
+        click.confirm(f"Drop all jobs of {name}?", abort=True)
+    count = _run(nats, lambda jetstream: jetstream.purge(stream))
+    click.echo(f"dropped: {count} jobs of {name}")
+
+
+def _stream_of(name: str) -> str:
+    from dynbus.bus.protocol.names import EndpointName, work_stream
+
+    return work_stream(EndpointName.parse(name))
 
 
 @queue.command()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 
+import anyio
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,7 +15,7 @@ from dynbus.bus.commands.queue import queue as command_group
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import EndpointName, work_subject
+from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
 from dynbus.bus.work_queue import NoDeadLetter, WorkQueue, WorkQueueConfig
 
 pytestmark = pytest.mark.anyio
@@ -95,3 +96,46 @@ def test_what_is_no_queue_or_no_letter_is_refused(nats_server: RunningServer) ->
     assert isinstance(command("dead", "demo", "*").exception, NoDeadLetter)
     assert command("discard", "demo").exit_code == 2
     assert command("discard", "demo", "0123456789abcdef", "--all").exit_code == 2
+
+
+async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
+    nats_server: RunningServer,
+) -> None:
+    namespace = f"n{secrets.token_hex(6)}"
+    bus = await Bus.connect(BusConfig(servers=(nats_server.url,)))
+    name = EndpointName(namespace, "Printer", "print")
+    queue = WorkQueue(bus, name, WorkQueueConfig(in_memory=True))
+
+    async def command(*arguments: str) -> Result:
+        return await asyncio.to_thread(
+            CliRunner().invoke, command_group, [*arguments, "--nats", nats_server.url]
+        )
+
+    try:
+        await queue.put(b"", job_id="one")
+        async with queue.take(limit=2) as taker:
+            held = await anext(taker)
+            paused = await command("pause", str(name))
+            await queue.put(b"", job_id="two")
+            async with queue.take() as later:
+                for one in (taker, later):
+                    with anyio.move_on_after(0.3) as waiting:
+                        await anext(one)
+                    assert waiting.cancelled_caught
+            await held.ack()
+            resumed = await command("resume", str(name))
+            with anyio.fail_after(30.0):
+                await (await anext(taker)).ack()
+        for job_id in ("three", "four"):
+            await queue.put(b"", job_id=job_id)
+        unsure = await command("purge", str(name))
+        purged = await command("purge", str(name), "--yes")
+        depth = await queue.depth(max_age=0.0)
+    finally:
+        await bus.data.jetstream.delete_stream(work_stream(name))
+        await bus.close()
+
+    assert (paused.output, resumed.output) == (f"paused: {name}\n", f"resumed: {name}\n")
+    assert (unsure.exit_code, "Aborted" in unsure.output) == (1, True)
+    assert purged.output == f"dropped: 2 jobs of {name}\n"
+    assert depth == (0, 0)
