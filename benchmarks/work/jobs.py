@@ -90,7 +90,7 @@ class Child:
         """What it tells at its end."""
         line = self.line()
         if self._process.wait(60) != 0 or not line:
-            raise SystemExit(f"{self._process.args} failed")
+            raise SystemExit(f"{self._process.args!r} failed")
         found: dict[str, float] = json.loads(line)
         return found
 

@@ -121,18 +121,19 @@ async def take_faststream(url: str, tally: Tally) -> None:
         at: float
         text: str
 
-    broker = NatsBroker(url, logger=None)
+    broker: Any = NatsBroker(url, logger=None)
 
-    @broker.subscriber(
+    async def work(job: Job) -> None:
+        tally.begin(job.at)
+        tally.end()
+
+    broker.subscriber(
         "fast.jobs",
         stream=JStream("FAST", retention=RetentionPolicy.WORK_QUEUE),
         durable="takers",
         pull_sub=PullSub(batch_size=HELD, timeout=1.0),
         max_workers=HELD,
-    )
-    async def work(job: Job) -> None:
-        tally.begin(job.at)
-        tally.end()
+    )(work)
 
     await broker.start()
     print("ready", flush=True)
