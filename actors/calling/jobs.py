@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
@@ -24,6 +25,7 @@ from dynbus.bus.errors import (
     HandlerError,
     InvalidRequest,
     InvalidResponse,
+    Unavailable,
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import (
@@ -48,11 +50,15 @@ from dynbus.bus.work_queue import (
 
 from .options import CallOptions, checked_options, combined, inherited
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 LOOK_PAUSE: Final = 5.0
 """Seconds after which a job that is waited for is looked at again, though nothing was heard."""
 FIRST_LOOK: Final = 0.005
+FIRST_PAUSE: Final = 0.25
+"""Seconds after which a server that did not answer is asked again; each pause is twice the last."""
 MAX_DELAY: Final = 366 * 24 * 3600.0
 
 
@@ -251,14 +257,20 @@ class JobQueue:
     async def _read_result(self, name: str, heard: asyncio.Event) -> bytes:
         pause = LOOK_PAUSE
         while True:
-            found = await self.log.result(name)
-            if found is not None:
-                return _unwrapped(found)
+            is_looked_for = not heard.is_set() and pause >= LOOK_PAUSE
             if heard.is_set():
                 heard.clear()
                 pause = FIRST_LOOK
-            elif pause >= LOOK_PAUSE and not await self.queue.find(name):
-                return _unwrapped(await self._end_without_record(name))
+            try:
+                found = await self.log.result(name)
+                if found is None and is_looked_for and not await self.queue.find(name):
+                    found = await self._end_without_record(name)
+            except Unavailable as error:
+                # The job goes on as soon as its server does, and so does the wait for it.
+                logger.debug("job %s of %s is waited for: %s", name, self.endpoint, error)
+                found, pause = None, FIRST_PAUSE
+            if found is not None:
+                return _unwrapped(found)
             with anyio.move_on_after(pause):
                 await heard.wait()
             pause = min(2 * pause, LOOK_PAUSE)

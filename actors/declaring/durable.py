@@ -223,7 +223,7 @@ class JobHandle(Protocol[T_co]):
     def id(self) -> str: ...
 
     async def result(self, timeout: float | None = None) -> T_co:
-        """Wait until the job has ended; its result.
+        """Wait until the job has ended, over outages of the server too; its result.
 
         Args:
             timeout: seconds to wait; None waits for as long as the job takes.
@@ -234,7 +234,6 @@ class JobHandle(Protocol[T_co]):
             HandlerError: its last try failed, and how. Other errors of dynbus come as they are.
             Cancelled: it was cancelled.
             NoJob: there is no such job, or none any more: its result was kept for `result_age`.
-            Unavailable: the server does not answer.
         """
         ...
 

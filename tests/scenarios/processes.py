@@ -104,6 +104,12 @@ class Processes:
             options += ["--ttl", str(ttl)]
         return self._start("worker", url, *options, *(actors or ("Source",)))
 
+    async def job_shop(self, url: str) -> Process:
+        """A process that does the jobs of `job_shop`, once it takes them."""
+        process = self._start("job_shop", url)
+        await process.says("takes jobs")
+        return process
+
     async def caller(self, url: str, actor: str, streams: int) -> Process:
         """A caller that keeps `streams` streams open, once each has had an item."""
         process = self.begin_caller(url, actor, streams)
