@@ -212,6 +212,7 @@ class ActorInstance(ServedInstance):
     Attributes:
         actor: the user's object.
         runtime: in which it runs.
+        schedules: what submits the firings of its scheduled handlers.
     """
 
     def __init__(
@@ -244,6 +245,7 @@ class ActorInstance(ServedInstance):
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
             endpoints = self._behind_middleware(map(self.actor.__dynbus_endpoint__, made), name)
         runners = _job_runners(runtime.bus, name, actor, endpoints)
+        self.schedules = _schedules(runtime.bus, name, actor)
         super().__init__(
             runtime.bus,
             runtime.background,
@@ -257,7 +259,7 @@ class ActorInstance(ServedInstance):
             announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
             drain=self.actor.__dynbus_drain__,
             has_other=runtime.has_other,
-            beside=[*runners.values(), *_schedules(runtime.bus, name, actor)],
+            beside=[*runners.values(), *self.schedules],
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]

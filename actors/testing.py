@@ -18,20 +18,31 @@ does on request.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar, Unpack
+import math
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar, Unpack
 
 import anyio
 
 from dynbus.bus.bus import Bus
+from dynbus.bus.clock import JumpingLoop, unix_time
 from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.protocol.seconds import seconds_of
 from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.bus.work_queue.job_stream import CLOCK_AGE
 
 from .calling.options import ClientOptions
 from .calling.routing import Routing
 from .runtime import Actor, ActorInstance, Runtime
+from .serving.schedule_runner import ScheduleRunner
 
 A = TypeVar("A", bound=Actor)
+
+BEFORE_DUE: Final = 1.0
+"""Seconds before a firing at which time goes on as usual, so that it is noticed that it leapt."""
+SETTLED_AFTER: Final = 1.0
+"""Seconds after which it is looked again whether anybody is busy."""
 
 
 class TestKit:
@@ -131,6 +142,59 @@ class TestKit:
     ) -> A:
         """A client of an actor, outside of any instance; see `Runtime.client`."""
         return self.caller.client(actor, node=node, namespace=namespace, routing=routing, **options)
+
+    def now(self) -> datetime:
+        """The time of day on the kit's clock, in UTC; `time.time()` tells the real one."""
+        return datetime.fromtimestamp(unix_time(), UTC)
+
+    async def pass_time(self, time: float | str) -> None:
+        """Let time go by, and the hours in which nothing is due in next to none.
+
+        While no job is in a queue and no `sleep` or timeout outside of the library runs, the time
+        of day is set forward to shortly before the next firing of a schedule. What is kept for a
+        stated time, as leases and results of jobs are, does not age by that.
+
+        Args:
+            time: seconds, or text such as `"90m"` or `"7d"`.
+
+        Raises:
+            ConfigError: `time` is neither.
+            RuntimeError: the clock is the real one: this is for the inside of `dynbus.testing.run`.
+        """
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, JumpingLoop):
+            raise RuntimeError("pass_time needs a virtual clock: run the test with testing.run")
+        end = unix_time() + seconds_of(time, "pass_time(time)")
+        # Who comes at the end sees records that were renewed a moment ago by the time of day too.
+        last_leap = end - 2 * self._config.lease_ttl
+        is_settled = False
+        while (left := end - unix_time()) > 0:
+            is_idle = is_settled and not self._has_jobs() and not loop.has_foreign_timers()
+            leap = min(self._next_firing() - BEFORE_DUE, last_leap) - unix_time()
+            if is_idle and leap >= CLOCK_AGE:
+                loop.set_forward += leap
+                for schedule in self._schedules():
+                    schedule.look_again()
+                pause = BEFORE_DUE + SETTLED_AFTER
+            else:
+                pause = min(SETTLED_AFTER, left)
+            loop.expect(pause)
+            await anyio.sleep(pause)
+            is_settled = True
+
+    def _schedules(self) -> list[ScheduleRunner]:
+        return [one for instance in self.started.values() for one in instance.schedules]
+
+    def _next_firing(self) -> float:
+        """When the next of all schedules is due, in Unix seconds; infinity without any."""
+        now = unix_time()
+        return min((one.after(now) for one in self._schedules()), default=math.inf)
+
+    def _has_jobs(self) -> bool:
+        return any(
+            stream.config.work_queue and stream.info(unix_time()).messages
+            for stream in self.bus.jetstream.streams.values()
+        )
 
     async def kill(self, instance: ActorInstance) -> None:
         """Do what kill -9 does to an instance's process: its connections are gone, at once."""

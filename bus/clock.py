@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
+import math
 import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar, TypeVarTuple
+from weakref import WeakSet
 
 from .working_threads import WorkingThreads
 
@@ -42,6 +45,10 @@ DEFAULT_PATIENCE: Final = 60.0
 STRANGER_PATIENCE: Final = 5.0
 """Real seconds that threads which nobody knows of get where no timer is set at all."""
 
+_MACHINERY: Final = ("asyncio", "anyio", "contextlib")
+"""Packages that set timers for whoever calls them."""
+_LIBRARY: Final = "dynbus"
+
 _FIRST_LOOK: Final = 0.001
 _LAST_LOOK: Final = 0.02
 """Real seconds between two looks at what the threads do: they do not tell when they wait."""
@@ -59,7 +66,7 @@ def monotonic() -> float:
 def unix_time() -> float:
     """Unix seconds; virtual, and the same in every run, under a `JumpingLoop`."""
     loop = _jumping_loop() if _running_loops else None
-    return time.time() if loop is None else EPOCH + loop.time()
+    return time.time() if loop is None else EPOCH + loop.time() + loop.set_forward
 
 
 class Deadlock(RuntimeError):
@@ -80,6 +87,9 @@ class JumpingLoop(asyncio.SelectorEventLoop):
             heartbeat that never ends is found too.
         patience: real seconds for which a thread is waited for. Then `Deadlock` is raised for
             a job, and other threads are left alone.
+
+    Attributes:
+        set_forward: seconds by which the time of day was set forward, beyond what has gone by.
     """
 
     def __init__(
@@ -91,11 +101,35 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     ) -> None:
         self._threads = WorkingThreads()
         self._virtual = _VirtualSelector(self, self._threads, start, limit, patience)
+        self._foreign: WeakSet[asyncio.TimerHandle] = WeakSet()
+        self.set_forward = 0.0
         super().__init__(self._virtual)
 
     def time(self) -> float:
         """Virtual seconds."""
         return self._virtual.now
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = super().call_at(when, callback, *args, context=context)
+        if when < math.inf and not _is_set_by_library():
+            self._foreign.add(handle)
+        return handle
+
+    def has_foreign_timers(self) -> bool:
+        """Whether a timer runs that was not set by the library: a `sleep` or timeout of its
+        user."""
+        now = self.time()
+        return any(not one.cancelled() and one.when() > now for one in self._foreign)
+
+    def expect(self, seconds: float) -> None:
+        """Let `seconds` go by without counting towards `limit`: somebody waits for just them."""
+        self._virtual.expect(seconds)
 
     def run_forever(self) -> None:
         _install(1)
@@ -139,6 +173,10 @@ class _VirtualSelector(selectors.DefaultSelector):
         self._end = start + limit
         self._limit = limit
         self._patience = patience
+
+    def expect(self, seconds: float) -> None:
+        """See `JumpingLoop.expect`."""
+        self._end += seconds
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         events = super().select(0)
@@ -213,6 +251,18 @@ def run(
 
     with asyncio.Runner(debug=debug, loop_factory=make_loop) as runner:
         return runner.run(main, context=contextvars.copy_context())
+
+
+def _is_set_by_library() -> bool:
+    """Whether the library, and not its user, sets the timer that is being set."""
+    frame = inspect.currentframe()
+    setter = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+    while setter is not None:
+        package = str(setter.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _MACHINERY:
+            return package == _LIBRARY
+        setter = setter.f_back
+    return True
 
 
 def _jumping_loop() -> JumpingLoop | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import UTC, datetime
 from typing import Final
@@ -41,6 +42,7 @@ class ScheduleRunner:
         self._spec = spec
         self._schedule = schedule
         self._work: Work | None = None
+        self._again = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<ScheduleRunner {self._jobs.endpoint} {self._schedule}>"
@@ -48,6 +50,14 @@ class ScheduleRunner:
     async def start(self, background: Background) -> None:
         """Begin to submit what becomes due."""
         self._work = background.start(self._run, name=f"schedule of {self._jobs.endpoint}")
+
+    def after(self, unix: float) -> float:
+        """The first time after one at which the handler is due; infinity where there is none."""
+        return self._schedule.after(unix)
+
+    def look_again(self) -> None:
+        """Ask at once what time it is: the server's clock was set."""
+        self._again.set()
 
     async def drain(self, grace: float) -> None:
         """Submit nothing more: other instances do, or the next one."""
@@ -68,7 +78,9 @@ class ScheduleRunner:
             except DynbusError as error:
                 logger.warning("the schedule of %s waits: %s", self._jobs.endpoint, error)
                 pause = RETRY_PAUSE
-            await anyio.sleep(pause)
+            with anyio.move_on_after(pause):
+                await self._again.wait()
+            self._again.clear()
 
     async def _submit_due(self) -> float:
         """Submit what is due; the seconds until something may be due again."""

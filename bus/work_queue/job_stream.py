@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import anyio
 
 from dynbus.bus.background import task_group
-from dynbus.bus.clock import monotonic
+from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import (
     DeadlineExceeded,
     DynbusError,
@@ -139,6 +139,8 @@ class JobStream:
         self._ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
+        # By the own time of day.
+        self._asked_at = 0.0
         # When takers last had a reason to connect again.
         self.outage_at = -math.inf
         self._watches_outages = False
@@ -235,13 +237,16 @@ class JobStream:
             NoStream: the queue is gone.
             Unavailable: the server does not answer.
         """
-        if self._clock.age(monotonic()) >= CLOCK_AGE:
+        # A process that was suspended sees it by its own time of day alone.
+        went_by = max(self._clock.age(monotonic()), abs(unix_time() - self._asked_at))
+        if went_by >= CLOCK_AGE:
             await self._ask_clock()
 
     async def _ask_clock(self) -> float:
         """Ask the server what time it is; when the stream was made."""
         info = await self.jetstream.stream_info(self.stream, timeout=TRY_SECONDS)
         self._clock.set(info.now, monotonic())
+        self._asked_at = unix_time()
         return info.created
 
     async def now(self) -> float:
