@@ -30,7 +30,7 @@ from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.seconds import seconds_of
 from dynbus.bus.telemetry.telemetry import Telemetry
-from dynbus.bus.work_queue.job_stream import CLOCK_AGE
+from dynbus.bus.work_queue import CLOCK_AGE
 
 from .calling.options import ClientOptions
 from .calling.routing import Routing

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
         TryFailure,
         job_log_config,
     )
-    from .job_stream import queue_config, takers_config
+    from .job_stream import CLOCK_AGE, queue_config, takers_config
     from .needed import NeededStream
     from .queue import WorkQueue
     from .taker import Job, Taker
 
 __all__ = [
+    "CLOCK_AGE",
     "HOLDERS_STREAM",
     "DeadLetter",
     "DeadLetters",
