@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Coroutine, Mapping
 from datetime import datetime
-from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, overload
+from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, cast, overload
 from uuid import UUID
 
 from dynbus.bus.config import suggestion
@@ -147,9 +147,12 @@ def check_ordered_by(label: str, path: str, annotation: Any) -> None:
 
 def order_key_of(path: str, request: Any) -> str:
     """The key of a request of a handler that was checked."""
-    value = request
+    value: Any = request
     for name in path.split("."):
-        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+        if isinstance(value, Mapping):
+            value = cast("Mapping[str, Any]", value)[name]
+        else:
+            value = getattr(cast("object", value), name)
     return str(value.value if isinstance(value, enum.Enum) else value)
 
 

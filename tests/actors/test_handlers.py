@@ -86,8 +86,8 @@ class Wrong:
 
 
 def spec_of(method: Any, **options: Any) -> HandlerSpec:
-    decorate: Any = handler(**options) if options else handler
-    decorated = decorate(method)
+    untyped: Any = handler
+    decorated: Any = untyped(**options)(method) if options else untyped(method)
     spec = getattr(decorated, SPEC)
     assert isinstance(spec, HandlerSpec)
     return spec

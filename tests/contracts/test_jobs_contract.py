@@ -192,11 +192,19 @@ async def test_jobs_are_done_in_the_order_of_a_field(shop: tuple[Runtime, type[S
 
     begun = [cast("Shop", one.actor).begun for one in instances]
     assert all(numbers == sorted(numbers) for numbers in begun)
-    assert sorted(sum(begun, [])) == list(range(8))
+    assert sorted(number for numbers in begun for number in numbers) == list(range(8))
     with pytest.raises(InvalidRequest, match="go before others of its key"):
         await client.sell.submit(Sale(1, Line("ann")), priority=2)
     with pytest.raises(InvalidRequest, match="submit it when its time has come"):
         await client.sell.submit(Sale(1, Line("ann")), delay=2.0)
+
+
+async def sell_once(shop: object, sale: Sale) -> int:
+    return sale.number
+
+
+async def sell_nothing(shop: object) -> int:
+    return 1
 
 
 def test_a_field_that_is_no_key_is_refused_where_the_class_is_defined() -> None:
@@ -207,19 +215,11 @@ def test_a_field_that_is_no_key_is_refused_where_the_class_is_defined() -> None:
         ("line..x", "names no field of the request"),
     ):
         with pytest.raises(ConfigError) as caught:
-
-            class Wrong(Actor, namespace="demo"):
-                @handler(durable=True, ordered_by=path)
-                async def sell(self, sale: Sale) -> int:
-                    return sale.number
+            handler(durable=True, ordered_by=path)(sell_once)
 
         assert said in str(caught.value)
     with pytest.raises(ConfigError, match="takes no request"):
-
-        class Empty(Actor, namespace="demo"):
-            @handler(durable=True, ordered_by="customer")
-            async def sell(self) -> int:
-                return 1
+        handler(durable=True, ordered_by="customer")(sell_nothing)
 
 
 async def test_jobs_of_a_higher_priority_begin_first_and_are_stored_once_by_their_key(
