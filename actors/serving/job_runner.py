@@ -17,7 +17,7 @@ from dynbus.actors.declaring.durable import DurableOptions, order_key_of
 from dynbus.bus.background import Background, Work
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, context, entered
+from dynbus.bus.context import Context, context, entered, inside_instance
 from dynbus.bus.errors import (
     Cancelled,
     ConfigError,
@@ -90,7 +90,7 @@ class JobRunner:
         self._options = options
         self._name = EndpointName(instance.namespace, instance.component, endpoint.name)
         self._hop = self._name.hop(instance.instance_id)
-        self._instance = str(instance)
+        self._instance = instance
         self._jobs = JobQueue(bus, self._name, options)
         self._log = self._jobs.log
         self._running: dict[str, tuple[anyio.CancelScope, Context]] = {}
@@ -175,7 +175,8 @@ class JobRunner:
 
     async def _take(self) -> None:
         try:
-            with self._stopping:
+            # The background is the runtime's; what the handler does is the instance's.
+            with inside_instance(self._instance), self._stopping:
                 async with (
                     self._jobs.queue.take(limit=self._endpoint.concurrency or 1) as taker,
                     anyio.create_task_group() as tasks,
@@ -229,7 +230,7 @@ class JobRunner:
         ]
         for token, _ in running:
             self._drop(token)
-        return [EndedCall(called.id, self._instance) for _, called in running]
+        return [EndedCall(called.id, str(self._instance)) for _, called in running]
 
     # One job ---------------------------------------------------------------------------
 
