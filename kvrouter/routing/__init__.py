@@ -45,7 +45,6 @@ __all__ = [
     "Policy",
     "PolicyChoice",
     "PolicyReport",
-    "PolicyReport",
     "PrefixCounts",
     "RankLoad",
     "Reason",
