@@ -68,6 +68,14 @@ class StepHistory:
         """
         place = self._reached
         self._reached += 1
+        return place, self.finished(place, kind, name)
+
+    def finished(self, place: int, kind: str, name: str) -> FinishedStep | None:
+        """What the step at a place gave; None where it is not finished.
+
+        Raises:
+            StepMismatch: another step was finished there.
+        """
         found = self._finished.get(place)
         if found is not None and (found.kind, found.name) != (kind, name):
             raise StepMismatch(
@@ -75,7 +83,7 @@ class StepHistory:
                 f"ran before, and is {step_label(kind, name)} now: a handler that has changed may "
                 "add steps behind those that are finished, and neither reorder nor rename these"
             )
-        return place, found
+        return found
 
     def finish(self, place: int, step: FinishedStep) -> None:
         """A step is finished."""

@@ -96,7 +96,7 @@ class JobRun:
             data = await self._jobs.log.step(self.job_id, place)
             if data is not None:
                 history.finish(place, _read_step(data))
-                found = StepHistory({0: _read_step(data)}).reach(kind, name)[1]
+                found = history.finished(place, kind, name)
         return place, found
 
     async def finish(self, place: int, step: FinishedStep) -> None:
