@@ -690,7 +690,7 @@ class Runtime(ClientSide):
         self.instances.pop(instance.id, None)
 
     def has_other(self, endpoint: EndpointName, besides: str) -> bool:
-        """Whether an instance of an endpoint is known that takes calls.
+        """True if an instance of an endpoint is known that takes calls.
 
         Args:
             besides: the id of one that does not count.

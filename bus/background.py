@@ -86,7 +86,7 @@ class Work:
 
 
 def _is_cancelled() -> bool:
-    """Whether it is this task that is cancelled, and not something that it has waited for."""
+    """True if this task itself is cancelled, rather than what it has waited for."""
     task = asyncio.current_task()
     by_loop = task is not None and task.cancelling() > 0
     return by_loop or anyio.current_effective_deadline() == -math.inf

@@ -203,7 +203,7 @@ class Bus:
             self.telemetry.drop(reason)
 
     def may_answer(self, message: Message) -> bool:
-        """Whether a question may be answered where it says; one that may not is dropped."""
+        """True if a question may be answered where it says; any other is dropped."""
         is_safe = is_safe_reply(message.reply, self.config.reply_prefixes)
         if not is_safe:
             self.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)

@@ -108,7 +108,7 @@ class Cancels:
         return tombstones
 
     def has(self, namespace: str, request_id: str) -> bool:
-        """Whether a request that begins now was cancelled a moment ago."""
+        """True if a request that begins now was cancelled a moment ago."""
         tombstones = self._heard.get(namespace)
         return tombstones is not None and tombstones.has_request(request_id, monotonic())
 

@@ -122,8 +122,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         return handle
 
     def has_foreign_timers(self) -> bool:
-        """Whether a timer runs that was not set by the library: a `sleep` or timeout of its
-        user."""
+        """True if a timer runs that its user set (a `sleep` or timeout), and not the library."""
         now = self.time()
         return any(not one.cancelled() and one.when() > now for one in self._foreign)
 
@@ -254,7 +253,7 @@ def run(
 
 
 def _is_set_by_library() -> bool:
-    """Whether the library, and not its user, sets the timer that is being set."""
+    """True if the library, and not its user, sets the timer that is being set."""
     frame = inspect.currentframe()
     setter = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     while setter is not None:

@@ -316,7 +316,7 @@ def _servers_problem(servers: tuple[str, ...]) -> str:
 
 
 def _is_nats_url(text: str) -> bool:
-    """Whether it is a NATS URL; HOST:PORT alone is understood, a single word is not."""
+    """True if it is a NATS URL; HOST:PORT alone is understood, a single word is not."""
     try:
         parts = urlsplit(text if "://" in text else f"nats://{text}")
         has_port = parts.port is not None
@@ -334,8 +334,9 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach `host`; a name other than localhost is
-    not looked up and counts as no."""
+    """True if only programs on this machine can reach `host`. A name other than localhost is not
+    looked up and counts as reachable by others.
+    """
     if host.lower() == "localhost":
         return True
     try:

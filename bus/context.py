@@ -103,19 +103,19 @@ class Context:
 
     @property
     def continues(self) -> bool:
-        """Whether the call is a stream with which its caller can go on at another instance."""
+        """True if the call is a stream with which its caller can go on at another instance."""
         return self.delivered is not None
 
     def is_stopped(self) -> bool:
-        """Whether the call was asked to stop, or was killed."""
+        """True if the call was asked to stop, or was killed."""
         return self._stopped
 
     def is_killed(self) -> bool:
-        """Whether the call was killed."""
+        """True if the call was killed."""
         return self._killed
 
     def is_draining(self) -> bool:
-        """Whether the instance is going away and waits for this call."""
+        """True if the instance is going away and waits for this call."""
         return self._draining is not None and self._draining()
 
     def time_left(self) -> float | None:

@@ -20,7 +20,7 @@ EXTRAS: Final = {
 
 
 def has_extra(name: str) -> bool:
-    """Whether all modules of an extra can be found; the packages above them are imported."""
+    """True if all modules of an extra can be found; the packages above them are imported."""
     try:
         return all(importlib.util.find_spec(module) is not None for module in EXTRAS[name])
     except ModuleNotFoundError:

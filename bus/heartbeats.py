@@ -63,7 +63,7 @@ class Remote(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Whether it is to hear from us: calls are open, or acknowledgements to be sent."""
+        """True if heartbeats go to it: calls are open, or acknowledgements are to be sent."""
         ...
 
 
@@ -202,8 +202,9 @@ class Heartbeats:
 
     @property
     def hears_nobody(self) -> bool:
-        """Whether several remotes fell silent together just now and nobody was heard since: a
-        silence that says nothing of those who are lost in it."""
+        """True if several remotes fell silent together just now and none was heard since: such a
+        silence does not say that they are lost.
+        """
         return self._unheard.hears_nobody(self._anybody_heard_at(), monotonic())
 
     def on_heard_again(self, listener: Callable[[], None]) -> None:

@@ -89,11 +89,11 @@ class Questions:
         self._data.publish(instance.control_subject, batch)
 
     async def is_there(self, instance: InstanceName) -> bool | None:
-        """Whether somebody listens where an instance would, as of `ask`."""
+        """True if somebody subscribes where an instance would, as of `ask`."""
         return await _answered(partial(self.ask_for, instance))
 
     async def is_heard(self, subject: str) -> bool | None:
-        """Whether somebody listens to a subject where nothing is said, as of `ask`."""
+        """True if somebody subscribes to a subject where nothing is said, as of `ask`."""
         return await _answered(partial(self.ask, subject, lambda _: b""))
 
     def close(self) -> None:

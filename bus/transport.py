@@ -46,7 +46,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def found_nobody(self) -> bool:
-        """Whether it is the server's word that nobody listens where something was published."""
+        """True if it is the server's answer that a subject has no subscriber."""
         return self.headers.startswith(headers.NOBODY)
 
 
@@ -175,7 +175,7 @@ class StoredMessage(NamedTuple):
 
     @property
     def is_marker(self) -> bool:
-        """Whether it only says that its subject expired or was deleted."""
+        """True if it only says that its subject expired or was deleted."""
         return headers.MARKER_REASON in self.headers or self.headers.get(headers.KV_OPERATION) in (
             "DEL",
             "PURGE",
@@ -447,7 +447,7 @@ class JetStream(Protocol):
         ...
 
     async def has_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> bool:
-        """Whether there is a stream of this name; nothing is made or changed.
+        """True if there is a stream of this name; nothing is made or changed.
 
         Raises:
             ConfigError: there is another one, as `ensure_stream` refuses it.
@@ -628,7 +628,7 @@ class Connection(Protocol):
     def state(self) -> ConnectionState: ...
     @property
     def is_connected(self) -> bool:
-        """Whether it can reach its server, as far as it knows."""
+        """True if it can reach its server, as far as it knows."""
         ...
 
     @property
@@ -706,7 +706,7 @@ class Connection(Protocol):
 
     @property
     def has_peers(self) -> bool:
-        """Whether the server belongs to a cluster; False while disconnected."""
+        """True if the server belongs to a cluster; False while disconnected."""
         ...
 
     def on_peer_lost(self, listener: Callable[[], None]) -> None:

@@ -134,7 +134,7 @@ def _frame(thread: threading.Thread) -> FrameType | None:
 
 
 def _waits(thread: threading.Thread, *, strictly: bool) -> bool:
-    """Whether a thread waits for others.
+    """True if a thread waits for others.
 
     Args:
         strictly: a wait with a time limit, or for a socket, is work: what the loop was

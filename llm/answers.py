@@ -96,7 +96,7 @@ class AnswerFormat(Protocol):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each piece is given the usage."""
+        """True if each piece is given the usage."""
         ...
 
     def start(self, usage: Usage | None) -> bytes:

@@ -282,7 +282,7 @@ class ModelWorker(EngineWorker, abstract=True):
 
     @handler(concurrency=None)
     async def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease on this instance's blocks has held until now, which ends it."""
+        """End a lease on this instance's blocks; the result says if it has held until now."""
         return await self.tiers.settle(settlement)
 
 

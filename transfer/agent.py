@@ -79,7 +79,7 @@ class _Peer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing goes on with it."""
+        """True if no transfer or connecting goes on with it."""
         return self.link is None or not self.link.is_busy
 
 
@@ -467,7 +467,7 @@ def _forget(peers: dict[str, _Peer], peer: _Peer) -> None:
 
 
 def _answered(peers: dict[str, _Peer], peer: _Peer, there: bool | None) -> None:
-    """Whether a peer is on the bus still."""
+    """Forget a peer that is no longer on the bus."""
     if there is False and peer.is_idle and peers.get(peer.description.agent) is peer:
         _forget(peers, peer)
 

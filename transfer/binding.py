@@ -221,7 +221,7 @@ class NixlAgent:
             raise _nixl_error("a transfer cannot be posted", error) from error
 
     def is_done(self, request: int) -> bool:
-        """Whether a posted request is done; asking is what lets it go on.
+        """True if a posted request is done; asking is what lets it go on.
 
         Raises:
             NixlError: it failed.

@@ -75,7 +75,7 @@ class LeaseTable:
         return len(self._uses)
 
     def holds(self, block: int) -> bool:
-        """Whether a lease that is not over holds this block."""
+        """True if a lease that is not over holds this block."""
         return block in self._uses
 
     @property
@@ -107,7 +107,7 @@ class LeaseTable:
         return lease
 
     def settle(self, lease_id: int, epoch: str, now: float) -> bool:
-        """Whether a lease has held until now; if so it ends here, and its blocks are free."""
+        """True if a lease has held until now; if so it ends here, and its blocks are free."""
         lease = self.held(lease_id, epoch, now)
         if lease is None:
             return False

@@ -169,7 +169,7 @@ class Flow:
         return done
 
     def has_more(self) -> bool:
-        """Whether anything is to be posted, or is with NIXL."""
+        """True if there is something to post, or NIXL has some of it."""
         return bool(self._requests) or (self._next is not None and not is_over(self.state))
 
     def drop(self, agent: NixlAgent) -> None:
@@ -362,7 +362,7 @@ class Link:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has a transfer, or is about to."""
+        """True if it has a transfer, or is about to."""
         return bool(self._flows) or not self._inbox.empty()
 
     def start(self, flow: Flow) -> None:

@@ -36,7 +36,7 @@ class Quarantine:
         return len(self._uses)
 
     def holds(self, block: int) -> bool:
-        """Whether an abandoned transfer may still write this block."""
+        """True if an abandoned transfer may still write this block."""
         return block in self._uses
 
     def hold(self, transfer: int, link: str, blocks: Iterable[int], now: float) -> None:

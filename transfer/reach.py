@@ -24,7 +24,7 @@ def host_name() -> str:
 
 
 def reaches_directly(transports: str, ours: str, theirs: str, *, has_rdma: bool) -> bool:
-    """Whether a READ needs no help of the peer.
+    """True if a READ needs no help of the peer.
 
     Args:
         transports: `UCX_TLS`; empty for UCX's own choice.
@@ -40,7 +40,7 @@ def reaches_directly(transports: str, ours: str, theirs: str, *, has_rdma: bool)
 
 
 def writes_to_neighbours(transports: str) -> bool:
-    """Whether UCX may write into the memory of another process of this machine by itself.
+    """True if UCX may write into the memory of another process of this machine by itself.
 
     Nothing that the other process does stops that: a writer that is frozen goes on when it wakes.
 
@@ -58,7 +58,7 @@ def transports(ucx: Mapping[str, str]) -> str:
 
 
 def has_rdma() -> bool:
-    """Whether there is a device for RDMA here."""
+    """True if there is a device for RDMA here."""
     try:
         return any(_RDMA.iterdir())
     except OSError:

@@ -67,7 +67,7 @@ class Settling:
         self._leases.release(lease_id, self._leases.epoch)
 
     async def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease has held until now; it ends with this.
+        """End a lease; the result says if it has held until now.
 
         Raises:
             InvalidTransfer: checksums are wanted of what the lease has not.

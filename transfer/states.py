@@ -98,15 +98,15 @@ def after(state: State, event: Event) -> State:
 
 
 def is_over(state: State) -> bool:
-    """Whether nobody waits for its result any more."""
+    """True if nobody waits for its result any more."""
     return state in _FINAL or state is State.ABANDONED
 
 
 def is_posted(state: State) -> bool:
-    """Whether NIXL has some of it."""
+    """True if NIXL has some of it."""
     return state in (State.POSTING, State.ACTIVE, State.ABANDONED)
 
 
 def is_quiet(state: State) -> bool:
-    """Whether its local memory may be used for something else."""
+    """True if its local memory may be used for something else."""
     return state in _FINAL or state is State.NEW

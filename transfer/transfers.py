@@ -82,7 +82,7 @@ class Transfer:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether bytes that it has written may still arrive at the peer, although it is over."""
+        """True if it is over, but bytes that it has written may still arrive at the peer."""
         return self._flow.is_cut_off
 
     @property

@@ -85,20 +85,20 @@ class Attempt:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the results has arrived."""
+        """True if anything of the results has arrived."""
         return self.pending is not None and self.pending.reader.has_begun
 
     @property
     def sees_items(self) -> bool:
-        """Whether the router's observer wants the next items."""
+        """True if the router's observer wants the next items."""
         return self._observation is not None and self._observation.sees_items
 
     def was_answered(self, error: DynbusError) -> bool:
-        """Whether the request was sent and ended with this error."""
+        """True if the request was sent and ended with this error."""
         return self.pending is not None and self.pending.error is error
 
     def was_unreachable(self, error: DynbusError) -> bool:
-        """Whether it ended with this error since nobody listens at the instance any longer."""
+        """True if it ended with this error because nobody subscribes at the instance any longer."""
         return self.pending is not None and self.pending.error is error and self.pending.unreachable
 
     def arrived(self, items: Sequence[bytes]) -> None:
@@ -142,7 +142,7 @@ class RouteObservation:
 
     @property
     def sees_items(self) -> bool:
-        """Whether the observer wants the next items."""
+        """True if the observer wants the next items."""
         return self._arrived is not None
 
     def started(self) -> None:

@@ -165,7 +165,7 @@ class Invocation:
 
     @property
     def continues(self) -> bool:
-        """Whether the call is a stream that can go on at another instance."""
+        """True if the call is a stream that can go on at another instance."""
         return self._continuation is not None and bool(self.streaming)
 
     async def learn_kind(self) -> None:
@@ -344,7 +344,7 @@ class Invocation:
 
     @property
     def _moves(self) -> bool:
-        """Whether it is a stream that has lost an instance, and goes on at another."""
+        """True if it is a stream that has lost an instance, and goes on at another."""
         policy = self._retry_policy
         return policy is not None and policy.lost is not None and self.continues
 
@@ -361,8 +361,9 @@ class Invocation:
         return end
 
     def _is_own(self, error: DynbusError) -> bool:
-        """Whether it says something of the instance that was called, not of one that this called in
-        its turn."""
+        """True if the error is about the instance that was called, not about one that this called
+        in its turn.
+        """
         return error.hop in {"", self.endpoint.hop(self.instance_id)}
 
     @property
@@ -380,7 +381,7 @@ class Invocation:
 
     @property
     def _has_started(self) -> bool:
-        """Whether an attempt has failed that may have started."""
+        """True if an attempt has failed that may have started."""
         return self._retry_policy is not None and self._retry_policy.lost is not None
 
     async def _prepare_retry(self, error: DynbusError) -> None:

@@ -48,7 +48,7 @@ class MigrationLine(Generic[T]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no stream moves."""
+        """True if no stream moves."""
         return not self._on_the_way and not self._waiting
 
     def join(self, stream: T, instances: int, now: float) -> bool:

@@ -255,12 +255,12 @@ class RetryPolicy:
 
 
 def is_away(failed: FailedAttempt) -> bool:
-    """Whether an instance takes no more calls, so that it is not to be chosen again soon."""
+    """True if an instance takes no more calls, so that it is not to be chosen again soon."""
     return failed.unreachable or (failed.own and isinstance(failed.error, Draining))
 
 
 def _is_final(failed: FailedAttempt) -> bool:
-    """Whether another attempt would end in the same way."""
+    """True if another attempt would end in the same way."""
     error = failed.error
     if isinstance(error, NoInstances):
         return True

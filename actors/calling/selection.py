@@ -100,7 +100,7 @@ class Selection:
         self._tried = NOBODY
 
     def has_untried(self, besides: str) -> bool:
-        """Whether there is an instance that was not tried, `besides` taken for one that was."""
+        """True if there is an instance that was not tried, `besides` taken for one that was."""
         tried = self._tried
         return any(one.id not in tried and one.id != besides for one in self._known())
 
@@ -166,7 +166,7 @@ class Selection:
         return Attempt(chosen, observation, joined)
 
     async def is_stream(self, instance_id: str, wait: float, left: float | None) -> bool:
-        """Whether the endpoint streams, by the records of its instances.
+        """True if the endpoint streams, by the records of its instances.
 
         Args:
             instance_id: the instance whose record goes before those of others; or empty.

@@ -95,19 +95,19 @@ class StreamInvocation(Invocation):
 
     @property
     def is_direct(self) -> bool:
-        """Whether items may be read from `call` without passing here: nothing looks at them."""
+        """True if items may be read from `call` without passing here: nothing looks at them."""
         return self._continuation is None and not self.is_observed
 
     @property
     def is_observed(self) -> bool:
-        """Whether telemetry or the router's observer looks at items."""
+        """True if telemetry or the router's observer looks at items."""
         return self._observation is not None or (
             self._attempt is not None and self._attempt.sees_items
         )
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something open at an instance."""
+        """True if there is something open at an instance."""
         return self.call is not None or self._parts is not None
 
     @property
@@ -209,13 +209,14 @@ class StreamInvocation(Invocation):
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the results has arrived, so that the call is never repeated but by a
-        stream that goes on."""
+        """True if anything of the results has arrived, so that the call is never repeated but by a
+        stream that goes on.
+        """
         return self._attempt is not None and self._attempt.has_begun
 
     @property
     def may_follow(self) -> bool:
-        """Whether another attempt may follow the present one, as far as its items go."""
+        """True if another attempt may follow the present one, as far as its items go."""
         return self.continues or not self.has_begun
 
     def arrived(self, items: list[bytes]) -> list[bytes]:

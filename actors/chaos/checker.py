@@ -281,7 +281,7 @@ class Checker:
 
     @property
     def held(self) -> bool:
-        """Whether every promise was kept so far."""
+        """True if every promise was kept so far."""
         return not self.broken
 
     def begin(

@@ -193,7 +193,7 @@ async def repeated(
 
 
 def _goes_on(spec: HandlerSpec | None) -> bool:
-    """Whether a call survives the loss of its instance by what its handler declares."""
+    """True if a call survives the loss of its instance by what its handler declares."""
     if spec is None:
         return False
     return spec.resume is not None if spec.streaming else spec.idempotent

@@ -41,7 +41,7 @@ def _remove_left() -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is a folder that this user alone can have filled."""
+    """True if only this user can have filled the folder."""
     status = folder.lstat()
     return (
         stat.S_ISDIR(status.st_mode)

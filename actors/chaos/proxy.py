@@ -39,7 +39,7 @@ class Faults:
         await self._open.wait()
 
     def swallows(self, *, to_server: bool) -> bool:
-        """Whether bytes in this direction are lost."""
+        """True if bytes in this direction are lost."""
         return self.swallow_to_server if to_server else self.swallow_to_client
 
 

@@ -254,7 +254,7 @@ async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
 
 
 def _knows_instance(runtime: Runtime, request: CallRequest) -> bool:
-    """Whether discovery knows the instance that is asked for, if one is."""
+    """True if discovery knows the instance that is asked for, if one is."""
     if not request.instance:
         return True
     name = request.endpoint.component_name.instance(request.instance)

@@ -258,7 +258,7 @@ class Reloader:
             logger.info("reloaded")
 
     async def _is_done(self, address: str, step: Awaitable[None]) -> bool:
-        """Whether a step on a node succeeds; when it does not, it is told why."""
+        """True if a step on a node succeeds; if it does not, log the reason."""
         try:
             await step
         except ChangeFailed as error:
@@ -275,8 +275,9 @@ class Reloader:
         logger.error("%s: %s; waiting for the next change", why, goes_on)
 
     def _is_of_run(self, changed: Mapping[str, bool]) -> bool:
-        """Whether files that have changed may have a part in the run: new ones may be what is
-        imported from now on."""
+        """True if files that have changed may have a part in the run: a new one may be imported
+        from now on.
+        """
         known = {_real(file) for file in self._asked.request.config_files}
         known.update(self._outdated.plan.files, *self._supervisor.known_files().values())
         return any(changed.values()) or not known.isdisjoint(changed)

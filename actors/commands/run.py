@@ -195,7 +195,7 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
 
 
 def _tells_little() -> bool:
-    """Whether somebody at a terminal has a log that does not tell how the start goes."""
+    """True if a person is at the terminal and the log level hides the progress of the start."""
     return sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO)
 
 

@@ -193,7 +193,7 @@ class Dependency(Generic[A]):
         return self._given
 
     def is_on(self, other: Any) -> bool:
-        """Whether `other` is the class that is called; nothing is imported to find it out."""
+        """True if `other` is the class that is called; nothing is imported to find out."""
         if not isinstance(self._given, str):
             return self._given is other
         module, name = self._place(self._given)

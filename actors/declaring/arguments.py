@@ -74,7 +74,7 @@ def read_text(text: str, source: str) -> Any:
 
 
 def is_from_file(name: str, origin: str) -> bool:
-    """Whether a value was read from a file, which marks it as a secret."""
+    """True if a value was read from a file, which marks it as a secret."""
     return origin.endswith(f"{name}{FILE_SUFFIX}")
 
 
@@ -428,8 +428,9 @@ def _locations(error: Exception) -> list[_Path]:
 
 
 def _leads_through(location: _Path, path: _Path) -> bool:
-    """Whether a location lies at the path or below; between its keys are names of types, where
-    there is a union."""
+    """True if a location lies at the path or below; between its keys are names of types, where
+    there is a union.
+    """
     steps = iter(location)
     return all(key in steps for key in path)
 

@@ -355,7 +355,7 @@ AnyCodec = Codec | StructCodec | WholeCodec
 
 
 def holds_struct(annotation: Any) -> bool:
-    """Whether an annotation is, or contains, a msgspec struct."""
+    """True if an annotation is, or contains, a msgspec struct."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return True
     return any(holds_struct(argument) for argument in typing.get_args(annotation))
@@ -418,7 +418,7 @@ def _is_hashable(annotation: Any) -> bool:
 
 
 def _is_data_class(annotation: Any) -> bool:
-    """Whether pydantic lets instances of a class pass as they are."""
+    """True if pydantic lets instances of a class pass as they are."""
     if not isinstance(annotation, type):
         return False
     kind = cast("type[object]", annotation)
@@ -426,5 +426,5 @@ def _is_data_class(annotation: Any) -> bool:
 
 
 def _is_plain_dataclass(part: dict[str, Any]) -> bool:
-    """Whether a part of a core schema is a class whose constructor does not validate."""
+    """True if a part of a core schema is a class whose constructor does not validate."""
     return part.get("type") == "dataclass" and not is_pydantic_dataclass(part["cls"])

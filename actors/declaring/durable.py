@@ -211,7 +211,7 @@ class JobState(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing becomes of it any more."""
+        """True if its state is final."""
         return self.status in ("done", "failed", "cancelled")
 
 

@@ -304,7 +304,7 @@ class HandlerSpec:
 
 
 def _is_nothing(data: bytes) -> bool:
-    """Whether a body says that there is no request, as untyped clients do with null."""
+    """True if a body is empty or null, by which untyped clients say that there is no request."""
     return data.strip() in (b"", b"null")
 
 

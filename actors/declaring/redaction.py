@@ -63,14 +63,14 @@ def shown(value: Any) -> Json:
 
 
 def is_marked(annotation: Any) -> bool:
-    """Whether an annotation has a field of pydantic's beside its type that is in no `repr`."""
+    """True if an annotation has a field of pydantic's beside its type that is in no `repr`."""
     return get_origin(annotation) is Annotated and any(
         isinstance(each, FieldInfo) and not each.repr for each in get_args(annotation)[1:]
     )
 
 
 def takes_secret(annotation: Any) -> bool:
-    """Whether a value of this type may hold what is marked, before it has been read as that."""
+    """True if a value of this type may hold what is marked, before it has been read as that."""
     waiting, seen = [annotation], set[int]()
     while waiting:
         one = waiting.pop()

@@ -42,12 +42,12 @@ class Reply(Generic[T_contra]):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the reader has no credit left for another item."""
+        """True if the reader has no credit left for another item."""
         return self._port.paused
 
     @property
     def has_ended(self) -> bool:
-        """Whether the call has ended, so that nothing is sent any longer."""
+        """True if the call has ended, so that nothing is sent any longer."""
         return self._port.ended
 
     def push(self, item: T_contra) -> bool:
@@ -171,17 +171,17 @@ class StreamDecorator(Protocol):
 
 
 def takes_reply(signature: inspect.Signature) -> bool:
-    """Whether a handler sends its items by a reply."""
+    """True if a handler sends its items by a reply."""
     return any(map(is_reply, signature.parameters.values()))
 
 
 def is_reply(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter of a handler is its reply; one of another type is its request."""
+    """True if a parameter of a handler is its reply; one of another type is its request."""
     return parameter.name == PARAMETER and is_typed_as_reply(parameter)
 
 
 def is_typed_as_reply(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter, whatever its name, is annotated as a reply."""
+    """True if a parameter, whatever its name, is annotated as a reply."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         return annotation.partition("[")[0].rpartition(".")[2] == Reply.__name__

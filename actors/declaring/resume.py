@@ -42,7 +42,7 @@ class ResumeRule(ABC):
 
     @abstractmethod
     def applies(self, request: Any) -> bool:
-        """Whether the stream of a request goes on, asked before it is sent."""
+        """True if the stream of a request goes on, asked before it is sent."""
 
 
 ClientResume = Literal["replay"] | ResumeFunction

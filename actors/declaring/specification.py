@@ -105,7 +105,7 @@ class DeclaredOption:
 
     @property
     def is_list(self) -> bool:
-        """Whether it holds several values."""
+        """True if it holds several values."""
         return get_origin(self.plain_kind) in (Sequence, list, tuple)
 
     @property
@@ -235,7 +235,7 @@ def _members(kind: Any) -> list[Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, as far as can be seen from outside."""
+    """True if a value is of a type, as far as can be seen from outside."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, each) for each in get_args(kind))

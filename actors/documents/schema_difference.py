@@ -310,7 +310,7 @@ class _Comparison:
         return differences
 
     def _is_within(self, sends: Any, keyword: str, limit: Any) -> bool:
-        """Whether everything that is sent keeps to a limit."""
+        """True if every value that is sent keeps to a limit."""
         given = sends.get(keyword)
         if not _is_number(given) or not _is_number(limit):
             return False
@@ -459,7 +459,7 @@ def _find(reference: str, root: Any) -> Any:
 
 
 def _is_any(schema: Any) -> bool:
-    """Whether any value fits a schema, however it is written."""
+    """True if a schema accepts any value, however it is written."""
     if schema is True:
         return True
     if not isinstance(schema, Mapping):
@@ -538,7 +538,7 @@ def _has_kind(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def _has_every(schema: Mapping[str, Any], kinds: frozenset[str]) -> bool:
-    """Whether an enumeration has every value of some types, which are few."""
+    """True if an enumeration has every value of some types, which are few."""
     values = {_key(value) for value in _enumerated(schema)}
     every = {"null": {_key(None)}, "boolean": {_key(False), _key(True)}}
     return all(kind in every and every[kind] <= values for kind in kinds)
@@ -558,7 +558,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_beyond(sends: Mapping[str, Any], keyword: str, limit: Any) -> bool:
-    """Whether nothing that is sent keeps to a limit."""
+    """True if no value that is sent keeps to a limit."""
     if not _is_number(limit):
         return False
     for opposite in _OPPOSITE[keyword]:

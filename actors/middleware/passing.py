@@ -112,7 +112,7 @@ def around_items(middleware: Sequence[Middleware]) -> tuple[Middleware, ...]:
 
 
 def reads_items(one: Middleware) -> bool:
-    """Whether it sees the items of streams."""
+    """True if it sees the items of streams."""
     return type(one).items is not Middleware.items
 
 

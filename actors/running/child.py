@@ -135,7 +135,7 @@ class Child:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was told to end."""
+        """True if it was told to end."""
         return self.leaving.is_set()
 
     @property
@@ -313,7 +313,8 @@ class Child:
 
 
 def _group_lives(leader: int) -> bool:
-    """Whether a process lives in the group of a worker that has ended.
+    """True if a process lives in the group of a worker that has ended. The group is only asked,
+    never signalled: its number may be that of others by now.
 
     It is only asked, never signalled: its number may be that of others by now.
     """

@@ -165,7 +165,7 @@ def mapping(value: Any) -> dict[str, Any] | None:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it; halves of surrogate pairs it cannot."""
+    """True if UTF-8 can encode it, which it cannot for halves of surrogate pairs."""
     try:
         value.encode()
     except UnicodeEncodeError:

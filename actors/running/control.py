@@ -310,7 +310,7 @@ def _nodes_of(pid: int) -> list[str]:
 
 
 def _has(nodes: Sequence[str], name: str) -> bool:
-    """Whether a node of these is meant by an address or a component."""
+    """True if an address or a component means one of these nodes."""
     return any(name in (node, node.partition(".")[2]) for node in nodes)
 
 
@@ -325,7 +325,7 @@ def _path(pid: int) -> Path:
 
 
 def _answers(pid: int) -> bool:
-    """Whether a run is behind its socket; that of one that was killed is taken away.
+    """True if a run listens behind its socket; the socket of one that was killed is removed.
 
     Raises:
         PermissionError: it is another user's.

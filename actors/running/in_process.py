@@ -327,7 +327,9 @@ def problems_of(runtime: Runtime) -> dict[str, str]:
 
 
 def stalls_of(runtime: Runtime) -> dict[str, str]:
-    """Whether the main loop has been blocked for too long; callable from any thread."""
+    """The main loop's stall, by component, if it has been blocked for too long; callable from any
+    thread.
+    """
     blocked = runtime.bus.heartbeats.blocked
     if blocked > runtime.bus.config.stall_limit:
         return {"main_loop": f"blocked for {blocked:.1f} s"}
@@ -393,7 +395,7 @@ def users_traceback(error: BaseException | None) -> str:
 
 
 def _is_users(error: BaseException) -> bool:
-    """Whether an exception is of the user's code, or of a file that cannot be parsed."""
+    """True if an exception is of the user's code, or of a file that cannot be parsed."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, SyntaxError) or not all(
         _is_machinery(frame.filename) for frame in frames

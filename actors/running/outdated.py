@@ -83,7 +83,7 @@ class Outdated:
 
 
 def _concerns_all(one: Plan, other: Plan) -> bool:
-    """Whether every process would be told something else."""
+    """True if a change between two settings concerns every process."""
     if (one.path, one.bus) != (other.path, other.bus):
         return True
     # By which all of them find the instances of a class.
@@ -92,7 +92,7 @@ def _concerns_all(one: Plan, other: Plan) -> bool:
 
 
 def _is_same(one: PlannedNode, other: PlannedNode) -> bool:
-    """Whether the process of an instance would be told the same."""
+    """True if the process of an instance would get the same settings from both."""
     return _without_place(one) == _without_place(other)
 
 

@@ -94,7 +94,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended yet, as far as is known."""
+        """True if it has not ended yet, as far as is known."""
         return not self._ended.is_set()
 
     async def wait(self) -> int | None:

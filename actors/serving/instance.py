@@ -55,7 +55,7 @@ MAX_SCHEMAS_BYTES: Final = 16 * 1024
 """Names and hashes of some hundred endpoints."""
 
 inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=False)
-"""Whether this code runs within an `on_stop`, which must not wait for its own end."""
+"""True if this code runs within an `on_stop`, which must not wait for its own end."""
 
 
 class InstanceState(Enum):

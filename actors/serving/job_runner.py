@@ -326,7 +326,7 @@ class JobRunner:
             return run
 
     def _may_have_ended(self, job: Job, token: str) -> bool:
-        """Whether the job may have ended before, elsewhere or by a cancel."""
+        """True if the job may have ended before, elsewhere or by a cancel."""
         if job.tries > 1 or job.returns or token in self._cancelled:
             return True
         return headers.KEYED in job.headers or job.waited >= ASKS_AFTER

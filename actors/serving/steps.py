@@ -79,7 +79,7 @@ class JobRun:
 
     @property
     def has_steps(self) -> bool:
-        """Whether there may be records of its steps."""
+        """True if there may be records of its steps."""
         return self._history is not None or not self._is_first
 
     @property

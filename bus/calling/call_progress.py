@@ -103,7 +103,7 @@ class CallProgress:
         return self.resume_frame(now)
 
     def is_stalled(self, now: float, heard_at: float) -> bool:
-        """Whether what was sent does not come, although it was asked for.
+        """True if what was sent does not come, although it was asked for.
 
         Args:
             heard_at: when anything of the instance last came where its results do. As long as

@@ -138,7 +138,7 @@ class Caller:
         return len(remote.calls) if remote is not None else 0
 
     def is_heard(self, instance: InstanceName) -> bool:
-        """Whether calls are open at an instance and its heartbeats arrive."""
+        """True if calls are open at an instance and its heartbeats arrive."""
         remote = self._open.find_remote(instance)
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and liveness.is_heard(monotonic())

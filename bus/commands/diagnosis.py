@@ -72,7 +72,7 @@ async def diagnose(config: BusConfig) -> list[Check]:
 
 
 def check_version(text: str) -> Check:
-    """Whether the server is new enough."""
+    """Check that the server is new enough."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     version = tuple(int(part) for part in match.groups()) if match else ()
     if version < OLDEST_VERSION:
@@ -85,7 +85,7 @@ def check_version(text: str) -> Check:
 
 
 def check_payload(max_payload: int) -> Check:
-    """Whether messages may be large enough."""
+    """Check that messages may be large enough."""
     text = f"{max_payload} bytes"
     if max_payload < SMALLEST_PAYLOAD:
         return Check(
@@ -99,7 +99,7 @@ def check_payload(max_payload: int) -> Check:
 
 
 def check_headers(supported: bool) -> Check:
-    """Whether the server carries headers."""
+    """Check that the server carries headers."""
     if supported:
         return Check("headers", "ok", "supported")
     return Check(
@@ -108,7 +108,7 @@ def check_headers(supported: bool) -> Check:
 
 
 def check_round_trip(seconds: float) -> Check:
-    """Whether the server is near."""
+    """Check that the server is near."""
     text = f"{seconds * 1000:.2f} ms (median)"
     if seconds > SLOW_ROUND_TRIP:
         return Check("round trip", "warn", text, "every call takes two of these: move nearer")
@@ -116,7 +116,7 @@ def check_round_trip(seconds: float) -> Check:
 
 
 def check_clock(skew: float) -> Check:
-    """Whether this machine's clock agrees with the server's; `skew` is ours minus its."""
+    """Check that this machine's clock agrees with the server's; `skew` is ours minus its."""
     text = f"{skew:+.3f} s against the server"
     remedy = f"set the clock with NTP: {_broken_by(abs(skew))}"
     if abs(skew) > CLOCK_FAIL:
@@ -139,7 +139,7 @@ def _broken_by(skew: float) -> str:
 
 
 def check_limits(account: Mapping[str, Any]) -> Check:
-    """Whether the account may store enough; takes the answer to `$JS.API.INFO`."""
+    """Check that the account may store enough; takes the answer to `$JS.API.INFO`."""
     limits: Mapping[str, Any] = account.get("limits") or {}
     most = int(limits.get("max_storage", -1))
     used = int(account.get("storage", 0))
@@ -153,7 +153,7 @@ def check_limits(account: Mapping[str, Any]) -> Check:
 
 
 def check_bucket(config: Mapping[str, Any] | None) -> Check:
-    """Whether the bucket of instances is as dynbus makes it; None when it does not exist."""
+    """Check that the bucket of instances is as dynbus makes it; None when it does not exist."""
     name = "instances bucket"
     if config is None:
         return Check(name, "ok", "not there yet; the first instance makes it")
@@ -184,7 +184,7 @@ def check_bucket(config: Mapping[str, Any] | None) -> Check:
 
 
 def check_records(records: Sequence[StoredMessage], now: float, lease_ttl: float) -> Check:
-    """Whether each record of an instance is renewed.
+    """Check that each record of an instance is renewed.
 
     Args:
         now: Unix time of the server.
@@ -209,7 +209,7 @@ def check_records(records: Sequence[StoredMessage], now: float, lease_ttl: float
 
 
 def check_store(stream: str, write_error: str) -> Check:
-    """Whether a stream takes writes; `write_error` is empty when it does."""
+    """Check that a stream takes writes; `write_error` is empty when it does."""
     if write_error:
         return Check(
             f"stream {stream}",
@@ -221,7 +221,7 @@ def check_store(stream: str, write_error: str) -> Check:
 
 
 def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool) -> Check:
-    """Whether a stream outlives each single server of its cluster."""
+    """Check that a stream outlives each single server of its cluster."""
     name = f"replicas of {stream}"
     if not in_cluster:
         return Check(name, "ok", "1: the server is no cluster")
@@ -238,7 +238,7 @@ def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool)
 
 
 def check_regions(kept: Mapping[str, int]) -> Check:
-    """Whether each stream is kept in one region; `kept` has in how many each is."""
+    """Check that each stream is kept in one region; `kept` has the number of regions of each."""
     twice = [name for name, regions in kept.items() if regions > 1]
     if not twice:
         return Check("regions", "ok", "what is published is stored once")
@@ -252,7 +252,7 @@ def check_regions(kept: Mapping[str, int]) -> Check:
 
 
 def check_descriptors(soft: int) -> Check:
-    """Whether this process may open enough files."""
+    """Check that this process may open enough files."""
     if soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS:
         return Check("file descriptors", "warn", f"at most {soft}", "raise it: ulimit -n 4096")
     text = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}"
@@ -402,7 +402,7 @@ async def _check_regions(connection: NatsConnection, streams: Sequence[str]) -> 
 
 
 async def _check_writing(connection: NatsConnection, is_set_up: bool) -> list[Check]:
-    """Whether a stream can be made, and what time the server had when it made it."""
+    """Check that a stream can be made, and compare the server's clock with ours."""
     name = f"DYNBUS_DOCTOR_{secrets.token_hex(6)}"
     request = stream_request(StreamConfig(name, (f"{name}.x",), marker_ttl=1.0, in_memory=True))
     before = unix_time()

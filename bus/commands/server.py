@@ -80,7 +80,7 @@ class Server(NamedTuple):
 
 
 async def _comes(event: asyncio.Event, within: float) -> bool:
-    """Whether it is set within so many seconds."""
+    """True if the event is set within so many seconds."""
     for _ in range(LOOKS):
         with anyio.move_on_after(within / LOOKS):
             return await event.wait()

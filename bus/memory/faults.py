@@ -50,7 +50,7 @@ class Fault(ABC):
             self._active.remove(self)
 
     def matches(self, message: Message) -> bool:
-        """Whether it acts on `message`."""
+        """True if it acts on `message`."""
         return matches(self.pattern, message.subject) and (
             self._when is None or self._when(message)
         )

@@ -205,7 +205,9 @@ class JetStreamServer:
             self._changed(stream)
 
     def has(self, config: StreamConfig) -> bool | DynbusError:
-        """Whether there is this stream; another one of its name is an error."""
+        """True if there is this stream, False if there is none of its name; the error if there is
+        another one of its name.
+        """
         known = self.streams.get(config.name)
         if known is None:
             return False

@@ -70,7 +70,7 @@ class MemoryStream:
         )
 
     def takes(self, subject: str) -> bool:
-        """Whether messages of `subject` are stored here."""
+        """True if messages of `subject` are stored here."""
         return any(matches(pattern, subject) for pattern in self.config.subjects)
 
     def store(
@@ -176,7 +176,7 @@ class MemoryStream:
         return self._records[sequence].message
 
     def holds(self, sequence: int) -> bool:
-        """Whether the message at a sequence is there."""
+        """True if the message at a sequence is there."""
         return sequence in self._records
 
     def drop(self, sequence: int) -> bool:

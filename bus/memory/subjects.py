@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Whether a subscription to `pattern` hears a message to `subject`.
+    """True if a subscription to `pattern` hears a message to `subject`.
 
     `*` stands for one token and a final `>` for one or more. In `subject` both are ordinary
     characters, and a subject with an empty token is heard by nobody, as on nats-server.
@@ -28,7 +28,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 def overlap(one: str, two: str) -> bool:
-    """Whether some subject is heard by both patterns."""
+    """True if some subject matches both patterns."""
     left, right = one.split("."), two.split(".")
     for a, b in zip(left, right, strict=False):
         if ">" in (a, b):

@@ -133,7 +133,7 @@ class Outage:
         return now - self._lost_at
 
     def is_report_due(self, now: float) -> bool:
-        """Whether to say that it goes on; each time the pause until the next one doubles."""
+        """True if another log line is due; each time the pause until the next one doubles."""
         if now < self._next:
             return False
         self._pause = min(self._pause * 2, MAX_PAUSE)

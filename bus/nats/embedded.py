@@ -454,7 +454,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _runs(folder: DataFolder, info: ServerInfo) -> bool:
-    """Whether this server is the embedded one of a folder."""
+    """True if this server is the embedded one of a folder."""
     record = _read_record(folder)
     return record is not None and record.name == info.name
 

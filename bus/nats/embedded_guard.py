@@ -104,11 +104,11 @@ class FileLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True if this object holds the lock."""
         return self._fd is not None
 
     def is_on_path(self) -> bool:
-        """Whether the held lock is that of the file which now has the path."""
+        """True if the path still names the file whose lock is held."""
         try:
             return os.path.samestat(os.fstat(self.fileno()), self.path.stat())
         except FileNotFoundError:
@@ -152,7 +152,7 @@ class FileLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds the lock exclusively."""
+    """True if some process holds the lock exclusively."""
     lock = FileLock(path)
     if lock.try_acquire(shared=True):
         lock.release()

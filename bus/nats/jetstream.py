@@ -425,6 +425,6 @@ def _refuse_misfit(info: Mapping[str, Any], config: StreamConfig) -> None:
 
 
 def _is_in_cluster(info: Mapping[str, Any]) -> bool:
-    """Whether a stream's server belongs to a cluster; one alone names itself and no cluster."""
+    """True if a stream's server belongs to a cluster; one alone names itself and no cluster."""
     cluster: Mapping[str, Any] = info.get("cluster") or {}
     return bool(cluster.get("name"))

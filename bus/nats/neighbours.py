@@ -92,7 +92,7 @@ def _own_url(folder: DataFolder) -> str | None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether nobody else could have written there."""
+    """True if only this user can have written there."""
     status = folder.lstat()
     return (
         stat.S_ISDIR(status.st_mode)

@@ -17,7 +17,7 @@ LOOKUP_SECONDS: Final = 1.0
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an IP address is one of this machine; False for any name."""
+    """True if an IP address is one of this machine; False for any name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -108,7 +108,7 @@ class ServerReader:
 
 
 def _is_incomplete(data: bytes, position: int) -> bool:
-    """Whether the end of a message's line is still to come.
+    """True if the end of a message's line is still to come.
 
     Raises:
         ProtocolViolation: it is there, and the line is malformed.

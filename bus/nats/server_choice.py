@@ -122,7 +122,7 @@ class ServerChoice:
             return Plan([server.url for server in servers], self._turn)
 
     def has_other(self, connection: object, now: float) -> bool:
-        """Whether there is a server to go to from that of a connection, and not shunned."""
+        """True if there is a server, other than that of a connection, that is not shunned."""
         with self._lock:
             return self._has_other(self._places.get(connection), now)
 
@@ -204,7 +204,7 @@ class ServerChoice:
             return True
 
     def is_astray(self, connection: object, now: float) -> bool:
-        """Whether a connection is to leave its server: others chose another, or it is shunned."""
+        """True if a connection should leave its server: others chose another, or it is shunned."""
         with self._lock:
             at = self._places.get(connection)
             if at is None:

@@ -79,7 +79,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine is meant."""
+        """True if only this machine can reach it."""
         return is_loopback(self.host)
 
     def __str__(self) -> str:

@@ -63,5 +63,5 @@ def split_calls(calls: Mapping[int, int], most: int) -> list[CallRange]:
 
 
 def covers(bounded: Bounded, number: int) -> bool:
-    """Whether a call of this number exists only if it is listed."""
+    """True if a call of this number exists only if it is listed."""
     return bounded.first <= number and (bounded.last is None or number <= bounded.last)

@@ -160,12 +160,12 @@ class Tombstones:
             del cancelled[first]
 
     def has_request(self, request_id: str, now: float) -> bool:
-        """Whether a request that begins now was cancelled a moment ago."""
+        """True if a request that begins now was cancelled a moment ago."""
         cancelled_at = self._cancelled.get(request_id)
         return cancelled_at is not None and now - cancelled_at < REQUEST_SECONDS
 
     def has_job(self, names: Iterable[str], queued_at: float) -> bool:
-        """Whether a job was cancelled.
+        """True if a job was cancelled.
 
         Args:
             names: its id, and that of the request that it is of.

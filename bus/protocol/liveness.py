@@ -55,7 +55,7 @@ class RemoteLiveness:
         return returned
 
     def is_news(self, beat: int) -> bool:
-        """Whether a heartbeat of this number is no older than all that came before."""
+        """True if a heartbeat of this number is no older than all that came before."""
         if beat < self._beat:
             return False
         self._beat = beat
@@ -68,7 +68,7 @@ class RemoteLiveness:
             self._absent_since = None
 
     def is_heard(self, now: float) -> bool:
-        """Whether nothing speaks against it yet."""
+        """True if there is no sign of its death yet."""
         return now < max(self._heard + SILENCE_LIMIT, self._grace_until)
 
     def bounced(self) -> bool:

@@ -199,7 +199,7 @@ def work_subject(queue: EndpointName, job: str = ">", lane: str = "normal") -> s
 
 
 def is_lane(text: str) -> bool:
-    """Whether a text may be the name of a lane of a queue."""
+    """True if a text may be the name of a lane of a queue."""
     return _LANE.fullmatch(text) is not None
 
 
@@ -214,7 +214,7 @@ def job_of_subject(subject: str) -> str:
 
 
 def is_copy_subject(subject: str) -> bool:
-    """Whether a job was put at a subject as a copy of one."""
+    """True if a job was put at a subject as a copy of one."""
     return subject.count(".") > 5
 
 
@@ -327,7 +327,7 @@ def turn_taker(reply: str) -> str:
 
 
 def is_safe_reply(reply: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a message may be answered at `reply`.
+    """True if a message may be answered at `reply`.
 
     A reply subject is chosen by the sender of the request and used with our permissions, so
     anything but an inbox (`$JS.API...`, another service's subject) is an attack.

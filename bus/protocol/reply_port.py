@@ -17,12 +17,12 @@ class ReplyPort(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether no item may follow until the reader has taken more."""
+        """True if no item may follow until the reader has taken more."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether the call has ended, so that nothing is sent any longer."""
+        """True if the call has ended, so that nothing is sent any longer."""
         ...
 
     def push(self, item: bytes) -> bool:

@@ -61,7 +61,7 @@ class StreamReader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything but the end has arrived."""
+        """True if anything but the end has arrived."""
         return self.next_sequence > (self.terminal is not None)
 
     def receive_next(self, frame: Item | Items | Part | Terminal) -> bool:

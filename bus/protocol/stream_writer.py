@@ -174,17 +174,17 @@ class StreamWriter:
 
     @property
     def blocked(self) -> bool:
-        """Whether the writer must wait for credit, or for room, before it pushes again."""
+        """True if the writer must wait for credit, or for room, before it pushes again."""
         return self.pushed_bytes >= self.granted or self.is_short_of_room
 
     @property
     def is_short_of_room(self) -> bool:
-        """Whether the writer must wait until its client has taken more of what it was sent."""
+        """True if the writer must wait until its client has taken more of what it was sent."""
         return self.held_bytes > LEAST_PER_STREAM and not self._unread.has_room
 
     @property
     def has_fresh(self) -> bool:
-        """Whether `take_frames` would return something."""
+        """True if `take_frames` would return something."""
         return len(self._units) > self._next_unsent
 
     @property

@@ -54,7 +54,7 @@ class Unheard:
         return was_cut_off
 
     def hears_nobody(self, heard_at: float, now: float) -> bool:
-        """Whether a silence was the server's doing a while ago, and nobody was heard since.
+        """True if the server caused a silence a while ago, and no peer was heard since.
 
         Args:
             heard_at: when anybody was last heard.

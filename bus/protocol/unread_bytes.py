@@ -62,12 +62,12 @@ class ClientUnreadBytes:
 
     @property
     def has_room(self) -> bool:
-        """Whether the client may hold more."""
+        """True if the client may hold more."""
         return FREE_SHARE * self.held <= self.whole.free
 
     @property
     def is_refused(self) -> bool:
-        """Whether the client may begin no call: nothing is free, and it is not one of the least."""
+        """True if the client may begin no call: nothing is free, and it is not one of the least."""
         return self.whole.free <= 0 and self.held > LEAST_PER_STREAM
 
     def add(self, count: int) -> None:

@@ -84,7 +84,7 @@ class Discovery:
         self._asked: set[InstanceName] = set()
 
     async def answers(self, *, timeout: float) -> bool:
-        """Whether JetStream answers within `timeout` seconds when it is asked for the records.
+        """True if JetStream answers within `timeout` seconds when it is asked for the records.
 
         That there are none, or that we may not ask, is an answer.
         """

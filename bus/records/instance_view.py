@@ -116,7 +116,7 @@ class InstanceView:
         self._back_at = now
 
     def was_judged_in_vain(self, found_at: float | None) -> bool:
-        """Whether an instance was found to be lost before we came back."""
+        """True if an instance was found to be lost before we came back."""
         return found_at is not None and found_at <= self._back_at
 
     def pass_began(self) -> None:
@@ -129,11 +129,11 @@ class InstanceView:
         }
 
     def is_settling(self, now: float) -> bool:
-        """Whether we or others were cut off a moment ago, and others may be so still."""
+        """True if we or others were cut off a moment ago, so that others may still be."""
         return now < self._grace_until
 
     def is_reading(self) -> bool:
-        """Whether records come that may have been stored long ago."""
+        """True if records arrive that may have been stored long ago."""
         return self._is_reading
 
     def doubt(self, name: InstanceName) -> None:
@@ -152,7 +152,7 @@ class InstanceView:
         self._is_reading = False
 
     def is_outdated(self, name: InstanceName, now: float) -> bool:
-        """Whether an instance has not renewed its record for longer than its lease can live."""
+        """True if an instance has not renewed its record for longer than its lease can live."""
         return self._believed_until.get(name, math.inf) <= now
 
     def outdated(self, now: float) -> list[InstanceName]:
@@ -174,7 +174,7 @@ class InstanceView:
         self._suspect[name] = now + seconds
 
     def is_suspect(self, name: InstanceName, now: float) -> bool:
-        """Whether an instance did not answer, and nothing was heard of it since."""
+        """True if an instance did not answer, and was not heard since."""
         return self._suspect.get(name, now) > now
 
     def note_absent(self, name: InstanceName, now: float) -> bool:
@@ -189,7 +189,7 @@ class InstanceView:
         return True
 
     def is_absent(self, name: InstanceName) -> bool:
-        """Whether nobody listens where an instance would, as far as is known."""
+        """True if, as far as is known, nobody subscribes where an instance would."""
         return name in self._absent
 
     def absent(self, namespace: str, component: str) -> list[InstanceName]:

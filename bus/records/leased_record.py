@@ -203,7 +203,7 @@ class LeasedRecord:
 
     @property
     def is_taken(self) -> bool:
-        """Whether somebody else held the record when it was last looked at."""
+        """True if somebody else held the record when it was last looked at."""
         return self.lease.state is LeaseState.CONFLICT
 
     async def look(self, *, timeout: float = ANSWER_TIMEOUT) -> StoredMessage | None:

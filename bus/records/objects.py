@@ -145,7 +145,7 @@ class ObjectRecord(msgspec.Struct, omit_defaults=True, frozen=True):
     options: dict[str, Any] = {}
 
     def fits(self, size: int, digest: bytes) -> bool:
-        """Whether chunks of this size and SHA-256 digest are what the record says."""
+        """True if chunks of this size and SHA-256 digest are what the record says."""
         # Other clients may leave out the padding.
         return size == self.size and self.digest.rstrip("=") == digest_text(digest).rstrip("=")
 

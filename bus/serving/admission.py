@@ -137,7 +137,7 @@ class Admission(Generic[T]):
 
     @property
     def has_place(self) -> bool:
-        """Whether the next call to enter would begin."""
+        """True if the next call to enter would begin."""
         return self.concurrency is None or len(self._running) < self.concurrency
 
     def enter(
@@ -267,13 +267,13 @@ class Admission(Generic[T]):
         return len(self.durations) >= min(self.concurrency or 1, KNOWN_RUNS)
 
     def _can_be_done(self, waiting: _Waiting, now: float) -> bool:
-        """Whether a call that arrives would be done in time if it waited for its turn."""
+        """True if a call that arrives would be done in time if it waited for its turn."""
         if waiting.deadline is None or not self._is_known():
             return True
         return self._is_worth_it(waiting, now + self._wait(self._ahead(waiting.client), now))
 
     def _is_worth_it(self, waiting: _Waiting, begins: float) -> bool:
-        """Whether a call should begin at this time, for what is left to it by then."""
+        """True if a call should begin at this time, given what is left to it by then."""
         if waiting.deadline is None or not self._is_known():
             return True
         allowed = waiting.deadline - waiting.arrived

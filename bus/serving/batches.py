@@ -114,7 +114,7 @@ class Batches:
         return f"<Batches of {self._address} {self._gathering!r}>"
 
     def has_waiting(self, call: Context) -> bool:
-        """Whether a call waits for a batch that has not begun."""
+        """True if a call waits for a batch that has not begun."""
         return any(each.context is call for each in self._gathering)
 
     def hurry(self) -> None:

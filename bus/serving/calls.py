@@ -91,17 +91,17 @@ class Call:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is sent to its caller."""
+        """True if nothing more is sent to its caller."""
         return self.reply.ended
 
     @property
     def is_continued(self) -> bool:
-        """Whether it goes on with a stream of which its caller has items already."""
+        """True if it continues a stream of which its caller has items already."""
         return self.served.endpoint.streaming and bool(self.context.delivered)
 
     @property
     def can_move(self) -> bool:
-        """Whether it is a stream with which its caller can go on at another instance."""
+        """True if it is a stream with which its caller can go on at another instance."""
         return self.served.endpoint.streaming and self.context.continues
 
     def hold_request(self, size: int) -> None:

@@ -69,7 +69,7 @@ class Durations:
         return bisect_right(self._sorted, left) / max(1, len(self._sorted))
 
     def is_worth_it(self, left: float, allowed: float, *, others: bool) -> bool:
-        """Whether a call with `left` of its `allowed` seconds should still begin.
+        """True if a call with `left` of its `allowed` seconds should still begin.
 
         Args:
             others: whether there are others with more time that would begin in its place. Then

@@ -96,7 +96,7 @@ class Execution:
         return f"<Execution {self._instance_id} [{state} | load: {self.load}]>"
 
     def is_draining(self) -> bool:
-        """Whether new calls are refused; for the contexts of those that run."""
+        """True if new calls are refused; for the contexts of those that run."""
         return self.draining
 
     @property
@@ -514,7 +514,7 @@ def describe_calls(running: int, waiting: int) -> str:
 
 
 def drives(frame: FrameType) -> bool:
-    """Whether a frame is that of a handler's own generator: it runs alone in a task of its own."""
+    """True if a frame is that of a handler's own generator: it runs alone in a task of its own."""
     caller = frame.f_back
     # It is the code that counts, whichever object it belongs to.
     stream = Execution._stream.__code__  # pyright: ignore[reportPrivateUsage]
@@ -522,7 +522,7 @@ def drives(frame: FrameType) -> bool:
 
 
 def _was_cut_short(call: Call) -> bool:
-    """Whether its handler would have taken longer than it did, for the whole of its request."""
+    """True if its handler would have taken longer than it did, for the whole of its request."""
     # What it was given up for may also have reached it through a sub-call.
     error = call.reply.error
     given_up = error is not None and isinstance(error, DeadlineExceeded | Cancelled)

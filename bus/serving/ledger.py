@@ -720,7 +720,7 @@ class Ledger:
         return Tell(sender, Unknown(frame.number, frame.secret, frame.attempt))
 
     def _would_know(self, inquiry: Inquiry) -> bool:
-        """Whether the request of an inquiry would be known, had it begun at this instance's id."""
+        """True if the request of an inquiry would be known, had it begun at this instance's id."""
         forgotten = self._forgotten.complete_since
         if inquiry.frame.age is None:
             return forgotten < self._heard_since

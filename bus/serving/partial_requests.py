@@ -141,7 +141,7 @@ class PartialRequests:
             del self._of_client[key[0]]
 
     def is_too_much(self, client_id: str) -> bool:
-        """Whether there is more of a client than it may have here."""
+        """True if a client sends more than it may have here."""
         share = self._of_client.get(client_id)
         return share is not None and (
             share.requests > REQUESTS_PER_CLIENT

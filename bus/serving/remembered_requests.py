@@ -51,7 +51,7 @@ class RememberedRequests:
         self._count += 1
 
     def has(self, client_id: str, number: int, secret: bytes) -> bool:
-        """Whether this very request is remembered."""
+        """True if this very request is remembered."""
         requests = self._clients.get(client_id)
         return requests is not None and requests.get(number, (b"", 0.0))[0] == secret
 

@@ -108,7 +108,7 @@ class CallReply:
             await _turn(self._bus, self._closing)
 
     def has_progressed(self, now: float) -> bool:
-        """Whether items were sent since the last time this was asked."""
+        """True if items were sent since the last time this was asked."""
         sent = self.sent_items
         if sent == self._seen_items:
             return False

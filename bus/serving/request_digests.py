@@ -65,7 +65,7 @@ class RequestDigests:
         return f"<RequestDigests [{sum(counts)} requests]>"
 
     def __bool__(self) -> bool:
-        """Whether any request may be in it."""
+        """True if any request may be in it."""
         return self._new is not None or self._old is not None
 
     def add(self, client_id: str, number: int, secret: bytes, now: float) -> bool:
@@ -83,7 +83,7 @@ class RequestDigests:
         return True
 
     def has(self, client_id: str, number: int, secret: bytes) -> bool:
-        """Whether a request was added; seldom also for one that was not."""
+        """True if a request was added; seldom also for one that was not."""
         if not self:
             return False
         words = self._digest(client_id, number, secret)

@@ -45,7 +45,7 @@ class ExportState:
         self._due_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Whether to try at all."""
+        """True if an export is to be tried now."""
         return now >= self._due_at
 
     def failed(self, now: float, reason: str) -> str:

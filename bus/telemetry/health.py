@@ -139,7 +139,7 @@ class HealthServer:
 
     @property
     def has_metrics(self) -> bool:
-        """Whether `/metrics` has a page."""
+        """True if `/metrics` has a page."""
         return self._expose is not None
 
     @property

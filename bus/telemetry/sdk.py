@@ -87,7 +87,7 @@ class Shutdown:
 
 
 def is_requested(environment: Mapping[str, str]) -> bool:
-    """Whether the standard variables name an exporter or an endpoint."""
+    """True if the standard variables name an exporter or an endpoint."""
     return any(exporters(signal, environment) for signal in SIGNALS)
 
 
@@ -138,7 +138,7 @@ def _otlp_exporter(upper: str, environment: Mapping[str, str], otlp_endpoint: st
 
 
 def installed() -> tuple[bool, bool]:
-    """Whether this process has a tracer provider and a meter provider other than the API's."""
+    """Return two flags: a tracer provider, and a meter provider, other than the API's is set."""
     if "opentelemetry.trace" not in sys.modules and "opentelemetry.metrics" not in sys.modules:
         return False, False
     from opentelemetry import metrics, trace
@@ -164,7 +164,7 @@ def providers() -> tuple[TracerProvider | None, MeterProvider | None]:
 
 
 def _never_traces(provider: TracerProvider) -> bool:
-    """Whether no span can come of it: not set up, disabled, or the sampler is `always_off`."""
+    """True if the provider never makes a span: not set up, disabled, or sampled `always_off`."""
     description = getattr(getattr(provider, "sampler", None), "get_description", None)
     return (
         _is_placeholder(provider)
@@ -174,7 +174,7 @@ def _never_traces(provider: TracerProvider) -> bool:
 
 
 def leaves_unsampled(provider: TracerProvider) -> bool:
-    """Whether a call whose caller is not sampled is never sampled: the usual `ParentBased`."""
+    """True if a call whose caller is not sampled is never sampled: the usual `ParentBased`."""
     description = getattr(getattr(provider, "sampler", None), "get_description", None)
     text = str(description()) if callable(description) else ""
     return (
@@ -189,7 +189,7 @@ def _never_measures(provider: MeterProvider) -> bool:
 
 
 def _is_placeholder(value: object) -> bool:
-    """Whether it is one of the API's own no-op or proxy objects."""
+    """True if it is one of the API's own no-op or proxy objects."""
     return type(value).__module__.startswith(("opentelemetry.trace", "opentelemetry.metrics"))
 
 

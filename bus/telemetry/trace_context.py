@@ -38,7 +38,7 @@ def trace_fields(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_unsampled(traceparent: str) -> bool:
-    """Whether a well-formed `traceparent` says that its trace is not recorded."""
+    """True if a well-formed `traceparent` says that its trace is not recorded."""
     return len(traceparent) == 55 and traceparent[54] in "02468ace"
 
 

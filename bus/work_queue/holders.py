@@ -134,7 +134,7 @@ class Absences:
         self._since: dict[str, float] = {}
 
     def is_dead(self, name: str, there: bool | None, now: float) -> bool:
-        """Whether somebody is gone for good, after one more look.
+        """True if a holder is gone for good, after one more look.
 
         Args:
             there: None where nobody knows.
@@ -151,7 +151,7 @@ class Absences:
 
     @property
     def are_any(self) -> bool:
-        """Whether somebody is to be looked for again soon."""
+        """True if a holder is to be looked for again soon."""
         return bool(self._since)
 
 

@@ -192,7 +192,7 @@ def put_at(message: StoredMessage) -> float:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a header is the server's or the queue's own."""
+    """True if a header is the server's or the queue's own."""
     return name.lower().startswith(_RESERVED)
 
 

@@ -91,7 +91,7 @@ class LaneChoice:
                 self._has_jobs[lane] = False
 
     def hopes(self, asked: Sequence[int]) -> bool:
-        """Whether one that was asked is said to have a job."""
+        """True if one of the lanes that was asked is said to have a job."""
         return any(count and has for count, has in zip(asked, self._has_jobs, strict=True))
 
     def pick(self, needed: int, asked: Sequence[int], held: Collection[int], now: float) -> Asks:

@@ -114,13 +114,14 @@ class Job:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `ack`, `nak` or `bury` was called."""
+        """True if `ack`, `nak` or `bury` was called."""
         return self._is_settled
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether another taker may have the job: the server was not heard for so long, or another
-        taker took this one for dead."""
+        """True if another taker may have the job: the server was not heard for so long, or another
+        taker took this one for dead.
+        """
         return self._is_doubted or monotonic() - self.heard > self._taker.ack_wait
 
     def doubt(self) -> None:

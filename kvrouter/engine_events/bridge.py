@@ -222,7 +222,7 @@ class RankStream:
         sink.set_awareness(now[1], dp_rank=rank)
 
     def ask_reports(self) -> bool:
-        """Whether the engine is to report what it reuses; from then on it is taken to do so."""
+        """True if the engine is to report what it reuses; it is then expected to do so."""
         if not self._known.lacks_blocks:
             return False
         if not self._known.asks_reports:
@@ -393,7 +393,7 @@ class RankStream:
             self._bridge.sink.publish(events, dp_rank=self.dp_rank or 0)
 
     def _is_own(self, batch: EngineBatch) -> bool:
-        """Whether a batch is of this stream's rank.
+        """True if a batch is of this stream's rank.
 
         A rank that was given holds, since it is the one whose port is read: engines have
         reported 0 for all of them. One that was not given is that of the first batch.

@@ -195,12 +195,12 @@ def decode_payload(payload: bytes) -> EngineBatch:
 
 
 def is_list(value: Any) -> TypeGuard[list[Any]]:
-    """Whether a decoded value is an array."""
+    """True if a decoded value is an array."""
     return isinstance(value, list)
 
 
 def is_map(value: Any) -> TypeGuard[dict[Any, Any]]:
-    """Whether a decoded value is a map."""
+    """True if a decoded value is a map."""
     return isinstance(value, dict)
 
 

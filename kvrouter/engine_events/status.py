@@ -97,7 +97,7 @@ class RankKnowledge:
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether an engine that can be heard holds blocks that are not known here."""
+        """True if an engine that is heard holds blocks that are not known here."""
         return self.connection is None and (self.history is not None or self.orphans > 0)
 
     def awareness(self, translation: Translation) -> CacheAwareness:

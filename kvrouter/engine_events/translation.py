@@ -116,7 +116,7 @@ class Translation:
 
     @property
     def without_prefix_group(self) -> bool:
-        """Whether all groups that were seen are of kinds that tell nothing of a prefix."""
+        """True if all groups that were seen are of kinds that tell nothing of a prefix."""
         return bool(self.filtered) and not self._size_seen
 
     @property
@@ -176,7 +176,7 @@ class Translation:
     # Groups ---------------------------------------------------------------------------------
 
     def _is_other_group(self, event: EngineStored | EngineRemoved) -> bool:
-        """Whether the event is of a group that is not the one that tells of prefixes.
+        """True if the event is of a group other than the one that tells of prefixes.
 
         That is the first group of full attention. Hashes do not tell groups apart, and those
         of sliding windows and Mamba keep only the end of a sequence. Where the kind is not

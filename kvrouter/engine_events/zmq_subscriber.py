@@ -157,7 +157,7 @@ class _Connection:
         self._poller.register(monitor, zmq.POLLIN)
 
     async def established(self, timeout: float) -> bool:
-        """Whether the connection comes about, in time."""
+        """True if the connection is established in time."""
         with anyio.move_on_after(timeout):
             while True:
                 event = await self._event()

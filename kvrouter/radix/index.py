@@ -67,7 +67,7 @@ class Applied(NamedTuple):
 
     @property
     def needs_resync(self) -> bool:
-        """Whether the index lacks blocks that only the instance can tell it again."""
+        """True if the index lacks blocks that only the instance can send again."""
         return self.verdict in (
             MessageOutcome.GAP,
             MessageOutcome.UNKNOWN_PARENT,
@@ -384,7 +384,7 @@ class RadixIndex:
 
     @property
     def has_evicted(self) -> bool:
-        """Whether blocks were forgotten for the sake of `max_blocks`."""
+        """True if blocks were evicted to keep to `max_blocks`."""
         return self._evicted > 0
 
     def sweep(self, limit: int = 1 << 30) -> bool:

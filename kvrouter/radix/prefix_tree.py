@@ -222,7 +222,7 @@ class PrefixTree:
     def _holds_after(
         self, holder: Holder, before: int | None, engine_hash: int, block: bytes
     ) -> bool:
-        """Whether this hash already names this very block after `before`."""
+        """True if this hash already names this very block after `before`."""
         if engine_hash not in holder.held or (before is not None and before not in holder.held):
             return False
         run, depth = self.locate(holder.held[engine_hash], engine_hash)

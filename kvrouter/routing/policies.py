@@ -308,7 +308,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def _is_part(missing: str | None, module: str) -> bool:
-    """Whether it is the module itself, or a package around it, that is missing."""
+    """True if the module itself, or a package around it, is missing."""
     return missing is not None and f"{module}.".startswith(f"{missing}.")
 
 

@@ -43,7 +43,7 @@ class SchedulingRequest:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it may go to some of the instances only, and so waits for itself alone."""
+        """True if it may go to some of the instances only, and so waits in a queue of its own."""
         return self.constraints.narrows or self.attempt > 1
 
     def apply_constraints(self) -> None:
@@ -113,7 +113,7 @@ class RequestQueue:
         return len(self._tickets)
 
     def holds(self, request: SchedulingRequest) -> bool:
-        """Whether a request that arrives now has to wait."""
+        """True if a request that arrives now has to wait."""
         if self._threshold is None:
             return False
         if not request.is_narrow and self._has_before(request.shape.priority):
@@ -176,7 +176,7 @@ class RequestQueue:
             request.profiles = fit or request.profiles
 
     def _has_before(self, priority: int) -> bool:
-        """Whether a request that arrives now would wait behind one that waits for all."""
+        """True if a request that arrives now would wait behind one that waits for all."""
         for ticket in self._tickets:
             if ticket.place[0] > -priority:
                 return False
@@ -185,7 +185,7 @@ class RequestQueue:
         return False
 
     def _is_busy(self, profiles: Sequence[InstanceProfile]) -> bool:
-        """Whether every candidate has more to compute than the threshold."""
+        """True if every candidate has more to compute than the threshold."""
         threshold = self._threshold
         if threshold is None:
             return False

@@ -135,7 +135,7 @@ def _opened(request: RouteRequest) -> Any:
 
 
 def _is_row(tokens: Any) -> bool:
-    """Whether this may be the token ids of one prompt, in their order."""
+    """True if this may be the token ids of one prompt, in their order."""
     return (
         hasattr(tokens, "__len__")
         and not isinstance(tokens, (str, Set, Mapping))
@@ -156,7 +156,7 @@ def field_of(value: Any, path: str) -> Any:
 
 
 def _has_bytes(text: str) -> bool:
-    """Whether a text can be hashed: one with half of a surrogate pair, as JSON may be, cannot."""
+    """True if a text can be hashed: one with half of a surrogate pair, as JSON may be, cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -189,7 +189,7 @@ class Constraints:
 
     @property
     def narrows(self) -> bool:
-        """Whether an instance may be excluded."""
+        """True if an instance may be excluded."""
         return bool(self.required) or (self.lora_required and bool(self.lora_name))
 
     def refusal(self, profile: InstanceProfile) -> str | None:
@@ -236,7 +236,7 @@ def read_constraints(
 
 
 def read_track_output(metadata: Mapping[str, str], default: bool) -> bool:
-    """Whether a call's output is counted while it grows, from its metadata.
+    """True if a call's output is counted while it grows, from its metadata.
 
     Raises:
         InvalidRequest: `kv_track_output` is neither true nor false.

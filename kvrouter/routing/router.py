@@ -385,7 +385,7 @@ class KvRouter:
             self._next_look = loop.call_later(LOOK_INTERVAL, self._look_again)
 
     def _look_again(self) -> None:
-        """Whether calls that wait may go on because of what no call has told."""
+        """Wake calls that wait and may go on because of changes that no call has reported."""
         self._next_look = None
         if not self._waiting:
             return

@@ -280,7 +280,7 @@ class SharedLoad(ActiveLoad):
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether there is something to say that should not wait for the next sign of life."""
+        """True if there is something to send that should not wait for the next heartbeat."""
         return bool(self._changes) or self._is_asked or self._is_new
 
     def outgoing(self, now: float, *, alive: bool = False) -> Iterator[bytes]:
@@ -362,7 +362,7 @@ class SharedLoad(ActiveLoad):
 
     @property
     def needs_answer(self) -> bool:
-        """Whether the set of some router is not known."""
+        """True if the set of some router is not known."""
         return any(peer.next is None for peer in self._peers.values())
 
     def routers(self) -> list[str]:

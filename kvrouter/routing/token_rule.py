@@ -29,7 +29,7 @@ _read_form: Final = msgspec.json.Decoder(_Form).decode
 
 
 def can_resume(request: object) -> bool:
-    """Whether a stream can be continued by `resume`, as far as its request tells.
+    """True if a stream can be continued by `resume`, as far as its request tells.
 
     Args:
         request: also as JSON.
@@ -120,7 +120,7 @@ def _limits(request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _is_whole(
     request: Mapping[str, Any], token_ids: list[int], stops: Collection[int], room: int | None
 ) -> bool:
-    """Whether a continuation has all its tokens, although nobody has said so."""
+    """True if a continuation has all its tokens, although its end was not received."""
     count = len(token_ids)
     if not count:
         return False

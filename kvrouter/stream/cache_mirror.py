@@ -286,7 +286,7 @@ class _TierMirror:
         return again
 
     def _holds_after(self, before: int | None, name: int, block: bytes) -> bool:
-        """Whether this name is held already as this very block after `before`."""
+        """True if this name is held already as this very block after `before`."""
         stretch = self.held.get(name)
         if stretch is None:
             return False

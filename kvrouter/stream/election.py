@@ -96,7 +96,7 @@ class Election(Openable):
 
     @property
     def is_elected(self) -> bool:
-        """Whether nobody else can have been elected yet."""
+        """True if nobody else can have been elected yet."""
         return self._record.lease.left(monotonic()) > 0
 
     @contextmanager

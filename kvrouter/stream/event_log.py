@@ -194,7 +194,7 @@ class EventLog:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was handed over is stored."""
+        """True if everything that was handed over is stored."""
         return not (
             self._begins_anew
             or self.resync_at is not None
@@ -205,12 +205,12 @@ class EventLog:
 
     @property
     def has_more(self) -> bool:
-        """Whether something waits, or a batch is to be repeated."""
+        """True if something waits, or a batch is to be repeated."""
         return bool(self._begins_anew or self._waiting or self._next_of_state or self.must_repeat)
 
     @property
     def must_repeat(self) -> bool:
-        """Whether a batch in flight failed, so that nothing new goes out before it is repeated."""
+        """True if a batch in flight failed, so that nothing new goes out before it is repeated."""
         return any(batch.state is BatchState.FAILED for batch in self._in_flight)
 
     # Events ---------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class EventLog:
         return self._collect()
 
     def is_current(self, batch: OutgoingBatch) -> bool:
-        """Whether the outcome of a batch still matters."""
+        """True if the outcome of a batch still matters."""
         return batch in self._in_flight
 
     def stored(self, batch: OutgoingBatch, sequence: int) -> None:
@@ -357,7 +357,7 @@ class EventLog:
             self.statistics.bytes += len(first.data)
 
     def failed(self, batch: OutgoingBatch) -> None:
-        """Whether the stream has a batch is not known."""
+        """Note that a batch may or may not have reached the stream."""
         if self.is_current(batch):
             batch.state = BatchState.FAILED
 

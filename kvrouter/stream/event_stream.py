@@ -144,7 +144,7 @@ class EpochClock:
             return self._last
 
     def is_credible(self, event_epoch: int) -> bool:
-        """Whether an epoch can be the one of a message that is stored by now."""
+        """True if an epoch can be the one of a message that is stored by now."""
         return event_epoch <= self._time_ns() + CLOCK_ALLOWANCE
 
 

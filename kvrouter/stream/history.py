@@ -40,7 +40,7 @@ class Point(NamedTuple):
     time: float | None = None
 
     def is_behind(self, snapshot: SnapshotInfo) -> bool:
-        """Whether a snapshot covers nothing that came after the point."""
+        """True if a snapshot covers nothing that came after the point."""
         if self.sequence is not None and snapshot.coverage.sequence > self.sequence:
             return False
         # All that it covers is older than itself.
@@ -72,7 +72,7 @@ class PastIndex:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing."""
+        """True if nothing is missing."""
         covered = 0 if self.snapshot is None else self.snapshot.coverage.sequence
         return self.first_sequence <= covered + 1 and not self.partial
 

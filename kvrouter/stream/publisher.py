@@ -412,7 +412,7 @@ class KvEventPublisher(Openable):
         return LoopSink(self._log, self._takes, self._wake.set)
 
     def _takes(self) -> bool:
-        """Whether what is handed over now will be published."""
+        """True if events that are handed over now will be published."""
         if self._closed:
             self._refuse()
             return False

@@ -99,12 +99,12 @@ class ResyncPlan:
         return self._needs.keys()
 
     def is_asked(self, rank: Rank) -> bool:
-        """Whether a rank was asked and has not answered."""
+        """True if a rank was asked and has not answered."""
         known = self._needs.get(rank)
         return known is not None and known.is_asked
 
     def is_answered(self, rank: Rank) -> bool:
-        """Whether what a rank in need holds is on its way, or here."""
+        """True if the answer of a rank that needs one is on its way, or here."""
         known = self._needs.get(rank)
         return known is not None and known.answered
 

@@ -242,7 +242,7 @@ class SnapshotWriter(Openable):
 
     @property
     def _is_calm(self) -> bool:
-        """Whether the index is what the stream says, whatever instances say of themselves."""
+        """True if the index is what the stream says, whatever instances say of themselves."""
         return self._follower.awareness(with_stated=False).level in _CALM
 
     # The task -------------------------------------------------------------------------

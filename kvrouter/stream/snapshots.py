@@ -86,12 +86,12 @@ class SnapshotInfo:
         return snapshot_name(self.component, self.coverage.sequence)
 
     def fits(self, stream: StreamInfo) -> bool:
-        """Whether it is of this stream, rather than of one of that name before it."""
+        """True if it is of this stream, rather than of one of that name before it."""
         created, sequence = self.coverage
         return created == stream.created and sequence <= stream.last_sequence
 
     def is_connected(self, stream: StreamInfo) -> bool:
-        """Whether the stream still holds all that comes after it."""
+        """True if the stream still holds all messages that come after the snapshot."""
         return self.fits(stream) and stream.first_sequence <= self.coverage.sequence + 1
 
 

@@ -28,7 +28,7 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
 
 
 def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Whether an image can be written there: told before minutes of simulation, not after."""
+    """Refuse a path where no SVG can be written, before minutes of simulation."""
     if path is None:
         return None
     if path.suffix.lower() != ".svg":

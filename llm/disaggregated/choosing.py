@@ -67,7 +67,7 @@ class PrefillChoice:
 
     @property
     def goes_by_queue(self) -> bool:
-        """Whether prompts that are computed elsewhere are put into the work queue."""
+        """True if prompts that are computed elsewhere are put into the work queue."""
         return self._live.current.through == "queue"
 
     def cached_tokens(self, metadata: Mapping[str, str]) -> int:

@@ -272,7 +272,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             await work.end()
 
     def _has_jobs(self) -> bool:
-        """Whether prompts go by the work queue: a record says so, or a decode instance does."""
+        """True if prompts go by the work queue: a record says so, or a decode instance does."""
         if self._settings.current.through == "queue":
             return True
         for one in self.runtime.known_instances(self._component(self.decode_node)):
@@ -363,7 +363,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
 
     @handler(concurrency=None)
     async def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease on this instance's blocks has held until now, which ends it."""
+        """End a lease on this instance's blocks; the result says if it has held until now."""
         return await self._settling.settle(settlement)
 
     @handler(idempotent=True)

@@ -91,7 +91,7 @@ class BlockManager:
         return held, used
 
     def admits(self, blocks: int, used: int) -> bool:
-        """Whether a request of `blocks` blocks has room, `used` of them being in use by others."""
+        """True if a request of `blocks` blocks has room, `used` of them being in use by others."""
         return blocks - used <= self.free - self.headroom
 
     def claim(self, table: list[int], sequence_hashes: Sequence[int], count: int) -> None:
@@ -238,7 +238,7 @@ class BlockManager:
             self.release(held)
 
     def holds(self, hold_id: str) -> bool:
-        """Whether there is a hold of this id."""
+        """True if there is a hold of this id."""
         return hold_id in self._holds
 
     # Events ---------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class Constraint:
         logits[bits[: len(logits)] == 0] = -np.inf
 
     def refuses(self, token_id: int) -> bool:
-        """Whether a token ends the thinking with something behind it that is not in the form."""
+        """True if a token ends the thinking with text behind it that does not fit the form."""
         if self._thought is None:
             return False
         rest = self._behind_thought(token_id)
@@ -257,7 +257,7 @@ class Constraint:
         return True
 
     def _ends(self, matcher: LLMatcher, token_id: int) -> bool:
-        """Whether a token ends the output, and is no part of its text."""
+        """True if a token ends the output, and is no part of its text."""
         if token_id not in self._stops or not matcher.is_accepting():
             return False
         return not matcher.validate_tokens([token_id])

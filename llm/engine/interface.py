@@ -207,7 +207,7 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a request to step for."""
+        """True if there is a request to step for."""
         ...
 
     @property
@@ -278,7 +278,7 @@ class TransferringEngine(Engine, Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no work only since requests wait for `deliver` or for `release`."""
+        """True if it has requests, all of which wait for `deliver` or for `release`."""
         ...
 
     def reserve(self, request_id: str, request: GenerateRequest) -> None:
@@ -345,17 +345,17 @@ class TransferringEngine(Engine, Protocol):
 
 
 def embeds(engine: object) -> TypeGuard[EmbeddingEngine]:
-    """Whether an engine is an `EmbeddingEngine`: it has `add_embedding`. Any thread may ask."""
+    """True if an engine is an `EmbeddingEngine`: it has `add_embedding`. Any thread may ask."""
     return hasattr(engine, "add_embedding")
 
 
 def prepares(engine: object) -> TypeGuard[PreparingEngine]:
-    """Whether an engine is a `PreparingEngine`: it has `prepare`. Any thread may ask."""
+    """True if an engine is a `PreparingEngine`: it has `prepare`. Any thread may ask."""
     return hasattr(engine, "prepare")
 
 
 def transfers(engine: object) -> TypeGuard[TransferringEngine]:
-    """Whether an engine is a `TransferringEngine`: it has `memory`. Any thread may ask."""
+    """True if an engine is a `TransferringEngine`: it has `memory`. Any thread may ask."""
     return hasattr(engine, "memory")
 
 
@@ -461,7 +461,7 @@ class HoldingStepper(Stepper, Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether its engine does so."""
+        """True if the stepper's engine does so."""
         ...
 
     def reserve(self, request_id: str, request: GenerateRequest) -> None: ...

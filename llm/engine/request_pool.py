@@ -65,7 +65,7 @@ class RequestPool(Generic[S]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are requests, all of which wait for what others do."""
+        """True if there are requests, all of which wait for others."""
         return bool(self._requests) and self.scheduler.is_stalled
 
     @property
@@ -116,7 +116,7 @@ class RequestPool(Generic[S]):
             )
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request has not ended."""
+        """True if a request has not ended."""
         return request_id in self._requests
 
     def check(self, request_id: str, request: GenerateRequest) -> tuple[NDArray[np.uint32], int]:

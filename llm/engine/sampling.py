@@ -112,7 +112,7 @@ class Sampler:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token is drawn from other logits than the model's."""
+        """True if the next token is drawn from other logits than the model's."""
         return self._changes or self.generated < self._min_tokens
 
     def note(self, token_id: int) -> None:

@@ -99,7 +99,7 @@ class ScheduledRequest(Generic[S]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its tokens are computed when the step ends, so that it has the next one."""
+        """True if all its tokens are computed when the step ends, so that it has the next one."""
         return self.computed == self.sequence.length
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
@@ -328,7 +328,7 @@ class Scheduler(Generic[S]):
 
     @property
     def _has_seat(self) -> bool:
-        """Whether one more request may run."""
+        """True if one more request may run."""
         return len(self.running) - self._parked < self._max_num_seqs
 
     def _room_for(self, request: ScheduledRequest[S]) -> int | None:
@@ -444,7 +444,7 @@ class Scheduler(Generic[S]):
 
     @property
     def has_held(self) -> bool:
-        """Whether `take_held` has some."""
+        """True if `take_held` has some."""
         return bool(self._held)
 
     def deliver(self, request: ScheduledRequest[S], computed: int, *, goes_on: bool) -> None:

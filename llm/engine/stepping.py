@@ -109,7 +109,7 @@ class EngineStepper(ABC):
 
 
 def _is_idle(engine: Engine) -> bool:
-    """Whether an engine without work has none since there is no request left in it."""
+    """True if an engine without work has no request left."""
     return not (transfers(engine) and engine.is_waiting)
 
 

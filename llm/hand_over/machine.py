@@ -191,7 +191,7 @@ class HandOver:
 
     @property
     def waits(self) -> bool:
-        """Whether the engine waits for what is delivered."""
+        """True if the engine waits for blocks that are delivered."""
         return self.phase in WAITS
 
     @property
@@ -249,7 +249,7 @@ class HandOver:
         return actions + self._advance()
 
     def _has_blocks(self, item: Prefilled) -> bool:
-        """Whether there is something to be read with an item."""
+        """True if an item comes with blocks to read."""
         return item.ticket is not None or not (self._has_tickets or item.first is None)
 
     def _wrong_in(self, item: Prefilled) -> str:

@@ -58,7 +58,7 @@ class PartReader(Protocol):
         ...
 
     async def settled(self, part: Part) -> bool:
-        """Whether the source held a part until it was read; asked once, when all of it is there.
+        """True if the source held a part until it was read; asked once, when all of it is there.
 
         Raises:
             ChecksumMismatch: what has come is not what the source has.

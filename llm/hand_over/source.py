@@ -33,7 +33,7 @@ class Keeping(Protocol):
 
     @property
     def is_read(self) -> bool:
-        """Whether all that was offered has been read."""
+        """True if all that was offered has been read."""
         ...
 
     def offer(self, blocks: Sequence[int], tokens: int, seconds: float) -> Ticket | None:

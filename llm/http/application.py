@@ -173,7 +173,7 @@ class Origins:
 
 
 def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a browser asks what it may ask."""
+    """True if a browser asks which requests it may make."""
     names = ("origin", "access-control-request-method")
     return method == "OPTIONS" and all(name in headers for name in names)
 
@@ -266,11 +266,11 @@ class Application:
     # Pages -----------------------------------------------------------------------------------
 
     async def _health(self, caller: Caller) -> Response:
-        """Whether the process works at all."""
+        """Answer 200 as long as the process works at all."""
         return json_response({"status": "ok"})
 
     async def _ready(self, caller: Caller) -> Response:
-        """Whether requests are taken, and a model is there for them."""
+        """Answer 200 if requests are accepted and there is a model for them, 503 if not."""
         shared = self._shared
         names = shared.models.names
         if shared.is_draining:

@@ -139,7 +139,7 @@ class RequestParser(httptools.HttpRequestParser):
             self.rest = data[upgrade.args[0] :]
 
     def offers_another(self) -> bool:
-        """Whether the request may as well be answered by another protocol, such as HTTP/2."""
+        """True if the request may as well be answered by another protocol, such as HTTP/2."""
         return self.should_upgrade() and self.get_method() != b"CONNECT"
 
 
@@ -467,7 +467,7 @@ class ClosingTransport:
         self.get_extra_info = transport.get_extra_info
 
     def is_closing(self) -> bool:
-        """Whether nothing more is written."""
+        """True if nothing more is written."""
         return self._is_closing or self._transport.is_closing()
 
     def close(self) -> None:
@@ -512,5 +512,5 @@ def _write_piece(cycle: RequestResponseCycle, body: bytes) -> bool:
 
 
 def _ends_head(data: bytes, limit: int) -> bool:
-    """Whether headers end within the first `limit` bytes of a piece."""
+    """True if headers end within the first `limit` bytes of a piece."""
     return b"\r\n\r\n" in data[:limit]

@@ -324,7 +324,7 @@ class Exchange(ABC):
             self._writer.end(error)
 
     def _goes_on_elsewhere(self) -> bool:
-        """Whether its client can go on reading at another front end."""
+        """True if its client can go on reading at another front end."""
         return False
 
     def _cut(self, error: DynbusError | None = None) -> None:

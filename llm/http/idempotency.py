@@ -75,7 +75,7 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its end was sent, and nothing of it is missing."""
+        """True if its end was sent, and nothing of it is missing."""
         last: Mapping[str, Any] = self.messages[-1] if self.messages else {}
         return last.get("type") == "http.response.body" and not last.get("more_body", False)
 

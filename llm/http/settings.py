@@ -144,7 +144,7 @@ class HttpSettings(Options):
             )
 
     def takes_host(self, host: str) -> bool:
-        """Whether a request may name a host, with or without a port.
+        """True if a request may name a host, with or without a port.
 
         Where nothing but the address says who may ask, a page of a browser could have its own
         name lead there.

@@ -59,12 +59,12 @@ class Caller:
 
     @property
     def wants_resumable(self) -> bool:
-        """Whether a resumable stream is asked for."""
+        """True if a resumable stream is asked for."""
         return self.headers.get(RESUMABLE) == "1"
 
     @property
     def is_anthropics(self) -> bool:
-        """Whether a client of Anthropic's sends it."""
+        """True if a client of Anthropic's sends it."""
         return "anthropic-version" in self.headers
 
     @property

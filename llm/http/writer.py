@@ -149,7 +149,7 @@ class AnswerWriter:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the client does not read."""
+        """True if the client does not read."""
         return self._rest is not None
 
     def write(self, chunks: Sequence[bytes]) -> bool:

@@ -334,7 +334,7 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the model reasons: what the templates of those that need not are told."""
+    """The option of chat templates that turns the model's reasoning on or off."""
     kind = thinking.get("type")
     if kind in (None, "adaptive"):
         return {}

@@ -40,7 +40,7 @@ _NO_ROOM: Final = ("No space left", "File too large", "Disk quota exceeded")
 
 
 def lacks_room(said: str) -> bool:
-    """Whether a program says that it cannot write for want of room."""
+    """True if a program says that it cannot write for want of room."""
     return any(text in said for text in _NO_ROOM)
 
 

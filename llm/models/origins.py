@@ -172,7 +172,7 @@ def _hub(text: str, rest: str) -> HubSource:
 
 
 def is_plain_path(name: str) -> bool:
-    """Whether a name from outside is a relative path that stays below where it begins."""
+    """True if a name from outside is a relative path that stays below where it begins."""
     parts = name.split("/")
     odd = any(part in ("", ".", "..") or "\\" in part or ":" in part for part in parts)
     return not odd and name.isprintable()

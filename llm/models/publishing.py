@@ -149,7 +149,7 @@ async def _refuse_unless_gone(
 
 
 async def _is_served_by(target: Target, name: str, component: ComponentName) -> bool:
-    """Whether something of a component is there that may serve a model."""
+    """True if an instance of a component is there that may serve a model."""
     discovery = target.discovery
     await discovery.wait_synchronized(target.bus.config.connect_timeout)
     if any(True for _ in discovery.view.instances(*component, monotonic())):
@@ -159,7 +159,7 @@ async def _is_served_by(target: Target, name: str, component: ComponentName) -> 
 
 
 async def _answers(target: Target, component: ComponentName) -> bool:
-    """Whether an instance of a component is there beyond its record."""
+    """True if an instance of a component answers, rather than only its record."""
     instances = target.discovery.view.instances(*component, monotonic())
     for instance in list(instances):
         # Nobody knows while the connection breaks; it is asked again then.

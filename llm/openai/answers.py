@@ -159,7 +159,7 @@ class _CompletionsFormat(ABC):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk has the usage."""
+        """True if each chunk has the usage."""
         return self._head.continuous_usage
 
     def start(self, usage: Usage | None) -> bytes:

@@ -68,7 +68,7 @@ class Blocks:
 
     @property
     def is_text(self) -> bool:
-        """Whether a block of text is open: more content only adds to it."""
+        """True if a block of text is open: more content only adds to it."""
         return self._open is not None and self._open.kind == "text"
 
     def add(self, delta: Delta) -> Iterator[Step]:

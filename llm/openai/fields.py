@@ -9,12 +9,12 @@ from .errors import misfit
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a value is an object."""
+    """True if a value is an object."""
     return isinstance(value, dict)
 
 
 def is_array(value: object) -> TypeGuard[list[object]]:
-    """Whether a value is an array."""
+    """True if a value is an array."""
     return isinstance(value, list)
 
 

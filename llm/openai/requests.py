@@ -87,7 +87,7 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to come as a stream."""
+        """True if the answer is to come as a stream."""
         return bool(self.stream)
 
     @property
@@ -97,12 +97,12 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream tells at its end how many tokens there were."""
+        """True if a stream reports at its end how many tokens there were."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether a stream tells so with every chunk."""
+        """True if a stream reports the usage with every chunk."""
         return self.include_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )

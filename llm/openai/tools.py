@@ -34,7 +34,7 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """Whether it has to call one."""
+        """True if the model has to call a tool."""
         return self.choice != "auto"
 
     def forced_schema(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class ShownModel(Protocol):
 
     @property
     def takes_chat(self) -> bool:
-        """Whether it can be asked for chats; the page offers no others to talk to."""
+        """True if it takes chats; the page offers no others to talk to."""
         ...
 
 

@@ -47,7 +47,7 @@ class OutputParser(Protocol):
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a call has begun."""
+        """True if a call has begun."""
         ...
 
     @property

@@ -50,7 +50,7 @@ class Functions:
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Whether a value is a text, whatever it looks like."""
+    """True if a value is a text, whatever it looks like."""
     return types == _TEXT
 
 

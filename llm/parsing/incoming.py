@@ -101,7 +101,7 @@ class IncomingText:
         return self._text[self._at : self._at + 1]
 
     def begins_with(self, string: str) -> Reading[bool]:
-        """Whether what comes next is a string, which is not taken."""
+        """True if the string comes next; it is not taken."""
         while not self.has_ended:
             there = self._text[self._at : self._at + len(string)]
             if len(there) == len(string) or not string.startswith(there):

@@ -177,7 +177,7 @@ def forced_calls_parser(
 
 
 def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
-    """Whether an output begins with reasoning, without a marker of its own.
+    """True if an output begins with reasoning, without a marker of its own.
 
     Args:
         prompt_end: the last characters of the rendered prompt, special tokens written out; 64 are

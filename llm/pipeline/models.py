@@ -461,5 +461,5 @@ _PATHS: Final = {
 
 
 def _all_say(instances: list[Instance]) -> bool:
-    """Whether all instances tell how large their blocks are."""
+    """True if all instances announce the size of their blocks."""
     return bool(instances) and all(profiles.BLOCK_SIZE_KEY in one.metadata for one in instances)

@@ -87,7 +87,7 @@ class OpenModel:
 
     @property
     def takes_chat(self) -> bool:
-        """Whether it can be asked for chats."""
+        """True if it can be asked for chats."""
         if self.card.type & ModelType.Backend:
             return self._text is not None and self._text.template is not None
         return bool(self.card.type & ModelType.Chat)

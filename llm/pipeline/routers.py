@@ -87,7 +87,7 @@ class SharedRouters:
 
 
 def has_adapter(instance: Instance, lora_name: str) -> bool:
-    """Whether an instance announces that it has loaded an adapter."""
+    """True if an instance announces that it has loaded an adapter."""
     return lora_name in profiles.split_words(instance.metadata.get(profiles.LORAS_KEY, ""))
 
 

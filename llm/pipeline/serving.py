@@ -96,7 +96,7 @@ class RequestTiming:
 
     @property
     def waits(self) -> bool:
-        """Whether nothing has come yet that would end its waiting."""
+        """True if nothing has come yet that would end its waiting."""
         return self.first is None and self.last == self.began
 
     @property

@@ -97,7 +97,7 @@ class Transcript:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its outputs are told piece by piece."""
+        """True if its outputs are sent piece by piece."""
         return self._rules.streams
 
     @property
@@ -114,7 +114,7 @@ class Transcript:
         return [output.finished for output in self._outputs if output.finished]
 
     def is_prompt_finished(self, prompt: int) -> bool:
-        """Whether every output of a prompt has ended."""
+        """True if every output of a prompt has ended."""
         own = self._outputs[prompt * self._n : (prompt + 1) * self._n]
         return all(output.finished for output in own)
 

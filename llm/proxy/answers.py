@@ -144,8 +144,9 @@ def error_in(item: bytes) -> DynbusError | None:
 
 
 def is_finished(chunk: bytes) -> bool:
-    """Whether a stream that ends with this chunk was told to its end: an output ended with it, or
-    it has the usage alone."""
+    """True if a stream that ends with this chunk is complete: an output ended with it, or it has
+    the usage alone.
+    """
     choices = _items((_object(chunk) or {}).get("choices"))
     if choices is None:
         return False

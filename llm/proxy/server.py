@@ -168,7 +168,7 @@ class OpenAiServer:
         return None
 
     async def tokenizes(self, model: str) -> bool:
-        """Whether it can be asked for the tokens of a text."""
+        """True if the server tokenizes texts."""
         try:
             with anyio.fail_after(LOOK_TIMEOUT):
                 await self.tokens_of({"model": model, "prompt": "a"})

@@ -475,7 +475,7 @@ def _own(name: str, text: str, index: int) -> str:
 
 
 def _is_usable(model: ServerModel) -> bool:
-    """Whether a model can have its name here."""
+    """True if a model can have its name here."""
     check = check_lora_name if model.parent else check_name
     try:
         check(model.name)

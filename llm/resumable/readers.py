@@ -50,11 +50,11 @@ class Readers:
         self._is_asked = True
 
     def are_gone(self, now: float) -> bool:
-        """Whether nobody is known to read it any longer, unless it is read here."""
+        """True if it has no known reader any longer, and is not read here."""
         return now >= self._until
 
     def have_it_paused(self, now: float, size: int) -> bool:
-        """Whether a stream that is not read here is to be paused."""
+        """True if a stream that is not read here is to be paused."""
         if self._is_asked or not self.are_gone(now):
             return self._is_asked
         return now - self._until > UNREAD_SECONDS or size - self._size > UNREAD_BYTES

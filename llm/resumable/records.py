@@ -120,7 +120,7 @@ def log_key(tenant: str, request_id: str) -> str:
 
 
 def is_over(data: bytes) -> bool:
-    """Whether a record says that its log cannot be resumed: another may begin in its place."""
+    """True if a record says that its log cannot be resumed: another may begin in its place."""
     try:
         return isinstance(_decode(data).record, Over)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -191,7 +191,7 @@ class StreamLog:
         return _encode(_Entry(self._number, record))
 
     def has_room(self, size: int) -> bool:
-        """Whether a record of so many bytes is not too much."""
+        """True if a record of so many bytes is not too much."""
         return self.size + size <= MOST_BYTES
 
     def wrote(self, record: Record, size: int, sequence: int, at: float) -> None:
@@ -264,7 +264,7 @@ class OwnerWatch:
         self.lives: bool | None = None
 
     def due(self, now: float, *, is_silent: bool) -> bool:
-        """Whether it is time for a question.
+        """True if it is time for a question.
 
         Args:
             is_silent: whether the owner has written nothing of late.

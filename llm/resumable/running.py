@@ -199,7 +199,7 @@ class RunningStream:
 
     @property
     def is_unread(self) -> bool:
-        """Whether nobody reads it."""
+        """True if nobody reads it."""
         return self._sink.to is None and self._readers.are_gone(monotonic())
 
     def pause(self) -> None:
@@ -325,7 +325,7 @@ class RunningStream:
         return True
 
     async def _is_taken(self) -> bool:
-        """Whether somebody else goes on with it; the log may also be lost with the server."""
+        """True if another front end goes on with it; the log may also be lost with the server."""
         try:
             last = await self._store.last(self.key)
         except DynbusError:

@@ -176,8 +176,9 @@ class StreamStore:
             del self._stored_of[log.tenant]
 
     async def make_room(self, tenant: str, size: int) -> bool:
-        """Whether so many bytes more may be stored for a tenant. For them its logs go that nobody
-        goes on with here, the oldest first, and those of no other."""
+        """Make room for so many bytes more of a tenant; False if there is none. Logs of this tenant
+        alone are deleted for it, of which none goes on here, the oldest first.
+        """
         # Without keys nobody shares with anybody.
         most = MOST_OF_TENANT if tenant else MOST_STORED
         while self._stored_of[tenant] + size > most:

@@ -158,7 +158,7 @@ class ResumableStreams:
                     del known[stream.key]
 
     def owns(self, key: str) -> bool:
-        """Whether this front end goes on with a stream, for somebody who would read it."""
+        """True if this front end goes on with a stream for a reader that may come."""
         stream = self._running.get(key)
         if stream is None or not stream.is_logged:
             return key in self._claimed

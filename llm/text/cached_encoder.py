@@ -164,7 +164,7 @@ def _stands_alone(token: AddedToken) -> bool:
 
 
 def _overlap(text: str, other: str) -> bool:
-    """Whether an occurrence of a token may share characters with one of another, or of itself."""
+    """True if an occurrence of a token may share characters with one of another, or of itself."""
     if text != other and (text in other or other in text):
         return True
     shortest = min(len(text), len(other))

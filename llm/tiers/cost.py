@@ -71,7 +71,7 @@ class PeerRates:
 
 
 class Verdict(NamedTuple):
-    """Whether a prefix is to be brought, and what was expected of that.
+    """The decision to bring a prefix or not, and the times expected of both.
 
     Attributes:
         compute_s, move_s: seconds that the two ways are taken to need.
@@ -84,7 +84,7 @@ class Verdict(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether the blocks are to be brought."""
+        """True if the blocks are to be brought."""
         return not self.reason
 
 
@@ -149,7 +149,7 @@ class Rates:
         return blocks * self.block_size * self.prefill.value
 
     def copies(self, blocks: int) -> bool:
-        """Whether blocks of the host store are copied back rather than computed."""
+        """True if blocks of the host store are copied back rather than computed."""
         return blocks * self.block_bytes * self.copy.value < self.prefill_seconds(blocks)
 
     def fetches(
@@ -161,7 +161,7 @@ class Rates:
         deadline: float | None = None,
         running: int = 0,
     ) -> Verdict:
-        """Whether blocks that a peer has are fetched from it rather than computed.
+        """The decision to fetch blocks that a peer has, or to compute them.
 
         Args:
             blocks: of the prompt that the peer has and this engine has not.

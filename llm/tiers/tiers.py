@@ -192,7 +192,7 @@ class Tiers:
         return self.source.lend(request, context())
 
     async def settle(self, settlement: Settlement) -> Settled:
-        """Whether a lease on this instance's blocks has held until now, which ends it.
+        """End a lease on this instance's blocks; the result says if it has held until now.
 
         Raises:
             Unavailable: this instance lends none.

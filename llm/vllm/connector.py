@@ -98,7 +98,7 @@ class _Worker:
 
 
 def _is_late(meta: Any) -> bool:
-    """Whether the blocks that a request reads may belong to somebody else by now."""
+    """True if the blocks that a request reads may belong to another one by now."""
     until = None if meta is None or meta.remote is None else meta.remote.blocks_expiry_time
     return until is not None and time.monotonic() >= until
 

@@ -479,7 +479,7 @@ class StartProgress:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it is worth looking at what its processes have mapped."""
+        """True if it loads weights: the files that its processes have mapped then show progress."""
         return self.phase == _LOADING
 
     def read(self, messages: str) -> list[str]:

@@ -295,7 +295,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     @property
     def only_embeds(self) -> bool:
-        """Whether the engine makes embeddings, and no tokens."""
+        """True if the engine makes embeddings, and no tokens."""
         return self._engine().only_embeds
 
     async def on_engine(self, limits: EngineLimits) -> None:

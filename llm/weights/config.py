@@ -85,7 +85,7 @@ class ModelConfig:
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether each head's queries and keys are normalised before they are rotated."""
+        """True if each head's queries and keys are normalised before they are rotated."""
         return self.architecture == "qwen3"
 
     def rope_frequencies(self) -> NDArray[np.float32]:

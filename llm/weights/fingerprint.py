@@ -14,7 +14,7 @@ _SAMPLE: Final = 4096
 
 
 def are_same(mine: str, theirs: str) -> bool:
-    """Whether two fingerprints may be of one model; of whom there is none, it is believed."""
+    """True if two fingerprints may be of one model; a missing one may be of any."""
     return not mine or not theirs or mine == theirs
 
 

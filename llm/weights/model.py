@@ -109,7 +109,7 @@ class ModelWeights:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """True if the head is the embedding."""
         return "lm_head.weight" not in self._tensors
 
     def embedding(self) -> Floats:

@@ -150,7 +150,7 @@ def parts_of(schema: Any) -> Iterable[dict[str, Any]]:
 
 
 def struct_may_hold_float(annotation: Any) -> bool:
-    """Whether a value of what msgspec handles may have a float somewhere; rather yes."""
+    """True if a value that msgspec handles may have a float somewhere; True in doubt."""
     floats = (
         msgspec.inspect.FloatType,
         msgspec.inspect.AnyType,
@@ -183,7 +183,7 @@ def _is_finite_key(key: Any) -> bool:
 
 
 def _is_open(part: Mapping[str, Any]) -> bool:
-    """Whether a part of a core schema leaves open what is written for its value."""
+    """True if a part of a core schema leaves open what is written for its value."""
     return "serialization" in part or "allow" in (
         part.get("extra_behavior"),
         part.get("extra_fields_behavior"),

@@ -44,11 +44,11 @@ class Context:
         return self.call_context.id
 
     def is_stopped(self) -> bool:
-        """Whether the call was asked to stop, or was killed."""
+        """True if the call was asked to stop, or was killed."""
         return self.call_context.is_stopped()
 
     def is_killed(self) -> bool:
-        """Whether the call was killed."""
+        """True if the call was killed."""
         return self.call_context.is_killed()
 
     def stop_generating(self) -> None:
@@ -128,7 +128,7 @@ def _closable(items: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
 
 
 def _takes_context(name: str, function: Any) -> bool:
-    """Whether a function takes the context beside the request.
+    """True if a function takes the context beside the request.
 
     Raises:
         ConfigError: it cannot be a handler; the message says what to do.

@@ -87,17 +87,17 @@ class DistributedRuntime:
 
     @property
     def is_shutting_down(self) -> bool:
-        """Whether `shutdown` was called, or the program was asked to end."""
+        """True if `shutdown` was called, or the program was asked to end."""
         return self._ending.is_set()
 
     @property
     def is_closed(self) -> bool:
-        """Whether its connections are closed for good."""
+        """True if its connections are closed for good."""
         return self.runtime.bus.data.state.value == "closed"
 
     @property
     def is_serving(self) -> bool:
-        """Whether something is served, or drains."""
+        """True if something is served, or drains."""
         return bool(self._serving)
 
     def shutdown(self) -> None:
@@ -338,8 +338,9 @@ _runtimes: Final[WeakSet[DistributedRuntime]] = WeakSet()
 
 
 def is_shutting_down() -> bool:
-    """Whether the instance whose handler is running goes away; outside of handlers, whether this
-    process does."""
+    """True if the instance whose handler is running goes away; outside of handlers, if this process
+    does.
+    """
     context = CallContext.current()
     if context is not None and context.is_draining():
         return True

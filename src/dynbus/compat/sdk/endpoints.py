@@ -136,7 +136,7 @@ _NAMES: Final = tuple(kind.__name__ for kind in _STREAMS)
 
 
 def _says_stream(function: Callable[..., Any]) -> bool:
-    """Whether the annotation of what a function returns is a stream, also as text."""
+    """True if the annotation of what a function returns is a stream, also as text."""
     returned = inspect.signature(function).return_annotation
     text = returned if isinstance(returned, str) else getattr(returned, "__name__", "")
     return text.partition("[")[0].rpartition(".")[2] in _NAMES
