@@ -334,8 +334,8 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 def is_loopback(host: str) -> bool:
-    """True if only programs on this machine can reach `host`. A name other than localhost is not
-    looked up and counts as reachable by others.
+    """True if only programs on this machine can reach `host`; a name other than localhost is not
+    looked up and counts as no.
     """
     if host.lower() == "localhost":
         return True
