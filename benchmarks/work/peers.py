@@ -1,9 +1,10 @@
 """Jobs by others, run by path in an environment of their own: `peers.py SYSTEM URL JOBS ROLE`.
 
-`bare` is nats-py alone with the promises that dynbus gives: jobs are stored before they count, put
-once under their id, their results are stored once, and their acknowledgement is confirmed.
-`faststream` is FastStream's pull subscriber as its guide has it: acknowledgement after work, and no
-result. Each holds up to 16 jobs at a time.
+`bare` is nats-py alone with promises that dynbus gives: jobs are stored before they count, put once
+under their id, and kept alive while they run; one that fails is tried again and then a dead letter;
+how each ended is stored once and for a day, and its acknowledgement is confirmed. `faststream` is
+FastStream's pull subscriber as its guide has it: acknowledgement after work, without a
+confirmation, and no result. Each holds up to 16 jobs at a time. All run on uvloop.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import time
 from typing import Any
 
 import nats
+import nats.js.errors
+import uvloop
 from nats.js.api import ConsumerConfig, RetentionPolicy, StreamConfig
 
 HELD = 16
 SUBMITTERS = 64
+TRIES = 5
+ACK_WAIT = 30.0
 
 
 def payload(number: int) -> bytes:
@@ -31,33 +36,44 @@ class Tally:
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self.began = self.last = 0.0
+        self.began = self.last = self.cpu = 0.0
         self.waits: list[float] = []
         self.done = 0
         self.ended = asyncio.Event()
 
     def begin(self, at: float) -> None:
         now = time.time()
-        self.began = self.began or now
+        if not self.waits:
+            self.began = now
+            self.cpu = -time.process_time()
         self.waits.append(now - at)
 
     def end(self) -> None:
         self.done += 1
-        self.last = time.time()
         if self.done >= self.jobs:
-            self.ended.set()
+            self.finish()
+
+    def finish(self) -> None:
+        self.last = time.time()
+        self.cpu += time.process_time()
+        self.ended.set()
 
     def tell(self) -> None:
-        seconds = self.last - self.began
         waits = sorted(self.waits)
-        figures = {"seconds": seconds, "wait_p50": waits[len(waits) // 2]}
+        figures = {
+            "seconds": self.last - self.began,
+            "cpu": self.cpu,
+            "wait_p50": waits[len(waits) // 2],
+        }
         print(json.dumps(figures), flush=True)
 
 
 async def put(url: str, jobs: int, pause: float, subject: str) -> None:
     client = await nats.connect(url)
     js = client.jetstream()
-    numbers = iter(range(jobs))
+    # Not those of who put before.
+    first = time.time_ns()
+    numbers = iter(range(first, first + jobs))
 
     async def puts() -> None:
         for number in numbers:
@@ -75,18 +91,56 @@ async def take_bare(url: str, tally: Tally) -> None:
     client = await nats.connect(url)
     js = client.jetstream()
     subscription = await js.pull_subscribe("bare.jobs", "takers", stream="BARE")
+    held: dict[int, Any] = {}
     print("ready", flush=True)
 
-    async def work(message: Any) -> None:
-        job = json.loads(message.data)
+    async def keep() -> None:
+        while not tally.ended.is_set():
+            await asyncio.sleep(ACK_WAIT / 4)
+            for message in list(held.values()):
+                await message.in_progress()
+
+    async def store(outcome: str, name: str, result: bytes) -> None:
+        fields = {"Outcome": outcome, "Nats-Expected-Last-Subject-Sequence": "0"}
+        try:
+            await js.publish(f"bare.results.{name}", result, headers=fields)
+        except nats.js.errors.APIError as error:
+            if error.err_code != 10071:
+                raise
+            # It had ended before, and what is stored stays.
+
+    async def handle(job: dict[str, Any]) -> bytes:
         tally.begin(job["at"])
-        await js.publish(
-            f"bare.results.{job['number']}",
-            str(job["number"]).encode(),
-            headers={"Nats-Expected-Last-Subject-Sequence": "0"},
-        )
-        await message.ack_sync()
+        return json.dumps(job["number"]).encode()
+
+    async def work(message: Any) -> None:
+        name = message.headers["Nats-Msg-Id"]
+        tries = message.metadata.num_delivered
+        held[message.metadata.sequence.stream] = message
+        try:
+            if tries > 1 and await is_stored(name):
+                await message.ack_sync()
+                return
+            result = await handle(json.loads(message.data))
+            await store("done", name, result)
+            await message.ack_sync()
+        except Exception as error:  # noqa: BLE001 - what handlers raise
+            if tries < TRIES:
+                await message.nak(delay=0.5 * 2 ** (tries - 1))
+                return
+            await js.publish("bare.dead", message.data, headers={"Error": repr(error)})
+            await store("failed", name, repr(error).encode())
+            await message.ack_sync()
+        finally:
+            del held[message.metadata.sequence.stream]
         tally.end()
+
+    async def is_stored(name: str) -> bool:
+        try:
+            await js.get_last_msg("BARERESULTS", f"bare.results.{name}")
+        except nats.js.errors.NotFoundError:
+            return False
+        return True
 
     async def works() -> None:
         while not tally.ended.is_set():
@@ -96,7 +150,9 @@ async def take_bare(url: str, tally: Tally) -> None:
                 continue
             await work(message)
 
+    keeping = asyncio.create_task(keep())
     await asyncio.gather(*(works() for _ in range(HELD)))
+    keeping.cancel()
     tally.tell()
     await client.close()
 
@@ -107,8 +163,12 @@ async def make_bare(url: str) -> None:
     await js.add_stream(
         StreamConfig("BARE", subjects=["bare.jobs"], retention=RetentionPolicy.WORK_QUEUE)
     )
-    await js.add_stream(StreamConfig("BARERESULTS", subjects=["bare.results.*"]))
-    await js.add_consumer("BARE", ConsumerConfig(durable_name="takers", max_ack_pending=65536))
+    await js.add_stream(StreamConfig("BARERESULTS", subjects=["bare.results.*"], max_age=86400))
+    await js.add_stream(StreamConfig("BAREDEAD", subjects=["bare.dead"]))
+    await js.add_consumer(
+        "BARE",
+        ConsumerConfig(durable_name="takers", ack_wait=ACK_WAIT, max_ack_pending=65536),
+    )
     await client.close()
 
 
@@ -161,4 +221,4 @@ async def main(system: str, url: str, jobs: int, role: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))
+    uvloop.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))
