@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, Final, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.transport import (
     Callback,
     Connection,
+    ConnectionState,
     Message,
     NoRollup,
     NoRoom,
@@ -28,7 +31,8 @@ from dynbus.bus.transport import (
 
 FIRST_REPEAT: Final = 0.5
 """Seconds after which a question is asked again; each pause is twice as long as the last."""
-
+LEAST_WAIT: Final = 0.001
+"""Seconds; less than that is no time left: timers of loops end a little early."""
 
 WRONG_LAST_SEQUENCE: Final = 10071
 WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
@@ -79,9 +83,51 @@ class NoResponders(Unavailable):
     """Raised when nobody serves the subject of a request."""
 
 
-class _Waiting(NamedTuple):
-    subject: str
-    reply: asyncio.Future[Message]
+class _Request:
+    """A request that waits for its reply, and is sent again until it comes or its time is over.
+
+    One timer and one future: jobs and events wait for two or three of them each, and asyncio's
+    timeouts and `wait` would take longer than the rest of it.
+
+    Args:
+        pause: seconds until it is sent again, or given up.
+        until: when it is given up, on the clock of the loop.
+    """
+
+    __slots__ = ("_pause", "_send", "_timeout", "_timer", "_until", "reply", "subject")
+
+    def __init__(
+        self, subject: str, send: Callable[[], object], pause: float, timeout: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.subject = subject
+        self.reply: asyncio.Future[Message] = loop.create_future()
+        self._send = send
+        self._pause = pause
+        self._timeout = timeout
+        self._until = loop.time() + timeout
+        send()
+        self._timer = loop.call_later(min(pause, timeout), self._no_reply)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _no_reply(self) -> None:
+        if self.reply.done():
+            return
+        loop = self.reply.get_loop()
+        left = self._until - loop.time()
+        if left <= LEAST_WAIT:
+            text = f"{self.subject} did not answer within {self._timeout} s"
+            _fail(self.reply, Unavailable(text))
+            return
+        try:
+            self._send()
+        except DynbusError as error:
+            _fail(self.reply, error)
+            return
+        self._pause *= 2
+        self._timer = loop.call_later(min(self._pause, left), self._no_reply)
 
 
 class ServerRequests:
@@ -89,7 +135,7 @@ class ServerRequests:
 
     def __init__(self, connection: ServerLink) -> None:
         self._connection = connection
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
         self._subscribed = False
 
@@ -121,26 +167,29 @@ class ServerRequests:
         if not self._subscribed:
             connection.subscribe(f"{connection.inbox}.*", self._receive)
             self._subscribed = True
+        if connection.state is not ConnectionState.CONNECTED:
+            timeout = await self._connected(subject, timeout)
         token = str(next(self._numbers))
-        reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = _Waiting(subject, reply)
+        send = partial(
+            connection.publish, subject, data, reply=f"{connection.inbox}.{token}", headers=headers
+        )
+        request = _Request(subject, send, FIRST_REPEAT if repeat else timeout, timeout)
+        self._waiting[token] = request
         try:
-            # Each batch of events that is published waits here: asyncio's timeout takes 3 us and
-            # a cancel scope 8.
+            return await request.reply
+        finally:
+            request.end()
+            del self._waiting[token]
+
+    async def _connected(self, subject: str, timeout: float) -> float:
+        """Wait until there is a session; the seconds that are left of `timeout`."""
+        begun = monotonic()
+        try:
             async with asyncio.timeout(timeout):
-                await connection.wait_connected()
-                where = f"{connection.inbox}.{token}"
-                pause = FIRST_REPEAT if repeat else timeout
-                while True:
-                    connection.publish(subject, data, reply=where, headers=headers)
-                    await asyncio.wait([reply], timeout=pause)
-                    if reply.done():
-                        return reply.result()
-                    pause *= 2
+                await self._connection.wait_connected()
         except TimeoutError:
             raise Unavailable(f"{subject} did not answer within {timeout} s") from None
-        finally:
-            self._waiting.pop(token, None)
+        return timeout - (monotonic() - begun)
 
     def lose(self) -> None:
         """The session has ended, and with it whatever was asked in it."""
@@ -229,8 +278,42 @@ def reading(what: str) -> Generator[None, None, None]:
         TypeError,
         ValueError,
     ) as error:
-        text = f"{what}: the server's answer cannot be read: {type(error).__name__}: {error}"
-        raise JetStreamError(text) from error
+        raise _unreadable(what, error) from error
+
+
+def _unreadable(what: str, error: Exception) -> JetStreamError:
+    return JetStreamError(
+        f"{what}: the server's answer cannot be read: {type(error).__name__}: {error}"
+    )
+
+
+class _Stored(msgspec.Struct):
+    """The server's answer to a publish."""
+
+    seq: int = 0
+    error: dict[str, Any] | None = None
+
+
+_read_stored = msgspec.json.Decoder(_Stored).decode
+
+
+def read_sequence(data: bytes, subject: str) -> int:
+    """The sequence that an answer to a publish says.
+
+    Raises:
+        DynbusError: the server refuses it, or its answer cannot be read.
+    """
+    try:
+        stored = _read_stored(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _unreadable(f"publish to {subject}", error) from error
+    if stored.error is not None:
+        what = f"publish to {subject}"
+        with reading(what):
+            _raise_for(stored.error, what)
+    if not stored.seq:
+        raise _unreadable(f"publish to {subject}", KeyError("seq"))
+    return stored.seq
 
 
 def read_answer(data: bytes, what: str) -> dict[str, Any]:

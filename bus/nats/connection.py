@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -53,6 +54,7 @@ FIRST_REPORT: Final = 5.0
 """Seconds for which an outage is not spoken of: a server that is started again is back by then."""
 MAX_PAUSE: Final = 600.0
 """Seconds between two reports of a long outage, at most."""
+_SPACE: Final = re.compile(r"\s")
 
 
 class NatsSubscription:
@@ -241,7 +243,7 @@ class NatsConnection(WatchedConnection):
     def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", reads_stream: bool = False
     ) -> NatsSubscription:
-        if not subject or any(c.isspace() for c in subject + queue):
+        if not subject or _SPACE.search(subject + queue):
             raise ConfigError(f"{subject!r} with queue {queue!r} is not a subject")
         subscription = NatsSubscription(
             self, next(self._numbers), subject, queue, callback, reads_stream

@@ -42,7 +42,7 @@ from .api_requests import (
     NoResponders,
     ServerLink,
     call_jetstream,
-    read_answer,
+    read_sequence,
     reading,
     unix_seconds,
 )
@@ -256,10 +256,7 @@ class NatsJetStream:
             reply = await self._connection.request(subject, data, headers=block, timeout=timeout)
         except NoResponders:
             raise NoStream(f"no stream takes {subject}") from None
-        what = f"publish to {subject}"
-        answer = read_answer(reply.data, what)
-        with reading(what):
-            return int(answer["seq"])
+        return read_sequence(reply.data, subject)
 
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0

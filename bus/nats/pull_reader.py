@@ -39,18 +39,19 @@ _EXPIRED: Final = "408"
 
 
 class _Pull:
-    """One request for messages.
+    """A request for messages, and the inbox that they come to.
 
     Attributes:
         remaining: messages that it may still bring.
         heard: when the server last said something of it.
     """
 
-    __slots__ = ("heard", "remaining", "subscription")
+    __slots__ = ("heard", "inbox", "remaining", "subscription")
 
-    def __init__(self, remaining: int, now: float) -> None:
-        self.remaining = remaining
-        self.heard = now
+    def __init__(self, inbox: str) -> None:
+        self.inbox = inbox
+        self.remaining = 0
+        self.heard = 0.0
         self.subscription: Subscription | None = None
 
     def close(self) -> None:
@@ -76,6 +77,9 @@ class NatsPullReader:
         self._on_missing = on_missing
         self._wanted = 0
         self._pulls: list[_Pull] = []
+        # They have brought all that they were to bring, so that nothing of them can come later.
+        self._done: list[_Pull] = []
+        self._is_pulling = False
         self._is_waiting = False
         self._stopped = False
         self._retry = FIRST_RETRY
@@ -92,7 +96,10 @@ class NatsPullReader:
 
     def ask(self, count: int) -> None:
         self._wanted += count
-        self._pull()
+        # What a turn of the loop asks for is one request.
+        if not self._is_pulling:
+            self._is_pulling = True
+            self._connection.before_sending(self._pull)
 
     async def withdraw(self) -> None:
         pulls, self._pulls = self._pulls, []
@@ -107,9 +114,12 @@ class NatsPullReader:
         self._stop_listening()
         await self._work.end()
         await self.withdraw()
+        for pull in self._done:
+            pull.close()
 
     def _pull(self) -> None:
         """Ask for what no pull is to bring."""
+        self._is_pulling = False
         count = self._wanted - sum(pull.remaining for pull in self._pulls)
         if (
             count <= 0
@@ -118,19 +128,24 @@ class NatsPullReader:
             or self._connection.state is not ConnectionState.CONNECTED
         ):
             return
-        pull = _Pull(count, monotonic())
-        # An inbox per pull: what an earlier one still brings cannot be mistaken.
-        inbox = f"{self._connection.inbox}w.{secrets.token_hex(8)}"
-        pull.subscription = self._connection.subscribe(
-            inbox, partial(self._receive, pull), reads_stream=True
-        )
+        pull = self._done.pop() if self._done else self._new_pull()
+        pull.remaining = count
+        pull.heard = monotonic()
         self._pulls.append(pull)
         request = {
             "batch": count,
             "expires": int(PULL_EXPIRES * _NANOSECONDS),
             "idle_heartbeat": int(PULL_HEARTBEAT * _NANOSECONDS),
         }
-        self._connection.publish(self._subject, msgspec.json.encode(request), reply=inbox)
+        self._connection.publish(self._subject, msgspec.json.encode(request), reply=pull.inbox)
+
+    def _new_pull(self) -> _Pull:
+        # No inbox has two pulls at a time: what the one still brings is not mistaken for another's.
+        pull = _Pull(f"{self._connection.inbox}w.{secrets.token_hex(8)}")
+        pull.subscription = self._connection.subscribe(
+            pull.inbox, partial(self._receive, pull), reads_stream=True
+        )
+        return pull
 
     def _close(self, pull: _Pull) -> None:
         pull.close()
@@ -152,7 +167,8 @@ class NatsPullReader:
             self._wanted -= 1
             pull.remaining -= 1
             if pull.remaining <= 0:
-                self._close(pull)
+                self._pulls.remove(pull)
+                self._done.append(pull)
         self._on_delivery(
             Delivery(stored_message(message, position), position.tries, message.reply)
         )

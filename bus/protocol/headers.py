@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote
 
@@ -61,8 +62,8 @@ NO_RESPONDERS: Final = "503"
 NOBODY: Final = PREAMBLE + b" " + NO_RESPONDERS.encode()
 """How the block begins by which the server says that nobody listens."""
 
-_KEY = re.compile(r"[!-9;-~]+")
-_VALUE = re.compile(r"[ -~]*")
+# Few names are ever written, each very often.
+_is_key = lru_cache(1024)(re.compile(r"[!-9;-~]+").fullmatch)
 
 
 def encode(fields: Mapping[str, str]) -> bytes:
@@ -82,9 +83,9 @@ def encode_lines(fields: Mapping[str, str]) -> str:
     """
     lines: list[str] = []
     for key, value in fields.items():
-        if not _KEY.fullmatch(key):
+        if not _is_key(key):
             raise ConfigError(f"header name {key!r} may hold printable ASCII without ':' only")
-        if not _VALUE.fullmatch(value):
+        if not (value.isascii() and value.isprintable()):
             raise ConfigError(f"header {key} may hold printable ASCII only, got {value!r}")
         lines.append(f"{key}: {value}\r\n")
     return "".join(lines)
