@@ -21,6 +21,7 @@ from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName, check_token
 
+from .calling.broadcast import Broadcast
 from .calling.client_side import ClientSide
 from .calling.clients import EndpointAddress, Namespace, typed_client
 from .calling.jobs import BusJob, JobId
@@ -125,6 +126,22 @@ class Actor(DeclaredActor, abstract=True):
     def instance_id(self) -> str:
         """The id of this instance; empty before it is started."""
         return self._dynbus_instance.id if self._dynbus_instance is not None else ""
+
+    @property
+    def broadcast(self) -> Broadcast[Self]:
+        """Calls of all instances, at clients alone.
+
+        `await client.broadcast.reload(request)`, or `client.broadcast(Desk.reload, request)` for
+        type checkers, gives a dict of what each instance of the class answered, by its id: the
+        result, or the `DynbusError` with which its call ended. See `Broadcast`.
+
+        Raises:
+            AttributeError: this is the actor itself.
+        """
+        name = type(self).__name__
+        raise AttributeError(
+            f"{name}.broadcast is of clients: runtime.client({name}).broadcast calls all instances"
+        )
 
     @property
     def worker_index(self) -> int:

@@ -41,6 +41,7 @@ from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
+from .broadcast import Broadcast, call_each
 from .client_side import ClientSide
 from .continuation import Replay, Resume, resume_by
 from .invocation import Invocation, Terms
@@ -433,6 +434,19 @@ class ActorClient:
             combined(options, self._options),
         )
 
+    @property
+    def broadcast(self) -> Broadcast[Any]:
+        return Broadcast(self._actor, self._call_each)
+
+    async def _call_each(
+        self, attribute: str, request: tuple[Any, ...], named: dict[str, Any]
+    ) -> dict[str, Any]:
+        method = getattr(type(self), attribute)
+        written = method.__dynbus_invoke__(self, request, dict(named))
+        return await call_each(
+            written, lambda options: method(self, *request, _options=options, **named)
+        )
+
     def _refusal(self, name: str) -> str:
         actor = self._actor
         handlers = ", ".join(actor.__dynbus_handlers__)
@@ -662,15 +676,19 @@ def _unary_method(spec: HandlerSpec, terms: Terms) -> Callable[..., Any]:
     decode = spec.result_codec.decode
     invoke = _invoker(spec, terms, Invocation)
 
-    async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
+    async def call(
+        self: ActorClient, *request: Any, _options: CallOptions = NONE, **named: Any
+    ) -> Any:
         middleware = self._around_results  # pyright: ignore[reportPrivateUsage]
         if not middleware:
-            return await invoke(self, request, named).unary(decode)
-        outgoing = _Outgoing(self, spec, "unary", invoke, request, named)
+            return await invoke(self, request, named, _options).unary(decode)
+        outgoing = _Outgoing(self, spec, "unary", invoke, request, named, _options)
         return await pass_result(middleware, outgoing.call, lambda: outgoing.make().unary(decode))
 
     # Read by steps of jobs, which store results.
     call.__dynbus_result__ = spec.result_codec  # type: ignore[attr-defined]
+    # Used by broadcasts, which send the call to each instance.
+    call.__dynbus_invoke__ = invoke  # type: ignore[attr-defined]
     return call
 
 
@@ -705,9 +723,11 @@ class _Outgoing(Generic[M]):
         invoke: Callable[..., M],
         request: tuple[Any, ...],
         named: dict[str, Any],
+        options: CallOptions = NONE,
     ) -> None:
         self._client = client
         self._invoke = invoke
+        self._options = options
         self._takes_request = spec.request_codec is not None
         self._parent: Context | None = named.get("context")
         invoke(client, request, named)
@@ -730,7 +750,7 @@ class _Outgoing(Generic[M]):
         call, named = self.call, {} if self._parent is None else {"context": self._parent}
         options = checked_options({"metadata": call.metadata}, f"middleware of {call.endpoint}")
         request = (call.request,) if self._takes_request else ()
-        return self._invoke(self._client, request, named, options)
+        return self._invoke(self._client, request, named, combined(options, self._options))
 
 
 def _invoker(spec: HandlerSpec, terms: Terms, make: type[M]) -> Callable[..., M]:

@@ -94,7 +94,6 @@ class Invocation:
         "_left",
         "_metadata",
         "_observation",
-        "_parent",
         "_priority",
         "_retry_policy",
         "_selection",
@@ -104,6 +103,7 @@ class Invocation:
         "endpoint",
         "instance_id",
         "options",
+        "parent",
         "request_id",
         "side",
         "streaming",
@@ -140,7 +140,7 @@ class Invocation:
             limit = options.get("timeout", limit)
         if not self.request_id:
             self.request_id = parent.id if parent else random_id()
-        self._parent = parent
+        self.parent = parent
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._left = False
@@ -168,6 +168,36 @@ class Invocation:
         """True if the call is a stream that can go on at another instance."""
         return self._continuation is not None and bool(self.streaming)
 
+    def time_left(self) -> float | None:
+        """Seconds until the deadline; None without one.
+
+        Raises:
+            DeadlineExceeded: it has passed.
+        """
+        if self._deadline is None:
+            return None
+        left = self._deadline - monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(
+                f"the deadline passed before {self.endpoint} was called",
+                request_id=self.request_id,
+                started=False,
+            )
+        return left
+
+    async def everyone(self) -> list[str]:
+        """The ids of the instances that a broadcast goes to; see `Selection.everyone`.
+
+        Raises:
+            Unavailable: the instances cannot be read.
+            DeadlineExceeded: they were not read in time.
+            Cancelled: an operator has cancelled the request.
+        """
+        with self._until_cancelled():
+            found = await self._selection.everyone(self._wait_left(), self.time_left())
+        self._check_not_left()
+        return found
+
     async def learn_kind(self) -> None:
         """Find out whether the endpoint streams, from the records of its instances.
 
@@ -179,7 +209,7 @@ class Invocation:
         try:
             with self._until_cancelled():
                 self.streaming = await self._selection.is_stream(
-                    self.options.get("instance") or "", self._wait_left(), self._time_left()
+                    self.options.get("instance") or "", self._wait_left(), self.time_left()
                 )
             self._check_not_left()
         except BaseException as error:
@@ -206,7 +236,7 @@ class Invocation:
             fields = self._fields = self._head_fields()
         if not side.is_connected:
             with self._until_cancelled():
-                await side.wait_connected(self._time_left())
+                await side.wait_connected(self.time_left())
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = (self.options.get("instance") or "") if self.options else ""
@@ -242,7 +272,7 @@ class Invocation:
         head = CallHead(
             self.endpoint, self.request_id, self._deadline, self._attempts, streaming, fields
         )
-        return attempt.send(side.caller, head, self.data, self._parent)
+        return attempt.send(side.caller, head, self.data, self.parent)
 
     async def _choose(self) -> Attempt:
         """An attempt at the instance that is named, or that the router picks."""
@@ -254,7 +284,7 @@ class Invocation:
         with self._until_cancelled():
             return await self._selection.choose(
                 self._wait_left(),
-                self._time_left(),
+                self.time_left(),
                 attempt=self._attempts + 1,
                 priority=self._priority,
                 metadata=self._metadata,
@@ -267,7 +297,7 @@ class Invocation:
             DeadlineExceeded: its time was over first.
             Cancelled: an operator has cancelled it.
         """
-        left = self._time_left()
+        left = self.time_left()
         try:
             async with asyncio.timeout(left):
                 with self._until_cancelled():
@@ -483,7 +513,7 @@ class Invocation:
 
     async def _pause(self, decision: PauseThenRetry, error: DynbusError) -> None:
         seconds = max(decision.backoff * jitter.uniform(0.5, 1.0), decision.least)
-        left = self._time_left()
+        left = self.time_left()
         if left is not None and left <= seconds:
             raise self._given_up(error, "its deadline comes before another attempt")
         with self._until_cancelled():
@@ -520,21 +550,9 @@ class Invocation:
         if attempt is not None and attempt.is_watched:
             attempt.end(error)
 
-    def _time_left(self) -> float | None:
-        if self._deadline is None:
-            return None
-        left = self._deadline - monotonic()
-        if left <= 0:
-            raise DeadlineExceeded(
-                f"the deadline passed before {self.endpoint} was called",
-                request_id=self.request_id,
-                started=False,
-            )
-        return left
-
     def _observe(self) -> Mapping[str, str]:
         """Let telemetry begin to observe the call; the trace headers to send along."""
-        telemetry, parent = self.side.bus.telemetry, self._parent
+        telemetry, parent = self.side.bus.telemetry, self.parent
         if telemetry is None:
             return parent.trace_headers() if parent is not None else {}
         self._observation = telemetry.client_call(
@@ -547,7 +565,7 @@ class Invocation:
 
     def _head_fields(self) -> dict[str, str]:
         """Headers that are the same for every attempt."""
-        options, parent = self.options, self._parent
+        options, parent = self.options, self.parent
         if not options and parent is None and self.side.bus.telemetry is None:
             return {}
         fields = dict(self._observe())

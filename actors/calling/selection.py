@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from dynbus.actors.declaring.brief_repr import brief_repr
@@ -18,6 +19,7 @@ from dynbus.bus.errors import (
     DeadlineExceeded,
     DynbusError,
     InvalidRequest,
+    NoInstances,
     describe_exception,
     only_cause,
 )
@@ -164,6 +166,27 @@ class Selection:
                 observation.ended(error)
             raise
         return Attempt(chosen, observation, joined)
+
+    async def everyone(self, wait: float, left: float | None) -> list[str]:
+        """The ids of all instances that do not drain, also of those that no router is offered since
+        they did not answer; none where there is none after the wait.
+
+        Args:
+            wait: seconds to wait for an instance when there is none.
+            left: seconds until the deadline; None without one.
+
+        Raises:
+            Unavailable: the instances cannot be read.
+            DeadlineExceeded: they were not read in time.
+        """
+        members = self._side.discovery.view.members
+        for seconds in dict.fromkeys((0.0, wait)):
+            # The first look waits for the reading of all records, even where some are known.
+            with suppress(NoInstances):
+                await self._wait(seconds, left)
+            if found := members(*self._endpoint.component_name, monotonic()):
+                return [one.id for one in found]
+        return []
 
     async def is_stream(self, instance_id: str, wait: float, left: float | None) -> bool:
         """True if the endpoint streams, by the records of its instances.

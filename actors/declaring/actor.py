@@ -21,6 +21,7 @@ A = TypeVar("A", bound="DeclaredActor")
 L = TypeVar("L", bound="DeclaredActor")
 
 PUBLIC_ATTRIBUTES: Final = (
+    "broadcast",
     "instance_id",
     "instance_metadata",
     "link",

@@ -215,8 +215,7 @@ class InstanceView:
     def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
         """The instances of a component that may be chosen, in a stable order."""
         if self._expired:
-            for expired in [key for key, until in self._expired.items() if until <= now]:
-                self.delete(expired)
+            self._delete_expired(now)
         key = (namespace, component)
         choice = self._choice.get(key)
         if choice is None:
@@ -233,6 +232,17 @@ class InstanceView:
         for suspect in [key for key, until in self._suspect.items() if until <= now]:
             del self._suspect[suspect]
         return [one for one in choice if (*key, one.id) not in self._suspect]
+
+    def members(self, namespace: str, component: str, now: float) -> list[Instance]:
+        """The instances of a component but for those that drain, in a stable order; also those that
+        may not be chosen since they did not answer."""
+        self._delete_expired(now)
+        known = self._instances.get((namespace, component), {})
+        return [one for one in known.values() if not one.record.draining]
+
+    def _delete_expired(self, now: float) -> None:
+        for expired in [key for key, until in self._expired.items() if until <= now]:
+            self.delete(expired)
 
     def find(self, name: InstanceName) -> Instance | None:
         """One instance, whether it may be chosen or not."""

@@ -253,6 +253,14 @@ class Telemetry:
         attributes: dict[str, str | int] = {**profile.attributes, "dynbus.streaming": streaming}
         return self._sent(profile, attributes, request_id, parent, counted=True)
 
+    def broadcast(
+        self, endpoint: EndpointName, *, request_id: str, parent: Context | None
+    ) -> CallObservation:
+        """Begin to observe the calls of all instances of an endpoint as one: those that are made
+        while it is active are its children, and metrics count them and not it."""
+        profile = self._profile(endpoint, "client", "broadcast")
+        return self._sent(profile, profile.attributes, request_id, parent, counted=False)
+
     def put_job(
         self, queue: EndpointName, *, job_id: str, parent: Context | None
     ) -> CallObservation:

@@ -174,8 +174,8 @@ def test_a_handler_may_not_hide_what_actors_have(name: str) -> None:
 
     assert str(caught.value) == (
         f"Hiding.{name}: a handler may not be called {name!r}; names with _ and "
-        "instance_id, instance_metadata, link, middleware, on_start, on_stop, report_broken, "
-        "runtime, worker_index are taken"
+        "broadcast, instance_id, instance_metadata, link, middleware, on_start, on_stop, "
+        "report_broken, runtime, worker_index are taken"
     )
 
 
@@ -185,8 +185,8 @@ def test_a_dependency_may_not_hide_what_actors_have() -> None:
 
     assert str(caught.value) == (
         "Hiding.on_stop: a dependency may not be called 'on_stop'; names with _ and "
-        "instance_id, instance_metadata, link, middleware, on_start, on_stop, report_broken, "
-        "runtime, worker_index are taken"
+        "broadcast, instance_id, instance_metadata, link, middleware, on_start, on_stop, "
+        "report_broken, runtime, worker_index are taken"
     )
 
 

@@ -79,6 +79,25 @@ def test_a_draining_instance_is_known_but_not_chosen() -> None:
     assert len(view.everything()) == 2
 
 
+def test_those_that_may_not_be_chosen_since_they_do_not_answer_are_members_all_the_same() -> None:
+    view = view_of("a", "b", "c", "d")
+    view.put(record("a", draining=True), 1.0)
+    view.suspect(B, 0.0)
+    view.note_absent(InstanceName(*KEY, "c"), 0.0)
+
+    assert ids(view) == ["d"]
+    assert [one.id for one in view.members(*KEY, 0.0)] == ["b", "c", "d"]
+
+
+def test_who_has_not_renewed_in_the_grace_is_no_member() -> None:
+    view = view_of("a", "b")
+    view.outage_ended(0.0)
+    view.expire(A, 1.0)
+
+    assert [one.id for one in view.members(*KEY, 2.0)] == ["a", "b"]
+    assert [one.id for one in view.members(*KEY, 3.0)] == ["b"]
+
+
 def test_an_instance_that_says_goodbye_is_gone_at_once() -> None:
     view = view_of("a", "b")
 
