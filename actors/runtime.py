@@ -331,7 +331,7 @@ class ActorInstance(ServedInstance):
 def _job_runners(
     bus: Bus, name: InstanceName, actor: type[Actor], endpoints: Sequence[Endpoint]
 ) -> dict[str, JobRunner]:
-    """What runs the jobs of the durable handlers of an instance, by their names."""
+    """The runners of the jobs of an instance's durable handlers, by their names."""
     durable = {
         spec.name: spec.durable
         for spec in actor.__dynbus_handlers__.values()
@@ -345,7 +345,7 @@ def _job_runners(
 
 
 def _schedules(bus: Bus, name: InstanceName, actor: type[Actor]) -> list[ScheduleRunner]:
-    """What submits the firings of the scheduled handlers of an instance.
+    """The runners that submit the firings of an instance's scheduled handlers.
 
     Raises:
         ConfigError: one that has a schedule cannot run by itself.
@@ -358,7 +358,7 @@ def _schedules(bus: Bus, name: InstanceName, actor: type[Actor]) -> list[Schedul
 
 
 class _Endpoints:
-    """What stands behind endpoints that are served without a class."""
+    """The object behind endpoints that are served without a class."""
 
     def __init__(self, metadata: Any) -> None:
         if not isinstance(metadata, Mapping):

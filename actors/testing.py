@@ -186,7 +186,7 @@ class TestKit:
         return [one for instance in self.started.values() for one in instance.schedules]
 
     def _next_firing(self) -> float:
-        """When the next of all schedules is due, in Unix seconds; infinity without any."""
+        """The time when the next of all schedules is due, in Unix seconds; infinity without any."""
         now = unix_time()
         return min((one.after(now) for one in self._schedules()), default=math.inf)
 

@@ -32,7 +32,7 @@ OWN_FOLDERS: Final = tuple(
     f"{Path(__file__).parents[1] / folder}{os.sep}"
     for folder in ("actors", "bus", "compat", "transfer")
 )
-"""Where our own code is: what a user is shown begins with the first line elsewhere."""
+"""The folders of our own code: what a user is shown begins with the first line elsewhere."""
 
 _ASYNCIO: Final = f"{Path(asyncio.__file__).parent}{os.sep}"
 _MACHINERY: Final = (_ASYNCIO, *OWN_FOLDERS)

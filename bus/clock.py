@@ -26,7 +26,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 START: Final = 1000.0
-"""Where virtual time begins: not at 0, which reads as "never" in too much code."""
+"""The beginning of virtual time: not 0, which reads as "never" in too much code."""
 
 EPOCH: Final = 1_700_000_000.0
 """The Unix time of virtual second 0."""

@@ -34,7 +34,9 @@ GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
 """The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
 WORKER_INDEX: Final = f"{_PREFIX}WORKER_INDEX"
 WORKER_CORES: Final = f"{_PREFIX}WORKER_CORES"
-"""What `dynbus run` tells the processes of its instances, and so what those start."""
+"""The variable by which `dynbus run` gives cores to the processes of its instances, and to those
+that these start.
+"""
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _LISTS: Final = ("servers", "reply_prefixes")
 _BYTES: Final = (
@@ -205,7 +207,7 @@ def _warn_of_variables(environment: Mapping[str, str]) -> None:
 
 
 def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What there is to say of each `DYNBUS_` variable that means nothing, by its name."""
+    """The remark on each `DYNBUS_` variable that means nothing, by its name."""
     known = [*(variable(name) for name in BusConfig.__struct_fields__), GRAPH_VARIABLE]
     return {
         name: f"the environment variable {name} is unknown{suggestion(name, known)}; there are: "
@@ -268,7 +270,7 @@ def _expected(name: str) -> str:
 
 
 def _problem(name: str, value: Any) -> str:
-    """What is wrong with a value of the right type, and what to do; empty for nothing."""
+    """The fault of a value of the right type, and its remedy; empty for none."""
     if name == "servers":
         return _servers_problem(value)
     if name == "principal":

@@ -36,7 +36,7 @@ CALL_CODES: Final[dict[str, int]] = {
     "Migrate": 25,
     "ConfigError": CONFIG_ERROR,
 }
-"""How a call ended, by error code; every other error is `FAILURE`."""
+"""The exit code of a failed call, by its error code; every other error is `FAILURE`."""
 
 GENERAL: Final = (
     "Exit codes: 0 well, 1 failure, 2 wrong usage, 3 wrong configuration, 4 no server, "

@@ -377,7 +377,7 @@ class Heartbeats:
 
     @staticmethod
     def _gone_at(remote: Remote) -> float:
-        """When a remote seems to be gone, unless it is heard before."""
+        """The time when a remote seems to be gone, unless it is heard before."""
         liveness = remote.liveness
         if liveness is None:
             return math.inf

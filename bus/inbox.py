@@ -15,15 +15,15 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 FRAME_COST: Final = 32
-"""What a frame costs. The unit is at most 40 bytes, and about 0.1 us of the main loop."""
+"""The cost of a frame. The unit is at most 40 bytes, and about 0.1 us of the main loop."""
 ENTRY_COST: Final = 4
-"""What each call in a heartbeat costs, and each that it is compared with."""
+"""The cost of each call in a heartbeat, and of each that it is compared with."""
 TURN_COST: Final = 8 * 1024
-"""What one turn of the loop carries out: about a millisecond, and one thing at least."""
+"""The cost that one turn of the loop carries out: about a millisecond, and one thing at least."""
 PEER_COST: Final = 256 * 1024
-"""What may wait of one peer: 8,192 frames, or a heartbeat of 64,000 calls."""
+"""The most that may wait of one peer: 8,192 frames, or a heartbeat of 64,000 calls."""
 COST: Final = 1024 * 1024
-"""What may wait of all peers together: at most 40 MiB."""
+"""The most that may wait of all peers together: at most 40 MiB."""
 
 
 class Inbox(Generic[T]):

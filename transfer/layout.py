@@ -506,7 +506,7 @@ class _Group(NamedTuple):
 
 
 class _Conversion:
-    """What is the same for all transfers between two layouts."""
+    """The part of a conversion that all transfers between two layouts share."""
 
     def __init__(self, local: BlockLayout, remote: BlockLayout) -> None:
         check_convertible(local, remote)
@@ -607,7 +607,7 @@ def _conversion(local: BlockLayout, remote: BlockLayout) -> _Conversion:
 
 
 def _cuts(start: int, block_size: int, tokens: int) -> Integers:
-    """Where blocks begin, as tokens of the transfer; 0 is always one."""
+    """The beginnings of blocks, as tokens of the transfer; 0 is always one."""
     cuts: Integers = np.arange(-(start % block_size), tokens, block_size)
     cuts[0] = 0
     return cuts

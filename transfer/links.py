@@ -42,7 +42,7 @@ _SPIN: Final = 0.001
 _FIRST_SLEEP: Final = 20e-6
 _LAST_SLEEP: Final = 200e-6
 _ABANDONED_SLEEP: Final = 0.005
-"""Where nobody waits for what is left."""
+"""Seconds between two looks at transfers whose result nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,7 @@ def _all_blocks(
 
 
 def _runs(lengths: Integers, slice_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where runs of about `slice_bytes` begin and end."""
+    """The beginnings and ends of runs of about `slice_bytes`."""
     number = (np.cumsum(lengths) - 1) // slice_bytes
     cuts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(lengths)]
     yield from itertools.pairwise(cuts)

@@ -16,12 +16,12 @@ class Moving(Protocol):
 
     @property
     def bytes(self) -> int:
-        """How many it moves; 0 where that is not known."""
+        """The number of bytes that it moves; 0 where that is not known."""
         ...
 
     @property
     def blocks(self) -> int:
-        """How many blocks it touches here, as far as that is known."""
+        """The number of blocks that it touches here, as far as that is known."""
         ...
 
     @property
@@ -51,7 +51,8 @@ class Moving(Protocol):
 
 
 class Mover(Protocol):
-    """What leases blocks to peers, and reads what they have leased; all on the main loop.
+    """A lender and reader of blocks: it leases them to peers, and reads those that peers have
+    leased; all on the main loop.
 
     An engine of the same class elsewhere has one of the same kind. It need not know the peer that
     a ticket is for, nor whether what it has read is used: the worker has the source settle the
@@ -60,7 +61,7 @@ class Mover(Protocol):
 
     @property
     def epoch(self) -> str:
-        """Which life of the mover this is, never used again: that of its tickets and leases."""
+        """The name of this life of the mover, never used again: that of its tickets and leases."""
         ...
 
     @property

@@ -93,7 +93,7 @@ class _Asked:
 
 @dataclass
 class _Landing:
-    """Where one life of a peer pushes to.
+    """The memory to which one life of a peer pushes.
 
     Attributes:
         name: of its agent.

@@ -185,7 +185,7 @@ def _method(observer: RouteObserver, name: str) -> Callable[..., Any] | None:
 
 
 def _notify(method: Callable[..., Any] | None, *event: Any) -> Any:
-    """What a method of a user returns; whatever it raises is logged and harms no call."""
+    """Call a method of a user and return its result; an exception is logged and harms no call."""
     if method is None:
         return None
     try:

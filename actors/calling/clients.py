@@ -278,7 +278,7 @@ class EndpointClient:
 
 
 def _resume_of_client(resume: ClientResume | None) -> Resume | None:
-    """How the streams of an untyped client go on, as it was given."""
+    """The rule by which streams of an untyped client go on, as it was given."""
     if not callable(resume):
         return Replay if resume == REPLAY else None
     return resume_by(
@@ -544,7 +544,7 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
 
 
 def _resume_of(actor: type[DeclaredActor], spec: HandlerSpec) -> Resume | None:
-    """How the streams of a handler go on, as its class says."""
+    """The rule by which streams of a handler go on, as its class says."""
     function, codec = spec.resume_function(actor), spec.request_codec
     if function is None or codec is None:
         return Replay if spec.resume is not None else None
@@ -589,7 +589,7 @@ class DurableClientMethod:
         named: dict[str, Any],
         work: Callable[[JobRequest], Awaitable[Any]],
     ) -> Any:
-        """What `work` gives for a request, through the client's middleware."""
+        """Pass a request through the client's middleware to `work` and return its result."""
         middleware = client._around_results  # pyright: ignore[reportPrivateUsage]
         if not middleware:
             return await work(self._invoke(client, request, named))
@@ -754,7 +754,7 @@ class _Outgoing(Generic[M]):
 
 
 def _invoker(spec: HandlerSpec, terms: Terms, make: type[M]) -> Callable[..., M]:
-    """What both kinds of method do first: bind, validate, and make the invocation."""
+    """The common first part of both kinds of method: bind, validate, and make the invocation."""
     name, codec = spec.name, spec.request_codec
     parameter = spec.parameter.name if spec.parameter is not None else ""
     default = spec.default

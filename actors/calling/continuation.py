@@ -91,9 +91,10 @@ class Continuation(Protocol):
 
 
 Resume = Callable[[bytes, Any], Continuation | None]
-"""How the streams of a handler or a client go on: makes the continuation of a call, of its encoded
-request and the same decoded; None for one that does not go on. `Replay` is one, and `resume_by`
-makes others."""
+"""The rule by which streams of a handler or a client go on: makes the continuation of a call, of
+its encoded request and the same decoded; None for one that does not go on. `Replay` is one, and
+`resume_by` makes others.
+"""
 
 MakeRequests = Callable[[bytes, Sequence[bytes]], Sequence[NextRequest]]
 """Makes the next requests of the first one and all accepted items, both encoded."""

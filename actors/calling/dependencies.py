@@ -19,7 +19,7 @@ C_co = TypeVar("C_co", covariant=True)
 
 
 class _Instance(Protocol):
-    """What runs an object with dependencies."""
+    """The runner of an object with dependencies."""
 
     @property
     def runtime(self) -> ClientSide: ...
@@ -60,8 +60,7 @@ class ClientDependency(Dependency[A], Generic[A]):
 
 
 class ClientMaker(Protocol[C_co]):
-    """What `depends` takes beside actors: it makes a client of itself, and its text says what it
-    is."""
+    """A dependency that is no actor: it makes a client of itself, and its text says what it is."""
 
     def client(self, runtime: Any, /) -> C_co:
         """A client for who runs in a `Runtime`, made at once: what takes time is begun."""

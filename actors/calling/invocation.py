@@ -379,7 +379,7 @@ class Invocation:
         return policy is not None and policy.lost is not None and self.continues
 
     def _given_up(self, error: DynbusError, why: str) -> DynbusError:
-        """What the call ends with when no attempt follows one that ended with `error`.
+        """The error that ends the call when no attempt follows one that ended with `error`.
 
         Args:
             why: what keeps a stream from going on; empty for the error itself.
@@ -463,7 +463,7 @@ class Invocation:
     def _failed(
         self, error: DynbusError, attempt: Attempt | None, *, answered: bool
     ) -> FailedAttempt:
-        """What the retry policy goes by.
+        """The facts about a failed attempt that the retry policy decides by.
 
         Args:
             attempt: None where no instance was chosen.
@@ -521,7 +521,7 @@ class Invocation:
         self._check_not_left()
 
     def _until_cancelled(self) -> AbstractContextManager[None]:
-        """What waits in the block ends with `Cancelled` when an operator cancels the request.
+        """End what waits in the block with `Cancelled` when an operator cancels the request.
 
         For whatever waits while no attempt is open: one that is ends by itself.
         """

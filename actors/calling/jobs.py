@@ -94,7 +94,7 @@ class JobId(str):
 
 
 class Submission(TypedDict, total=False):
-    """When a job is to be done, and under which name; see `DurableMethod.submit`."""
+    """The time at which a job is to be done, and its name; see `DurableMethod.submit`."""
 
     delay: float
     at: datetime | None
@@ -104,7 +104,7 @@ class Submission(TypedDict, total=False):
 
 
 class JobRequest:
-    """What a durable handler is asked for by a client: a call that is stored in place of sent.
+    """A client's request to a durable handler: a call that is stored in place of sent.
 
     Attributes:
         time_left: seconds in which it is to end, as its options and the running call say; None for
@@ -276,7 +276,7 @@ class JobQueue:
             pause = min(2 * pause, LOOK_PAUSE)
 
     async def _end_without_record(self, name: str) -> JobResult:
-        """How a job ended that is not in its queue, nor known to have ended a moment ago.
+        """The outcome of a job that is not in its queue, nor known to have ended a moment ago.
 
         Raises:
             NoJob: nobody knows.
@@ -300,7 +300,7 @@ class JobQueue:
             return None
 
     async def state(self, name: str) -> JobState:
-        """Where a job is; see `JobHandle.state`."""
+        """The state of a job; see `JobHandle.state`."""
         found = await self.log.result(name)
         queued = [] if found is not None else await self.queue.find(name)
         failures = tuple(await self.log.failures(name))
@@ -397,7 +397,7 @@ def _unwrapped(found: JobResult) -> bytes:
 
 
 def _fields(options: CallOptions, parent: Context | None) -> dict[str, str]:
-    """What a job carries of the call in which it is submitted."""
+    """The fields that a job carries of the call in which it is submitted."""
     metadata, priority = inherited(options, parent)
     fields = {headers.REQUEST_ID: options.get("request_id") or (parent.id if parent else "")}
     if metadata:

@@ -339,7 +339,7 @@ class RelayedStream(OfInvocation, Generic[K]):
         return Arrival(self, items, True, error)
 
     def _take_uncalled(self) -> Arrival[K, Any] | None:
-        """What has come where no call is open here, and why none will be."""
+        """The arrival where no call is open here, with the reason why none will be."""
         raw, end = self._raw, self._undelivered
         self._raw, self._undelivered = [], None
         if self.is_over:

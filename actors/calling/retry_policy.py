@@ -27,10 +27,12 @@ DEFAULT_RETRIES: Final = 2
 FIRST_BACKOFF: Final = 0.1
 MAX_BACKOFF: Final = 2.0
 MAX_EXCUSED: Final = 64
-"""How often a stream moves for what no instance failed in, beside its `migration_limit`."""
+"""The number of times that a stream moves without a failure of an instance, beside its
+`migration_limit`.
+"""
 
 MOVES_SPENT: Final = "which is its migration_limit"
-"""How a stream says that it may move no more; the end of its message."""
+"""The end of the message of a stream that may move no more."""
 
 
 class FailedAttempt(NamedTuple):

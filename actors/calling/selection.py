@@ -241,7 +241,7 @@ class Selection:
     async def _route(
         self, request: RouteRequest, instances: Sequence[Instance], left: float | None
     ) -> Any:
-        """What a router of a user returns, or the reason why it returns nothing."""
+        """The choice of a user's router, or the reason why it chooses nothing."""
         most: float | None = getattr(self._router, "route_timeout", ROUTE_TIMEOUT)
         limit = min((one for one in (left, most) if one is not None), default=None)
         time = asyncio.timeout(limit)
@@ -290,7 +290,7 @@ class Selection:
             raise self._failed(f"gave metadata that the call cannot carry: {error}") from None
 
     def _check_offered(self, chosen: Any, instances: Sequence[Instance]) -> str:
-        """What a router picked, when it is one of the instances that it may pick."""
+        """Return a router's choice if it is one of the instances that it may choose."""
         # A router is the user's code, and what it says becomes part of a subject.
         if isinstance(chosen, str):
             if chosen not in self._tried and self.find(chosen) is not None:

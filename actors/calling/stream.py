@@ -182,7 +182,7 @@ class Stream(OfInvocation, AsyncGenerator[T, None]):
         return await self._take(raw)
 
     def _arrived(self, raw: list[bytes]) -> list[bytes]:
-        """What of items that have arrived is for the reader."""
+        """The items for the reader among those that have arrived."""
         try:
             return self._invocation.arrived(raw)
         except ResumeMismatch:

@@ -193,7 +193,7 @@ class CallCheck:
     def _misplaced(
         self, item: bytes, wanted: bytes | None, expected: Callable[[int], bytes | None]
     ) -> tuple[Promise, int]:
-        """What it breaks that this item came, and how many items are concerned."""
+        """The promise that an item at this place breaks, and the number of items concerned."""
         before = range(max(0, self._next - AROUND), self._next)
         if wanted is None:
             return Promise.LONG, 1

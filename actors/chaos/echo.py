@@ -14,7 +14,7 @@ from dynbus.actors.runtime import Actor
 
 NAMESPACE: Final = "dynbus-chaos"
 MOVES: Final = 100
-"""How often a stream may move: chaos hits the same one again and again."""
+"""The number of times that a stream may move: chaos hits the same one again and again."""
 
 
 class EchoRequest(msgspec.Struct, frozen=True):

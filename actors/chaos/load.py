@@ -32,7 +32,9 @@ HANG: Final = 10.0
 WAIT: Final = 20.0
 """Seconds that a call waits for an instance where there is none."""
 RETRIES: Final = 20
-"""How often a call that may be repeated is: chaos hits the same call again and again."""
+"""The number of retries of a call that may be repeated: chaos hits the same call again and
+again.
+"""
 PACE: Final = 0.02
 """Seconds between two calls of one caller, where the calls do not last."""
 

@@ -265,7 +265,7 @@ class Nemesis:
     # Connections -------------------------------------------------------------------------------
 
     def _connections(self, step: Step) -> tuple[Child | None, Sequence[Proxy], str]:
-        """Whose connections a step hits: an instance's, or the callers'."""
+        """The connections that a step hits: an instance's, or the callers'."""
         servers = self._servers
         if not servers.for_workers:
             raise _Skipped("nothing is proxied")

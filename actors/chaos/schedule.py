@@ -35,7 +35,7 @@ class Kind(StrEnum):
     FREEZE_SERVER = "freeze-server"
     """SIGSTOP of one nats-server: nobody is told; then SIGCONT, or kill -9 and another start."""
     DELAY = "delay"
-    """What one process sends and gets is late."""
+    """Messages to and from one process are late."""
     CUT = "cut"
     """The connections of one process are reset."""
     HALF_OPEN = "half-open"
@@ -53,7 +53,7 @@ SECONDS: Final[Mapping[Kind, tuple[float, float]]] = {
     Kind.HALF_OPEN: (0.5, 4.0),
     Kind.SILENCE: (1.0, 8.0),
 }
-"""How long a fault lasts; the others are over at once."""
+"""The duration of each fault, from and to; the others are over at once."""
 
 WEIGHTS: Final[Mapping[Kind, int]] = {
     Kind.KILL: 6,
@@ -70,7 +70,7 @@ WEIGHTS: Final[Mapping[Kind, int]] = {
     Kind.HALF_OPEN: 2,
     Kind.SILENCE: 2,
 }
-"""How often a kind is drawn beside the others."""
+"""The frequency of each kind beside the others."""
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -126,7 +126,7 @@ class OwnServers:
         )
 
     async def _ask(self, subjects: Sequence[str], read: Callable[[Message], T | None]) -> list[T]:
-        """What the servers say; nothing where they cannot be asked now."""
+        """The servers' answers; none where they cannot be asked now."""
         config = BusConfig(servers=tuple(server.url for server in self.servers))
         with suppress(DynbusError):
             async with terminal.server(config, "dynbus-chaos") as server:

@@ -159,7 +159,7 @@ async def run_trial(options: TrialOptions, interrupted: asyncio.Event) -> Report
 
 @dataclass(frozen=True)
 class _Graph:
-    """What is started."""
+    """The graph that is started."""
 
     nodes: Sequence[PlannedNode]
     settings: WorkerSettings
@@ -294,12 +294,12 @@ async def _take_samples(samples: list[Sample], servers: OwnServers) -> None:
 
 
 async def _sample(servers: OwnServers, began: float) -> Sample:
-    """What is held now, in a run whose faults `began` then."""
+    """A sample of the resources held now, in a run whose faults `began` then."""
     return Sample(round(monotonic() - began, 1), Resources.now(), await servers.holdings())
 
 
 def _bounds(count: int) -> tuple[int, int]:
-    """How few and how many instances a node of so many may come to have."""
+    """The lowest and highest number of instances that a node of so many may come to have."""
     return max(1, math.ceil(count / 2)), count + max(1, count // 2)
 
 
@@ -336,7 +336,7 @@ async def _whole(supervisor: Supervisor, checker: Checker) -> float | None:
 async def _sources(
     options: TrialOptions, graph: _Graph, runtime: Runtime
 ) -> tuple[list[Source], list[str]]:
-    """What calls, and what it calls in words."""
+    """The sources of calls, and a description of their targets."""
     if options.graph is None:
         echoes = Echoes(runtime, options.seed, items=options.items, pauses=ECHO_PAUSES)
         low, high = options.items

@@ -158,7 +158,7 @@ def _options(
     strict: bool,
     log_level: str,
 ) -> TrialOptions:
-    """What the command line asks for.
+    """The options of the command line.
 
     Raises:
         ConfigError: an option is not usable, or does not fit the others.

@@ -67,4 +67,4 @@ FORMATS: Final[Mapping[str, Callable[[Sequence[PlannedNode]], str]]] = {
     "svg": svg,
     "json": as_json,
 }
-"""How `dynbus run --graph` draws the nodes of a run."""
+"""The drawing of a run's nodes, by the format that `dynbus run --graph` is given."""

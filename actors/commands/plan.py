@@ -156,13 +156,13 @@ def _shown(
 
 
 def _shown_service(service: ServiceArgs) -> dict[str, Any]:
-    """How it is served, with its variables by their names alone."""
+    """The settings by which it is served, with its variables by their names alone."""
     told = cast("dict[str, Any]", shown(service))
     return told | {"environment": dict.fromkeys(service.environment, HIDDEN)}
 
 
 def _settings(row: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[_Setting]:
-    """What there is to say of an actor, and where each value came from."""
+    """The settings of an actor, and the origin of each value."""
     for name, value in row["service"].items():
         yield from _parts(f"{SERVICE_KEY}.{name}", value, origins, "class")
     for name, value in (row["arguments"] | row["extra"]).items():

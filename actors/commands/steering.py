@@ -59,7 +59,7 @@ def restart(ctx: click.Context, /, *, nodes: tuple[str, ...], pid: int | None) -
 def _counted(
     ctx: click.Context, _parameter: click.Parameter, given: tuple[str, ...]
 ) -> list[ScaleNode]:
-    """What NODE=COUNT says.
+    """Parse NODE=COUNT.
 
     Raises:
         click.UsageError: something else was given.

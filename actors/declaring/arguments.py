@@ -248,8 +248,9 @@ def _annotation_of(
     named: Mapping[str, inspect.Parameter],
     annotations: Mapping[str, Any],
 ) -> Any:
-    """What a value is to be; None for anything. A text without an annotation is to be what the
-    default is."""
+    """The annotation of a value; None for anything. A text without an annotation is to be of the
+    type of the default.
+    """
     annotation = annotations.get(name)
     if annotation not in (None, Any):
         return annotation
@@ -411,7 +412,9 @@ def _with_texts(
 
 
 def _misfits(reader: _Reader, value: Any) -> list[_Path] | None:
-    """Where a value does not fit; None where it does. Nowhere in particular is an empty list."""
+    """The places where a value does not fit; None where it does. Nowhere in particular is an empty
+    list.
+    """
     try:
         reader.read(value)
     except (pydantic.ValidationError, msgspec.ValidationError) as error:

@@ -22,7 +22,7 @@ R = TypeVar("R")
 A_contra = TypeVar("A_contra", contravariant=True)
 
 Selector = str | Callable[[Any], Any]
-"""What is asked of a request: the name of a field, or a function of it."""
+"""A field's name, or a function of the request, that yields a value of it."""
 
 
 class BatchDeclared(ConfigError):
@@ -31,7 +31,7 @@ class BatchDeclared(ConfigError):
 
 @dataclass(frozen=True)
 class Batching:
-    """How the calls of a handler go together; see `handler`.
+    """The options by which calls of a handler are batched; see `handler`.
 
     Attributes:
         most: calls of one batch.
@@ -47,7 +47,7 @@ class Batching:
     def of(
         cls, label: str, batch: Any, wait: Any, key: Any, size_of: Any, *, streaming: bool
     ) -> Batching | None:
-        """What the options of a handler say; None where they ask for no batches.
+        """The batching that the options of a handler ask for; None where they ask for none.
 
         Raises:
             ConfigError: one of them is not usable.
@@ -96,12 +96,12 @@ class Batching:
 
     @property
     def key_function(self) -> Callable[[Any], Hashable] | None:
-        """What a request goes together by."""
+        """The function of a request by which requests are batched together."""
         return _function(self.key)
 
     @property
     def size_function(self) -> Callable[[Any], float] | None:
-        """How large a request is."""
+        """The function that gives the size of a request."""
         return _function(self.size_of)
 
 
@@ -182,7 +182,7 @@ def _is_field(value: Any) -> bool:
 
 
 def _fields_of(annotation: Any) -> list[str] | None:
-    """What a request of a type has; None where nobody knows, as of a mapping."""
+    """The fields of a request of a type; None where nobody knows, as of a mapping."""
     bases = typing.cast("Sequence[type[Any]]", getattr(annotation, "__mro__", ()))
     if not bases or any(base in (dict, Mapping) for base in bases):
         return None
@@ -222,7 +222,7 @@ class TakesBatchOrFails(Protocol[A_contra, Q, R]):
 
 
 class BatchDecorator(Protocol):
-    """What `handler(batch=...)` is: callers see a call of one request with one result."""
+    """The decorator `handler(batch=...)`: callers see a call of one request with one result."""
 
     @overload
     def __call__(

@@ -44,8 +44,9 @@ class Misfit(ValueError):
 
 
 _STRUCT_REFUSALS: Final = (msgspec.MsgspecError, TypeError, ValueError, RecursionError)
-"""What msgspec raises for a value that it cannot write: a `ValueError` for text that is no
-Unicode."""
+"""The exceptions of msgspec for a value that it cannot write: a `ValueError` for text that is no
+Unicode.
+"""
 
 
 class _Written(GenerateJsonSchema):

@@ -35,7 +35,7 @@ class OrderDeclared(ConfigError):
 
 
 class DurableOptions(NamedTuple):
-    """How the jobs of a durable handler are kept and tried; see `handler`."""
+    """The options by which jobs of a durable handler are kept and tried; see `handler`."""
 
     tries: int = 5
     backoff: float = 0.5
@@ -194,7 +194,7 @@ def _spelled(annotation: Any) -> str:
 
 
 class JobState(NamedTuple):
-    """Where a job is.
+    """The state of a job.
 
     Attributes:
         status: "waiting" in its queue (for a taker, for its time, or for its next try), "running",
@@ -241,7 +241,7 @@ class JobHandle(Protocol[T_co]):
         ...
 
     async def state(self) -> JobState:
-        """Where the job is.
+        """The state of the job.
 
         Raises:
             NoJob: there is no such job, or none any more.
@@ -332,7 +332,7 @@ class DurableMethodWithoutRequest(Protocol[T_co]):
 
 
 class Durable(Generic[R, T]):
-    """What `@handler(durable=True)` makes of a method, to type checkers."""
+    """The type that `@handler(durable=True)` gives a method, for type checkers."""
 
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> Durable[R, T]: ...
@@ -366,7 +366,7 @@ class TakesNothing(Protocol[A_contra, T_co]):
 
 
 class DurableDecorator(Protocol):
-    """What `handler(durable=True, ...)` is."""
+    """The decorator `handler(durable=True, ...)`."""
 
     @overload
     def __call__(self, function: TakesNothing[A, T], /) -> DurableWithoutRequest[T]: ...

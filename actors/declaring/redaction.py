@@ -124,7 +124,7 @@ def _shown(value: Any, depth: int) -> Json:
 
 
 def _fields(value: Any) -> Mapping[Any, Any] | None:
-    """What a value holds by name; None when it holds nothing so."""
+    """The fields of a value by name; None when it has none."""
     if isinstance(value, Mapping):
         return value  # pyright: ignore[reportUnknownVariableType] - of any types
     if isinstance(value, type):

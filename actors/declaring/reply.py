@@ -14,7 +14,7 @@ from dynbus.bus.protocol.reply_port import ReplyPort
 logger = logging.getLogger(__name__)
 
 PARAMETER: Final = "reply"
-"""How a handler's parameter is called that takes one."""
+"""The name of a handler's parameter that takes a reply."""
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -11,8 +11,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from dynbus.bus.errors import ConfigError
 
 OnCrash: TypeAlias = Literal["restart", "stop", "escalate"]
-"""What follows when an instance ends by itself: it restarts, the others go on without it, or the
-whole run ends."""
+"""The policy for an instance that ends by itself: it restarts, the others go on without it, or the
+whole run ends.
+"""
 
 SETTLED_AFTER: Final = 60.0
 FIRST_PAUSE: Final = 0.2

@@ -106,7 +106,7 @@ def firing_name(due: float) -> str:
 
 
 class ScheduleDecorator(Protocol):
-    """What `every(...)` and `cron(...)` are."""
+    """The decorators `every(...)` and `cron(...)`."""
 
     @overload
     def __call__(self, function: DurableWithoutRequest[T], /) -> DurableWithoutRequest[T]: ...
@@ -190,7 +190,7 @@ def _scheduled(schedule: Schedule, label: str) -> ScheduleDecorator:
 
 
 def schedule_of(spec: HandlerSpec) -> Schedule | None:
-    """When a handler is to run by itself; None for one that has no schedule.
+    """The schedule of a handler that runs by itself; None for one that has none.
 
     Raises:
         ConfigError: it has one and cannot run so.

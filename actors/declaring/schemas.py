@@ -129,7 +129,7 @@ def schema_of(codec: AnyCodec, *, written: bool = False) -> dict[str, Any]:
 
 
 class _Told(msgspec.Struct, omit_defaults=True):
-    """What an instance says of an endpoint; absent where it takes no request."""
+    """An instance's schema of an endpoint; absent where it takes no request."""
 
     hash: str
     reply: Any

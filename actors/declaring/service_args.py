@@ -164,12 +164,14 @@ PARSERS: Final[Mapping[str, Callable[[Any, str, Any], Any]]] = {
     "environment": _environment,
     "enabled": _enabled,
 }
-"""What reads the value of each key: of the value, where it came from, and the value below it,
-which a mapping is merged into."""
+"""The parser of each key's value: of the value, its origin, and the value below it, which a mapping
+is merged into.
+"""
 
 MEMBERS: Final[Mapping[str, Callable[[str, Any, str, Any], Any]]] = {
     "resources": _resource,
     "environment": _variable,
 }
-"""What takes one value into the mapping below it: its key, the value, where it came from, and
-that mapping."""
+"""The functions that merge one value into the mapping below it: its key, the value, its origin, and
+that mapping.
+"""

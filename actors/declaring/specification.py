@@ -297,7 +297,7 @@ def takes(spec: Any, *, like: Any = None) -> Any:
 
 
 def _further(spec: type[Options], like: Callable[..., None]) -> str:
-    """What the further arguments of a signature are called.
+    """The name of the further arguments of a signature.
 
     Raises:
         TypeError: it does not take the fields of a specification, and further ones by name.

@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 
 class _Contract(NamedTuple):
-    """What a document says of an endpoint."""
+    """A document's contract of an endpoint."""
 
     kind: str
     schema_hash: str

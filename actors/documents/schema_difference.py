@@ -138,7 +138,7 @@ _DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 
 
 class _Comparison:
-    """What a writer may send against what a reader takes."""
+    """The comparison of the values that a writer may send with those that a reader accepts."""
 
     def __init__(self, written: Any, read: Any, direction: Direction) -> None:
         self._written, self._read = written, read
@@ -152,7 +152,7 @@ class _Comparison:
         return self._compare(self._written, self._read, "", 0)
 
     def _compare(self, written: Any, read: Any, field: str, depth: int) -> list[Difference]:
-        """How two schemas differ at a field."""
+        """The differences of two schemas at a field."""
         self._steps += 1
         if depth > MAX_DEPTH or self._steps > MAX_STEPS:
             return [self._differs(Fit.UNCLEAR, field, written, read, "is too large to compare")]
@@ -412,7 +412,7 @@ def _joined(field: str, inner: str) -> str:
 
 
 def _name(schema: Any) -> str:
-    """What a schema refers to; empty where it is written out."""
+    """The name that a schema refers to; empty where it is written out."""
     return str(_keywords(schema).get("$ref", ""))
 
 
@@ -549,7 +549,7 @@ def _is_null(schema: Any) -> bool:
 
 
 def _key(value: Any) -> bytes:
-    """What tells values of JSON apart: true is not 1."""
+    """A key by which values of JSON differ: true is not 1."""
     return msgspec.json.encode(value, order="sorted")
 
 

@@ -80,7 +80,7 @@ _NAMINGS: Final[Sequence[Callable[[str, SchemaUse], str]]] = (
     lambda name, place: f"{place.address}.{name}-{_side(place)}",
     lambda name, place: f"{place}.{name}",
 )
-"""How classes of one name are told apart, the shortest first; the last always does."""
+"""The namings that tell classes of one name apart, the shortest first; the last always does."""
 
 
 class Components:
@@ -123,8 +123,9 @@ class Components:
         self._scopes[place] = scope
 
     def _named(self) -> Iterator[tuple[tuple[SchemaUse, str], str]]:
-        """What each class of each message is called in the whole document: its own name, and as
-        much besides as tells it from others that are called so."""
+        """The name of each class of each message in the whole document: its own name, and as much
+        besides as tells it from others of that name.
+        """
         uses: dict[str, list[tuple[SchemaUse, str, str]]] = {}
         for place, scope in self._scopes.items():
             for name in scope:
@@ -148,7 +149,7 @@ class Components:
 
 
 def _closure(name: str, scope: Mapping[str, Any]) -> str:
-    """What a name means: its schema, and those that it refers to."""
+    """The meaning of a name: its schema, and those that it refers to."""
     reached: dict[str, Any] = {}
     waiting = [name]
     while waiting:

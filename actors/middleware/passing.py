@@ -54,7 +54,7 @@ class MiddlewareCall:
 
 
 class Middleware:
-    """What is done around calls: a subclass has any of these methods.
+    """Code around calls: a subclass has any of these methods.
 
     It stands in `middleware` of an actor's class, for its handlers, or is given to a client, for
     the calls that are made with it; the same object may do both. Of several the first is outermost:

@@ -309,7 +309,7 @@ def placement(machine: Machine, place: Place, index: int, declared: Mapping[str,
 
 
 def _whole_cores(resources: Resources) -> int:
-    """How many cores an instance may have for itself; 0 where it wants a part of one."""
+    """The number of cores that an instance may have for itself; 0 where it wants a part of one."""
     cpu = resources.cpu
     return int(cpu) if cpu is not None and cpu == int(cpu) else 0
 

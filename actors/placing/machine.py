@@ -18,7 +18,7 @@ from dynbus.bus.errors import ConfigError
 from .allotment import CUDA, Machine
 
 VARIABLES: Final = (CUDA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""What may say which GPUs there are, the one that counts first."""
+"""The variables that may name the GPUs, the one that counts first."""
 LISTING_SECONDS: Final = 30.0
 """Seconds that nvidia-smi may take: it may have to wake the driver first."""
 

@@ -55,7 +55,7 @@ GROUP_SECONDS: Final = 3.0
 GROUP_POLL: Final = 0.02
 
 _OUT_OF_MEMORY: Final = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-"""How programs end that are refused memory and cannot say so."""
+"""The exit statuses of programs that were refused memory and could not say so."""
 
 logger = logging.getLogger(__name__)
 

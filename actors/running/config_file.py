@@ -30,7 +30,7 @@ MAX_VALUES: Final = 100_000
 MAX_DEPTH: Final = 32
 """Of mappings and lists within each other."""
 GUIDES_VARIABLE: Final = "DYNAMO_SERVICE_CONFIG"
-"""What the guides of Dynamo call the variable."""
+"""The name that the guides of Dynamo give the variable."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 
@@ -214,7 +214,7 @@ def _plain(value: Any, name: str, path: tuple[str, ...]) -> Any:
 
 
 def _explain(path: Path, error: Exception) -> str:
-    """What a parser says, with its place in the file in front."""
+    """A parser's message, with its place in the file in front."""
     if isinstance(error, yaml.reader.ReaderError):
         return f"{path}: it is not text: {error.reason}"
     mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)

@@ -229,8 +229,10 @@ def misspelt_variables(nodes: Sequence[Node], environment: Mapping[str, str]) ->
 
 
 class _Names(Mapping[str, list[Node]]):
-    """What options, variables and the file may call the nodes of a run: each by its own name, and
-    by that of its class; in options and the file also with the module before it, `module:Name`."""
+    """The names by which options, variables and the file may mean the nodes of a run: each its own
+    name, and that of its class; in options and the file also with the module before it,
+    `module:Name`.
+    """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes: dict[str, list[Node]] = {}
@@ -329,7 +331,7 @@ def bus_settings(
 
 
 class _Given:
-    """What one node is given, layer by layer; each goes over those before."""
+    """The settings of one node, layer by layer; each goes over those before."""
 
     def __init__(self, node: Node) -> None:
         self._actor = node.actor
@@ -450,7 +452,7 @@ def _section(value: Any) -> dict[str, Any] | None:
 
 
 def _content(path: Any, source: str) -> str:
-    """What a file holds, without the end of its last line.
+    """The content of a file, without the end of its last line.
 
     Raises:
         ConfigError: it cannot be read as a short text.

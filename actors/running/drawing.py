@@ -88,7 +88,7 @@ def _names(nodes: Sequence[PlannedNode]) -> Mapping[str, str]:
 
 
 def _used(nodes: Sequence[PlannedNode]) -> list[str]:
-    """What nodes depend on that is no node, each once."""
+    """The dependencies of nodes that are no nodes, each once."""
     return list(dict.fromkeys(used for node in nodes for used in node.uses))
 
 

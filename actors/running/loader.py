@@ -133,14 +133,16 @@ class Target(NamedTuple):
         return module
 
     def _clash(self, error: ImportError) -> str:
-        """What the message says where a file of the user's has the name of a standard module."""
+        """The part of the message about a file of the user's that has the name of a standard
+        module.
+        """
         name = (error.name or "").partition(".")[0]
         if name not in sys.stdlib_module_names or not (self.folder / f"{name}{_SUFFIX}").is_file():
             return ""
         return f"; {name!r} is a module of Python's own too: rename your file {name}{_SUFFIX}"
 
     def _imported(self, module: ModuleType) -> str:
-        """What the message says about actors that a module only imports."""
+        """The part of the message about actors that a module only imports."""
         imported = [
             value
             for value in vars(module).values()
@@ -299,7 +301,7 @@ def _why(error: BaseException) -> str:
 
 
 def _from_dynamo(error: ModuleNotFoundError) -> str:
-    """What the message says where a program imports Dynamo's library."""
+    """The part of the message about a program that imports Dynamo's library."""
     if (error.name or "").partition(".")[0] != "dynamo":
         return ""
     return "; dynbus.compat has its names: `from dynbus.compat.sdk import ...`"

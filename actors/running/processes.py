@@ -27,7 +27,7 @@ PRELOADED: Final = (
     "structlog.stdlib",
     "uvloop",
 )
-"""What a process that serves imports only when it comes to it."""
+"""The modules that a process that serves imports only when it comes to need them."""
 STOP_SECONDS: Final = 2.0
 """Seconds that a fork server has to end when nobody needs it."""
 

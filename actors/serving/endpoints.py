@@ -96,7 +96,7 @@ def _answered(request: Any, answer: Callable[[Any], Any]) -> Any:
 
 
 def _invoker(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], Any]:
-    """How a handler is called with a request, which is None for one that takes none."""
+    """A function that calls a handler with a request, which is None for one that takes none."""
     parameter = spec.parameter
     if parameter is None:
         if spec.takes_context:

@@ -71,7 +71,7 @@ NOT_TRIED_AGAIN: Final = (
     PayloadTooLarge,
     StepMismatch,
 )
-"""What a try raises that every other try would raise too."""
+"""The errors of a try that every other try would raise too."""
 
 
 class JobRunner:
@@ -108,7 +108,9 @@ class JobRunner:
 
     @property
     def endpoint(self) -> Endpoint:
-        """What serves calls of the handler by plain clients: each is a job that is waited for."""
+        """The endpoint for calls of the handler by plain clients: each is a job that is waited
+        for.
+        """
         decode = self._endpoint.decode
 
         def checked(data: bytes) -> bytes:

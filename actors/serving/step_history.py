@@ -42,12 +42,12 @@ class FinishedStep(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def step_label(kind: str, name: str) -> str:
-    """How messages name a step."""
+    """The name of a step in messages."""
     return f"{kind} {name!r}" if name else kind
 
 
 class StepHistory:
-    """What a job has finished, and how far the present try has come in it.
+    """The finished steps of a job, and the progress of the present try among them.
 
     Args:
         finished: by their places, from 0 on, in the order in which the handler begins them.
@@ -71,7 +71,7 @@ class StepHistory:
         return place, self.finished(place, kind, name)
 
     def finished(self, place: int, kind: str, name: str) -> FinishedStep | None:
-        """What the step at a place gave; None where it is not finished.
+        """The result of the step at a place; None where it is not finished.
 
         Raises:
             StepMismatch: another step was finished there.
@@ -102,7 +102,7 @@ class StepHistory:
 
 
 class Begin(Enum):
-    """What a taker does with a message of a job that has waited."""
+    """The decision of a taker about a message of a job that has waited."""
 
     RUN = "run"
     CLAIM = "claim"
@@ -112,7 +112,7 @@ class Begin(Enum):
 
 
 def how_to_begin(state: RunState | None, own: int, queued: Collection[int]) -> Begin:
-    """What is to be done with the message `own` of a job.
+    """Decide about the message `own` of a job.
 
     Args:
         queued: the sequences of all messages of the job that are in the queue.

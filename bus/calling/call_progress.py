@@ -143,7 +143,7 @@ class CallProgress:
         return Cancel(self.number, self.secret, self.attempt, kill_after)
 
     def _repeated_credit(self) -> Credit | None:
-        """What a writer that sends nothing was granted: it may have missed that."""
+        """The credit last granted to a writer that sends nothing: it may have missed it."""
         position = self.reader.next_sequence
         was_idle, self._idle_at = self._idle_at == position, position
         return self._granted() if was_idle else None

@@ -157,7 +157,7 @@ def _read(message: Message) -> CancelAnswer | None:
 
 
 def _result(request_id: str, answers: Iterable[CancelAnswer]) -> dict[str, Any]:
-    """What all processes ended of one request, for programs."""
+    """The answers of all processes about one request, for programs."""
     instances: dict[str, int] = {}
     callers = 0
     for answer in answers:

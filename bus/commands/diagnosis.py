@@ -127,7 +127,7 @@ def check_clock(skew: float) -> Check:
 
 
 def _broken_by(skew: float) -> str:
-    """What a clock that is wrong by so many seconds breaks."""
+    """The consequence of a clock that is wrong by so many seconds."""
     broken = (
         "ages and stalenesses that are shown, and the order of logs and traces, are wrong by that; "
         "deadlines, leases, jobs, resumable streams and files of models are not, they count from "
@@ -359,7 +359,7 @@ async def _check_records(jetstream: NatsJetStream, now: float, lease_ttl: float)
 
 
 async def _check_streams(connection: NatsConnection, replicas: int) -> list[Check]:
-    """What is to be said of each stream of dynbus, as far as the account may look at it."""
+    """Check each stream of dynbus, as far as the account may look at it."""
     jetstream = connection.jetstream
     try:
         listed = await jetstream.api("STREAM.NAMES", {}, timeout=API_SECONDS)

@@ -155,7 +155,7 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
 
 
 async def list_lanes(jetstream: NatsJetStream, stream: str) -> dict[str, ConsumerInfo]:
-    """How far the takers of each lane of a queue are, by the name of its consumer.
+    """The progress of the takers of each lane of a queue, by the name of its consumer.
 
     Raises:
         NoStream: the queue is gone.

@@ -47,7 +47,7 @@ ERROR_NUMBERS: Final[dict[type[DynbusError], int]] = {
     StreamFull: 10077,
     SubjectTaken: 10077,
 }
-"""What nats-server calls its refusals."""
+"""nats-server's numbers of its refusals."""
 
 DEFAULT_MAX_PAYLOAD: Final = 1024 * 1024
 LOW_BACKLOG: Final = 1024 * 1024
@@ -565,7 +565,7 @@ class MemoryConnection(WatchedConnection):
         self._set_state(state)
 
     async def _ask(self, serve: Callable[[Callable[[T], None]], None]) -> T:
-        """What `serve` answers; ConnectionResetError when the connection breaks before."""
+        """The answer of `serve`; ConnectionResetError when the connection breaks before."""
         await self.wait_connected()
         done: asyncio.Future[None] = self._loop.create_future()
         results: list[T] = []

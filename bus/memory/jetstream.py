@@ -144,7 +144,7 @@ class MemoryOrderedConsumer:
 
 
 class _Cursor:
-    """How far the server has fed a reader since it was last started."""
+    """The position to which the server has fed a reader since it was last started."""
 
     __slots__ = ("generation", "next_sequence", "reader", "stream")
 

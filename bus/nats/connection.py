@@ -500,7 +500,7 @@ class NatsConnection(WatchedConnection):
             pings.unwatch()
 
     def _why(self, is_silent: bool, otherwise: str) -> str:
-        """Why a session has ended."""
+        """The reason for which a session has ended."""
         if is_silent:
             return SILENT
         if self._left_for_others:

@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 _NAME_PREFIX: Final = "dynbus-embedded-"
 _INHERITED: Final = ("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
-"""What guard and server have of the environment of the program that starts them. They outlive it
-where others share the server, and the rest may hold its secrets."""
+"""The environment variables that guard and server inherit from the program that starts them. They
+outlive it where others share the server, and the rest may hold its secrets.
+"""
 _ANNOUNCED_WITHIN: Final = 2.0
 """Seconds after its first answer in which the server of another folder is noted as such."""
 _WATCH: Final = 1.0

@@ -110,7 +110,7 @@ class NatsJetStream:
         return True
 
     async def _find(self, stream: str, timeout: float) -> dict[str, Any] | None:
-        """What the server says of a stream; None when there is none."""
+        """The server's information on a stream; None when there is none."""
         try:
             return await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
         except NoStream:

@@ -468,7 +468,7 @@ class Pings:
         return now >= self._silent_at() or now - oldest.sent_at >= DEAF_AFTER
 
     def _silent_at(self) -> float:
-        """When the server is silent, unless it is heard before."""
+        """The time when the server counts as silent, unless it is heard before."""
         if not self._open:
             return math.inf
         return max(self._quiet_since, self._open[0].sent_at) + SILENT_AFTER

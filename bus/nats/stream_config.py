@@ -21,9 +21,11 @@ _ESSENTIAL: Final = (
     "allow_msg_schedules",
     "allow_msg_counter",
 )
-"""What decides where messages of a stream come from and go to. Limits are the operator's."""
+"""The fields that decide where messages of a stream come from and go to. Limits are the
+operator's.
+"""
 _NEEDED: Final = ("allow_msg_ttl", "allow_rollup_hdrs")
-"""What a stream without it cannot keep; one that dynbus made before may have more."""
+"""The fields without which a stream cannot be kept; one that dynbus made before may have more."""
 
 
 def stream_request(config: StreamConfig) -> dict[str, Any]:

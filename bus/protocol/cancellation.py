@@ -17,10 +17,13 @@ MAX_IDS: Final = 256
 KEPT: Final = 16384
 """Cancelled requests that are remembered of a namespace, each of at most 128 bytes."""
 REQUEST_SECONDS: Final = 60.0
-"""How long a request that arrives is taken for one that was cancelled: it was on its way, waited in
-front of a blocked loop, or is another attempt. After that the id may be used again."""
+"""Seconds for which a request that arrives is taken for one that was cancelled: it was on its way,
+waited in front of a blocked loop, or is another attempt. After that the id may be used again.
+"""
 JOB_SECONDS: Final = 24 * 3600.0
-"""How long a job that was queued before, or within `REQUEST_SECONDS` after, is not begun."""
+"""Seconds for which a job that was queued before, or within `REQUEST_SECONDS` after, is not
+begun.
+"""
 
 OPERATOR: Final = "an operator cancelled the requests of this id"
 

@@ -28,7 +28,7 @@ class Contract(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRule:
-    """How the calls of an endpoint go together.
+    """The rule by which calls of an endpoint are batched.
 
     Attributes:
         run: takes the decoded requests of a batch; its result has one result for each, in order,

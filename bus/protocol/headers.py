@@ -60,7 +60,7 @@ OF_STREAM: Final = b"\r\nNats-Stream: "
 
 NO_RESPONDERS: Final = "503"
 NOBODY: Final = PREAMBLE + b" " + NO_RESPONDERS.encode()
-"""How the block begins by which the server says that nobody listens."""
+"""The beginning of the header block by which the server says that a subject has no subscriber."""
 
 # Few names are ever written, each very often.
 _is_key = lru_cache(1024)(re.compile(r"[!-9;-~]+").fullmatch)

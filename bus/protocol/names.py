@@ -227,12 +227,12 @@ def work_stream(queue: EndpointName) -> str:
 
 
 def job_log_subject(queue: EndpointName, job: str, record: str = ">") -> str:
-    """Where a record of one job of an endpoint is kept, by the job's token; `>` for any."""
+    """The subject of a record of one job of an endpoint, by the job's token; `>` for any."""
     return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}.{job}.{record}"
 
 
 def job_cancel_subject(queue: EndpointName) -> str:
-    """Where the takers of an endpoint's jobs hear of one that was cancelled."""
+    """The subject where the takers of an endpoint's jobs hear of cancelled ones."""
     return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}"
 
 

@@ -57,7 +57,7 @@ _Unit = bytes | _Ending
 
 
 _UNCOUNTED: Final = ClientUnreadBytes(UnreadBytes())
-"""Where those count that nobody asks for: it always has room."""
+"""The count of writers that nobody gives one: it always has room."""
 
 
 def _cost(units: Sequence[_Unit]) -> int:

@@ -15,7 +15,7 @@ UNIT_COST: Final = 64
 FREE_SHARE: Final = 4
 """Of what is free, a client may hold one part in so many."""
 LEAST_PER_STREAM: Final = 16 * 1024
-"""What a stream may always hold, so that one that is read goes on beside any that are not."""
+"""Bytes that a stream may always hold, so that one that is read goes on beside any that are not."""
 
 
 class UnreadBytes:

@@ -36,7 +36,7 @@ def beyond_their_time(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
 
 
 def _end(message: StoredMessage) -> float:
-    """When a message expires, in Unix seconds of its server."""
+    """The time when a message expires, in Unix seconds of its server."""
     ttl = message.ttl
     return math.inf if ttl is None else message.time + ttl
 

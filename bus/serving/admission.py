@@ -55,7 +55,7 @@ _NOBODY: Final[Turn[Any]] = Turn(None, [])
 
 
 class _Waiting:
-    """What is known of a call in the queue."""
+    """A call in the queue, as far as it is known."""
 
     __slots__ = ("arrived", "client", "continued", "deadline")
 
@@ -307,7 +307,7 @@ class Admission(Generic[T]):
         return max(0.0, min(one_by_one, together) - now)
 
     def _read_ends(self, now: float) -> tuple[float, list[float]]:
-        """When a place is probably free, and when those are that are taken."""
+        """The times when a place is probably free, and when each place that is taken is."""
         if self._ends is None:
             ages = [now - began for began in self._running.values()]
             first = now + self.durations.first_end(ages)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchOwner(Protocol):
-    """What runs the calls of an instance, and so its batches."""
+    """The owner of batches: it runs the calls of an instance."""
 
     @property
     def telemetry(self) -> Telemetry | None: ...
@@ -40,7 +40,9 @@ class BatchOwner(Protocol):
     def is_draining(self) -> bool: ...
 
     def failure(self, raised: BaseException, where: str, /) -> DynbusError:
-        """What callers are told when a handler raised what is no error of dynbus; it is logged."""
+        """The error for callers of a handler that raised no error of dynbus; the exception is
+        logged.
+        """
         ...
 
 
@@ -257,7 +259,7 @@ class Batches:
         )
 
     def _sizes_of(self, members: Sequence[_Member]) -> list[float]:
-        """How large the requests of a batch are; empty where that is not known."""
+        """The sizes of the requests of a batch; empty where they are not known."""
         size_of = self._rule.size_of
         if size_of is None:
             return []
@@ -292,7 +294,7 @@ class Batches:
                 member.finish()
 
     def _checked(self, batch: _Batch, given: Any) -> Sequence[Any]:
-        """What the handler returned, which has a result for each request.
+        """Return the handler's results if there is one for each request.
 
         Raises:
             HandlerError: it does not.

@@ -101,7 +101,7 @@ class Execution:
 
     @property
     def telemetry(self) -> Telemetry | None:
-        """What observes the calls."""
+        """The telemetry that observes the calls."""
         return self.bus.telemetry
 
     def gather(self, served: ServedEndpoint) -> None:
@@ -212,7 +212,9 @@ class Execution:
         call.context.set_trace_headers(call.observation.trace_headers)
 
     def _cancel_of(self, call: Call, now: float) -> DynbusError | None:
-        """Why a call that an operator has cancelled may not begin; None for any other."""
+        """The reason why a call that an operator has cancelled may not begin; None for any
+        other.
+        """
         if not self._cancelled.has_request(call.context.id, now):
             return None
         self.bus.drop(DropReason.REFUSED)
@@ -234,7 +236,7 @@ class Execution:
 
     @staticmethod
     def _overloaded(call: Call, why: str, now: float) -> Overloaded:
-        """What a call that is refused is told; to be asked while it is not in the queue."""
+        """The error for a call that is refused; to be asked while it is not in the queue."""
         admission = call.served.admission
         deadline = call.context.deadline
         allowed = None if deadline is None else deadline - call.started_at
@@ -354,7 +356,9 @@ class Execution:
         return True
 
     def failure(self, raised: BaseException, where: str) -> DynbusError:
-        """What callers are told when a handler raised what is no error of dynbus; it is logged."""
+        """The error for callers of a handler that raised no error of dynbus; the exception is
+        logged.
+        """
         error = only_cause(raised)
         self.memory_refused = self.memory_refused or isinstance(error, MemoryError)
         logger.error("%s", where, exc_info=raised)

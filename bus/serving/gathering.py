@@ -96,7 +96,7 @@ class Gathering(Generic[T]):
         self.running -= 1
 
     def next_due(self) -> float | None:
-        """When a batch begins if nothing else happens before; None if none does."""
+        """The time when a batch begins if nothing else happens before; None if none does."""
         if not self._has_place or not self._groups:
             return None
         return min(

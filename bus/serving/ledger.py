@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 KEPT: Final = 32768
 """Ended calls that a client may leave unacknowledged."""
 KEPT_SECONDS: Final = 15.0
-"""How long one is kept at least, and twice as long at most: heartbeats acknowledge in one."""
+"""Seconds for which one is kept at least, and twice as long at most: heartbeats acknowledge in
+one.
+"""
 CLIENTS: Final = 16384
 """Clients that may have calls here. Who does not live is forgotten within seconds."""
 IDLE_CLIENT_SECONDS: Final = 5.0
@@ -64,7 +66,9 @@ ARRIVAL_GRACE: Final = 2.0
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
 FLIGHT_SECONDS: Final = 0.25
-"""How long an inquiry may have been on its way, and its request seem to be sent the later."""
+"""Seconds that an inquiry may have been on its way, by which its request may seem to be sent
+later.
+"""
 NOT_KEPT: Final = "the call began here, and nothing of it is kept any longer"
 
 
@@ -446,7 +450,7 @@ class Ledger:
         return []
 
     def _said_before(self, call: FramedCall) -> DynbusError | None:
-        """Why a request may not begin by what was said before it came."""
+        """The reason why a request may not begin, from messages that arrived before it."""
         request = call.client.key, call.writer.number, call.writer.secret
         if self._stopped.has(*request):
             call.context.stop_generating()
@@ -822,7 +826,7 @@ class Ledger:
 
 
 def _loss_of(call: FramedCall, text: str) -> DynbusError:
-    """What ends a call that runs, where its reader seems to be gone."""
+    """The error that ends a running call whose reader seems to be gone."""
     return StreamLost(text) if call.served.endpoint.streaming else UnknownOutcome(text)
 
 

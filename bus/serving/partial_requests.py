@@ -63,7 +63,7 @@ class PartialRequest:
 
 
 class _Share:
-    """What there is of one client, or of all."""
+    """The partial requests of one client, or of all."""
 
     __slots__ = ("parts", "requests", "size")
 

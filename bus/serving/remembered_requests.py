@@ -8,7 +8,7 @@ REQUESTS: Final = 16384
 """Of all clients together. One takes about half a KiB."""
 REQUESTS_PER_CLIENT: Final = 4096
 KEPT_SECONDS: Final = 60.0
-"""How long a request may be on its way, or wait in front of a blocked loop."""
+"""Seconds for which a request may be on its way, or wait in front of a blocked loop."""
 
 
 class RememberedRequests:

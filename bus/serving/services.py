@@ -35,7 +35,7 @@ _MOST_ASKED: Final = 1024
 _TYPE = "io.nats.micro.v1.{}_response"
 
 _Answer = Callable[[bytes], dict[str, Any]]
-"""What is answered to a question."""
+"""A function from a question to its answer."""
 
 
 class ServiceResponder:
@@ -148,7 +148,7 @@ class ServiceResponder:
         }
 
     def _items(self) -> dict[str, int]:
-        """How many items the streams of each endpoint have sent so far, by its name."""
+        """The number of items that the streams of each endpoint have sent so far, by its name."""
         server = self._server
         sent = {n: s.items for n, s in server.served.items() if s.endpoint.streaming}
         for call in server.ledger.calls():
@@ -216,7 +216,7 @@ class _Question(msgspec.Struct):
 
 
 def _requests_wanted(question: bytes) -> int:
-    """How many requests are to be named; none for whatever else `nats micro` and others send."""
+    """The number of requests to be named; 0 for the other questions of `nats micro` and others."""
     if len(question) > _MOST_ASKED:
         return 0
     try:

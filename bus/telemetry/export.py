@@ -25,7 +25,7 @@ MAX_KINDS: Final = 100
 LOGGERS: Final = ("opentelemetry.exporter", "opentelemetry.sdk")
 
 _NOT_TAKEN: Final = re.compile(r"\bUNIMPLEMENTED\b|\bcode: (?:404|405|501)\b")
-"""How an exporter says that there is no such service at the receiver."""
+"""The texts by which an exporter says that the receiver has no such service."""
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ Signal = Literal["traces", "metrics"]
 SIGNALS: Final[tuple[Signal, ...]] = ("traces", "metrics")
 PROTOCOLS: Final = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 HTTP_PORT: Final = 4318
-"""Where collectors listen for OTLP over HTTP; every other port is taken for gRPC."""
+"""The port where collectors listen for OTLP over HTTP; every other port is taken for gRPC."""
 
 logger = logging.getLogger(__name__)
 

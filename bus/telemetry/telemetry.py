@@ -43,7 +43,7 @@ MAX_INSTANCES: Final = 256
 
 
 class _Profile:
-    """What every observation of one endpoint on one side has in common."""
+    """The attributes that every observation of one endpoint on one side has in common."""
 
     __slots__ = ("attributes", "kind", "label_map", "labels", "name", "side")
 

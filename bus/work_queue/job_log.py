@@ -47,7 +47,7 @@ LOG_TIMEOUT: Final = 5.0
 
 
 class Outcome(StrEnum):
-    """How a job ended."""
+    """The outcome of a job."""
 
     DONE = "done"
     FAILED = "failed"
@@ -55,7 +55,7 @@ class Outcome(StrEnum):
 
 
 class JobResult(NamedTuple):
-    """How a job ended.
+    """The outcome of a job with its data.
 
     Attributes:
         data: its encoded result; of one that is not done its error, as `Failed` keeps it.
@@ -73,7 +73,7 @@ class JobResult(NamedTuple):
 
     @property
     def error(self) -> DynbusError | None:
-        """What the job ended with; None for one that is done."""
+        """The error with which the job ended; None for one that is done."""
         if self.outcome is Outcome.DONE:
             return None
         try:
@@ -97,7 +97,7 @@ class TryFailure(msgspec.Struct, frozen=True):
 
 
 class RunPhase(StrEnum):
-    """What a job that has waited outside of its process does."""
+    """The phase of a job that has waited outside of its process."""
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -107,7 +107,7 @@ class RunPhase(StrEnum):
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """Which message of a job in the queue runs it; kept of one that has waited.
+    """The state of a job that has waited: the message in the queue that runs it.
 
     Attributes:
         sequence: of the message.
@@ -132,7 +132,7 @@ def job_log_config(queue: EndpointName) -> StreamConfig:
 
 
 class JobLog:
-    """What became of the jobs of one queue, as the server keeps it.
+    """The server's log of the jobs of one queue.
 
     Args:
         replicas: as in `StreamConfig`.
@@ -159,15 +159,15 @@ class JobLog:
         await self.jetstream.ensure_stream(config)
 
     def end_subject(self, job_id: str) -> str:
-        """Where it is stored how a job ended."""
+        """The subject where the outcome of a job is stored."""
         return self.subject(job_id, END_RECORD)
 
     def subject(self, job_id: str, record: str) -> str:
-        """Where a record of a job is."""
+        """The subject of a record of a job."""
         return job_log_subject(self.queue, job_token(job_id), record)
 
     async def result(self, job_id: str) -> JobResult | None:
-        """How a job ended; None where it has not, or nobody knows it any more.
+        """The outcome of a job; None where it has not ended, or nobody knows it any more.
 
         Raises:
             Unavailable: the server does not answer.
@@ -243,7 +243,7 @@ class JobLog:
             logger.warning("the log of %s cannot be made: %s", self.queue, error)
 
     async def steps(self, job_id: str) -> dict[int, bytes]:
-        """What the finished steps of a job gave, by their numbers.
+        """The results of the finished steps of a job, by their numbers.
 
         Raises:
             Unavailable: the server does not answer.
@@ -252,8 +252,8 @@ class JobLog:
         return {int(one.subject.rpartition(".")[2]): one.data for one in messages}
 
     async def step(self, job_id: str, number: int) -> bytes | None:
-        """What a finished step of a job gave, as the leader of the log says; None where it has not
-        finished.
+        """The result of a finished step of a job, as the leader of the log says; None where it has
+        not finished.
 
         Raises:
             Unavailable: the server does not answer.
@@ -261,8 +261,8 @@ class JobLog:
         return await self._last(job_id, f"{STEP_RECORD}.{number}")
 
     async def run_state(self, job_id: str) -> tuple[RunState | None, int]:
-        """Who runs a job that has waited, and the sequence of the record that says so; None and 0
-        for any other.
+        """The run state of a job that has waited, and the sequence of its record; None and 0 for
+        any other.
 
         Raises:
             Unavailable: the server does not answer.
@@ -302,7 +302,7 @@ class JobLog:
             return None
 
     def signal_subject(self, job_id: str, name: str) -> str:
-        """Where the signals of a name for a job are stored."""
+        """The subject where the signals of a name for a job are stored."""
         return self.subject(job_id, f"{SIGNAL_RECORD}.{name}")
 
     async def signals(self, job_id: str, name: str) -> list[StoredMessage]:

@@ -197,13 +197,13 @@ class JobStream:
         self.waiting = [info.pending for info in infos]
 
     async def _infos(self, timeout: float = 5.0) -> list[ConsumerInfo]:
-        """How far the takers of each lane are."""
+        """The progress of the takers of each lane."""
         return await self._of_each(
             lambda one: self.jetstream.consumer_info(self.stream, one.name, timeout=timeout)
         )
 
     async def _of_each(self, ask: Callable[[PullConsumerConfig], Awaitable[T]]) -> list[T]:
-        """What the server answers for each consumer, or the first of its refusals."""
+        """The server's answer for each consumer, or the first of its refusals."""
         answers: dict[str, T] = {}
         failures: list[DynbusError] = []
 
@@ -492,7 +492,7 @@ class JobStream:
             logger.warning("job %s of %s has a try less: %s", job_id, self.name, error)
 
     async def returns(self, delivery: Delivery, job_id: str) -> int:
-        """How many deliveries of an ordered queue were none of a job's tries.
+        """The number of deliveries of an ordered queue that were none of a job's tries.
 
         Raises:
             Unavailable: the server does not say.

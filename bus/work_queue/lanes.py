@@ -31,17 +31,17 @@ def lanes_of(*, ordered: bool) -> tuple[str, ...]:
 
 
 def lane_of_key(key: str) -> str:
-    """Where the jobs of a key are put in order: by the CRC-32 of its UTF-8 bytes."""
+    """The lane that puts the jobs of a key in order: by the CRC-32 of its UTF-8 bytes."""
     return ORDERED_LANES[zlib.crc32(key.encode()) % len(ORDERED_LANES)]
 
 
 def lane_of_priority(priority: int) -> str:
-    """Where a job of a priority is put."""
+    """The lane of a job with a priority."""
     return HIGH if priority > 0 else LOW if priority < 0 else NORMAL
 
 
 class Asks(NamedTuple):
-    """What a taker asks of its lanes, by their places.
+    """The requests of a taker to its lanes, by their places.
 
     Attributes:
         counts: how many jobs, beside those that were asked for.
@@ -53,7 +53,8 @@ class Asks(NamedTuple):
 
 
 class LaneChoice:
-    """Which lanes a taker asks, and for how many jobs. Times are those of one clock, in seconds.
+    """The choice of the lanes that a taker asks, and for how many jobs. Times are those of one
+    clock, in seconds.
 
     A lane is asked on its own where the last delivery said that more jobs are behind it: what
     several lanes hand out at once would be more than is wanted. Where none is known to have one,
@@ -95,7 +96,7 @@ class LaneChoice:
         return any(count and has for count, has in zip(asked, self._has_jobs, strict=True))
 
     def pick(self, needed: int, asked: Sequence[int], held: Collection[int], now: float) -> Asks:
-        """What is to be asked so that `needed` jobs come.
+        """Choose the requests by which `needed` jobs come.
 
         Args:
             asked: how many were asked of each lane and have not come.

@@ -191,7 +191,8 @@ class WorkQueue:
         await self._jobs.forget(job_id)
 
     async def holding(self, job: StoredMessage) -> int:
-        """How often a job was handed out to the taker that holds it; 0 where none is known to.
+        """The number of times that a job was handed out to the taker that holds it; 0 where none is
+        known to.
 
         A taker tells what it holds for longer than a quarter of a second.
 

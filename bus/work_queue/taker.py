@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LIMIT: Final = 4096
 KEEP_FRACTION: Final = 4
-"""How often a job is kept alive within its `ack_wait`."""
+"""The number of times that a job is kept alive within its `ack_wait`."""
 SETTLE_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 5.0
 UNKNOWN_TRIES_DELAY: Final = 1.0

@@ -107,7 +107,7 @@ def _holder(owner: tuple[Rank, int]) -> dict[str, Any]:
 
 
 def _by_instance(run: Run, owners: dict[int, str]) -> dict[str, int]:
-    """How far each instance holds a run without a gap."""
+    """The number of blocks of a run that each instance holds without a gap."""
     reach: dict[str, int] = {}
     for number, end in run.ends.items():
         instance = owners.get(number)

@@ -300,7 +300,7 @@ def _print_ranks(rows: list[dict[str, Any]]) -> None:
 
 
 def _held(row: dict[str, Any], blocks: str) -> tuple[str, ...]:
-    """What a rank holds, in the columns of `_HELD`."""
+    """The blocks that a rank holds, in the columns of `_HELD`."""
     return (
         terminal.plain(row["instance"]),
         str(row["dp_rank"]),

@@ -254,7 +254,7 @@ class Translation:
         return self._take_in(event.parent, hashes, block_hashes, tier, salt, is_report=is_report)
 
     def _complete_blocks(self, event: EngineStored, tier: Tier) -> int:
-        """How many of the event's blocks are complete; 0 with `mismatch` set if none can be.
+        """The number of the event's blocks that are complete; 0 with `mismatch` set if none can be.
 
         What the tokens say counts, not the engine's `block_size`: hybrid models report that of
         another group there.

@@ -83,7 +83,7 @@ def check_dumped(
 
 
 class _Places:
-    """Where each block of the runs is, if the blocks of all runs are put in a row.
+    """The place of each block of the runs, if the blocks of all runs are put in a row.
 
     Runs that go on in their tails, one after the other, are neighbours in that row.
 
@@ -169,7 +169,7 @@ class _Places:
 
 
 class _Claims(NamedTuple):
-    """What runs say that a cache holds.
+    """The blocks that runs say a cache holds.
 
     Attributes:
         spans: first place, and how many.

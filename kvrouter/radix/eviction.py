@@ -95,14 +95,14 @@ def _holders(run: Run) -> Collection[int]:
 
 
 def _holders_below(run: Run) -> Collection[int]:
-    """Who holds something right below a run."""
+    """The holders of a block right below a run."""
     if run.children is None:
         return ()
     return {number for child in run.children.values() for number in _holders(child)}
 
 
 def _held(run: Run, number: int) -> int:
-    """How many blocks of a run a holder has."""
+    """The number of blocks of a run that a holder has."""
     return run.ends.get(number, run.start) - run.start + _detached(run, number)
 
 

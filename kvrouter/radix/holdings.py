@@ -117,7 +117,7 @@ def _forget_detached(run: Run, number: int) -> None:
 
 
 def _attach_below(holder: Holder, run: Run) -> None:
-    """What the holder has right below a run that it now holds whole counts again."""
+    """Count again the blocks that the holder has right below a run that it now holds whole."""
     number = holder.number
     whole = [run]
     while whole:

@@ -52,7 +52,7 @@ class LabelledHolders(Generic[Label, Value]):
         return answer
 
     def _of_whole(self, run: Run) -> dict[Label, Value]:
-        """What is to say of a run, remembered as long as nothing changes there."""
+        """The values of a run by label, remembered as long as nothing changes there."""
         known = self._remembered.get(run.id)
         if known is not None and known[0] == run.stamp:
             return known[1]

@@ -26,7 +26,7 @@ MAGIC: Final = b"dynbus-kv-index\x01"
 CHECKSUM_BYTES: Final = 16
 SLICE_BLOCKS: Final = 16_384
 SLICE_RUNS: Final = 512
-"""What is dumped in one turn of the loop: a millisecond or two."""
+"""The number of runs that are dumped in one turn of the loop: a millisecond or two."""
 
 
 class TornSnapshot(ValueError):

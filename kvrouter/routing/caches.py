@@ -286,7 +286,7 @@ class _Guess:
 
 @dataclass(slots=True)
 class _Held:
-    """What a rank is taken to hold.
+    """The blocks that a rank is taken to hold.
 
     Attributes:
         gone_at: when all of it is gone, unless it is used again.
@@ -465,7 +465,7 @@ class ApproximateIndex:
 
 @dataclass(slots=True)
 class _Comparison:
-    """How the predictions for one rank fared.
+    """The comparison of the predictions for one rank with what was reused.
 
     Attributes:
         error: mean tokens per request that were predicted and not reused; negative for more.

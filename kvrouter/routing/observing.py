@@ -182,7 +182,7 @@ class RouterWatch(Openable):
             logger.warning("%r: %s was not answered: %s", self, question, error)
 
     def _explain(self, question: Question, most_bytes: int) -> bytes:
-        """What the router knows of a request, or has decided of late."""
+        """The router's knowledge of a request, or its recent decisions."""
         now = monotonic()
         router = self._router
         limit = router.decisions_limit
@@ -205,12 +205,12 @@ class RouterWatch(Openable):
 
 
 def _shape(awareness: CacheAwareness) -> str:
-    """What is the same while only numbers in it change."""
+    """The text without its numbers, which stays the same while only these change."""
     return re.sub(r"\d+", "#", str(awareness))
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:
-    """What is measured of routers."""
+    """The measurements of routers."""
     return {
         "cache_aware": metrics.gauge(
             "kv.cache_aware", "{router}", "Routers, by how far they know the caches."

@@ -193,7 +193,7 @@ def _find(policy: str, reload: bool, known_names: Iterable[str]) -> CostFunction
 
 
 def _arguments(policy: str, text: str) -> dict[str, Any]:
-    """What is between the parentheses of a policy's name.
+    """The arguments between the parentheses of a policy's name.
 
     Raises:
         ConfigError: it is anything but names with literals.
@@ -283,7 +283,7 @@ def _unloadable(name: str, error: Exception) -> ConfigError:
 
 
 def _attribute(module: ModuleType, path: str, name: str) -> Any:
-    """What a module has under a dotted path.
+    """The attribute of a module under a dotted path.
 
     Raises:
         ConfigError: nothing.
@@ -324,13 +324,13 @@ def _own_folders() -> list[str]:
 
 
 def _name_of(policy: CostFunction) -> str:
-    """How decisions name a cost function that was given as an object."""
+    """The name in decisions of a cost function that was given as an object."""
     name = getattr(policy, "__qualname__", type(policy).__qualname__)
     return f"{getattr(policy, '__module__', type(policy).__module__)}:{name}"
 
 
 def _numbers(costs: Any) -> list[float] | None:
-    """What a policy returned as a list of floats; None for what is none."""
+    """A policy's costs as a list of floats; None for anything else."""
     # What has no order cannot be matched with candidates, and the rows of a matrix are no numbers.
     if isinstance(costs, (Set, Mapping)) or getattr(costs, "ndim", 1) != 1:
         return None
@@ -346,7 +346,7 @@ def _numbers(costs: Any) -> list[float] | None:
 
 
 def _place(policy: CostFunction, error: Exception) -> str:
-    """Where a policy raised: its own line, rather than one of a library that it calls."""
+    """The place where a policy raised: its own line, rather than one of a library that it calls."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames:
         return ""  # It was not entered: what it takes is wrong.

@@ -28,11 +28,12 @@ OVERLAP_KEY: Final = "kv_overlap_blocks"
 PEER_KEY: Final = "kv_peer"
 PEER_BLOCKS_KEY: Final = "kv_peer_blocks"
 REQUEST_KEYS: Final = (REQUIRED_KEY, PREFERRED_KEY, OUTPUT_KEY)
-"""What the metadata of a call may say to routing."""
+"""The keys of a call's metadata that routing reads."""
 ROUTED_KEYS: Final = (DP_RANK_KEY, OVERLAP_KEY, PEER_KEY, PEER_BLOCKS_KEY)
-"""What routing itself has added to the metadata of a call that was routed before: the
+"""The keys that routing itself has added to the metadata of a call that was routed before: the
 data-parallel rank that was chosen, how many blocks of the prompt it was taken to hold, and the
-instance that holds more of them, with how many; empty and 0 for none."""
+instance that holds more of them, with how many; empty and 0 for none.
+"""
 
 
 def routed_blocks(metadata: Mapping[str, str], key: str) -> int:
@@ -119,12 +120,12 @@ class RequestFields:
 
 
 def _invalid(request: RouteRequest, text: str) -> InvalidRequest:
-    """What is wrong with a call that was not sent, said of its endpoint."""
+    """The error for a call that was not sent, with the name of its endpoint."""
     return InvalidRequest(f"{request.endpoint}{text}", request_id=request.request_id, started=False)
 
 
 def _opened(request: RouteRequest) -> Any:
-    """What was asked for, also where it is passed on as the JSON that came."""
+    """The request as an object, also where it is passed on as the JSON that came."""
     body = request.request
     if not isinstance(body, msgspec.Raw):
         return body

@@ -523,7 +523,7 @@ def _time_in_queue(request: RouteRequest, now: float) -> float | None:
 
 
 def _queued(seconds: float) -> str:
-    """What errors say of a call that waited."""
+    """The part of an error's text about the time that a call waited."""
     return f"waited {seconds:.3g} s in the router's queue"
 
 
@@ -593,7 +593,7 @@ class AttemptObserver:
 
 
 class _Output(msgspec.Struct):
-    """What is read of an item to count its tokens."""
+    """The part of an item that is read to count its tokens."""
 
     token_ids: list[int] | None = None
 
@@ -602,7 +602,7 @@ _read_output: Final = msgspec.json.Decoder(_Output).decode
 
 
 def _tokens_in(items: Sequence[bytes]) -> int:
-    """How many tokens items have; one that does not list them counts as one."""
+    """The number of tokens of items; one that does not list them counts as one."""
     tokens = 0
     for item in items:
         try:

@@ -30,7 +30,7 @@ VERSION: Final = 1
 MESSAGE_BYTES: Final = 256 * 1024
 
 CHANGE_BYTES: Final = 512
-"""What a change has at most beside its blocks, with room for the message around it."""
+"""The most bytes of a change beside its blocks, with room for the message around it."""
 
 SILENCE: Final = 5.0
 """Seconds without a word from a router until what it said counts no longer."""
@@ -420,7 +420,7 @@ class SharedLoad(ActiveLoad):
     def _carry_out(
         self, peer: _Peer, router: str, changes: Sequence[Change]
     ) -> list[tuple[Rank, Sequence[int]]]:
-        """What changes say of a peer's requests; returns what it has sent where."""
+        """Apply the changes of a peer's requests; returns what it has sent where."""
         sent: list[tuple[Rank, Sequence[int]]] = []
         for change in changes:
             request_id = f"{router}/{change.number}"

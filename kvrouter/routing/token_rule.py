@@ -20,7 +20,7 @@ from dynbus import ResumeParts, StreamLost
 
 
 class _Form(msgspec.Struct):
-    """What tells of a request whether its stream can be continued."""
+    """The fields of a request by which its stream can or cannot be continued."""
 
     token_ids: msgspec.Raw = msgspec.Raw(b"")
 
@@ -100,7 +100,7 @@ def resume(
 
 
 def _read(item: Any) -> tuple[int, Sequence[int], object]:
-    """Whose an item is, its tokens, and why it is the last, if it is."""
+    """The index of an item, its tokens, and the reason why it is the last, if it is."""
     fields = cast("Mapping[str, Any]", item if isinstance(item, Mapping) else {})
     token_ids = fields.get("token_ids")
     if not isinstance(token_ids, list | tuple):
@@ -110,7 +110,7 @@ def _read(item: Any) -> tuple[int, Sequence[int], object]:
 
 
 def _limits(request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where a request says how many tokens come: beside its tokens, and as Dynamo's do."""
+    """The places where a request limits its tokens: beside its tokens, and as Dynamo's do."""
     nested: Any = request.get("stop_conditions")
     return (
         [request, cast("Mapping[str, Any]", nested)] if isinstance(nested, Mapping) else [request]

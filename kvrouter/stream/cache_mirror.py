@@ -411,7 +411,7 @@ class _TierMirror:
                 one.trim()
 
     def note(self) -> Iterator[KvEvent]:
-        """What is held at this moment, as events."""
+        """The blocks that are held at this moment, as events."""
         self._trim()
         stretches = list(self._stretches.values())
         names = _names(b"".join([one.names for one in stretches])).copy()

@@ -124,7 +124,9 @@ class SnapshotPlan:
         limits: StreamLimits,
         now: float,
     ) -> str:
-        """What limit comes near what the latest snapshot needs of the stream; empty for none."""
+        """The limit of the stream that comes near the messages the latest snapshot needs; empty for
+        none.
+        """
         if stream.first_sequence > latest.coverage.sequence + 1:
             return "the limits have cut off what follows the latest"
         is_cut = stream.first_sequence > 1

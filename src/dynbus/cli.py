@@ -26,7 +26,7 @@ GROUP: Final = "dynbus.commands"
 DISTRIBUTION: Final = "dynbus"
 
 Texts = Mapping[str, str]
-"""What the list of commands says of each."""
+"""The line of the list of commands on each."""
 
 SECTIONS: Final[Mapping[str, Texts]] = {
     "Serve": {

@@ -22,9 +22,10 @@ annotation: its caller looks closely then."""
 UNSURE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 MARKS: Final = (b"null", b'nan"', b'inf"', b"None", b"NaN", b"Infinity")
-"""What is written for a number that JSON cannot hold: one of the first three for a declared
+"""The texts written for a number that JSON cannot hold: one of the first three for a declared
 float, as a value or the key of a mapping; any of them where the type, or a user's configuration,
-leaves it open."""
+leaves it open.
+"""
 
 _WITHOUT_FLOATS: Final = frozenset(
     ("bool", "bytes", "date", "datetime", "int", "literal", "none", "str", "time", "uuid")

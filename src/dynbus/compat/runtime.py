@@ -41,7 +41,9 @@ GATHERING_TURNS: Final = 3
 """Turns of the loop for which endpoints that are served together are gathered into one instance."""
 
 HANDLER_MIGRATIONS: Final = 8
-"""How often a call goes to another instance since a handler gave it back before its first item."""
+"""The number of times that a call goes to another instance since a handler gave it back before its
+first item.
+"""
 
 CLEANUP_TIMEOUT: Final = 30.0
 """Seconds that a worker's function has to end when what it served has drained."""
@@ -174,7 +176,8 @@ async def _cancel_when(event: asyncio.Event, scope: anyio.CancelScope) -> None:
 
 
 class _Serving:
-    """What one instance of a component serves, for each `serve_endpoint` that waits for its end.
+    """The endpoints that one instance of a component serves, for each `serve_endpoint` that waits
+    for its end.
 
     Attributes:
         failure: with which it ends.
@@ -320,7 +323,7 @@ class Endpoint:
 
 
 def _labels(given: Any) -> dict[str, str]:
-    """What an instance announces for labels.
+    """The labels that an instance announces.
 
     Raises:
         ConfigError: they are no pairs.

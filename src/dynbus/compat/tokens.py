@@ -18,7 +18,7 @@ _SAMPLING: Final[Mapping[str, Any]] = {
     "presence_penalty": 0.0,
     "seed": None,
 }
-"""What both call the same, and what it is where a request leaves it out."""
+"""The sampling fields that both name alike, and the value where a request leaves one out."""
 
 ALL_TOKENS: Final = -1
 """Dynamo's `top_k` for all, which is 0 in dynbus."""
