@@ -46,7 +46,7 @@ STRANGER_PATIENCE: Final = 5.0
 """Real seconds that threads which nobody knows of get where no timer is set at all."""
 
 _MACHINERY: Final = ("asyncio", "anyio", "contextlib")
-"""Packages that set timers for whoever calls them."""
+"""Packages that set timers for their callers."""
 _LIBRARY: Final = "dynbus"
 
 _FIRST_LOOK: Final = 0.001

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pooling = Literal["mean", "last"]
-"""How the states of a text's tokens become one: their mean, or that of the last token."""
+"""The way in which the states of a text's tokens become one: their mean, or that of the last
+token.
+"""
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, omit_defaults=True):

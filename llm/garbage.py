@@ -22,7 +22,9 @@ a collection finds, most of which the young ones do.
 
 
 class _Rare:
-    """Who has collections made rarely in this process, and how often they were made before."""
+    """The users for whom collections are rare in this process, and the thresholds from before
+    them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 """A stop token or string came; `max_tokens` or the context length was reached; it was cancelled."""
 
 MAX_LOGPROBS: Final = 20
-"""How many alternatives of a token may be asked for."""
+"""The number of alternatives of a token that may be asked for."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -26,7 +26,7 @@ from .models.source import LocalModel, resolve
 from .weights.fingerprint import fingerprint
 
 LOADING: Final = "loading the model"
-"""What is shown of a start once a model's files are here."""
+"""The text about a start once a model's files are here."""
 
 ModelPath: TypeAlias = Annotated[
     str,

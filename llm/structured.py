@@ -89,7 +89,7 @@ _threads: Final = TenantThreads(
     max(1, usable_cores() - 1),
 )
 _problems: Final[dict[bytes, str]] = {}
-"""What is wrong with forms that have been checked, by their digests; empty for nothing."""
+"""The faults of forms that have been checked, by their digests; empty for none."""
 
 _JSON_OPTIONS: Final[Any] = {
     # Enough to indent; without an end a model may write nothing else.
@@ -131,7 +131,7 @@ def _check_grammar(structured: StructuredOutput) -> None:
 
 
 def _problem_of(grammar: str) -> str:
-    """What is wrong with a grammar; empty for nothing.
+    """The fault of a grammar; empty for none.
 
     Raises:
         SandboxEnded: the process that tried it has ended before its time.

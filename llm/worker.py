@@ -35,7 +35,7 @@ from .tiers.tiers import MAX_SHARE, Tiers
 logger = logging.getLogger(__name__)
 
 MOCK_NAME: Final = "mock"
-"""What a mock is called unless its user says otherwise."""
+"""The name of a mock unless its user gives another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ class ModelWorker(EngineWorker, abstract=True):
         return engine
 
     def open_mover(self, name: str, memory: KvMemory) -> AbstractAsyncContextManager[Mover]:
-        """What moves its blocks while it is entered, for subclasses that move them otherwise.
+        """Open the mover of its blocks, for subclasses that move them otherwise.
 
         Args:
             name: that its tickets have as their `agent`; no other instance's mover has it.

@@ -128,7 +128,7 @@ class LeaseTable:
     def expired(self, now: float) -> Sequence[Lease]:
         """The leases whose time is over, each of which is told once.
 
-        Whoever grants leases asks this every so often. Workers need not: they release each lease
+        The owner of the table calls this every so often. Workers need not: they release each lease
         of theirs when its prompt is read, or its time is over.
 
         Those that peers only read are ended, and hold their blocks until then; those that are

@@ -30,7 +30,7 @@ def behind_middleware(
 ) -> Endpoint:
     """An endpoint whose handler runs behind middleware; as it was where that does nothing there.
 
-    Whoever runs its handler calls `invoke`, inside of the context of the call.
+    The runner of its handler calls `invoke`, inside of the context of the call.
 
     Args:
         component: that serves it.

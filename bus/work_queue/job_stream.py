@@ -273,7 +273,7 @@ class JobStream:
             for message in await self.find(job_id):
                 await self.jetstream.delete_message(self.stream, message.sequence)
         except DynbusError as error:
-            # Whoever is handed one finds that its job has ended.
+            # A taker that gets one finds that its job has ended.
             logger.debug("messages of job %s of %s stay: %s", job_id, self.name, error)
 
     async def wake(self, job: StoredMessage, job_id: str) -> None:

@@ -91,7 +91,7 @@ class ModelOptions(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What holds for one request, whether the running call says it or `call_options`.
+    """The terms of one request, from the running call or `call_options`.
 
     Attributes:
         deadline: a time of the monotonic clock; None for none.

@@ -20,7 +20,7 @@ F = TypeVar("F", bound="FakeModel")
 
 
 class Kit(Protocol):
-    """What starts the actors of a test: `dynbus.testing.TestKit`."""
+    """The starter of a test's actors: `dynbus.testing.TestKit`."""
 
     @property
     def started(self) -> Mapping[str, ActorInstance]:

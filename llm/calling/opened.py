@@ -45,7 +45,7 @@ class OpenedModels:
         )
 
     async def get(self, name: str, routing: RoutingChoice) -> Models:
-        """What knows this model alone, once it follows the catalog.
+        """The models of a routing, once they follow the catalog.
 
         Raises:
             Unavailable: the runtime is closed.

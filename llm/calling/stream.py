@@ -26,7 +26,7 @@ class Asked:
         self._waiting = waiting
 
     async def take(self) -> bytes | None:
-        """The next chunk; None after the last. Whoever is cancelled meanwhile leaves it.
+        """The next chunk; None after the last. A reader that is cancelled meanwhile leaves it.
 
         Raises:
             DynbusError: how the answer failed.

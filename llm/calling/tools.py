@@ -129,7 +129,9 @@ def _spec_of(tool: Callable[..., Any]) -> HandlerSpec:
 def _method_of(
     tool: Callable[..., Any], spec: HandlerSpec, client: Callable[[type[Any]], Any]
 ) -> Callable[..., Any]:
-    """What calls the handler: it is bound to a client, or found at one of its class."""
+    """The function that calls the handler: it is bound to a client, or found at one of its
+    class.
+    """
     owner = spec.owner
     if tool is not spec.function and getattr(tool, "__func__", None) is not spec.function:
         return tool

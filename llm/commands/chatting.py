@@ -217,13 +217,15 @@ def _base_url(url: str) -> str:
 
 
 def _opener(url: str) -> OpenerDirector:
-    """Whatever proxy the environment names is for other machines."""
+    """An opener that goes around proxies on this machine: those of the environment are for
+    others.
+    """
     host = urlsplit(url).hostname or ""
     return build_opener(ProxyHandler({})) if is_loopback(host) else build_opener()
 
 
 def _message(data: bytes) -> str:
-    """What an error's body says, in OpenAI's form or others; empty for nothing."""
+    """The message in an error's body, in OpenAI's form or others; empty for none."""
     try:
         content: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -393,7 +395,7 @@ def _print_answer(conversation: Conversation, question: str) -> None:
 
 
 class _Printed:
-    """What is printed of an answer.
+    """The printed part of an answer.
 
     Attributes:
         shows: whether it goes to a terminal.
@@ -429,7 +431,7 @@ class _Printed:
 
 
 def _for_terminal(text: str) -> str:
-    """What a model says cannot steer the terminal."""
+    """A model's text without the characters that steer a terminal."""
     return "".join(
         letter if letter in "\n\t" else terminal.printable(letter)
         for letter in text.replace("\r\n", "\n")

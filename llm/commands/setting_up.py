@@ -23,7 +23,7 @@ QUEUE_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {
     "max_jobs": int,
     "max_bytes": int,
 }
-"""What is the queue's own, of `WorkQueueConfig`; the rest is each taker's."""
+"""The settings of the queue itself, of `WorkQueueConfig`; the rest is each taker's."""
 
 
 class Status(StrEnum):
@@ -126,7 +126,7 @@ async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Out
 
 
 async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
-    """What of a stream, or of its consumers, is otherwise than dynbus makes it."""
+    """The differences of a stream, or of its consumers, from those that dynbus makes."""
     existing = await jetstream.stream_config(one.stream.name)
     listed = one.stream.differences(existing, "in_memory", "rollup", "marker_ttl")
     for consumer in one.consumers[:1]:

@@ -24,7 +24,7 @@ FIELDS: Final = RequestFields(
     # Only a token of it is computed there.
     expected_output_tokens="request.-",
 )
-"""Where the router of prefill instances finds the prompt in a call of theirs."""
+"""The fields in which the router of prefill instances finds the prompt of their calls."""
 
 
 class PrefillChoice:
@@ -94,7 +94,7 @@ class PrefillChoice:
         return [one for one in others if one.id not in strange]
 
     def decide(self, request: GenerateRequest, cached: int, *, jobs: int = 0) -> PrefillDecision:
-        """Where the prompt of a request is computed.
+        """Decide where the prompt of a request is computed.
 
         Args:
             cached: tokens of it that are in the own cache.

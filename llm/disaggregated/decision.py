@@ -13,14 +13,14 @@ from dynbus.llm.generation import GenerateRequest
 from .settings import DisaggregationSettings
 
 BUSY_QUEUE_FACTOR: Final = 2
-"""How much longer a queue may be for a decode instance that is busy itself."""
+"""The factor by which a queue may be longer for a decode instance that is busy itself."""
 
 BUSY_MARGIN: Final = 0.1
-"""How far its load has to fall before a busy decode instance is none any more."""
+"""The amount by which the load of a busy decode instance has to fall before it counts as free."""
 
 
 class PrefillReason(StrEnum):
-    """Why a prompt is computed where it is."""
+    """The reason why a prompt is computed where it is."""
 
     LOCAL_MODE = "local_mode"
     """The settings say so."""
@@ -49,7 +49,7 @@ class PrefillReason(StrEnum):
 
 
 class PromptSize(NamedTuple):
-    """How much of a prompt there is to compute.
+    """The size of a prompt and the part of it that is to be computed.
 
     Attributes:
         prompt_tokens: all of the prompt.
@@ -67,7 +67,7 @@ class PromptSize(NamedTuple):
 
 
 class PrefillLoad(NamedTuple):
-    """How busy both sides are, as far as is known.
+    """The load of both sides, as far as it is known.
 
     Attributes:
         instances: prefill instances that take prompts.
@@ -85,7 +85,8 @@ class PrefillLoad(NamedTuple):
 
 
 class Saturation(NamedTuple):
-    """What was too much at the last decision, and is so until it is clearly less.
+    """The limits that were exceeded at the last decision, and count so until the load is clearly
+    less.
 
     Attributes:
         queue, tokens: at the prefill instances.
@@ -98,7 +99,7 @@ class Saturation(NamedTuple):
 
 
 class PrefillDecision(NamedTuple):
-    """Where a prompt is computed.
+    """The decision where a prompt is computed.
 
     Attributes:
         remote: on a prefill instance.
@@ -131,7 +132,7 @@ def decide(
     load: PrefillLoad,
     saturation: Saturation = Saturation(),  # noqa: B008 - a frozen named tuple
 ) -> PrefillDecision:
-    """Where a prompt is computed.
+    """Decide where a prompt is computed.
 
     Args:
         saturation: of the decision before.
@@ -142,7 +143,7 @@ def decide(
 
 
 def why_it_stays(request: GenerateRequest, *, forms: bool) -> PrefillReason | None:
-    """Why the prompt of a request cannot be computed elsewhere; None where it can.
+    """The reason why the prompt of a request cannot be computed elsewhere; None where it can.
 
     Args:
         forms: whether the own engine makes an output that has a form behind a prompt of another.

@@ -21,10 +21,12 @@ from dynbus.spi import Endpoint, InstanceName, ServedInstance, monotonic
 logger = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode", "both"]
-"""What an instance serves: the prompts of others, requests of front ends, or both."""
+"""The role of an instance: it serves the prompts of others, requests of front ends, or both."""
 
 Duty: TypeAlias = Literal["prefill", "decode", "control"]
-"""What is served apart from the rest; `control` is for instances among themselves, always."""
+"""A group of endpoints that is served apart from the rest; `control` is for instances among
+themselves, always.
+"""
 
 ENDED_IDS: Final = 16
 """Of roles that have ended, which are taken for their instance still."""
@@ -37,7 +39,7 @@ DUTIES: Final[Mapping[Role, tuple[Duty, ...]]] = {
 
 
 class RoleChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance is to serve from now on.
+    """The role that an instance is to serve from now on.
 
     Attributes:
         grace: seconds that calls have to finish of what is given up, before other instances take
@@ -49,7 +51,7 @@ class RoleChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoleState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance serves.
+    """The role that an instance serves.
 
     Attributes:
         role: that was asked for last.
@@ -229,7 +231,7 @@ class Roles:
 
     @property
     def state(self) -> RoleState:
-        """What is served."""
+        """The role that is served."""
         leaving = {one.duty for one in self._leaving}
         return RoleState(
             self._role,

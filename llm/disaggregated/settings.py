@@ -63,7 +63,7 @@ SETTINGS_STREAM: Final = StreamConfig(
 
 
 class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When prompts are computed elsewhere.
+    """The rules for computing prompts elsewhere.
 
     Attributes:
         mode: `auto` decides for each request; `local` and `remote` always say the same, as far as
@@ -135,7 +135,7 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
         return type(self)(**own)
 
     def metadata(self) -> dict[str, str]:
-        """What a decode instance announces that has these as its own."""
+        """The metadata of a decode instance that has these as its own."""
         default = type(self)()
         own = {name: getattr(self, name) for name in self.__struct_fields__}
         changes = {name: own[name] for name in own if own[name] != getattr(default, name)}
@@ -197,7 +197,7 @@ class StoredSettings(NamedTuple):
     others: Mapping[str, Any] = {}
 
     def over(self, own: DisaggregationSettings) -> DisaggregationSettings:
-        """What holds where a worker has settings of its own.
+        """The settings in force for a worker that has settings of its own.
 
         Raises:
             ConfigError: the record has a value that cannot be.
@@ -209,7 +209,7 @@ NOTHING_STORED: Final = StoredSettings({}, 0)
 
 
 def _read(stored: StoredMessage | None) -> StoredSettings:
-    """What a record says.
+    """The settings in a record.
 
     Raises:
         ConfigError: it is no record of settings.

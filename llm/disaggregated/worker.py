@@ -143,7 +143,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         await super().on_start()
 
     def _configured_role(self) -> Role:
-        """What it serves at first.
+        """The role that it serves at first.
 
         Raises:
             ConfigError: nothing says it.
@@ -206,7 +206,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         return " and ".join(self._roles.state.serves) if self._roles is not None else ""
 
     def _shown(self) -> InstanceName:
-        """Where operators find it now."""
+        """The name under which operators find it now."""
         return (self._roles.shown if self._roles is not None else None) or self.__dynbus_name__
 
     # Roles ----------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
 
     @handler(idempotent=True)
     async def role(self) -> RoleState:
-        """What the instance serves."""
+        """The role that the instance serves."""
         assert self._roles is not None
         return self._roles.state
 
@@ -408,7 +408,8 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
 
     @handler(concurrency=None, idle_timeout=LONGEST_PREFILL)
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[Prefilled]:
-        """How far a prompt is computed, with leases on its blocks, and its first token at last.
+        """Compute a prompt: the tokens that are done, with leases on their blocks, and its first
+        token at last.
 
         It ends when all leases are settled; a caller that leaves it before has all freed at once.
 

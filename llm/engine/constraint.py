@@ -276,7 +276,7 @@ class Constraint:
             self.is_complete = self._matcher.is_stopped()
 
     def _behind_thought(self, token_id: int) -> bytes:
-        """What a token has behind the end of the thinking; white space does not count."""
+        """The part of a token behind the end of the thinking; white space does not count."""
         assert self._thought is not None
         text = self._thought + self._tokens.raw.decode_bytes([token_id])
         return text.partition(self._end)[2].strip()

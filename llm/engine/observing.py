@@ -62,7 +62,7 @@ def _text(load: EngineLoad, limits: EngineLimits) -> str:
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:
-    """What is measured."""
+    """The measurements of engines."""
     return {
         "requests": metrics.gauge(
             "engine.requests", "{request}", "Requests in engines, by whether they run."

@@ -17,7 +17,7 @@ from dynbus.llm.structured import check_structured
 from .interface import ANY_TOKENS, EngineLimits
 
 MAX_CONTINUATIONS: Final = 128
-"""How many continuations of a prompt a request may ask for."""
+"""The number of continuations of a prompt that a request may ask for."""
 
 _SEEDS: Final = 1 << 64
 

@@ -573,7 +573,7 @@ class EngineRunner(Openable):
         return text
 
     def _causes(self, error: Exception) -> Collection[str]:
-        """Which requests may have made the engine fail."""
+        """The requests that may have made the engine fail."""
         if not isinstance(error, StepFailed):
             # The engine is well: what it has made could not be handed over.
             return ()

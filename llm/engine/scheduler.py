@@ -251,8 +251,9 @@ class Scheduler(Generic[S]):
         _insert(self.waiting, request, first=True)
 
     def _text_room(self) -> tuple[int, int]:
-        """How many tokens of texts to embed the next step may compute, and how many of them it may
-        admit."""
+        """The number of tokens of texts to embed that the next step may compute, and of those that
+        it may admit.
+        """
         tokens, places = self._max_num_batched_tokens, self._max_num_seqs
         if self._texts in (0, len(self.running) + len(self.waiting)):
             return tokens, places
@@ -260,7 +261,7 @@ class Scheduler(Generic[S]):
         return max(1, tokens // TEXT_SHARE), max(1, places // TEXT_SHARE) - running
 
     def _next_waiting(self, *, takes_texts: bool) -> ScheduledRequest[S] | None:
-        """Who is to be admitted next; texts are passed by where they have had their part."""
+        """The request to be admitted next; texts are passed by where they have had their part."""
         if not self.waiting or takes_texts or not self.waiting[0].is_text:
             return self.waiting[0] if self.waiting else None
         return next((one for one in self.waiting if not one.is_text), None)
@@ -342,7 +343,8 @@ class Scheduler(Generic[S]):
         return cached if self._manager.admits(-(-length // size), used) else None
 
     def _cached_prefix(self, sequence: S, limit: int) -> tuple[int, int]:
-        """How many of the first `limit` blocks are cached, and in use; see `BlockManager.prefix`.
+        """The number of the first `limit` blocks that are cached, and of those in use; see
+        `BlockManager.prefix`.
 
         Blocks behind one that is not cached are hashed when they are computed: all of a long prompt
         at once would hold up the others.
@@ -384,7 +386,7 @@ class Scheduler(Generic[S]):
         return len(table) * size
 
     def _kept_in_tier(self, tier: BlockTier, sequence: S, cached: int, limit: int) -> int:
-        """How many of the blocks behind the cached ones the tier has, up to a limit."""
+        """The number of blocks behind the cached ones that the tier has, up to a limit."""
         known, looked_up = cached, LOOKED_UP
         while known < limit:
             end = min(limit, known + looked_up)

@@ -45,7 +45,7 @@ STOP_TIMEOUT: Final = 10.0
 E = TypeVar("E", bound=Engine)
 
 Command = Callable[[E], object]
-"""What is done with an engine between two steps."""
+"""A function that acts on an engine between two steps."""
 
 
 def stepper_of(engine: Engine | RunningEngine, listener: Listener) -> Stepper:

@@ -114,7 +114,7 @@ class EngineWorker(Actor, abstract=True):
 
     @property
     def _engine_steps(self) -> str:
-        """What `show_step` says is said by this."""
+        """The name of the step that `show_step` reports."""
         return f"start of {self.instance_id}"
 
     async def on_start(self) -> None:

@@ -36,11 +36,11 @@ Reason = Literal[
     "too_slow",
     "queue_failed",
 ]
-"""Why a prompt that was to come from elsewhere is computed here; empty where it came."""
+"""The reason why a prompt that was to come from elsewhere is computed here; empty where it came."""
 
 
 class Phase(Enum):
-    """Where a request is.
+    """The phase of a request.
 
     `FALLING_BACK` is `DECODING` of a request that computes what it lacks of its prompt itself.
     """
@@ -196,7 +196,7 @@ class HandOver:
 
     @property
     def outcome(self) -> str:
-        """What became of it: nothing where the prompt came, the reason, or `cancelled`."""
+        """The outcome: empty where the prompt came, the reason, or `cancelled`."""
         has_come = self.first is not None or self.phase is Phase.DECODING
         return self.reason or ("" if has_come else "cancelled")
 
@@ -253,7 +253,7 @@ class HandOver:
         return item.ticket is not None or not (self._has_tickets or item.first is None)
 
     def _wrong_in(self, item: Prefilled) -> str:
-        """What speaks against an item; empty where nothing does."""
+        """The fault of an item; empty where it has none."""
         end = self._offered
         if self._has_blocks(item):
             if item.start != end or not end < item.computed:

@@ -25,7 +25,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a prompt is computed.
+    """The progress of a prompt's computation.
 
     Attributes:
         computed: tokens of the prompt, from the first on.
@@ -73,7 +73,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class OfferAnswer(msgspec.Struct, frozen=True):
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         done: whether the prompt was computed by whom offered it, and is handed over.

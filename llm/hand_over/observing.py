@@ -21,7 +21,7 @@ STATUS_KEY: Final = "disaggregated"
 
 
 class HandOverFigures:
-    """What became of the prompts of one instance.
+    """The outcomes of the prompts of one instance.
 
     Attributes:
         local: prompts that were computed here from the start, by the reason.
@@ -148,7 +148,7 @@ class HandOverWatch(InstanceWatch):
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:
-    """What is measured."""
+    """The measurements of hand-overs."""
     return {
         "prompts": metrics.counter(
             "disaggregated.prompts", "{prompt}", "Prompts, by where they were computed and why."

@@ -39,12 +39,12 @@ class Part(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many it has."""
+        """The number of its tokens."""
         return self.item.computed - self.item.start
 
 
 class PartReader(Protocol):
-    """What brings parts of prompts into the blocks of an engine."""
+    """A reader of parts of prompts into the blocks of an engine."""
 
     def start(self, part: Part, deadline: float) -> Moving:
         """Begin with a part; never waits.

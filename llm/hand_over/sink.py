@@ -72,8 +72,8 @@ computed here."""
 
 
 class Limits(NamedTuple):
-    """How long hand-overs may take, in seconds; half of what the request's deadline leaves counts
-    where that is less.
+    """The time limits of hand-overs, in seconds; half of the time left to the request's deadline
+    counts where that is less.
 
     Attributes:
         hand_over: all of one, from when its blocks are reserved.
@@ -92,7 +92,7 @@ class Limits(NamedTuple):
 
 
 class Origin(Protocol):
-    """Where the blocks of prompts come from, as the sink asks it.
+    """A source of prompts' blocks, as the sink asks it.
 
     Attributes:
         reader: brings the blocks.
@@ -141,7 +141,7 @@ class Plan:
 
 
 class Planner(Protocol):
-    """What decides whether prompts come from elsewhere."""
+    """The decision if prompts come from elsewhere."""
 
     async def plan(self, request: GenerateRequest) -> Plan | None:
         """The way of the prompt of a request of the running call; None where it is computed
@@ -513,7 +513,9 @@ class Receiving:
             self._do(self.machine.read(number))
 
     def _of_mover(self, error: Exception) -> DynbusError:
-        """Why a part did not come; what a mover must not raise is logged with its place."""
+        """The error for a part that did not come; an error that a mover must not raise is logged
+        with its place.
+        """
         if isinstance(error, DynbusError):
             return error
         if isinstance(error, TimeoutError):
@@ -537,7 +539,7 @@ class Receiving:
 
 
 def _reason_of(error: DynbusError) -> Reason:
-    """Why a prompt does not come, by what its source answers."""
+    """The reason why a prompt does not come, from its source's answer."""
     match error:
         case NoInstances():
             return "no_instances"

@@ -29,7 +29,7 @@ MAX_SECONDS: Final = 60.0
 
 
 class Keeping(Protocol):
-    """What is kept of one prompt for its reader."""
+    """The part of one prompt that is kept for its reader."""
 
     @property
     def is_read(self) -> bool:
@@ -155,7 +155,7 @@ class Source:
 
     @property
     def pinned(self) -> int:
-        """How many blocks are kept in place at this moment of what is lent."""
+        """The number of lent blocks that are kept in place at this moment."""
         return len(self._pinned)
 
     # Computed ---------------------------------------------------------------------------

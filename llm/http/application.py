@@ -40,7 +40,7 @@ APIS: Final[Mapping[str, Api]] = {
     "/v1/responses": ResponsesApi(),
     "/v1/messages": MessagesApi(),
 }
-"""What is answered by engines with tokens, by path."""
+"""The endpoints that engines with tokens answer, by path."""
 
 EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Send], Exchange]]] = {
     **{path: partial(CompletionExchange, api) for path, api in APIS.items()},
@@ -49,16 +49,18 @@ EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Sen
     "/tokenize": TokenizeExchange,
     "/detokenize": DetokenizeExchange,
 }
-"""What is asked for by POST, by path."""
+"""The exchange of each POST, by path."""
 
 ANTHROPICS: Final = "/v1/messages"
-"""What the paths of Anthropic's interface begin with, which has errors of its own."""
+"""The beginning of the paths of Anthropic's interface, which has errors of its own."""
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready"))
-"""Which orchestrators ask, without a key."""
+"""The paths that orchestrators ask without a key."""
 
 PAGE_PATHS: Final = frozenset(("/", "/docs", "/openapi.json", "/metrics"))
-"""Which people open: the browser asks them for the key, and sends it as a password from then on."""
+"""The paths that people open: the browser asks them for the key, and sends it as a password from
+then on.
+"""
 
 EXPOSED: Final = (
     "x-request-id",
@@ -100,7 +102,7 @@ def json_response(value: Any, status: int = 200, headers: Headers = ()) -> Respo
 
 
 Page = Callable[[Caller], Awaitable[Response]]
-"""What answers a GET."""
+"""The function that answers a GET."""
 
 
 METHODS: Final = ("GET", "POST")
@@ -166,7 +168,7 @@ class Origins:
         return send_with_headers
 
     def _allowed(self, origin: str) -> str:
-        """What allows an origin; empty where nothing does."""
+        """The header value that allows an origin; empty where it is not allowed."""
         if "*" in self._origins:
             return "*"
         return origin if origin in self._origins else ""
@@ -350,7 +352,7 @@ def _is_for_browsers(path: str) -> bool:
 
 
 def _registered() -> bytes:
-    """What the process shows of other metrics; nothing where nobody has set that up."""
+    """The other metrics of the process; empty where nobody has set them up."""
     prometheus: Any = sys.modules.get("prometheus_client")
     return b"" if prometheus is None else prometheus.generate_latest(prometheus.REGISTRY)
 

@@ -34,7 +34,7 @@ from .writer import Send
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a resumable stream needs.
+    """The needs of a resumable stream.
 
     Attributes:
         seed: of the ids of its tool calls.
@@ -68,7 +68,7 @@ class CompletionExchange(Exchange):
         return self._api.refusal(error, request_id)
 
     def _wishes(self, asked: Asked, data: bytes) -> _Wish | None:
-        """What makes the answer a resumable stream; None where nobody asks for that."""
+        """The needs of a resumable answer; None where nobody asks for one."""
         if not self._caller.wants_resumable or not asked.request.streams:
             return None
         clock, numbers = AnswerClock(unix_time()), EventNumbers(self._caller.request_id)

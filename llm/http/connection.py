@@ -38,8 +38,9 @@ LOOK_INTERVAL: Final = 0.02
 """Seconds between two looks whether a client has left whose connection is not read."""
 
 _PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""What every client of HTTP/1.1 takes before an answer; the system of one that is gone resets the
-connection for it."""
+"""The interim answer that every client of HTTP/1.1 accepts before an answer; the system of one that
+is gone resets the connection for it.
+"""
 
 _ESTABLISHED: Final = 1
 _CLOSE_WAIT: Final = 8
@@ -103,7 +104,7 @@ class Strangers(Generic[Connection]):
 
 
 def network_of(address: str) -> str:
-    """Whom an address belongs to: an IPv6 address is one of 2**64 that a single client has."""
+    """The network of an address: an IPv6 address is one of 2**64 that a single client has."""
     if ":" not in address:
         return address
     try:
@@ -328,7 +329,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._parse_held)
 
     def _known(self) -> None:
-        """Who sends on this connection has a key."""
+        """Note that the sender on this connection has a key."""
         self._strangers.forget(self._wire)
 
     # Clients that leave --------------------------------------------------------------------

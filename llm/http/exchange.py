@@ -90,7 +90,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
-        """What answers a body.
+        """Read a body; returns the function that answers it.
 
         Raises:
             BadRequest: it is no such request, or asks for what is not done here.
@@ -98,7 +98,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
-        """How an error is answered before anything else was."""
+        """The answer to an error that came before any other answer."""
 
     async def run(self) -> None:
         """Answer it, whatever happens."""
@@ -394,11 +394,11 @@ class Exchange(ABC):
             logger.info("%s %s %s %s", *asked.values(), text, extra={**asked, **fields})
 
     def _log_names(self) -> dict[str, str]:
-        """What else the log names its request by."""
+        """The further names of its request in the log."""
         return {}
 
     def _log_fields(self, now: float) -> dict[str, str | int | float]:
-        """What is logged of a request: what it says only where that is asked for."""
+        """The logged fields of a request: its text only where that is asked for."""
         timing, writer, caller = self._timing, self._writer, self._caller
         fields: dict[str, str | int | float] = {
             "request_id": caller.request_id,

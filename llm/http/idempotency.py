@@ -25,7 +25,7 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_ANSWER_BYTES: Final = 1024 * 1024
 """Of one; a longer one is not kept."""
 MESSAGE_BYTES: Final = 64
-"""What a piece of an answer takes beside its bytes, about."""
+"""Bytes that a piece of an answer takes beside its own, about."""
 
 _KEY: Final = re.compile(r"[!-~](?:[ -~]{0,253}[!-~])?")
 
@@ -40,7 +40,7 @@ def digest_of(*parts: bytes) -> bytes:
 
 
 class _Known(NamedTuple):
-    """Whose key it is, and what it is."""
+    """An idempotency key and the tenant that it belongs to."""
 
     tenant: str
     key: str

@@ -287,7 +287,7 @@ CONDITIONS: Final[Mapping[str, Schema]] = {
         ]
     }
 }
-"""What holds for several fields of a request at once."""
+"""The conditions on several fields of a request at once."""
 
 
 # Answers ----------------------------------------------------------------------------------------
@@ -459,4 +459,4 @@ ANSWERS: Final[Mapping[str, Schema]] = {
         }
     ),
 }
-"""What answers are, by name."""
+"""The schemas of answers, by name."""

@@ -119,8 +119,9 @@ def _strangers(settings: HttpSettings) -> Strangers[asyncio.Transport]:
 
 
 def _raised_descriptors() -> int:
-    """How many files and connections the process may have: as many as the system allows it, which
-    is more than it gives without being asked."""
+    """The number of files and connections that the process may have: as many as the system allows
+    it, which is more than it gives without being asked.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         # Some systems say that there is no limit, and have one.
@@ -164,7 +165,7 @@ def _listen(settings: HttpSettings) -> socket.socket:
 
 
 def _context_factory(settings: HttpSettings) -> Any:
-    """What makes the context of TLS for uvicorn; None without TLS."""
+    """The function that makes the context of TLS for uvicorn; None without TLS."""
     certificate, key = settings.tls_cert, settings.tls_key
     if certificate is None or key is None:
         return None

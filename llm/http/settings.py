@@ -174,7 +174,7 @@ class FrontendOptions(HttpSettings):
 
     @property
     def router(self) -> RouterConfig:
-        """How routers decide among the engines of a model."""
+        """The configuration of the routers among the engines of a model."""
         return RouterConfig(policy=self.policy)
 
     def load(self) -> None:

@@ -35,8 +35,9 @@ RESUMABLE_REASON: Final = "dynbus-resumable-reason"
 
 
 BODIES_BYTES: Final = 256 * 1024 * 1024
-"""What the long bodies of all requests may have that are being read and prepared, or four times
-what one of them may have where that is more."""
+"""Bytes of the long bodies of all requests that are being read and prepared, or four times the most
+of one where that is more.
+"""
 
 TIMES_FREE_PLACES: Final = 7
 """A single tenant has seven eighths of the requests that may run, two seven fifteenths each."""

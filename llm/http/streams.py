@@ -53,10 +53,10 @@ from .shared import Caller, Shared
 from .writer import Send
 
 STREAMS: Final = "/v1/streams/"
-"""What the paths of streams begin with; the rest is the id of the request."""
+"""The beginning of the paths of streams; the rest is the id of the request."""
 
 LABEL: Final = "/v1/streams/{request}"
-"""How all of them are counted."""
+"""The label under which all of them are counted."""
 
 LAST_EVENT_ID: Final = "last-event-id"
 

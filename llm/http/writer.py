@@ -50,7 +50,7 @@ class TellsErrors(Protocol):
 
 
 class _Rest:
-    """What is left of a coroutine that has run until it waits."""
+    """The rest of a coroutine that has run until it waits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
         self._coroutine = coroutine

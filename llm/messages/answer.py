@@ -89,7 +89,7 @@ class _Events:
 
     @property
     def stop(self) -> dict[str, Any]:
-        """Why it ended."""
+        """The reason of the stop."""
         reason = "end_turn"
         if self._finish_reason == "length":
             reason = "max_tokens"

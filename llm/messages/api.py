@@ -22,7 +22,7 @@ _NAMES: Final[Mapping[str, str]] = {
 
 
 PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
-"""What Anthropic's own servers send, and its clients skip."""
+"""The event that Anthropic's own servers send, and its clients skip."""
 
 
 class MessagesApi:

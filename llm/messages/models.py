@@ -9,7 +9,7 @@ from typing import Any, Final
 from dynbus.llm.models.card import ModelCard
 
 _LATEST: Final = 2**32
-"""Whatever somebody says of a model, it is a date."""
+"""The latest time for which a model's `created` is believed, in Unix seconds: any is a date."""
 
 
 def model_info(card: ModelCard) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dynbus.llm.openai.fields import fields_of, is_array, is_object, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 NO_THREADS: Final = "thread_unsupported_request"
-"""What Anthropic calls it that a request cannot have its conversation kept."""
+"""Anthropic's error code for a request whose conversation cannot be kept."""
 
 
 class ConversationRequest(EngineFields, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from .sequence import VOCABULARY, GrowingSequence, MockSequence
 from .timing import Timing
 
 QUIET_STEPS: Final = 64
-"""How many decode steps are taken at once at most: events of them are told at their end."""
+"""The number of decode steps that are taken at once at most; their events are sent at their end."""
 
 
 @dataclass(frozen=True, kw_only=True)

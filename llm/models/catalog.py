@@ -143,7 +143,7 @@ class CardView:
         return counting
 
     def _count(self, stored: StoredCard) -> int | None:
-        """How many instances of an owner serve it; None where the card does not count."""
+        """The number of instances of an owner that serve it; None where the card does not count."""
         there = self._owners(stored.card)
         if stored.owner == ADDED:
             return len(there)

@@ -33,7 +33,7 @@ _GGUF = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-"""What llama.cpp calls them."""
+"""The names that llama.cpp gives them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class Download:
 
 
 class _Stillness:
-    """How long something has not changed."""
+    """The time for which something has not changed."""
 
     def __init__(self) -> None:
         self._state: object = None
@@ -199,7 +199,7 @@ class _Stillness:
 
 
 def _amount(progress: Progress) -> str:
-    """How much is here, for people; empty where it is nothing yet."""
+    """The amount that is here, for people; empty where it is nothing yet."""
     if not progress.done:
         return ""
     of = f" of {progress.total / 1e6:.1f}" if progress.total else ""
@@ -216,7 +216,7 @@ def _write_holder(file: IO[str], progress: Progress) -> None:
 
 
 def _read_holder(file: IO[str]) -> tuple[str, Progress]:
-    """Who holds a lock, for people, and how far they are."""
+    """The holder of a lock, for people, and its progress."""
     file.seek(0)
     try:
         note: Any = json.loads(file.read())

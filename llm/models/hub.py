@@ -72,7 +72,7 @@ def repository_folder(source: HubSource, download: Download, *, weights: bool) -
 
 
 def _report_in(said: str) -> Mapping[str, Any]:
-    """What the process has told so far."""
+    """The latest report of the process."""
     report: dict[str, Any] = {}
     for line in said.split("\n"):
         if line.startswith('{"dynbus"'):
@@ -83,7 +83,7 @@ def _report_in(said: str) -> Mapping[str, Any]:
 
 
 def _progress(name: str, report: Mapping[str, Any]) -> Progress:
-    """How much of a repository is here, by the sizes of its files in the hub's cache."""
+    """The progress of a repository, by the sizes of its files in the hub's cache."""
     if "blobs" not in report:
         return Progress(f"looking for {name}", 0, 0)
     blobs, expected = Path(report["blobs"]), report["expected"]

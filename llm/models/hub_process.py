@@ -149,7 +149,7 @@ def get(hub: Any, repository: str, revision: str | None, file: str, weights: boo
 
 
 def _blob(file: Any) -> str:
-    """What a file is called in the cache."""
+    """The name of a file in the cache."""
     name: str = file.lfs.sha256 if file.lfs is not None else file.blob_id
     return name
 

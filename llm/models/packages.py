@@ -206,7 +206,7 @@ def _run(
 
 
 def _progress(source: PackageSource, working: Path, said: str) -> Progress:
-    """How much of a wheel is here, by the size of its file."""
+    """The progress of a wheel, by the size of its file."""
     done = 0
     for path in working.rglob("*.whl"):
         # It is moved when it is whole.

@@ -42,7 +42,7 @@ RETRY_DELAY: Final = 0.5
 """Seconds after which a card that could not be renewed is tried again."""
 
 NAME_TRIES: Final = 8
-"""How often it is asked to whom a name belongs, of which others may take it and give it back."""
+"""The number of times that the owner of a name is read, which others may take and give back."""
 
 
 class Target(NamedTuple):
@@ -290,7 +290,7 @@ class _Registration:
 
     @property
     def sequence(self) -> int:
-        """Where the card is in the bucket."""
+        """The sequence of the card in the bucket."""
         return self._record.lease.revision
 
     async def begin(self) -> None:
@@ -368,7 +368,7 @@ async def _leave_with(event: asyncio.Event, scope: anyio.CancelScope) -> None:
 
 
 def _is_mine(stored: StoredMessage) -> bool:
-    """Whatever is stored under an owner is that owner's."""
+    """True if it is this owner's, as everything under an owner is."""
     return True
 
 

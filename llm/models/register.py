@@ -284,7 +284,9 @@ def _check_number(name: str, value: object, least: int) -> None:
 
 
 def _check_default_sampling(given: object, model_input: ModelInput) -> DefaultSampling | None:
-    """What was asked for: None to take nothing of the model's, no field to take all of it."""
+    """The default sampling asked for: None to take nothing of the model's, no field to take all of
+    it.
+    """
     if given is None:
         return DefaultSampling()
     if model_input is ModelInput.Text:
@@ -333,7 +335,7 @@ def _target(endpoint: object) -> Target:
 
 
 def _name_of(model_path: str | os.PathLike[str]) -> str:
-    """What a model is called whose files nobody reads."""
+    """The name of a model whose files nobody reads."""
     text = os.fspath(model_path)
     try:
         source = parse_source(text)

@@ -21,10 +21,10 @@ from .errors import error_body
 _encode: Final = msgspec.json.Encoder().encode
 
 SSE: Final = (b"data: ", b"\n\n")
-"""What stands around an event of a stream over HTTP."""
+"""The beginning and end of an event of a stream over HTTP."""
 
 BARE: Final = (b"", b"")
-"""What stands around a chunk that is an item on the bus."""
+"""The beginning and end of a chunk that is an item on the bus."""
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of a stream over HTTP."""
@@ -139,7 +139,7 @@ class _CompletionChunks(_OutputChunks):
 
 
 class _CompletionsFormat(ABC):
-    """What both of OpenAI's formats for completions have in common."""
+    """The common part of both of OpenAI's formats for completions."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -154,7 +154,7 @@ class _CompletionsFormat(ABC):
 
     @property
     def frame(self) -> tuple[bytes, bytes] | None:
-        """What stands around a chunk."""
+        """The bytes before and after a chunk."""
         return self._head.frame
 
     @property

@@ -12,7 +12,7 @@ from .fields import fields_of, is_array, is_object, items_of
 from .json_values import JsonSize
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-"""Who may say something. Templates write roles out, so that any other text could be anything."""
+"""The roles of messages. Templates write roles out, so that any other text could be anything."""
 
 
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -182,7 +182,7 @@ _REASONS: Final[Mapping[str, str]] = {
 }
 
 HIDDEN: Final = "the server failed to answer the request; its log says why"
-"""What is told of an exception in a handler, whose text may hold anything."""
+"""The text for an exception in a handler, whose own text may hold anything."""
 
 
 class ErrorAnswer(NamedTuple):

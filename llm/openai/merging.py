@@ -14,7 +14,7 @@ from dynbus import InvalidResponse
 from .fields import fields_of
 
 _WHOLE: Final = "chat.completion"
-"""What a whole answer of a chat calls itself; that of a completion is its only chunk too."""
+"""The name of a whole answer of a chat; that of a completion is its only chunk too."""
 
 _SAYS_WHOLE: Final = re.compile(rb'"object"\s*:\s*"chat\.completion"')
 
@@ -132,7 +132,7 @@ def _drop_indices(calls: list[dict[str, Any]]) -> None:
 
 
 def _kind_of(chunk: dict[str, Any]) -> str:
-    """What an answer calls itself whose chunks do not say it."""
+    """The kind of an answer, by its chunks, for those that do not name it."""
     choices: list[dict[str, Any]] = chunk.get("choices") or []
     return "text_completion" if any("text" in choice for choice in choices) else _WHOLE
 

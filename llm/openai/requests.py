@@ -29,7 +29,7 @@ MAX_MESSAGES: Final = 4096
 """Twice as many as OpenAI takes."""
 MAX_BIASES: Final = 4096
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""What OpenAI takes for a completion that names no `max_tokens`; a chat has no such limit."""
+"""OpenAI's `max_tokens` for a completion that names none; a chat has no such limit."""
 
 _MAX_REASON: Final = 400
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
@@ -162,7 +162,7 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
 
 
 def _first(asked: float | None, default: float | None, otherwise: float) -> float:
-    """What is asked for, else what the model's default is, else what is so for all models."""
+    """The value asked for, else the model's default, else the one for all models."""
     if asked is not None:
         return asked
     return otherwise if default is None else default

@@ -22,7 +22,7 @@ _FORMS: Final = {
     "choice": "choice",
     "grammar": "grammar",
 }
-"""What vLLM calls them."""
+"""vLLM's names of the forms."""
 
 _ANY_OBJECT: Final = {"type": "object"}
 

@@ -218,11 +218,11 @@ def _where(place: int) -> str:
 
 
 _DATA: Final = frozenset(("const", "enum", "default", "examples"))
-"""Whose values are no schemas."""
+"""The keywords whose values are no schemas."""
 _NAMED: Final = frozenset(
     ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 )
-"""Whose values have schemas under names that anybody may choose."""
+"""The keywords whose values have schemas under names that anybody may choose."""
 
 
 def _moved(schema: dict[str, Any], to: str, where: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Chat(Answer, frozen=True, kw_only=True):
 
     @property
     def message(self) -> Message:
-        """What the model says; it may follow the messages of the next request."""
+        """The model's message; it may follow the messages of the next request."""
         return self.choices[0].message
 
     @property

@@ -13,10 +13,10 @@ PATHS: Final[Mapping[str, str]] = {
     "/page/page.js": "page.js",
     "/page/icon.svg": "icon.svg",
 }
-"""Where each file is served."""
+"""The file of each path."""
 
 STATE_PATH: Final = "/page/state"
-"""Where `PageState.read` is served."""
+"""The path of `PageState.read`."""
 
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",

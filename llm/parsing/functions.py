@@ -10,7 +10,7 @@ import msgspec
 from .json_text import as_json
 
 ANY: Final = "any"
-"""Where a schema does not say a type."""
+"""The type of a schema that does not say one."""
 
 _TEXT: Final = frozenset({"string"})
 

@@ -9,7 +9,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Reading = Generator[None, None, T]
-"""What reads incoming text and comes to a `T`: it yields where it needs more text than there is."""
+"""A reader of incoming text that comes to a `T`: it yields where it needs more text than there
+is.
+"""
 
 _SPACE = re.compile(r"\s*")
 

@@ -15,7 +15,7 @@ MAX_NAME: Final = 1024
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 _BESIDE: Final = ("id", "index", "type")
-"""What models copy from requests; it says nothing that a call does not have."""
+"""The keys that models copy from requests; they say nothing that a call does not have."""
 
 
 def read_call(

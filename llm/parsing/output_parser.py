@@ -37,7 +37,7 @@ def _mistral_call_id(new_id: NewId) -> str:
 
 
 class _Format(NamedTuple):
-    """How a kind of models writes calls.
+    """A format in which a kind of models writes calls.
 
     Attributes:
         reads: what reads them, for the tools of a request.

@@ -11,5 +11,6 @@ from typing import Literal
 __all__ = ["RoutingChoice"]
 
 RoutingChoice = Literal["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]
-"""How requests find an instance; `auto` is `kv` where all instances tell the size of their blocks,
-and `least_loaded` elsewhere."""
+"""The way in which requests find an instance; `auto` is `kv` where all instances tell the size of
+their blocks, and `least_loaded` elsewhere.
+"""

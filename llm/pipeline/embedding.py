@@ -148,7 +148,7 @@ class TextEmbeddings:
 
 
 async def _result(client: EndpointClient, request: Any, instances: list[str]) -> bytes:
-    """What an endpoint gives, as its result or as the only item of a stream.
+    """The result of an endpoint, as its result or as the only item of a stream.
 
     The call has no effect, so that it may be repeated on another instance.
 

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Embedding | ModelType.Backend
 
 WITH_PREFIXES: Final = SERVED & ~ModelType.Embedding
-"""What is routed by the prompts that are cached: embeddings share few, and most use none."""
+"""The kinds that are routed by cached prompts: embeddings share few, and most use none."""
 
 AWAY_TIMEOUT: Final = 30.0
 """Seconds for which a model whose last instance has gone is only away: it may come back."""
@@ -239,7 +239,9 @@ class Models:
         return next((one for one in self._named(name) if one.card.type & wanted), None)
 
     def _went(self, name: str, wanted: ModelType) -> float | None:
-        """When the last instance of a model has gone that may come back; None where none has."""
+        """The time when the last instance of a model has gone that may come back; None where none
+        has.
+        """
         left_at = [at for (gone, of), at in self._gone.items() if gone == name and of & wanted]
         last = max(left_at, default=-AWAY_TIMEOUT)
         return last if monotonic() - last < AWAY_TIMEOUT else None
@@ -373,8 +375,9 @@ class Models:
     async def _prompt_reader(
         self, card: ModelCard, endpoint: EndpointName, instances: list[Instance]
     ) -> PromptReader | None:
-        """What reads the tokens of requests for engines of text, where these say what they cache;
-        None where nothing does, or nobody would go by them."""
+        """The reader of the tokens of requests for engines of text, where these announce what they
+        cache; None where nothing does, or no routing uses it.
+        """
         goes_by_cache = (
             card.type & WITH_PREFIXES and self._routing in ("auto", "kv") and _all_say(instances)
         )
@@ -433,7 +436,7 @@ async def _try_template(text: TextModel) -> None:
 
 
 def _resume_of(card: ModelCard) -> Callable[[Any, list[Any]], Any] | None:
-    """How a stream of a model goes on; None where it cannot."""
+    """The rule by which a stream of a model goes on; None where it cannot."""
     if card.input is ModelInput.Text:
         return None
     return partial(

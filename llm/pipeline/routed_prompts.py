@@ -19,8 +19,7 @@ from .preparing import encoded_prompts
 
 TOKENIZE: Final = "tokenize"
 TOKENIZES_KEY: Final = "tokenizes"
-"""What an engine of text says in its metadata that tells the tokens of a request at that
-endpoint."""
+"""The metadata key by which an engine of text announces that it tokenizes requests."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _read_tokens: Final = msgspec.json.Decoder(list[_TokenId]).decode

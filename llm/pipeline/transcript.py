@@ -251,7 +251,7 @@ class _Output:
         return self._format.piece(self._output_of(delta), usage)
 
     def _read(self, parser: OutputParser, ids: Sequence[int]) -> Delta:
-        """What tokens say."""
+        """The delta of the text that tokens add."""
         if not self._is_thinking:
             return parser.push(self._detokenizer.push(ids))
         # One by one, so that those of the reasoning are counted.
@@ -268,7 +268,7 @@ class _Output:
         return joined(deltas)
 
     def _with_end(self, parser: OutputParser, delta: Delta) -> Delta:
-        """What a piece says, and whether it is the last."""
+        """The delta with the end of the output, if it ends here."""
         if self.finished:
             delta = joined((delta, parser.finish()))
         if self._rules.reading.one_call and any(call.index for call in delta.tool_calls):
@@ -285,7 +285,7 @@ class _Output:
         return self._output_of(joined(self._deltas))
 
     def _output_of(self, said: Delta) -> Output:
-        """What is told now, with the log-probabilities that have come since it was last asked."""
+        """The output of a delta, with the log-probabilities that have come since the last one."""
         logprobs, self._logprobs = self._logprobs, []
         return Output(
             self._index,

@@ -155,7 +155,7 @@ def is_finished(chunk: bytes) -> bool:
 
 
 def _message(body: bytes) -> str:
-    """What a server says in its own words; empty where it says nothing."""
+    """A server's message in its own words; empty where it has none."""
     answer = _object(body)
     if answer is None:
         return _brief(body)

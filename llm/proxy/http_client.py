@@ -329,7 +329,7 @@ class _Connection:
         return len(data)
 
     def read_arrived(self) -> bytes:
-        """What has come of the body since the last time."""
+        """The bytes of the body that have come since the last time."""
         body, self.body = self.body, []
         return body[0] if len(body) == 1 else b"".join(body)
 

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at a server."""
 LOOKS: Final = 3
-"""How many looks in a row find a server silent before it is taken for gone."""
+"""The number of looks in a row that find a server silent before it is taken for gone."""
 END_TIMEOUT: Final = 0.1
 """Seconds that a stream has to end which says that it is done, so that its connection is kept."""
 TOLD_EVERY: Final = 15.0
@@ -65,7 +65,7 @@ _DONE: Final = b"[DONE]"
 
 
 class _Asked(msgspec.Struct):
-    """What of a request says where it is to be sent."""
+    """The fields of a request that say where it is to be sent."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -364,7 +364,7 @@ class OpenAiWorker(Actor, namespace="llm"):
             raise
 
     async def _find_cache(self) -> CacheShape | None:
-        """How the KV cache of the server is divided; None where nobody knows.
+        """The shape of the server's KV cache; None where nobody knows.
 
         Raises:
             ConfigError: its events are to be read, and nobody knows.
@@ -400,7 +400,7 @@ class OpenAiWorker(Actor, namespace="llm"):
 
 
 class _Passed:
-    """What was passed on of one answer.
+    """The part of one answer that was passed on.
 
     Attributes:
         has_begun: whether anything was.
@@ -462,7 +462,7 @@ def _path_of(body: bytes) -> str:
 
 
 def _own(name: str, text: str, index: int) -> str:
-    """What of several values, with commas between, is that of an instance."""
+    """The value of an instance among several with commas between."""
     values = [value.strip() for value in text.split(",")]
     if len(values) == 1:
         return values[0]

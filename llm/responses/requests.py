@@ -15,7 +15,7 @@ from dynbus.llm.openai.fields import fields_of, is_array, items_of, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 LOGPROBS: Final = "message.output_text.logprobs"
-"""What `include` names to have log-probabilities."""
+"""The name in `include` that asks for log-probabilities."""
 
 
 class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ class _Conversation:
             self._messages.append({"role": role, "content": content})
 
     def reason(self, text: str) -> None:
-        """What the assistant thought before its next message."""
+        """Add the assistant's thoughts before its next message."""
         if self._assistant is not None and set(self._assistant) - {"role", "reasoning_content"}:
             self._assistant = None
         self._turn().setdefault("reasoning_content", []).append(text)
@@ -155,7 +155,7 @@ class _Conversation:
         )
 
     def answer(self, call_id: str, content: Any) -> None:
-        """What a tool answered."""
+        """Add a tool's answer."""
         self._assistant = None
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
@@ -209,7 +209,7 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """What a reasoning item says; its summary, where that is all that it has."""
+    """The text of a reasoning item; its summary, where that is all that it has."""
     for name in ("content", "summary"):
         parts: object = item.get(name) or []
         if not is_array(parts):

@@ -15,10 +15,10 @@ from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.pipeline.serving import Sink
 
 RESUMED: Final = b": the stream goes on\n"
-"""What a resumed stream begins with: a comment, which clients skip."""
+"""The beginning of a resumed stream: a comment, which clients skip."""
 
 GIVEN_UP: Final = b": the stream cannot be resumed elsewhere any more\n"
-"""What is told where the events have no ids from then on."""
+"""The comment from which on the events have no ids."""
 
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 

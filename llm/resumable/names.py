@@ -15,7 +15,7 @@ def stream_log_subject(key: str) -> str:
 
 
 STREAM_LOGS_MARK: Final = f"{STREAMS}.log.mark"
-"""What is stored there comes after all that was stored before, and is of no stream."""
+"""The subject of the marker: it is stored after all that was stored before, and is of no stream."""
 
 
 def stream_owner_subject(front_end: str) -> str:

@@ -11,7 +11,7 @@ UNREAD_SECONDS: Final = 10.0
 broke finds it where it would be."""
 
 UNREAD_BYTES: Final = 64 * 1024
-"""How much of one is stored in that time, before it is paused earlier."""
+"""Bytes of one that are stored in that time, before it is paused earlier."""
 
 SEEN_SECONDS: Final = 2 * READ_INTERVAL
 """Seconds that a reader at another front end counts as one after it has asked."""

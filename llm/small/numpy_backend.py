@@ -21,7 +21,7 @@ _QUERIES: Final = 128
 _SHAPE: Final = 16
 """Rows of every matrix product of a deterministic backend."""
 _MASKED: Final = np.triu(np.full((_QUERIES, _QUERIES), -np.inf, np.float32), 1)
-"""What is added to the scores of a tile's queries and its own keys."""
+"""The mask that is added to the scores of a tile's queries and its own keys."""
 _GATHERED_BLOCKS: Final = 3
 """A sequence is gathered if its blocks lie in runs shorter than this on average. A copy of a block
 takes about as long as a product more for each run."""
@@ -197,7 +197,7 @@ class NumpyBackend:
 
 
 def _blas() -> Any:
-    """What sets the threads of BLAS; None where threadpoolctl is not installed."""
+    """The controller of BLAS's threads; None where threadpoolctl is not installed."""
     try:
         threadpoolctl: Any = import_module("threadpoolctl")
     except ImportError:

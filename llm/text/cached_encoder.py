@@ -188,7 +188,7 @@ def _is_independent(tokenizer: Tokenizer) -> bool:
 
 
 def _parts(component: Any, within: str) -> Iterator[dict[str, Any]]:
-    """What a component of a tokenizer is made of; a sequence of what is in it."""
+    """The parts of a component of a tokenizer; of a sequence, those in it."""
     described = json.loads(component.__getstate__())
     todo = [cast("dict[str, Any]", described)]
     while todo:

@@ -149,8 +149,9 @@ class ChatEncoder:
 
 
 def _groups(taken: Sequence[_Asked]) -> list[tuple[list[_Asked], list[bytes]]]:
-    """What is done together, as JSON: the short ones first, so that they wait for no long one, and
-    those that are done alone before them."""
+    """The groups that are encoded together, as JSON: the short ones first, so that they wait for no
+    long one, and those that are done alone before them.
+    """
     groups: list[tuple[list[_Asked], list[bytes]]] = []
     encoded: list[tuple[bytes, _Asked]] = []
     for asked in taken:

@@ -151,7 +151,7 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
 
 
 def _answers(request: Rendering) -> list[RenderAnswer]:
-    """What becomes of each conversation, or of the template alone."""
+    """The answer for each conversation, or for the template alone."""
     # Its signal ends the process, whatever it is doing.
     signal.setitimer(signal.ITIMER_PROF, request.seconds)
     conversations = request.conversations or [msgspec.Raw(b"null")]

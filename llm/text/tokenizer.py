@@ -29,7 +29,7 @@ except ImportError as error:
     raise ImportError(f"text takes a tokenizer: {how_to_install('llm')} ({error})") from error
 
 MAX_GROWTH: Final = 1024
-"""How many times longer replacements may make a text; those in use keep its length."""
+"""The factor by which replacements may make a text longer; those in use keep its length."""
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _GGUF_IDS: Final = {
@@ -46,7 +46,9 @@ _WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Llama 3 and Qwen 2 cut text into words; they differ in how many digits make one."""
+"""The pattern by which Llama 3 and Qwen 2 cut text into words; they differ in how many digits make
+one.
+"""
 
 
 @contextmanager
@@ -327,7 +329,7 @@ def check_text(text: str) -> bytes:
 
 
 def _token_text(given: object) -> str | None:
-    """What a special token is written as: a string, or an object that has it."""
+    """The text of a special token: a string, or an object that has it."""
     if isinstance(given, dict):
         given = cast("dict[str, object]", given).get("content")
     return given if isinstance(given, str) else None
@@ -342,7 +344,7 @@ def _ids(given: object) -> list[int]:
 
 
 class _Rules(msgspec.Struct):
-    """What a `tokenizer.json` does with text beside its model."""
+    """The rules of a `tokenizer.json` for text beside its model."""
 
     normalizer: object = None
     pre_tokenizer: object = None
@@ -441,9 +443,9 @@ _PRE_TOKENIZERS: Final[Mapping[str, pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": _words("{1,3}"),
     "qwen2": _words(""),
 }
-"""How text is cut before the merges, by the name that GGUF files give it."""
+"""The pre-tokenizers, which cut text before the merges, by the name that GGUF files give them."""
 
 _WHOLE_WORDS_FIRST: Final = {"llama-bpe"}
 _NORMALIZED: Final = {"qwen2"}
 _BEGUN: Final = {"llama-bpe"}
-"""Which put a token at the beginning of a text unless the file says otherwise."""
+"""The pre-tokenizers that put a token at the beginning of a text unless the file says otherwise."""

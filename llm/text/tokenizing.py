@@ -32,7 +32,7 @@ MAX_MEMORY: Final = 1024**3
 """Bytes of address space, beside what the tokenizer's file becomes."""
 
 PARSED: Final = 100
-"""How many times the size of the file that may be."""
+"""The factor by which a parsed tokenizer may be larger than its file."""
 
 MOST_TOKENS: Final = 4096
 TOKENS_PER_BYTE: Final = 32
@@ -136,7 +136,7 @@ def _within(seconds: float) -> Generator[None]:
 
 
 def _read(line: bytes) -> Tokenising | str:
-    """What answers, or why nothing does."""
+    """The tokenizer that answers, or the reason why none does."""
     with contextlib.suppress(ValueError, OSError):
         # Some systems have no such limit.
         most = MAX_MEMORY + PARSED * len(line)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 WEIGHT: Final = 0.25
-"""What the latest measurement counts for in an estimate."""
+"""The weight of the latest measurement in an estimate."""
 FIRST_PREFILL_RATE: Final = 5_000.0
 """Tokens a second that an engine is taken to compute until it has computed some."""
 FIRST_COPY_RATE: Final = 2e9
@@ -55,7 +55,7 @@ class Estimate:
 
 @dataclass(slots=True)
 class PeerRates:
-    """How fast blocks come from one peer.
+    """The speed of blocks from one peer.
 
     Attributes:
         latency: seconds of a transfer that do not depend on its size.

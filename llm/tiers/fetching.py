@@ -27,7 +27,7 @@ from dynbus.transfer import BadDescription
 from .cost import Rates, Verdict
 
 PATIENCE: Final = 4.0
-"""How many times longer than expected a transfer may take before its fetch is given up."""
+"""The factor by which a transfer may take longer than expected before its fetch is given up."""
 LEAST_PATIENCE: Final = 0.5
 """Seconds that it may take in any case."""
 MOST_PATIENCE: Final = MAX_SECONDS / 2
@@ -140,7 +140,7 @@ class PrefixFetcher:
     def choose(
         self, request: GenerateRequest, metadata: Mapping[str, str], deadline: float | None
     ) -> Fetch | None:
-        """What is to be fetched for a request, as its router has said who holds it.
+        """The blocks to fetch for a request, by the holder that its router has named.
 
         Args:
             metadata: of its call.
@@ -195,7 +195,7 @@ class _Lender(Origin):
                 yield self._checked(lent, request.cached)
 
     def _checked(self, lent: Lent, start: int) -> Prefilled:
-        """What a peer lends from a token on.
+        """Convert the loan of a peer, from a token on, to an item.
 
         Raises:
             BadDescription: it says what cannot be.

@@ -199,7 +199,7 @@ class HostIndex:
             self._line_up(sequence_hash, entry)
 
     def take_events(self) -> list[KvEvent]:
-        """What was stored and removed since the last call, in its order."""
+        """The events of stored and removed blocks since the last call, in their order."""
         self._note_removals()
         events, self._events = self._events, []
         return events

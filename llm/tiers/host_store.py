@@ -121,7 +121,9 @@ class HostStore:
         gone: dict[int, CachedBlock],
         cached: Callable[[int], CachedBlock | None],
     ) -> list[CachedBlock]:
-        """What of the prefix that ends with a block is to be taken in, in its order."""
+        """The blocks of the prefix that ends with a block that are to be taken in, in their
+        order.
+        """
         chain: list[CachedBlock] = []
         at: CachedBlock | None = block
         while at is not None and at.sequence_hash not in self._index:
@@ -135,7 +137,7 @@ class HostStore:
         return []
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
-        """How many of these blocks are here, from the first on; none where computing is faster.
+        """The number of these blocks that are here, from the first on; 0 where computing is faster.
 
         They stay until they are filled in.
         """
@@ -160,7 +162,7 @@ class HostStore:
         return len(places)
 
     def take_events(self) -> Sequence[KvEvent]:
-        """What was stored and removed since the last call, in its order."""
+        """The events of stored and removed blocks since the last call, in their order."""
         return self._index.take_events()
 
 

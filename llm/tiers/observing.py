@@ -66,7 +66,7 @@ class TierWatch(InstanceWatch):
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:
-    """What is measured."""
+    """The measurements of tiers."""
     return {
         "blocks": metrics.gauge("tiers.host.blocks", "{block}", "Blocks kept on the host."),
         "moved": metrics.counter(

@@ -37,7 +37,8 @@ class LendingPeer(Peer, Protocol):
 
 
 class Tiers:
-    """What a worker keeps of its engine's blocks beside the cache, and has from other instances.
+    """The blocks that a worker keeps of its engine's beside the cache, and has from other
+    instances.
 
     Where it is told to do neither, it costs nothing.
 
@@ -176,7 +177,7 @@ class Tiers:
         return Sink(runner, runtime.bus.background, spans, self.fetcher)
 
     def metadata(self) -> dict[str, str]:
-        """What an instance announces that has it."""
+        """The metadata of an instance that has it."""
         if self.source is None:
             return {}
         return {profiles.FETCHES_KEY: "true", profiles.LENDS_KEY: str(self.source.most_lent)}

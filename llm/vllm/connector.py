@@ -31,8 +31,9 @@ FREE: Final = "dynbus:free"
 is the name and a suffix."""
 
 PROGRESS_INTERVAL_US: Final = 1000
-"""How long NIXL's thread of progress waits for events at most. It is 0 unless it is set, which
-takes a whole core of each engine."""
+"""Microseconds that NIXL's thread of progress waits for events at most. It is 0 unless it is set,
+which takes a whole core of each engine.
+"""
 
 _STOCK: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 

@@ -235,7 +235,7 @@ class _Reading:
 
 
 def seed_of(hand_over: str) -> int:
-    """What both engines draw the first token with, unless the request says it."""
+    """The seed of the first token of both engines, unless the request says it."""
     return int.from_bytes(hashlib.sha256(hand_over.encode()).digest()[:8]) >> 2
 
 

@@ -60,7 +60,7 @@ STOP_TIMEOUT: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectorTicket:
-    """What another vLLM needs to read a prompt that this one has computed, and holds for it.
+    """A ticket for another vLLM to read a prompt that this one has computed, and holds for it.
 
     Attributes:
         kv_transfer_params: for its connector.
@@ -161,7 +161,7 @@ class VllmEngine(RunningEngine):
 
     @property
     def load(self) -> EngineLoad:
-        """How busy it is, as of its last step."""
+        """Its load, as of its last step."""
         counts, blocks = self._counts, self.limits.blocks // self.ranks
         return EngineLoad(
             running=sum(one.running for one in counts),
@@ -173,7 +173,7 @@ class VllmEngine(RunningEngine):
         )
 
     def event_source(self) -> ZmqSource:
-        """Where its KV-cache events come from."""
+        """The source of its KV-cache events."""
         from dynbus.kvrouter import ZmqSource
 
         if self.ranks == 1:
@@ -195,7 +195,7 @@ class VllmEngine(RunningEngine):
 
     @property
     def steps(self) -> VllmStepper:
-        """What gives it requests.
+        """The stepper that gives it requests.
 
         Raises:
             Unavailable: it is not started.
@@ -284,7 +284,7 @@ class VllmEngine(RunningEngine):
 
 
 def _reachable(endpoint: str) -> str:
-    """Where to connect to what is bound there."""
+    """The address at which others connect to an endpoint that is bound there."""
     return endpoint.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:")
 
 
@@ -487,7 +487,7 @@ class VllmStepper:
         self._listener.on_step(step, self._engine.load, monotonic())
 
     def _prepare(self, request_id: str, request: EngineRequest) -> _Asked:
-        """What vLLM gets for a request.
+        """The arguments of vLLM for a request.
 
         Raises:
             ValueError, VLLMClientError: a value is not usable.
@@ -548,7 +548,7 @@ class VllmStepper:
         self._begin(self._tasks, request_id)
 
     def _options(self, request: EngineRequest) -> dict[str, Any]:
-        """What vLLM gets for a request of either kind.
+        """The arguments of vLLM for a request of either kind.
 
         Raises:
             ValueError: there is no such adapter.
@@ -767,7 +767,7 @@ def drawn_alike(request: GenerateRequest, seed: int, engine: VllmEngine) -> Gene
 
 @dataclass(slots=True)
 class RankLoad:
-    """How busy a data-parallel rank is, after its last step; tokens and preemptions of all time.
+    """The load of a data-parallel rank after its last step; tokens and preemptions of all time.
 
     Attributes:
         usage: share of its blocks that requests use.
@@ -808,6 +808,6 @@ class _Counter:
 
 
 def counting(counts: list[RankLoad]) -> type:
-    """What has vLLM count into `counts`, once for each rank."""
+    """The class by which vLLM counts into `counts`, once for each rank."""
     base: type = vllm_module("v1.metrics.loggers").StatLoggerBase
     return type("Counter", (_Counter, base), {"counts": counts})

@@ -28,7 +28,7 @@ class HandOver(msgspec.Struct, frozen=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True):
-    """What a decode engine reads.
+    """The prompt that a decode engine reads.
 
     Attributes:
         kv_transfer_params: as vLLM gave them; to be used once.
@@ -40,7 +40,7 @@ class HandedOver(msgspec.Struct, frozen=True):
 
 
 class KvIdentity(msgspec.Struct, frozen=True):
-    """What has to be the same where one engine goes on from the KV cache of another.
+    """The properties that must be the same where one engine goes on from the KV cache of another.
 
     Attributes:
         vllm: its version.
@@ -79,11 +79,11 @@ class KvIdentity(msgspec.Struct, frozen=True):
 
     @property
     def tag(self) -> str:
-        """What instances with it announce among their tags."""
+        """The tag of instances with this identity."""
         return "kv-" + hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
     def differences(self, other: KvIdentity) -> list[str]:
-        """What differs, for people: this one's value first."""
+        """The differences, for people: this one's value first."""
         return [
             f"{name} is {mine!r} here and {theirs!r} there"
             for name in self.__struct_fields__

@@ -83,7 +83,7 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
 
 
 def _transfer(request: GenerateRequest) -> dict[str, Any]:
-    """What vLLM's connector is told of a request."""
+    """The parameters of a request for vLLM's connector."""
     if isinstance(request, PromptRequest):
         return {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
     if isinstance(request, ReadingRequest) and request.kv_transfer_params is not None:
@@ -121,7 +121,7 @@ def embedded(output: Any) -> Embedded:
 
 
 def generated(made: Any, request: GenerateRequest, index: int, cached: int | None) -> Generated:
-    """What vLLM has made for one continuation, a `CompletionOutput`, as an item.
+    """Convert a `CompletionOutput`, vLLM's output of one continuation, to an item.
 
     Args:
         cached: tokens of the prompt that were found in the cache; None but for the first item.

@@ -37,7 +37,8 @@ _NIXL: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker"
 
 @dataclass(frozen=True, slots=True)
 class HandOverSettings:
-    """How an engine hands over KV caches to other engines, or has them from others.
+    """The settings of an engine that hands over KV caches to other engines, or has them from
+    others.
 
     Attributes:
         is_prefill: whether it computes prompts for others.
@@ -276,7 +277,7 @@ def _told_of_arguments() -> Generator[None]:
 
 
 def _refused(error: Exception | str) -> ConfigError:
-    """What vLLM has against its arguments, on one line."""
+    """vLLM's complaint about its arguments, on one line."""
     why = str(error) or describe_exception(error) if isinstance(error, Exception) else error
     if isinstance(error, pydantic.ValidationError):
         first = error.errors(include_url=False)[0]
@@ -356,7 +357,7 @@ class EngineFolder:
         return None
 
     def messages(self) -> str:
-        """What the engine's processes wrote last."""
+        """The latest messages of the engine's processes."""
         return _read(self.path / _MESSAGES)
 
 
@@ -454,8 +455,8 @@ _LOADING: Final = "it loads the weights"
 
 
 class StartProgress:
-    """How far vLLM is in its start: from what its processes write, and how much of the model's
-    files they have mapped into their memory.
+    """The progress of vLLM's start: from the messages of its processes, and the share of the
+    model's files that they have mapped into their memory.
 
     Args:
         weights: the files of the model's weights in the order in which they are loaded, with their
@@ -483,7 +484,7 @@ class StartProgress:
         return self.phase == _LOADING
 
     def read(self, messages: str) -> list[str]:
-        """What it has come to since this was asked last.
+        """The messages about its progress since the last call.
 
         Args:
             messages: all that its processes have written.

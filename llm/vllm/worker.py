@@ -62,7 +62,7 @@ MIN_LEASE: Final = 6
 """vLLM renews a lease six times, in whole seconds."""
 
 _ROLES: Final[Mapping[str, Role]] = {"prefill": "prefill", "decode": "decode"}
-"""What engines are that run as nodes of these names."""
+"""The roles of engines that run as nodes of these names."""
 
 _OWNED: Final = {
     "served_model_name": "give model_name",
@@ -90,13 +90,15 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class Sleep(msgspec.Struct, frozen=True):
-    """How far an engine is put to sleep: 1 moves its weights to the host's memory, 2 drops them."""
+    """The depth of an engine's sleep: 1 moves its weights to the host's memory, 2 drops them."""
 
     level: Literal[1, 2] = 1
 
 
 class WakeUp(msgspec.Struct, frozen=True):
-    """What of a sleeping engine comes back, such as `weights` and `kv_cache`; None for all."""
+    """The parts of a sleeping engine that wake up, such as `weights` and `kv_cache`; None for
+    all.
+    """
 
     tags: list[str] | None = None
 
@@ -217,7 +219,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
         self.show_step(LOADING)
 
     def _role_here(self) -> Role | None:
-        """What this engine does of a request; None for all of it.
+        """The part of a request that this engine does; None for all of it.
 
         Raises:
             ConfigError: something that it is to do does not go together.
@@ -370,7 +372,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
     # Prompts that others compute, and that are computed for others -----------------------
 
     def _remote_prefill(self) -> AbstractAsyncContextManager[Sink]:
-        """What has prompts computed elsewhere."""
+        """The sink that has prompts computed elsewhere."""
         from .connector_reader import prefill_component, remote_prefill
 
         assert self._identity is not None, "it is read when the engine is ready"
@@ -420,7 +422,9 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     @handler(concurrency=None, idempotent=True)
     async def kv_identity(self) -> KvIdentity:
-        """What decode engines must have in common with this one to read what it computes."""
+        """The properties that decode engines must have in common with this one to read what it
+        computes.
+        """
         if self._identity is None:
             raise InvalidRequest(
                 f"{type(self).__name__} runs with role=none: it hands over nothing"

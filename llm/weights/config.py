@@ -31,7 +31,7 @@ GGUF_END_KEYS: Final = (
     "tokenizer.ggml.eot_token_id",
     "tokenizer.ggml.eom_token_id",
 )
-"""Where a GGUF file names the tokens that end a text."""
+"""The keys in which a GGUF file names the tokens that end a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ _TENSOR_ENTRY: Final = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the numbers of a tensor lie: blocks of so many numbers in so many bytes."""
+    """The layout of the numbers of a tensor: blocks of so many numbers in so many bytes."""
 
     name: str
     numbers: int
@@ -281,7 +281,7 @@ class _Reader:
             self.fail(f"{what} is no UTF-8 text")
 
     def header(self) -> tuple[int, int]:
-        """How many tensors and how many keys of metadata follow."""
+        """The number of tensors and of keys of metadata that follow."""
         if self._content[:4] != _MAGIC:
             self.fail("this is no GGUF file: it does not begin with 'GGUF'")
         at = self._advance(_HEADER.size, "the header")

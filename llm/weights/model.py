@@ -40,7 +40,7 @@ _GGUF_NAMES: Final = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS: Final = "rope_freqs.weight"
-"""What a GGUF file has in place of Llama 3's scaling: a divisor for each frequency."""
+"""The tensor that a GGUF file has in place of Llama 3's scaling: a divisor for each frequency."""
 
 _TRANSPOSED: Final = 64
 """Rows that are transposed at a time."""

@@ -70,7 +70,9 @@ def read_json_object(path: Path, *, required: bool = False) -> Mapping[str, Any]
 
 
 def _home(folder: Path) -> Path:
-    """Where the files of a folder may lie: in it, or in the cache of a hub whose snapshot it is."""
+    """The folder where the files of a folder may lie: itself, or the cache of a hub whose snapshot
+    it is.
+    """
     is_snapshot = folder.parent.name == "snapshots" and folder.parents[1].name.startswith(
         "models--"
     )
