@@ -65,6 +65,7 @@ from .options import (
 )
 from .plan import print_plan
 from .reload import Reloader, Watch, watching
+from .rollout import Rollout
 from .starting import show_start
 
 if TYPE_CHECKING:
@@ -267,7 +268,11 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             lasting=options.reload,
         )
         await stack.enter_async_context(
-            controlled(supervisor, lambda at_once: ending.stop() if at_once else ending.drain())
+            controlled(
+                supervisor,
+                stop=lambda at_once: ending.stop() if at_once else ending.drain(),
+                check=Rollout(forks, lambda: supervisor.settings, config).misfits,
+            )
         )
         tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.

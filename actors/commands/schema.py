@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import msgspec
 
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
-from dynbus.actors.documents.compatibility import changes
+from dynbus.actors.documents.compatibility import Change, changes
+from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
+from dynbus.actors.documents.running import running_versions
 from dynbus.actors.documents.schema_difference import Fit
 from dynbus.actors.documents.schemas import json_text, schema_file
-from dynbus.actors.running.plan import PlanRequest
-from dynbus.actors.running.planning import load_run
+from dynbus.actors.running.planning import LoadedRun, load_run
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
@@ -56,7 +61,8 @@ def schema() -> None:
 
     \b
     dynbus schema write actors.py -o asyncapi.yaml
-    dynbus schema check asyncapi.yaml actors.py
+    dynbus schema check actors.py --against asyncapi.yaml
+    dynbus schema check actors.py --against running
     """
 
 
@@ -115,7 +121,7 @@ def write(
 ) -> None:
     if output is not None and output.suffix == ".py":
         raise ConfigError(f"-o {output} is a Python file: name the document asyncapi.yaml")
-    actors = _actors(plan_request(ctx, targets, config_files, namespace))
+    actors = _documented(load_run(plan_request(ctx, targets, config_files, namespace), os.environ))
     schemas = message_schemas(actors)
     names = ", ".join(sorted(str(one.address) for one in actors))
     document = asyncapi(actors, schemas, title=title or names, version=api_version)
@@ -133,8 +139,7 @@ def write(
         click.echo(text, nl=False)
 
 
-def _actors(request: PlanRequest) -> list[DocumentedActor]:
-    run = load_run(request, os.environ)
+def _documented(run: LoadedRun) -> list[DocumentedActor]:
     return [DocumentedActor(each.address, each.actor) for each in run.assignments]
 
 
@@ -145,51 +150,76 @@ _WORDS: Final = {
 }
 
 
+RUNNING: Final = "running"
+
+
 @schema.command(
     cls=TargetsCommand,
-    help="""Check that clients of the document OLD can go on with the actors of TARGETs.
+    help="""Check that callers of another version can go on with the actors of TARGETs.
 
-    OLD is what `dynbus schema write` wrote, for example the file of the main branch. A client may
-    send all that it allows, and counts on all that it says of answers. A change "may break" where
-    it depends on the values whether it is understood. To accept a change, write OLD anew.
+    The other version is a FILE that `dynbus schema write` wrote, for example that of the main
+    branch, or what is `running`: what the instances of these actors say that they read and write.
+    A client may send all that the other version allows, and counts on all that it says of answers;
+    jobs that wait are requests too. A change "may break" where it depends on the values whether it
+    is understood. To accept a change, write FILE anew, or restart with `--force`.
 
     \b
-    dynbus schema check asyncapi.yaml actors.py
-    git show main:asyncapi.yaml | dynbus schema check - actors.py --json
+    dynbus schema check actors.py --against asyncapi.yaml
+    git show main:asyncapi.yaml | dynbus schema check actors.py --against - --json
+    dynbus schema check actors.py --against running
     """,
-    epilog="Exit codes: 0 clients can go on, 1 some cannot or may not, 2 wrong usage, 3 wrong "
-    "configuration, or OLD is no document.",
+    epilog="Exit codes: 0 callers can go on, 1 some cannot or may not, 2 wrong usage, 3 wrong "
+    "configuration, or FILE is no document, 4 no server.",
 )
-@click.argument("old", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @targets_argument
+@click.option(
+    "--against",
+    metavar="FILE|running",
+    required=True,
+    help="The other version; - for standard input, ./running for a file of this name.",
+)
 @file_option
 @namespace_option
+@terminal.nats_option
 @terminal.json_option
 @click.pass_context
 def check(
     ctx: click.Context,
     /,
     *,
-    old: str,
     targets: tuple[str, ...],
+    against: str,
     config_files: tuple[str, ...],
     namespace: str | None,
+    nats: str | None,
     as_json: bool,
 ) -> None:
-    actors = _actors(plan_request(ctx, targets, config_files, namespace))
-    new = asyncapi(actors, message_schemas(actors), title="", version="")
-    try:
-        differences = changes(_read(old), new)
-    except ConfigError as error:
-        raise ConfigError(f"{old}: {error}") from None
+    if nats is not None and against != RUNNING:
+        raise click.UsageError(f"--nats is for --against {RUNNING}")
+    request = msgspec.structs.replace(
+        plan_request(ctx, targets, config_files, namespace), nats=nats
+    )
+    run = load_run(request, os.environ)
+    actors = _documented(run)
+    if against == RUNNING:
+        differences = asyncio.run(_changes_since_running(actors, run.config))
+    else:
+        new = contracts_of_document(asyncapi(actors, message_schemas(actors), title="", version=""))
+        try:
+            differences = changes(contracts_of_document(_read(against)), new)
+        except ConfigError as error:
+            raise ConfigError(f"{against}: {error}") from None
     if as_json:
         rows = [{**one._asdict(), "verdict": one.verdict.name.lower()} for one in differences]
         terminal.print_json(rows)
     elif differences:
         terminal.print_table(
-            ("CHANGE", "ENDPOINT", "WHAT"),
+            ("CHANGE", "ENDPOINT", "WHAT", "REMEDY"),
             [
-                (_WORDS[one.verdict], terminal.plain(one.endpoint), terminal.plain(one.what))
+                (
+                    _WORDS[one.verdict],
+                    *map(terminal.plain, (one.endpoint, one.what, one.remedy)),
+                )
                 for one in differences
             ],
         )
@@ -197,16 +227,40 @@ def check(
         ctx.exit(exit_codes.FAILURE)
 
 
+async def _changes_since_running(
+    actors: Sequence[DocumentedActor], config: BusConfig
+) -> list[Change]:
+    """The changes since the versions that run of some actors.
+
+    Raises:
+        PermissionDenied, Unavailable: the server cannot be used.
+    """
+    async with terminal.server(config, "dynbus-schema") as server:
+        running = await running_versions(server, [one.address for one in actors])
+    new = contracts_of_actors(actors)
+    found: dict[Change, None] = {}
+    for version in running:
+        if version.unknown:
+            found[Change(str(version.address), Fit.UNCLEAR, version.unknown)] = None
+        own = {name: one for name, one in new.items() if name.startswith(f"{version.address}.")}
+        found |= dict.fromkeys(changes(version.contracts, own))
+    for address in sorted({one.address for one in actors} - {one.address for one in running}):
+        terminal.notice(f"no instance of {address} runs")
+    return list(found)
+
+
 def _read(path: str) -> Any:
     """A document in YAML or JSON; - is standard input.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or cannot be read.
     """
     import yaml
 
     try:
         with click.open_file(path, encoding="utf-8") as file:
             return yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"it is no YAML: {error}") from None

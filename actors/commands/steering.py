@@ -46,14 +46,21 @@ def stop(ctx: click.Context, /, *, now: bool, pid: int | None) -> None:
 
     Each is drained when the one that replaces it is ready; where that does not start, the old ones
     go on. NODE is namespace.component, or the component alone; without any, all are restarted.
-    """
+
+    What the files say now is compared with what runs first. Where callers of the running instances
+    could not go on with the new ones, nothing is restarted, and the message names the field;
+    `dynbus schema check` tells more.
+    """,
+    epilog="Exit codes: 0 restarted, 1 refused, or a new instance did not start, 2 wrong usage, "
+    "3 there is no such run.",
 )
 @click.argument("nodes", nargs=-1, metavar="[NODE]...")
+@click.option("--force", is_flag=True, help="Restart whatever becomes of callers.")
 @run_option
 @click.pass_context
-def restart(ctx: click.Context, /, *, nodes: tuple[str, ...], pid: int | None) -> None:
+def restart(ctx: click.Context, /, *, nodes: tuple[str, ...], force: bool, pid: int | None) -> None:
     """`dynbus restart`."""
-    ctx.exit(_carry_out(pid, RestartNodes(list(nodes))))
+    ctx.exit(_carry_out(pid, RestartNodes(list(nodes), force)))
 
 
 def _counted(

@@ -128,21 +128,27 @@ def schema_of(codec: AnyCodec, *, written: bool = False) -> dict[str, Any]:
         return {}
 
 
-class _Told(msgspec.Struct, omit_defaults=True):
-    """An instance's schema of an endpoint; absent where it takes no request."""
+class ToldSchemas(msgspec.Struct, omit_defaults=True, frozen=True):
+    """An instance's schemas of an endpoint; `request` is absent where it takes none.
+
+    Attributes:
+        durable: whether each call is a job.
+    """
 
     hash: str
     reply: Any
     request: Any = None
     request_has_default: bool = False
+    durable: bool = False
 
 
-def encode_schemas(schemas: HandlerSchemas) -> bytes:
-    """The schemas of the messages that an instance reads and writes, as JSON."""
-    document = _Told(
-        schemas.hash, schemas.reply_written, schemas.request_read, schemas.request_has_default
+def encode_schemas(schemas: HandlerSchemas, *, durable: bool = False) -> bytes:
+    """The schemas of the messages that an instance reads and writes, as JSON of `ToldSchemas`."""
+    told = ToldSchemas(
+        *(schemas.hash, schemas.reply_written, schemas.request_read),
+        *(schemas.request_has_default, durable),
     )
-    return msgspec.json.encode(document, order="sorted")
+    return msgspec.json.encode(told, order="sorted")
 
 
 def canonical_schema(schema: Any) -> Any:

@@ -16,7 +16,16 @@ from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import ComponentName
 
-from .schemas import Components, SchemaUse, whole_schema
+from .jobs import (
+    JOB_PARAMETER,
+    durable_extension,
+    job_channels,
+    job_messages,
+    job_operations,
+    job_schemas,
+    schedule_extension,
+)
+from .schemas import Components, SchemaUse, header_schema, whole_schema
 
 VERSION: Final = "3.0.0"
 JSON_TYPE: Final = "application/json"
@@ -80,9 +89,16 @@ def asyncapi(
     messages: dict[str, Any] = {}
     for one in ordered:
         for subject, spec in one.handlers():
-            messages |= _messages(one, subject, spec, components)
+            own = _messages(one, subject, spec, components)
+            messages |= own
             channels |= _channels(subject, spec)
             operations |= _operations(one, subject, spec)
+            if spec.durable is not None:
+                name = one.address.endpoint(spec.name)
+                messages |= job_messages(subject, spec, own)
+                channels |= job_channels(name, spec.durable)
+                operations |= job_operations(name, _described(one, spec))
+    has_jobs = any(spec.durable is not None for one in ordered for _, spec in one.handlers())
     return {
         "asyncapi": VERSION,
         "info": {
@@ -99,10 +115,12 @@ def asyncapi(
                 **components.all(),
                 ERROR_HEADERS: _error_headers(),
                 REQUEST_HEADERS: _request_headers(),
+                **(job_schemas() if has_jobs else {}),
             },
             "messages": {**messages, END: _END, ERROR: _error()},
             "parameters": {
-                "instance": {"description": "The id of one instance, as discovery has it."}
+                "instance": {"description": "The id of one instance, as discovery has it."},
+                **({JOB_PARAMETER: _JOB} if has_jobs else {}),
             },
         },
     }
@@ -187,32 +205,32 @@ def _error() -> dict[str, Any]:
     }
 
 
-def _header(description: str, **more: Any) -> dict[str, Any]:
-    return {"type": "string", "description": description, **more}
-
-
 def _request_headers() -> dict[str, Any]:
     return {
         "type": "object",
         "description": "All of them may be left out.",
         "properties": {
-            headers.REQUEST_ID: _header(
+            headers.REQUEST_ID: header_schema(
                 "Names the request in logs, errors and sub-calls; made when it is absent.",
                 minLength=1,
                 maxLength=128,
             ),
-            headers.DEADLINE: _header(
+            headers.DEADLINE: header_schema(
                 "Milliseconds that are left for the call when it is sent.", pattern="^[0-9]+$"
             ),
-            headers.PRIORITY: _header("An integer; larger is more urgent.", pattern="^-?[0-9]+$"),
-            headers.IDEMPOTENCY_KEY: _header(
+            headers.PRIORITY: header_schema(
+                "An integer; larger is more urgent.", pattern="^-?[0-9]+$"
+            ),
+            headers.IDEMPOTENCY_KEY: header_schema(
                 "Names the effect: the call may be repeated.", minLength=1, maxLength=128
             ),
-            headers.METADATA: _header("key=value,key=value, percent-encoded, for the handler."),
-            headers.TRACEPARENT: _header("The trace, as W3C writes it."),
-            headers.TRACESTATE: _header("As W3C writes it."),
-            headers.BAGGAGE: _header("As W3C writes it."),
-            headers.FRAMES: _header(
+            headers.METADATA: header_schema(
+                "key=value,key=value, percent-encoded, for the handler."
+            ),
+            headers.TRACEPARENT: header_schema("The trace, as W3C writes it."),
+            headers.TRACESTATE: header_schema("As W3C writes it."),
+            headers.BAGGAGE: header_schema("As W3C writes it."),
+            headers.FRAMES: header_schema(
                 "Asks for frames in place of plain JSON: see the protocol of dynbus."
             ),
         },
@@ -225,14 +243,14 @@ def _error_headers() -> dict[str, Any]:
         "type": "object",
         "required": [headers.SERVICE_ERROR, headers.SERVICE_ERROR_CODE, headers.ERROR],
         "properties": {
-            headers.SERVICE_ERROR: _header("The code and the message of the error."),
-            headers.SERVICE_ERROR_CODE: _header(
+            headers.SERVICE_ERROR: header_schema("The code and the message of the error."),
+            headers.SERVICE_ERROR_CODE: header_schema(
                 "Its number: "
                 + ", ".join(f"{number} {code}" for code, number in codes.items() if number != 500)
                 + "; 500 for every other.",
                 pattern="^[0-9]{3}$",
             ),
-            headers.ERROR: _header(
+            headers.ERROR: header_schema(
                 "Its code: one of these, or one of the program's own errors.",
                 examples=list(codes),
             ),
@@ -320,9 +338,18 @@ def _described(one: DocumentedActor, spec: HandlerSpec) -> dict[str, Any]:
         "timeout": spec.timeout,
         "idempotent": spec.idempotent,
     }
+    if spec.durable is not None:
+        made["x-dynbus"] |= {
+            "durable": durable_extension(one.address.endpoint(spec.name), spec.durable),
+            **schedule_extension(spec),
+        }
     return made
 
 
+_JOB: Final[Mapping[str, Any]] = {
+    "description": "The name of a job: 1 to 64 letters, digits, '_' or '-'; others as the protocol "
+    "of dynbus says."
+}
 _INTRODUCTION: Final = (
     "Actors on NATS, served by dynbus. A request is a message with a reply subject: one to the "
     "subject of an endpoint goes to any instance, one with an instance's id behind it to that "

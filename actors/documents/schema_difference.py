@@ -26,6 +26,8 @@ MAX_ALTERNATIVES: Final = 64
 MAX_DIFFERENCES: Final = 100
 MAX_TEXT: Final = 120
 """Characters of a type as it is shown."""
+NO_FIELD: Final = "no such field"
+"""A side without the field, as it is shown."""
 
 
 class Fit(IntEnum):
@@ -358,7 +360,7 @@ class _Comparison:
                     self._direction,
                     field,
                     text,
-                    "no such field",
+                    NO_FIELD,
                     "is ignored",
                 )
             ]
@@ -372,8 +374,7 @@ class _Comparison:
             verdict, what = Fit.INCOMPATIBLE, "is required and never sent"
         else:
             verdict, what = Fit.UNCLEAR, "is required and may be missing"
-        text = "no such field"
-        return [Difference(verdict, self._direction, field, text, _text(read), what)]
+        return [Difference(verdict, self._direction, field, NO_FIELD, _text(read), what)]
 
     def _rest(self, others: Any, rest: Any, field: str, depth: int) -> list[Difference]:
         """Fields that neither side names."""

@@ -57,6 +57,11 @@ def whole_schema(codec: AnyCodec, place: SchemaUse) -> dict[str, Any]:
     return plain
 
 
+def header_schema(description: str, **more: Any) -> dict[str, Any]:
+    """The schema of a header, which is a text."""
+    return {"type": "string", "description": description, **more}
+
+
 def schema_file(schema: Mapping[str, Any]) -> str:
     """A schema as the text of a file."""
     return json_text({"$schema": DRAFT, **schema})

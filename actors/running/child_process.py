@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -38,7 +38,7 @@ from dynbus.actors.declaring.actor_config import ActorConfig, publish_config
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.placing.applying import take_place
 from dynbus.actors.placing.memory_limit import MemoryLimit
-from dynbus.actors.runtime import Runtime
+from dynbus.actors.runtime import Actor, Runtime
 from dynbus.actors.serving.instance import InstanceBroken, new_instance_id
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
@@ -76,6 +76,7 @@ from .in_process import (
 )
 from .loaded_files import loaded_files
 from .loader import resolve
+from .plan import PlannedNode
 
 BLOCKED_SECONDS: Final = 3.0
 """Seconds after which a start that blocks the loop is ended, once the end was asked for."""
@@ -231,16 +232,9 @@ class Worker:
         )
         self._memory = take_place(self._label, load.placed)
         namespace, _, component = node.address.partition(".")
-        given = node.values | {name: Text(text) for name, text in node.texts.items()}
-        # The module may read it while it is imported.
-        class_name = node.actor.rpartition(":")[2].rpartition(".")[2]
+        given = arguments_of(node)
         self._config = ActorConfig(component, given)
-        publish_config(self._config, component, class_name)
-        actor = resolve(node.actor)
-        # The links may have been made by a module that this process does not import.
-        keep_dependencies(actor, list(node.dependencies))
-        # Makes its codecs, which takes a while: better now than on the loop.
-        check_servable(actor)
+        actor = load_class(node, self._config)
         if settings.otlp_endpoint or settings.metrics:
             self._shut_telemetry = telemetry.configure_telemetry(
                 service_name=component,
@@ -388,6 +382,31 @@ class Worker:
                 self._loop.call_soon_threadsafe(self._ending.stop)
             time.sleep(ORPHAN_SECONDS)
         os._exit(exit_codes.FAILURE)
+
+
+def arguments_of(node: PlannedNode) -> dict[str, Any]:
+    """The constructor arguments of a node; texts are still to be read."""
+    return node.values | {name: Text(text) for name, text in node.texts.items()}
+
+
+def load_class(node: PlannedNode, config: ActorConfig) -> type[Actor]:
+    """Import the class of a node, with the dependencies that the node has, and make its codecs.
+
+    Args:
+        config: of the node; its module may read it while it is imported.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be served.
+    """
+    component = node.address.partition(".")[2]
+    class_name = node.actor.rpartition(":")[2].rpartition(".")[2]
+    publish_config(config, component, class_name)
+    actor = resolve(node.actor)
+    # The links may have been made by a module that this process does not import.
+    keep_dependencies(actor, list(node.dependencies))
+    # Makes its codecs, which takes a while: better now than on the loop.
+    check_servable(actor)
+    return actor
 
 
 def guard_group(connection: socket.socket) -> None:

@@ -12,10 +12,10 @@ import math
 import os
 import select
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import msgspec
@@ -28,6 +28,7 @@ from dynbus.bus.background import task_group
 from dynbus.bus.errors import ConfigError, Unavailable
 
 from .child import Child, ChildState
+from .plan import PlannedNode
 from .supervisor import ChangeFailed, Supervisor
 
 FOLDER: Final = Path(".dynbus")
@@ -38,6 +39,7 @@ QUESTION_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 2.0
 """Seconds for a run to say what it serves, where that is only part of a message."""
 _NODES_SHOWN: Final = 3
+_MISFITS_SHOWN: Final = 5
 END_SECONDS: Final = 10.0
 """Seconds in which the process of a run has ended once all that it ran has."""
 
@@ -55,9 +57,14 @@ class StopRun(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class RestartNodes(msgspec.Struct, frozen=True, tag="restart"):
-    """Replace the instances of the nodes one after the other; of all nodes where none is named."""
+    """Replace the instances of the nodes one after the other; of all nodes where none is named.
+
+    Attributes:
+        force: also where callers that run cannot use what would be started.
+    """
 
     names: list[str] = []
+    force: bool = False
 
 
 class ScaleNode(msgspec.Struct, frozen=True, tag="scale"):
@@ -106,17 +113,40 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 Answer = RunShown | Progress | Done | Refused
 
 
+class Misfit(NamedTuple):
+    """A difference between what would be started and what runs.
+
+    Attributes:
+        breaks: whether callers cannot go on, whatever they send.
+        text: with the place, and what to do about it.
+    """
+
+    breaks: bool
+    text: str
+
+
+RolloutCheck = Callable[[Sequence[PlannedNode]], Awaitable[Sequence[Misfit]]]
+"""Compares nodes, as their files are now, with the instances and callers that run.
+
+Raises:
+    ChangeFailed: they cannot be compared.
+"""
+
+
 # The run's end --------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def controlled(supervisor: Supervisor, stop: Callable[[bool], None]) -> AsyncGenerator[None]:
+async def controlled(
+    supervisor: Supervisor, stop: Callable[[bool], None], check: RolloutCheck
+) -> AsyncGenerator[None]:
     """Answer questions about a run, and do what is asked, while the block runs.
 
     Where the folder cannot be written to, as in many containers, a warning says that nobody can.
 
     Args:
         stop: has the run end, at once where it is given True.
+        check: says what a restart would break.
     """
     path = _path(os.getpid())
     try:
@@ -132,7 +162,7 @@ async def controlled(supervisor: Supervisor, stop: Callable[[bool], None]) -> As
         return
     try:
         async with listener, task_group() as tasks:
-            tasks.start_soon(listener.serve, _Control(supervisor, stop).answer)
+            tasks.start_soon(listener.serve, _Control(supervisor, stop, check).answer)
             yield
             tasks.cancel_scope.cancel()
     finally:
@@ -140,9 +170,12 @@ async def controlled(supervisor: Supervisor, stop: Callable[[bool], None]) -> As
 
 
 class _Control:
-    def __init__(self, supervisor: Supervisor, stop: Callable[[bool], None]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, stop: Callable[[bool], None], check: RolloutCheck
+    ) -> None:
         self._supervisor = supervisor
         self._stop = stop
+        self._check = check
 
     async def answer(self, stream: SocketStream) -> None:
         """Answer one connection; a client that leaves early changes nothing of what is done."""
@@ -199,10 +232,32 @@ class _Control:
             )
         else:
             addresses = [supervisor.find(name) for name in question.names]
-            for address in addresses or list(supervisor.nodes):
+            addresses = addresses or list(supervisor.nodes)
+            if not question.force:
+                nodes = [supervisor.nodes[address] for address in addresses]
+                check_rollout(await self._check(nodes), step)
+            for address in addresses:
                 await supervisor.restart(address, tell=step)
                 tell(_log_progress(f"{address}: restarted"))
         tell(Done())
+
+
+def check_rollout(misfits: Sequence[Misfit], tell: Callable[[str], None]) -> None:
+    """Refuse a rollout that callers which run cannot use; what may break at some values is told.
+
+    Raises:
+        ChangeFailed: it is refused.
+    """
+    breaking = [misfit.text for misfit in misfits if misfit.breaks]
+    if breaking:
+        more = len(breaking) - _MISFITS_SHOWN
+        shown = " | ".join(breaking[:_MISFITS_SHOWN]) + (f" | and {more} more" if more > 0 else "")
+        raise ChangeFailed(
+            f"nothing is restarted, since callers that run could not go on: {shown}. "
+            "`dynbus restart --force` restarts all the same"
+        )
+    for misfit in misfits:
+        tell(f"may break: {misfit.text}")
 
 
 def _log_progress(text: str) -> Progress:

@@ -13,12 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from dynbus.actors.declaring.actor import address_of, full_name
+from dynbus.actors.declaring.actor_config import ActorConfig
 from dynbus.actors.declaring.arguments import Text
+from dynbus.actors.declaring.schemas import encode_schemas
 from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.placing.allotment import (
     Allotment,
@@ -29,13 +31,15 @@ from dynbus.actors.placing.allotment import (
     warnings_of,
 )
 from dynbus.actors.placing.machine import this_machine
+from dynbus.actors.runtime import Actor
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.telemetry.logs import LogFormat, configure_logging
 
-from .child_process import guard_group
+from .child_messages import WorkerSettings
+from .child_process import arguments_of, guard_group, load_class
 from .config_file import ConfigFile, read_files
 from .configuration import (
     BusSettings,
@@ -51,6 +55,8 @@ from .loaded_files import loaded_files
 from .loader import load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest, by_class
 from .processes import ForkProcess, ForkServer, exit_text
+
+A = TypeVar("A")
 
 READ_AT_START: Final = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONPATH"}
 """Variables that the process of an instance has read before it is told its own."""
@@ -251,18 +257,47 @@ def _bus(
 # In a process of its own ----------------------------------------------------------------------
 
 
-class MakePlan(msgspec.Struct, frozen=True):
-    """The task of the process that plans, in a line of JSON."""
+class MakePlan(msgspec.Struct, frozen=True, tag="plan"):
+    """A task of the process that plans, in a line of JSON."""
 
     request: PlanRequest
     log_format: LogFormat | None
     log_level: str
 
 
+class TellContracts(msgspec.Struct, frozen=True, tag="contracts"):
+    """The other task of that process: load the classes of nodes as they are now, and tell what
+    they read and write."""
+
+    nodes: list[PlannedNode]
+    settings: WorkerSettings
+
+
 class PlanMade(msgspec.Struct, frozen=True, tag="made"):
     """The answer of that process."""
 
     plan: Plan
+
+
+class EndpointTold(msgspec.Struct, frozen=True):
+    """The contract of an endpoint: its kind, and the JSON of `encode_schemas`."""
+
+    kind: str
+    schemas: msgspec.Raw
+
+
+class NodeContracts(msgspec.Struct, frozen=True):
+    """The contracts of a node: of the endpoints that it serves, and of those that it calls, as it
+    knows them, by their addresses."""
+
+    serves: dict[str, EndpointTold]
+    calls: dict[str, dict[str, EndpointTold]]
+
+
+class ContractsTold(msgspec.Struct, frozen=True, tag="told"):
+    """The answer to `TellContracts`, by the addresses of the nodes."""
+
+    nodes: dict[str, NodeContracts]
 
 
 class PlanRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -282,6 +317,26 @@ async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
         PlanFailed: the run cannot be planned, or the process ended before it had done so.
         OSError: no process could be made.
     """
+    return (await _elsewhere(forks, asked, asked.request.targets, PlanMade)).plan
+
+
+async def contracts_elsewhere(forks: ForkServer, asked: TellContracts) -> dict[str, NodeContracts]:
+    """Have a process load the classes of nodes and tell what they read and write; it ends
+    afterwards.
+
+    When this is cancelled, the process is killed.
+
+    Raises:
+        PlanFailed: a class cannot be loaded, or the process ended before it had told.
+        OSError: no process could be made.
+    """
+    names = [node.actor for node in asked.nodes]
+    return (await _elsewhere(forks, asked, names, ContractsTold)).nodes
+
+
+async def _elsewhere(
+    forks: ForkServer, asked: MakePlan | TellContracts, loads: Sequence[str], answer: type[A]
+) -> A:
     process, reader, writer = await forks.open(ForkProcess("planner"))
     try:
         writer.write(msgspec.json.encode(asked) + b"\n")
@@ -290,16 +345,18 @@ async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
         except ConnectionError:  # killed before it has read what it is asked
             line = b""
         if not line.endswith(b"\n"):
-            text = f"the process that loads {', '.join(asked.request.targets)} ended: "
+            text = f"the process that loads {', '.join(loads)} ended: "
             code = await process.wait()
             raise PlanFailed(Failure(exit_codes.START_FAILED, text + exit_text(code)))
     finally:
         writer.close()
         process.kill()
-    reply = msgspec.json.decode(line, type=PlanMade | PlanRefused)
+    reply = msgspec.json.decode(line, type=PlanMade | ContractsTold | PlanRefused)
     if isinstance(reply, PlanRefused):
         raise PlanFailed(Failure(reply.code, reply.message, reply.traceback))
-    return reply.plan
+    if not isinstance(reply, answer):
+        raise TypeError(f"the process that plans was asked for another thing than {reply!r}")
+    return reply
 
 
 def main() -> None:
@@ -311,18 +368,51 @@ def main() -> None:
     # A module that is being imported may run for long, and start processes, when we are killed.
     guard_group(connection)
     with connection.makefile("rb") as lines:
-        asked = msgspec.json.decode(lines.readline(), type=MakePlan)
-    configure_logging(asked.log_format, asked.log_level)
-    reply: PlanMade | PlanRefused
+        asked = msgspec.json.decode(lines.readline(), type=MakePlan | TellContracts)
+    reply: PlanMade | ContractsTold | PlanRefused
     try:
-        run = load_run(asked.request, os.environ)
-        machine, _, warnings = run.placed(os.environ)
-        reply = PlanMade(
-            msgspec.structs.replace(
-                run.plan(), machine=machine, warnings=[*run.warnings, *warnings]
-            )
-        )
+        reply = _made(asked) if isinstance(asked, MakePlan) else _told(asked)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
         reply = PlanRefused(*failure_of(error))
     connection.sendall(msgspec.json.encode(reply) + b"\n")
     leave_within(exit_codes.OK)
+
+
+def _made(asked: MakePlan) -> PlanMade:
+    configure_logging(asked.log_format, asked.log_level)
+    run = load_run(asked.request, os.environ)
+    machine, _, warnings = run.placed(os.environ)
+    plan = run.plan()
+    return PlanMade(
+        msgspec.structs.replace(plan, machine=machine, warnings=[*run.warnings, *warnings])
+    )
+
+
+def _told(asked: TellContracts) -> ContractsTold:
+    configure_logging(asked.settings.log_format, asked.settings.log_level)
+    sys.path[:] = asked.settings.path
+    return ContractsTold({node.address: _contracts_of(node) for node in asked.nodes})
+
+
+def _contracts_of(node: PlannedNode) -> NodeContracts:
+    component = node.address.partition(".")[2]
+    actor = load_class(node, ActorConfig(component, arguments_of(node)))
+    called = Node(component, actor).edges
+    return NodeContracts(
+        _endpoints_told(actor),
+        {
+            node.dependencies[name]: _endpoints_told(one.actor)
+            for name, one in called.items()
+            if name in node.dependencies
+        },
+    )
+
+
+def _endpoints_told(actor: type[Actor]) -> dict[str, EndpointTold]:
+    return {
+        spec.name: EndpointTold(
+            spec.kind,
+            msgspec.Raw(encode_schemas(spec.schemas, durable=spec.durable is not None)),
+        )
+        for spec in actor.__dynbus_handlers__.values()
+    }

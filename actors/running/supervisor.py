@@ -85,6 +85,7 @@ class Supervisor:
     Attributes:
         nodes: what can be started, by address, dependencies first.
         children: the instances that the run has now.
+        settings: of the children that are started from now on.
         forks: makes the processes; it outlives the run.
         ending: whether the run is to end; the supervisor asks for it when it cannot go on.
         failure: why the run cannot go on; None while it can.
@@ -123,7 +124,7 @@ class Supervisor:
             for node in nodes
             for index, each in enumerate(wanted[node.address])
         ]
-        self._settings = settings
+        self.settings = settings
         self._changing = asyncio.Lock()
         self._tasks: TaskGroup | None = None
         self._runs = asyncio.Event()
@@ -306,7 +307,7 @@ class Supervisor:
     ) -> None:
         """Start what follows by another plan; the instances that are there stay as they are."""
         self.nodes = {node.address: node for node in nodes}
-        self._settings = settings
+        self.settings = settings
         self._machine = self._allotment.machine = machine
         if not self.ending.asked.is_set():
             self._grace = drain_grace
@@ -435,7 +436,7 @@ class Supervisor:
                     raise
                 await holding[0].ended.wait()
         placed = placement(self._machine, place, index, node.service.environment)
-        return Child(node, number, self._settings, placed=placed, news=self.news)
+        return Child(node, number, self.settings, placed=placed, news=self.news)
 
     def _give_up(self, children: Sequence[Child]) -> None:
         """Forget instances that were made and are not started."""

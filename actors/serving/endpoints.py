@@ -75,7 +75,10 @@ def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
         timeout=spec.timeout,
         idle_timeout=spec.idle_timeout,
         schemas=schemas,
-        contract=Contract(spec.schemas.hash, lambda: encode_schemas(spec.schemas)),
+        contract=Contract(
+            spec.schemas.hash,
+            lambda: encode_schemas(spec.schemas, durable=spec.durable is not None),
+        ),
     )
 
 

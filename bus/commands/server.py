@@ -78,6 +78,30 @@ class Server(NamedTuple):
             subscription.unsubscribe()
         return answers
 
+    async def request(self, subject: str, data: bytes, *, seconds: float) -> Message | None:
+        """Ask one, and wait for its answer, or for the server's word that it found nobody; None
+        where neither came within so many seconds.
+
+        Raises:
+            PermissionDenied, Unavailable: nothing can be asked.
+        """
+        answers: list[Message] = []
+        heard = asyncio.Event()
+
+        def collect(message: Message) -> None:
+            answers.append(message)
+            heard.set()
+
+        inbox = f"{self.replies.base}.{random_id()}"
+        subscription = self.connection.subscribe(inbox, collect)
+        try:
+            await self.connection.barrier()
+            self.connection.publish(subject, data, reply=inbox)
+            await _comes(heard, seconds)
+        finally:
+            subscription.unsubscribe()
+        return answers[0] if answers else None
+
 
 async def _comes(event: asyncio.Event, within: float) -> bool:
     """True if the event is set within so many seconds."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .holders import HOLDERS_STREAM
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
     from .job_log import (
+        END_RECORD,
         JobLog,
         JobResult,
         Outcome,
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
         job_log_config,
     )
     from .job_stream import CLOCK_AGE, queue_config, takers_config
+    from .lanes import lanes_of
     from .needed import NeededStream
     from .queue import WorkQueue
     from .taker import Job, Taker
 
 __all__ = [
     "CLOCK_AGE",
+    "END_RECORD",
     "HOLDERS_STREAM",
     "DeadLetter",
     "DeadLetters",
@@ -52,6 +55,7 @@ __all__ = [
     "WorkQueueConfig",
     "dead_letter_config",
     "job_log_config",
+    "lanes_of",
     "letter_id_of",
     "queue_config",
     "takers_config",
@@ -62,5 +66,6 @@ if not TYPE_CHECKING:
 
     __getattr__, __dir__ = lazy_exports(
         __name__,
-        *("job", "job_log", "job_stream", "holders", "dead_letters", "taker", "queue", "needed"),
+        *("job", "job_log", "job_stream", "lanes", "holders", "dead_letters", "taker", "queue"),
+        "needed",
     )

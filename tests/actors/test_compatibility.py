@@ -16,8 +16,14 @@ from pydantic import BaseModel, Field
 from dynbus import Actor, ConfigError, handler
 from dynbus.actors.commands.schema import as_yaml
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
+from dynbus.actors.declaring.schemas import encode_schemas
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
-from dynbus.actors.documents.compatibility import changes
+from dynbus.actors.documents.compatibility import Change, changes
+from dynbus.actors.documents.contracts import (
+    EndpointContract,
+    contracts_of_actors,
+    contracts_of_document,
+)
 from dynbus.actors.documents.schema_difference import Fit
 
 
@@ -59,11 +65,38 @@ def documented(actor: type[DeclaredActor]) -> Any:
     return yaml.safe_load(as_yaml(document))
 
 
+def changed(old: Any, new: Any) -> list[Change]:
+    """The changes between two documents."""
+    return changes(contracts_of_document(old), contracts_of_document(new))
+
+
 def test_nothing_changes_from_a_document_to_itself() -> None:
     document = documented(Old)
     others = json.loads(json.dumps(document).replace('"schema-hash": "', '"schema-hash": "f'))
 
-    assert changes(document, document) == changes(document, others) == []
+    assert changed(document, document) == changed(document, others) == []
+
+
+def test_what_an_instance_and_a_document_say_of_a_class_is_what_the_class_says() -> None:
+    actor = DocumentedActor(address_of(Old), Old)
+    told = {
+        subject: EndpointContract.of_told(
+            spec.kind, encode_schemas(spec.schemas, durable=spec.durable is not None)
+        )
+        for subject, spec in actor.handlers()
+    }
+    told = {subject: one._replace(schema_hash="") for subject, one in told.items()}
+    own = contracts_of_actors([actor])
+
+    assert {subject: one._replace(schema_hash="") for subject, one in own.items()} == told
+    assert changes(told, own) == changes(own, told) == []
+    assert changes(told, contracts_of_document(documented(Old))) == []
+
+
+@pytest.mark.parametrize("told", [b"", b"1", b'{"hash": 1}', b"[" * 9000])
+def test_what_is_no_contract_is_refused(told: bytes) -> None:
+    with pytest.raises(ConfigError, match="^it does not say what it reads and writes: "):
+        EndpointContract.of_told("unary", told)
 
 
 class LongPrompt(Prompt):
@@ -92,11 +125,11 @@ class Newer(Actor, namespace="documents", component="Oracle"):
 
 
 def test_more_that_is_read_and_more_that_is_written_fit() -> None:
-    found = changes(documented(Old), documented(Newer))
+    found = changed(documented(Old), documented(Newer))
 
     assert {one.verdict for one in found} == {Fit.COMPATIBLE}
     assert ("documents.Oracle.more", "is new") in [(one.endpoint, one.what) for one in found]
-    assert [one.endpoint for one in changes(documented(Newer), documented(Newer))] == []
+    assert [one.endpoint for one in changed(documented(Newer), documented(Newer))] == []
 
 
 class OtherPart(BaseModel):
@@ -121,7 +154,7 @@ class Other(Actor, namespace="documents", component="Oracle"):
 
 
 def test_what_clients_rely_on_and_is_no_more_breaks_them() -> None:
-    found = changes(documented(Old), documented(Other))
+    found = changed(documented(Old), documented(Other))
 
     told = {(one.endpoint.rpartition(".")[2], one.what.partition(":")[0]) for one in found}
     assert ("ask", "field 'tenant' of the request is required and never sent") in told
@@ -153,7 +186,7 @@ class Narrower(Actor, namespace="documents", component="Oracle"):
 
 
 def test_what_depends_on_the_values_is_told_apart() -> None:
-    found = changes(documented(Old), documented(Narrower))
+    found = changed(documented(Old), documented(Narrower))
 
     assert [(one.endpoint, one.verdict, one.what.partition(":")[0]) for one in found] == [
         (
@@ -167,6 +200,91 @@ def test_what_depends_on_the_values_is_told_apart() -> None:
             "the request may not be left out now",
         ),
     ]
+
+
+def test_each_change_that_breaks_callers_has_its_remedy() -> None:
+    found = changed(documented(Old), documented(Other))
+
+    remedies = {
+        (one.endpoint.rpartition(".")[2], one.what.partition(":")[0]): one.remedy for one in found
+    }
+    assert remedies["ask", "field 'tenant' of the request is required and never sent"] == (
+        "give it a default"
+    )
+    assert remedies["ask", "field 'pair[1]' of the request has another type"] == (
+        "read the old form too"
+    )
+    assert remedies["ask", "reply has another type"] == (
+        "keep it, and give the new one another name"
+    )
+    assert remedies["rest", "is gone"] == "keep it until no caller of the old version is left"
+    assert all(one.remedy for one in found if one.verdict is not Fit.COMPATIBLE)
+    assert not any(one.remedy for one in changed(documented(Old), documented(Newer)))
+
+
+class Answered(BaseModel):
+    colour: Literal["red", "blue"] = "red"
+
+
+class Shorter(Actor, namespace="documents", component="Oracle"):
+    @handler
+    async def ask(self, prompt: Prompt) -> Answered: ...  # type: ignore[empty-body]
+
+    @handler
+    async def follow(self, prompt: Prompt | None = None) -> AsyncGenerator[Answer, None]:
+        yield Answer(text="")
+
+    @handler
+    async def rest(self) -> None: ...
+
+
+def test_a_field_that_answers_lack_is_to_be_kept() -> None:
+    [change] = changed(documented(Old), documented(Shorter))
+
+    assert str(change) == (
+        "documents.Oracle.ask: field 'text' of the reply is required and never sent: the instance "
+        "sends no such field, the client reads string; keep it until no caller of the old version "
+        "is left"
+    )
+
+
+class Jobs(Actor, namespace="documents"):
+    @handler(durable=True)
+    async def sum_up(self, prompt: Part) -> str: ...  # type: ignore[empty-body]
+
+
+class Calls(Actor, namespace="documents", component="Jobs"):
+    @handler
+    async def sum_up(self, prompt: Part) -> str: ...  # type: ignore[empty-body]
+
+
+class OtherJobs(Actor, namespace="documents", component="Jobs"):
+    @handler(durable=True)
+    async def sum_up(self, prompt: OtherPart) -> str: ...  # type: ignore[empty-body]
+
+
+@pytest.mark.parametrize("in_a_document", [True, False])
+def test_jobs_that_wait_are_requests_that_must_be_read_too(in_a_document: bool) -> None:
+    def between(old: type[DeclaredActor], new: type[DeclaredActor]) -> list[Change]:
+        if in_a_document:
+            return changed(documented(old), documented(new))
+        before, after = (
+            contracts_of_actors([DocumentedActor(address_of(one), one)]) for one in (old, new)
+        )
+        return changes(before, after)
+
+    [no_job] = between(Jobs, Calls)
+    other = max(between(Jobs, OtherJobs), key=lambda one: one.verdict)
+
+    assert (no_job.verdict, no_job.what) == (
+        Fit.INCOMPATIBLE,
+        "is not durable now: nobody takes the jobs that wait, or are submitted",
+    )
+    assert no_job.remedy.startswith("keep durable=True until no job waits")
+    assert other.verdict is Fit.INCOMPATIBLE
+    assert other.remedy == "read the old form too: jobs that wait have the old form"
+    # Its calls are jobs, and are answered as before.
+    assert between(Calls, Jobs) == []
 
 
 @pytest.mark.parametrize("which", ["old", "new"])
@@ -184,8 +302,8 @@ def test_what_depends_on_the_values_is_told_apart() -> None:
 )
 def test_what_is_no_document_is_refused(which: str, other: Any) -> None:
     # One without endpoints is a document all the same.
-    assume("{'operations': {}" not in str(other) and "'operations': {}}" not in str(other))
+    assume("'operations': {}" not in str(other))
     pair: list[Any] = [documented(Old), other]
 
     with pytest.raises(ConfigError, match="it is no document of `dynbus schema write`"):
-        changes(*(pair if which == "new" else reversed(pair)))
+        changed(*(pair if which == "new" else reversed(pair)))

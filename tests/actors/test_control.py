@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ from tests.conditions import PATIENCE
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import (
     Done,
+    Misfit,
     Progress,
+    Refused,
     RestartNodes,
     RunShown,
     ask,
+    check_rollout,
     controlled,
     find_run,
 )
 from dynbus.actors.running.in_process import Ending
+from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.processes import ForkServer
-from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.running.supervisor import ChangeFailed, Supervisor
 from dynbus.bus.errors import ConfigError
 
 
@@ -41,7 +46,7 @@ async def test_a_run_in_a_folder_that_cannot_be_written_to_warns_and_goes_on(
     supervisor = Supervisor([], WorkerSettings([], {}), ForkServer(), Ending(), drain_grace=1.0)
     entered = False
 
-    async with controlled(supervisor, lambda at_once: None):
+    async with controlled(supervisor, lambda at_once: None, nothing_breaks):
         entered = True
 
     assert entered
@@ -50,6 +55,11 @@ async def test_a_run_in_a_folder_that_cannot_be_written_to_warns_and_goes_on(
     assert message.endswith(": File exists")
 
 
+async def nothing_breaks(nodes: Sequence[PlannedNode]) -> list[Misfit]:
+    return []
+
+
+NODE = PlannedNode(address="demo.Splitter", actor="split:Splitter", depth=0)
 STEPS = 5_000
 """More of them than a socket takes that nobody reads."""
 
@@ -74,7 +84,7 @@ async def test_a_command_that_is_stopped_holds_up_no_restart_and_reads_all_steps
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    supervisor = Telling([], WorkerSettings([], {}), ForkServer(), Ending(), drain_grace=1.0)
+    supervisor = Telling([NODE], WorkerSettings([], {}), ForkServer(), Ending(), drain_grace=1.0)
     supervisor.restarted = anyio.Event()
     going_on = threading.Event()
 
@@ -84,7 +94,7 @@ async def test_a_command_that_is_stopped_holds_up_no_restart_and_reads_all_steps
         going_on.wait(PATIENCE)
         return [first, *answers]
 
-    async with controlled(supervisor, lambda at_once: None):
+    async with controlled(supervisor, lambda at_once: None, nothing_breaks):
         reading = asyncio.create_task(asyncio.to_thread(read))
         with anyio.fail_after(PATIENCE):
             await supervisor.restarted.wait()
@@ -93,6 +103,65 @@ async def test_a_command_that_is_stopped_holds_up_no_restart_and_reads_all_steps
 
     steps = [Progress(f"step {number}") for number in range(STEPS)]
     assert answers == [*steps, Progress("demo.Splitter: restarted"), Done()]
+
+
+GONE = Misfit(True, "demo.Splitter.split: is gone; keep it")
+UNCLEAR = Misfit(False, "demo.Splitter.split: depends on the value")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("found", "force", "is_restarted", "told"),
+    [
+        ([], False, True, []),
+        ([UNCLEAR], False, True, [Progress(f"may break: {UNCLEAR.text}")]),
+        ([UNCLEAR, GONE], False, False, []),
+        ([GONE], True, True, []),
+    ],
+)
+async def test_a_restart_that_breaks_callers_is_refused_unless_it_is_forced(
+    found: list[Misfit],
+    force: bool,
+    is_restarted: bool,
+    told: list[Progress],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    supervisor = Supervisor([NODE], WorkerSettings([], {}), ForkServer(), Ending(), drain_grace=1.0)
+    restarted: list[str] = []
+    compared: list[PlannedNode] = []
+
+    async def restart(address: str, **options: Any) -> None:
+        restarted.append(address)
+
+    async def check(nodes: Sequence[PlannedNode]) -> list[Misfit]:
+        compared.extend(nodes)
+        return found
+
+    monkeypatch.setattr(supervisor, "restart", restart)
+    async with controlled(supervisor, lambda at_once: None, check):
+        question = RestartNodes(force=force)
+        answers = await asyncio.to_thread(lambda: list(ask(os.getpid(), question, PATIENCE)))
+
+    assert compared == ([] if force else [NODE])
+    assert restarted == ([NODE.address] if is_restarted else [])
+    if is_restarted:
+        assert answers == [*told, Progress("demo.Splitter: restarted"), Done()]
+    else:
+        assert answers == [
+            Refused(
+                f"nothing is restarted, since callers that run could not go on: {GONE.text}. "
+                "`dynbus restart --force` restarts all the same"
+            )
+        ]
+
+
+def test_a_refusal_names_some_of_many_changes_and_counts_the_rest() -> None:
+    many = [Misfit(True, f"change {number}") for number in range(7)]
+
+    with pytest.raises(ChangeFailed, match=r"go on: change 0 \| .* \| change 4 \| and 2 more\. "):
+        check_rollout(many, print)
 
 
 class FakeRun:

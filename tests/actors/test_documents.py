@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from dynbus import Actor, ConfigError, handler
+from dynbus import Actor, ConfigError, cron, every, handler
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.schemas import SchemaUse, schema_file
@@ -105,6 +105,25 @@ class Speaker(Actor, namespace="told"):
         raise NotImplementedError
 
 
+class Writer(Actor, namespace="told"):
+    @handler(durable=True, tries=3, result_age=600)
+    async def write(self, node: Node) -> str:
+        """Write a report."""
+        raise NotImplementedError
+
+    @handler(durable=True, ordered_by="x")
+    async def move(self, point: Point) -> None:
+        raise NotImplementedError
+
+    @cron("0 7 * * *", tz="Europe/Berlin", missed="catch_up")
+    async def report(self) -> str:
+        raise NotImplementedError
+
+    @every("1h")
+    async def count(self) -> None:
+        raise NotImplementedError
+
+
 def other_prompt() -> type[BaseModel]:
     class Prompt(BaseModel):
         words: int
@@ -144,7 +163,7 @@ def at(document: Any, reference: str) -> Any:
 
 
 def test_a_document_is_valid_asyncapi_and_each_of_its_references_leads_somewhere() -> None:
-    document = documented(Speaker, Other)
+    document = documented(Speaker, Other, Writer)
 
     OFFICIAL.validate(document)
     found = set(references(document))
@@ -194,6 +213,74 @@ def test_a_stream_replies_with_items_an_end_or_an_error() -> None:
     extension = document["operations"]["told.Speaker.follow"]["x-dynbus"]
     assert (extension["kind"], extension["idempotent"]) == ("stream", True)
     assert extension["schema-hash"] == Speaker.__dynbus_handlers__["follow"].schemas.hash
+
+
+def test_a_durable_handler_has_the_subjects_at_which_jobs_are_put_and_end() -> None:
+    document = documented(Writer)
+
+    jobs, ends = (document["channels"][f"told.Writer.write.{each}"] for each in ("jobs", "ends"))
+    assert jobs["address"] == "told.Writer._work.write.{lane}.{job}"
+    assert jobs["parameters"]["lane"]["enum"] == ["high", "normal", "low"]
+    assert ends["address"] == "told.Writer._jobs.write.{job}.end"
+    assert "kept by the server for 600 s" in ends["description"]
+    actions = {
+        name: operation["action"]
+        for name, operation in document["operations"].items()
+        if name.startswith("told.Writer.write")
+    }
+    assert actions == {
+        "told.Writer.write": "receive",
+        "told.Writer.write.instance": "receive",
+        "told.Writer.write.take": "receive",
+        "told.Writer.write.end": "send",
+    }
+    messages = document["components"]["messages"]
+    job, end = (messages[f"told.Writer.write.{each}"] for each in ("job", "end"))
+    assert job["payload"] == messages["told.Writer.write.request"]["payload"]
+    assert end["payload"] == messages["told.Writer.write.reply"]["payload"]
+    schemas = document["components"]["schemas"]
+    assert "Nats-Msg-Id" in at(document, job["headers"]["$ref"])["properties"]
+    assert schemas["dynbus.JobEndHeaders"]["properties"]["Dynbus-Job-End"]["enum"] == [
+        "done",
+        "failed",
+        "cancelled",
+    ]
+    durable = document["operations"]["told.Writer.write"]["x-dynbus"]["durable"]
+    assert durable == {
+        "tries": 3,
+        "backoff": 0.5,
+        "ack_wait": 30.0,
+        "max_age": None,
+        "result_age": 600,
+        "ordered_by": None,
+        "queue-stream": "DYNBUS_WORK_told+Writer+write",
+        "log-stream": "DYNBUS_JOBS_told+Writer+write",
+    }
+
+
+def test_the_jobs_of_an_ordered_handler_have_lanes_by_their_key() -> None:
+    lane = documented(Writer)["channels"]["told.Writer.move.jobs"]["parameters"]["lane"]
+
+    assert lane["enum"] == [str(number) for number in range(16)]
+    assert lane["description"] == "The CRC-32 of x, as UTF-8, modulo 16."
+
+
+def test_a_schedule_says_its_times() -> None:
+    operations = documented(Writer)["operations"]
+
+    schedules = {
+        name: operations[f"told.Writer.{name}"]["x-dynbus"].get("schedule")
+        for name in ("report", "count", "write")
+    }
+    assert schedules == {
+        "report": {"cron": "0 7 * * *", "tz": "Europe/Berlin", "missed": "catch_up"},
+        "count": {"period": 3600.0, "missed": "skip"},
+        "write": None,
+    }
+
+
+def test_a_document_without_jobs_says_nothing_of_them() -> None:
+    assert "Job" not in json.dumps(documented(Other))
 
 
 def test_requests_have_headers_and_bytes_are_no_json() -> None:

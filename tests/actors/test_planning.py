@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import cast
 from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import psutil
 import pytest
 from tests.conditions import eventually
 
 from dynbus.actors.declaring.service_args import ServiceArgs
+from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.configuration import NodeOption
 from dynbus.actors.running.plan import Plan, PlannedNode, PlanRequest
-from dynbus.actors.running.planning import MakePlan, PlanFailed, plan_elsewhere
+from dynbus.actors.running.planning import (
+    MakePlan,
+    PlanFailed,
+    TellContracts,
+    contracts_elsewhere,
+    plan_elsewhere,
+)
 from dynbus.actors.running.processes import ForkServer
 from dynbus.bus import exit_codes
 
@@ -108,6 +116,27 @@ async def test_a_module_that_cannot_be_loaded_is_told_with_its_lines(
 
     assert refused.value.failure.code == code
     assert traceback in refused.value.failure.traceback
+
+
+async def test_nodes_tell_what_their_classes_read_and_write_now(tmp_path: Path) -> None:
+    path = tmp_path / "told_elsewhere.py"
+    path.write_text(ACTORS)
+    made = await plan(
+        asked(str(path), options=[NodeOption("Splitter", "separator", ",")]),
+    )
+    path.write_text(ACTORS.replace("text: str", "text: int"))
+
+    async with ForkServer() as forks, asyncio.timeout(60):
+        task = TellContracts(made.nodes, WorkerSettings(made.path, {}))
+        told = await contracts_elsewhere(forks, task)
+
+    splitter, shouter = told["planned.Splitter"], told["planned.Shouter"]
+    split = msgspec.json.decode(splitter.serves["split"].schemas)
+    assert "told_elsewhere" not in sys.modules
+    assert (splitter.serves["split"].kind, split["request"]) == ("unary", {"type": "integer"})
+    assert splitter.calls == {}
+    assert shouter.calls.keys() == {"planned.Splitter"}
+    assert msgspec.json.decode(shouter.calls["planned.Splitter"]["split"].schemas) == split
 
 
 class KilledPlanner:

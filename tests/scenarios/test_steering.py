@@ -154,6 +154,61 @@ async def test_a_rolling_restart_under_streams_of_ten_minutes_takes_seconds_and_
     assert took < 30.0
 
 
+JOBS = """
+import msgspec
+from dynbus import Actor, handler
+
+class Page(msgspec.Struct):
+    text: str
+
+class Printer(Actor, namespace="demo"):
+    @handler
+    async def show(self, page: Page) -> str:
+        return page.text
+
+    @handler(durable=True)
+    async def print(self, page: Page) -> str:
+        return page.text
+"""
+
+
+def test_a_restart_that_running_callers_could_not_read_is_refused_unless_it_is_forced(
+    folder: Folder,
+) -> None:
+    file = folder.path / "jobs.py"
+    file.write_text(JOBS)
+    folder.start_ready("jobs.py")
+    before = set(folder.workers())
+
+    file.write_text(JOBS.replace("text: str\n", "text: str\n    size: int\n"))
+    refused = folder.dynbus_in_a_process("restart")
+    checked = folder.dynbus_in_a_process("schema", "check", "jobs.py", "--against", "running")
+    kept = set(folder.workers())
+    answer = folder.dynbus("call", "demo.Printer.show", '{"text": "a"}')
+    forced = folder.dynbus_in_a_process("restart", "--force")
+    no_answer = folder.dynbus("call", "demo.Printer.show", '{"text": "a"}')
+    file.write_text(JOBS.replace("text: str\n", "text: str\n    size: int = 1\n"))
+    fitting = folder.dynbus_in_a_process("restart")
+
+    missing = "field 'size' of the request is required and never sent"
+    assert (refused.returncode, refused.stdout) == (exit_codes.FAILURE, "")
+    assert refused.stderr.startswith(
+        "dynbus: nothing is restarted, since callers that run could not go on: demo.Printer.print: "
+        f"{missing}"
+    )
+    assert "give it a default: jobs that wait have the old form" in refused.stderr
+    assert f"demo.Printer.show: {missing}" in refused.stderr
+    assert "`dynbus restart --force` restarts all the same" in refused.stderr
+    assert checked.returncode == exit_codes.FAILURE
+    assert checked.stdout.count(missing) == 2
+    assert kept == before
+    assert json.loads(answer.stdout) == "a"
+    assert (forced.returncode, forced.stderr) == (0, "")
+    assert no_answer.returncode == exit_codes.CALL_CODES["InvalidRequest"]
+    assert (fitting.returncode, fitting.stderr) == (0, "")
+    assert "demo.Printer: restarted" in fitting.stdout
+
+
 def test_a_stream_of_the_command_line_that_is_replayed_outlives_its_instance(
     folder: Folder,
 ) -> None:

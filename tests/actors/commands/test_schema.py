@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +15,9 @@ import pytest
 import yaml
 from tests.actors.commands.conftest import MakeFolder
 
-from dynbus import ConfigError, cli
+from dynbus import ConfigError, Runtime, cli
 from dynbus.bus import exit_codes
+from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = '''
 from collections.abc import AsyncGenerator
@@ -55,7 +59,7 @@ def run(*arguments: str) -> int:
 
 def check(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
-        cli.main(["schema", "check", *arguments, "written_actors.py"])
+        cli.main(["schema", "check", "written_actors.py", "--against", *arguments])
     return int(end.value.code or 0)
 
 
@@ -161,9 +165,55 @@ def test_the_check_fails_where_clients_cannot_go_on(
             "verdict": "incompatible",
             "what": "field 'text' of the request has another type: the client sends string, the "
             "instance reads integer",
+            "remedy": "read the old form too",
         }
     ]
     assert "breaks  written.Splitter.split  field 'text' of the request" in told
+
+
+def test_a_file_that_is_not_there_is_named_and_a_server_is_asked_for_running_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    codes = check("none.yaml"), check("none.yaml", "--nats", "nats://h:1")
+
+    assert codes == (exit_codes.CONFIG_ERROR, exit_codes.USAGE)
+    told = capsys.readouterr().err
+    assert "none.yaml: it cannot be read: No such file or directory" in told
+    assert "--nats is for --against running" in told
+
+
+def test_what_runs_is_compared_by_its_answers_and_what_does_not_run_is_said(
+    folder: Path,
+    nats_server: RunningServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    namespace = f"n{secrets.token_hex(6)}"
+    arguments = ("running", "--nats", nats_server.url, "--namespace", namespace)
+    none = check(*arguments), capsys.readouterr()
+    written_actors = importlib.import_module("written_actors")
+
+    async def serve_and_check() -> tuple[int, int]:
+        async with Runtime.connect(nats_server.url) as runtime:
+            await runtime.start(written_actors.Splitter, namespace=namespace)
+            same = await asyncio.to_thread(check, *arguments)
+            (folder / "written_actors.py").write_text(ACTORS.replace("text: str\n", "text: int\n"))
+            monkeypatch.delitem(sys.modules, "written_actors")
+            return same, await asyncio.to_thread(check, *arguments)
+
+    codes = asyncio.run(serve_and_check())
+
+    told = capsys.readouterr()
+    assert none == (
+        0,
+        (
+            "",
+            f"no instance of {namespace}.Shouter runs\nno instance of {namespace}.Splitter runs\n",
+        ),
+    )
+    assert codes == (exit_codes.OK, exit_codes.FAILURE)
+    assert f"breaks  {namespace}.Splitter.split  field 'text' of the request" in told.out
+    assert f"no instance of {namespace}.Shouter runs\n" in told.err
 
 
 @pytest.mark.parametrize("text", ["{", "a: 1", "[]", ""])
