@@ -77,7 +77,7 @@ async def _groups(server: Server, address: ComponentName) -> list[list[InstanceR
 async def _version(
     server: Server, address: ComponentName, group: list[InstanceRecord]
 ) -> RunningVersion | None:
-    """The version that the first reachable one of some equal instances tells; None where none is."""
+    """The version that the first of some equal instances tells; None where none is there."""
     names = tuple(record.instance_id for record in group)
     unknown = ""
     for record in group:
