@@ -265,13 +265,13 @@ class OtherJobs(Actor, namespace="documents", component="Jobs"):
 
 @pytest.mark.parametrize("in_a_document", [True, False])
 def test_jobs_that_wait_are_requests_that_must_be_read_too(in_a_document: bool) -> None:
-    def between(old: type[DeclaredActor], new: type[DeclaredActor]) -> list[Change]:
+    def contracts(actor: type[DeclaredActor]) -> dict[str, EndpointContract]:
         if in_a_document:
-            return changed(documented(old), documented(new))
-        before, after = (
-            contracts_of_actors([DocumentedActor(address_of(one), one)]) for one in (old, new)
-        )
-        return changes(before, after)
+            return contracts_of_document(documented(actor))
+        return contracts_of_actors([DocumentedActor(address_of(actor), actor)])
+
+    def between(old: type[DeclaredActor], new: type[DeclaredActor]) -> list[Change]:
+        return changes(contracts(old), contracts(new))
 
     [no_job] = between(Jobs, Calls)
     other = max(between(Jobs, OtherJobs), key=lambda one: one.verdict)
