@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -57,12 +56,14 @@ class Old(Actor, namespace="documents", component="Oracle"):
     async def rest(self) -> None: ...
 
 
-@cache
 def documented(actor: type[DeclaredActor]) -> Any:
     """The document of an actor as it is read from a file."""
     actors = [DocumentedActor(address_of(actor), actor)]
     document = asyncapi(actors, message_schemas(actors), title="t", version="1")
     return yaml.safe_load(as_yaml(document))
+
+
+DOCUMENT = documented(Old)
 
 
 def changed(old: Any, new: Any) -> list[Change]:
@@ -303,7 +304,7 @@ def test_jobs_that_wait_are_requests_that_must_be_read_too(in_a_document: bool) 
 def test_what_is_no_document_is_refused(which: str, other: Any) -> None:
     # One without endpoints is a document all the same.
     assume("'operations': {}" not in str(other))
-    pair: list[Any] = [documented(Old), other]
+    pair: list[Any] = [DOCUMENT, other]
 
     with pytest.raises(ConfigError, match="it is no document of `dynbus schema write`"):
         changed(*(pair if which == "new" else reversed(pair)))
