@@ -153,6 +153,11 @@ class Background:
             self._closing.set()
             raise
 
+    @property
+    def is_open(self) -> bool:
+        """Whether work can be started."""
+        return self._tasks is not None and self.failure is None
+
     def on_failure(self, listener: Callable[[BaseException], object]) -> None:
         """Call `listener(error)` once, with what the work raised, after the rest has ended."""
         self._listeners.append(listener)

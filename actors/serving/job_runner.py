@@ -187,8 +187,9 @@ class JobRunner:
                     taker.on_dropped = partial(self._note_dropped, tasks)
                     if self._is_draining:
                         await taker.drain()
-                    async for job in taker:
-                        tasks.start_soon(self._run, job)
+                    while jobs := await taker.begin():
+                        for job in jobs:
+                            tasks.start_soon(self._run, job)
         finally:
             self._ended.set()
 

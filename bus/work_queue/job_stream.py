@@ -281,10 +281,9 @@ class JobStream:
         with suppress(SubjectTaken):
             await self._publish_copy(job, job_id, WOKEN, random_id(), put_at(job), 0.0)
 
-    def queued(self, delivery: Delivery) -> float:
+    def queued(self, delivery: Delivery, now: float) -> float:
         """The time at which a job was put, on the own monotonic clock: by what the server says that
         it is now, and not by the time of day of any other host."""
-        now = monotonic()
         self._clock.stored(delivery.message.time, now)
         return min(now, now - self._clock.unix(now) + put_at(delivery.message))
 
@@ -394,6 +393,14 @@ class JobStream:
         )
         self._measured = monotonic()
 
+    async def acknowledge(self, delivery: Delivery) -> None:
+        """Have a job leave the queue.
+
+        Raises:
+            Unavailable: the server did not confirm that.
+        """
+        await self.jetstream.acknowledge(delivery.token, AckKind.ACK, timeout=TRY_SECONDS / 2)
+
     async def drop(self, delivery: Delivery, created: float, until: float) -> bool:
         """Have a job leave the queue; False when the server did not confirm that in time."""
         pause = RETRY_PAUSE
@@ -433,7 +440,7 @@ class JobStream:
         begin after `delay` seconds; False where it cannot be put."""
         message = delivery.message
         try:
-            unix = self._clock.unix(self.queued(delivery))
+            unix = self._clock.unix(self.queued(delivery, monotonic()))
             name = str(message.sequence)
             await self._publish_copy(message, job_id, name, name, unix, delay)
         except SubjectTaken:

@@ -22,10 +22,20 @@ from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.protocol.names import work_subject
 from dynbus.bus.telemetry.telemetry import CallObservation
 from dynbus.bus.telemetry.trace_context import trace_fields
-from dynbus.bus.transport import ConnectionState, Delivery, Message, Subscription
+from dynbus.bus.transport import ConnectionState, Delivery, Message, PullReader, Subscription
 
 from .dead_letters import DeadLetters
-from .job import DeathReason, Disposition, Facts, JobEnd, counted, error_text, judge, put_at
+from .job import (
+    LEAST_WAIT,
+    DeathReason,
+    Disposition,
+    Facts,
+    JobEnd,
+    counted,
+    error_text,
+    judge,
+    put_at,
+)
 from .job_stream import JobStream
 from .lanes import HIGH, PATIENCE, LaneChoice
 from .observing import QueueFigures
@@ -47,10 +57,11 @@ JobKey = tuple[int, float]
 
 
 class _Ready(NamedTuple):
-    """A delivery that may begin, and the place of its lane."""
+    """A delivery that may begin, the place of its lane, and when the job was put, on our clock."""
 
     lane: int
     delivery: Delivery
+    queued: float
     returns: int = 0
 
 
@@ -76,6 +87,7 @@ class Job:
         queued_at: Unix seconds by the server's clock, at which it was put.
         waited: seconds since then, by the server's clock and ours.
         end: what became of it; None until it is settled.
+        has_place: whether it counts among the jobs that its taker holds at a time.
     """
 
     def __init__(
@@ -105,6 +117,7 @@ class Job:
         self._taker = taker
         self._is_settled = False
         self._is_doubted = False
+        self.has_place = True
         self._observation = observation
         self._leave: Callable[[], None] | None = None
 
@@ -128,6 +141,12 @@ class Job:
         """Another taker has given it back in the place of this one."""
         self._is_doubted = True
 
+    def leave_place(self) -> None:
+        """Have another job begin in its place: its work is over, and how it ended is to be stored.
+
+        As many jobs as a taker may hold may have left their places."""
+        self._taker.free_place(self)
+
     async def ack(self) -> None:
         """Say that it is done; on return the server has confirmed that nobody gets it again.
 
@@ -135,7 +154,8 @@ class Job:
             UnknownOutcome: no confirmation came in 30 seconds, or before the bus was closed;
                 another taker may get it.
         """
-        await self._settle(self._taker.finish)
+        self._claim()
+        await self._taker.finish(self)
 
     async def nak(self, error: BaseException | str = "", *, delay: float | None = None) -> None:
         """Give it back, to be tried again after `delay` seconds (the queue's own pause unless
@@ -167,10 +187,13 @@ class Job:
 
         await self._settle(settle)
 
-    async def _settle(self, how: Callable[[Job], Awaitable[None]]) -> None:
+    def _claim(self) -> None:
         if self._is_settled:
             raise RuntimeError(f"job {self.job_id} was settled before")
         self._is_settled = True
+
+    async def _settle(self, how: Callable[[Job], Awaitable[None]]) -> None:
+        self._claim()
         await self._taker.settle(self, how)
 
     def left(self, end: JobEnd, error: BaseException | str | None = None) -> None:
@@ -217,7 +240,7 @@ class Job:
 
 
 class Taker:
-    """Takes jobs of a queue: iterate over it. `WorkQueue.take` makes one.
+    """Takes jobs of a queue: iterate over it, or call `begin`. `WorkQueue.take` makes one.
 
     At most `limit` jobs are held at a time; no other is asked for before one of them is settled,
     so a job never waits behind others at a taker while another taker is idle.
@@ -255,6 +278,11 @@ class Taker:
         self._ordered = jobs.config.ordered
         self._choice = LaneChoice(jobs.waiting, ordered=self._ordered)
         self._settling = 0
+        # Those held jobs whose work is over.
+        self._over = 0
+        self._heard_at = 0.0
+        self._patience: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
         self._settled: OrderedDict[JobKey, None] = OrderedDict()
         self._drained = False
         self._changed = asyncio.Event()
@@ -306,31 +334,32 @@ class Taker:
         return self
 
     async def __anext__(self) -> Job:
-        self._waiting += 1
+        jobs = await self._next(1)
+        if not jobs:
+            raise StopAsyncIteration
+        return jobs[0]
+
+    async def begin(self) -> list[Job]:
+        """All jobs that may be held beside those that are, one at least: wait for them; none at the
+        end, where an iteration would end."""
+        return await self._next(self._limit)
+
+    async def _next(self, most: int) -> list[Job]:
+        self._waiting += most
         self._gave_up_waiting = True
         try:
             while True:
-                job = await self._begin_one()
-                if job is not None:
+                jobs = await self._begin_ready(most)
+                if jobs:
                     self._gave_up_waiting = False
-                    return job
+                    return jobs
                 if self._drained:
-                    raise StopAsyncIteration
+                    return []
                 self._ask()
                 self._changed.clear()
-                await self._wait_for_change()
+                await self._changed.wait()
         finally:
-            self._waiting -= 1
-
-    async def _wait_for_change(self) -> None:
-        asked = self._asked()
-        if not self._choice.hopes(asked):
-            await self._changed.wait()
-            return
-        with anyio.move_on_after(PATIENCE) as waiting:
-            await self._changed.wait()
-        if waiting.cancelled_caught:
-            self._choice.heard_nothing(self._asked())
+            self._waiting -= most
 
     async def drain(self) -> None:
         """Take no more and give back what is not begun; iterations end. Jobs that are held stay so
@@ -339,14 +368,16 @@ class Taker:
             return
         self._drained = True
         self._changed.set()
+        if self._patience is not None:
+            self._patience.cancel()
         if self._subscription is not None:
             self._subscription.unsubscribe()
         async with anyio.create_task_group() as tasks:
             for reader in self._readers:
                 tasks.start_soon(reader.stop)
         while self._ready:
-            delivery = self._ready.pop(0).delivery
-            await self._return(delivery, self._judge(delivery).facts.job_id)
+            _, delivery, queued, _ = self._ready.pop(0)
+            await self._return(delivery, self._judge(delivery, queued).facts.job_id)
 
     async def close(self) -> None:
         """Drain, and give back what is held too."""
@@ -386,8 +417,8 @@ class Taker:
         return [reader.wanted for reader in self._readers]
 
     def _ask(self) -> None:
-        needed = min(self._waiting, self._limit - len(self._held)) - len(self._ready)
-        if needed <= 0:
+        needed = self._most_to_begin() - len(self._ready)
+        if needed <= 0 or self._drained:
             return
         held: set[int] = set()
         if self._ordered:
@@ -397,12 +428,32 @@ class Taker:
         for lane, count in asks.counts.items():
             self._readers[lane].ask(count)
         for lane in asks.surplus:
-            self._background.start(self._readers[lane].withdraw, name="ask a lane no more")
+            reader = self._readers[lane]
+            self._background.start(self._withdraw, reader, name="ask a lane no more")
+        if asks.counts:
+            self._heard_at = monotonic()
+            self._be_patient(PATIENCE)
+
+    def _be_patient(self, seconds: float) -> None:
+        """See whether a job comes of lanes that are said to have one."""
+        if self._patience is None and self._choice.hopes(self._asked()):
+            self._patience = self._loop.call_later(seconds, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        left = PATIENCE - (monotonic() - self._heard_at)
+        if left > LEAST_WAIT:
+            self._be_patient(left)
+            return
+        self._choice.heard_nothing(self._asked())
+        self._ask()
 
     def _receive(self, lane: int, delivery: Delivery) -> None:
         self._choice.delivered(lane, delivery.message.pending)
+        self._heard_at = now = monotonic()
         key = _key(delivery)
-        delivery, delay = counted(delivery, monotonic() - self._jobs.queued(delivery))
+        queued = self._jobs.queued(delivery, now)
+        delivery, delay = counted(delivery, now - queued)
         if (job := self._held.get(key)) is not None:
             # A server that was killed had not kept to itself that we have it, or was not heard for
             # so long that it gave it to us once more.
@@ -419,11 +470,12 @@ class Taker:
         elif self._ordered and delivery.tries > 1:
             self._background.start(self._recall, lane, delivery, name="learn a job's tries")
         else:
-            self._admit(lane, delivery)
+            self._admit(_Ready(lane, delivery, queued))
 
     async def _recall(self, lane: int, delivery: Delivery) -> None:
         """Take a delivery without those that were none of the job's tries."""
-        job_id = self._judge(delivery).facts.job_id
+        queued = self._jobs.queued(delivery, monotonic())
+        job_id = self._judge(delivery, queued).facts.job_id
         try:
             returns = await self._jobs.returns(delivery, job_id)
         except DynbusError as error:
@@ -432,27 +484,33 @@ class Taker:
             await self._jobs.give_back(delivery, UNKNOWN_TRIES_DELAY)
             return
         counted_less = delivery._replace(tries=max(1, delivery.tries - returns))
-        self._admit(lane, counted_less, returns)
+        self._admit(_Ready(lane, counted_less, queued, returns))
 
-    def _admit(self, lane: int, delivery: Delivery, returns: int = 0) -> None:
-        ready = _Ready(lane, delivery, returns)
+    def _admit(self, ready: _Ready) -> None:
         if self._ordered:
             self._ready.append(ready)
         else:
             insort(self._ready, ready, key=lambda one: one.lane)
         self._changed.set()
         self.on_change()
-        if sum(self._asked()) + len(self._ready) > self._most_to_begin() or self._drained:
+        most, ready_now = self._most_to_begin(), len(self._ready)
+        # Who waits for one job waits for none when it has got it.
+        if ready_now > most or (ready_now == most and any(self._asked())) or self._drained:
             self._may_be_too_many.set()
 
+    def _places(self) -> int:
+        """How many jobs may begin beside those that are held."""
+        held = len(self._held)
+        return self._limit - max(held - self._over, held - self._limit)
+
     def _most_to_begin(self) -> int:
-        return min(self._waiting, self._limit - len(self._held))
+        return min(self._waiting, self._places())
 
     def _most_to_keep(self) -> int:
         if self._drained:
             return 0
         # Who was cancelled as it waited comes back for what it had asked for.
-        is_left = self._gave_up_waiting and len(self._held) < self._limit
+        is_left = self._gave_up_waiting and self._places() > 0
         return max(self._most_to_begin(), int(is_left))
 
     async def _give_back_surplus(self) -> None:
@@ -465,28 +523,36 @@ class Taker:
                 await anyio.lowlevel.checkpoint()
             await self._want_no_more_than_is_waited_for()
             while len(self._ready) > self._most_to_keep():
-                lane, delivery, _ = self._ready.pop()
+                lane, delivery, queued, _ = self._ready.pop()
                 self._choice.heard_of_job(lane)
-                await self._pass_on(delivery, self._judge(delivery).facts.job_id)
+                await self._pass_on(delivery, self._judge(delivery, queued).facts.job_id)
 
-    async def _begin_one(self) -> Job | None:
-        """The next job that may begin; None where there is none."""
+    async def _begin_ready(self, most: int) -> list[Job]:
+        """The next jobs that may begin, `most` at most; none where there are none."""
         if self._ready:
             await self._read_clock()
-        while self._ready and not self._drained and len(self._held) < self._limit:
-            lane, delivery, returns = self._ready.pop(0)
-            disposition = self._judge(delivery)
+        jobs: list[Job] = []
+        while self._ready and not self._drained and len(jobs) < most and self._places() > 0:
+            ready = self._ready.pop(0)
+            disposition = self._judge(ready.delivery, ready.queued)
             if disposition.end is None:
-                facts = disposition.facts
-                attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
-                waited = monotonic() - self._jobs.queued(delivery)
-                created = self._jobs.created
-                job = Job(self, delivery, facts, created, waited, attempt, lane, returns)
-                self._held[_key(delivery)] = job
-                self._figures.taken(waited if delivery.tries == 1 else None)
-                return job
-            await self._refuse(delivery, disposition)
-        return None
+                jobs.append(self._hold(ready, disposition.facts))
+            elif jobs:
+                # Whoever waits may be cancelled before this one is refused.
+                self._ready.insert(0, ready)
+                break
+            else:
+                await self._refuse(ready.delivery, disposition)
+        return jobs
+
+    def _hold(self, ready: _Ready, facts: Facts) -> Job:
+        lane, delivery, queued, returns = ready
+        attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
+        waited = monotonic() - queued
+        job = Job(self, delivery, facts, self._jobs.created, waited, attempt, lane, returns)
+        self._held[_key(delivery)] = job
+        self._figures.taken(waited if delivery.tries == 1 else None)
+        return job
 
     async def _read_clock(self) -> None:
         try:
@@ -495,8 +561,7 @@ class Taker:
             # What it said before is carried on by our own clock.
             logger.debug("%r: the server's time was not read again: %s", self, error)
 
-    def _judge(self, delivery: Delivery) -> Disposition:
-        queued = self._jobs.queued(delivery)
+    def _judge(self, delivery: Delivery, queued: float) -> Disposition:
         return judge(delivery, queued, monotonic(), self._jobs.config, self._cancelled)
 
     async def _refuse(self, delivery: Delivery, disposition: Disposition) -> None:
@@ -538,11 +603,42 @@ class Taker:
 
     # Jobs that are held ----------------------------------------------------------------
 
+    def free_place(self, job: Job) -> None:
+        """See `Job.leave_place`."""
+        if job.has_place and self._held.get(_key(job.delivery)) is job:
+            job.has_place = False
+            self._over += 1
+            self._place_is_free()
+
+    def _place_is_free(self) -> None:
+        if self._ready:
+            self._changed.set()
+        else:
+            self._ask()
+
+    def _drop_held(self, job: Job) -> None:
+        """Hold a job no more, if it still is."""
+        key = _key(job.delivery)
+        if self._held.get(key) is job:
+            del self._held[key]
+            self._over -= not job.has_place
+
     async def settle(self, job: Job, how: Callable[[Job], Awaitable[None]]) -> None:
         """Carry `how` out in the background, so that nobody who is cancelled stops it halfway, and
         wait for it."""
         outcomes: list[DynbusError | None] = []
+        await self._start_settling(job, how, outcomes).wait()
+        if not outcomes:
+            raise self._unconfirmed(job)
+        if outcomes[0] is not None:
+            raise outcomes[0]
 
+    def _start_settling(
+        self,
+        job: Job,
+        how: Callable[[Job], Awaitable[None]],
+        outcomes: list[DynbusError | None],
+    ) -> Work:
         async def run() -> None:
             try:
                 await how(job)
@@ -552,30 +648,59 @@ class Taker:
             else:
                 outcomes.append(None)
             finally:
-                self._settling -= 1
-                if self._held.get(_key(job.delivery)) is job:
-                    del self._held[_key(job.delivery)]
-                self._changed.set()
-                self.on_change()
+                self._is_settled(job)
 
         work = self._background.start(run, name=f"settle job {job.job_id}")
         self._settling += 1
-        await work.wait()
-        if not outcomes:
-            raise UnknownOutcome(
-                f"the bus was closed before the queue {self._jobs.name} had confirmed what became "
-                f"of job {job.job_id}: another taker may get it"
-            )
-        if outcomes[0] is not None:
-            raise outcomes[0]
+        return work
+
+    def _is_settled(self, job: Job) -> None:
+        self._settling -= 1
+        self._drop_held(job)
+        if self._drained:
+            self._changed.set()
+        else:
+            self._place_is_free()
+        self.on_change()
+
+    def _unconfirmed(self, job: Job) -> UnknownOutcome:
+        return UnknownOutcome(
+            f"the bus was closed before the queue {self._jobs.name} had confirmed what became of "
+            f"job {job.job_id}: another taker may get it"
+        )
 
     async def finish(self, job: Job) -> None:
-        """See `Job.ack`."""
+        """See `Job.ack`.
+
+        The server confirms almost every job at once, so that is waited for here; only what has to
+        be tried again, or that a cancelled caller leaves, takes a task of its own.
+        """
+        self._settling += 1
+        try:
+            await self._jobs.acknowledge(job.delivery)
+        except DynbusError:
+            self._settling -= 1
+            if self._background.is_open:
+                await self.settle(job, self._finish_in_time)
+                return
+            raise self._unconfirmed(job) from None
+        except BaseException:
+            self._settling -= 1
+            if self._background.is_open:
+                self._start_settling(job, self._finish_in_time, [])
+            raise
+        self._note_finished(job)
+        self._is_settled(job)
+
+    async def _finish_in_time(self, job: Job) -> None:
         if not await self._drop(job.delivery, job.created):
             raise UnknownOutcome(
                 f"job {job.job_id} is done, and the queue {self._jobs.name} did not confirm that "
                 f"within {SETTLE_SECONDS:g} s: another taker may get it"
             )
+        self._note_finished(job)
+
+    def _note_finished(self, job: Job) -> None:
         self._remember(job)
         self._left(job, JobEnd.DONE)
 
@@ -614,7 +739,9 @@ class Taker:
         """Have a job handed out again. It is not held any more from here on: it may come to this
         very taker before the server has confirmed that it has it back."""
         await self._want_no_more_than_is_waited_for()
-        self._held.pop(_key(delivery), None)
+        job = self._held.get(_key(delivery))
+        if job is not None:
+            self._drop_held(job)
         await self._jobs.give_back(delivery, delay)
 
     async def _want_no_more_than_is_waited_for(self) -> None:
@@ -625,7 +752,17 @@ class Taker:
         async with anyio.create_task_group() as tasks:
             for reader in self._readers:
                 if reader.wanted:
-                    tasks.start_soon(reader.withdraw)
+                    tasks.start_soon(self._withdraw_unless_wanted, reader)
+
+    async def _withdraw_unless_wanted(self, reader: PullReader) -> None:
+        # A turn of the loop has passed, in which somebody may have begun to wait.
+        if self._most_to_begin() <= 0:
+            await reader.withdraw()
+
+    async def _withdraw(self, reader: PullReader) -> None:
+        """Ask a lane no more, and others where that was needed after all."""
+        await reader.withdraw()
+        self._ask()
 
     async def bury(self, job: Job, error: BaseException | str) -> None:
         """See `Job.bury`."""
