@@ -6,7 +6,7 @@ import typing
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
@@ -230,11 +230,14 @@ async def step(
     return result
 
 
-async def sleep_until(when: datetime) -> None:
+async def sleep_until(when: datetime | timedelta) -> None:
     """Wait until a time, in a durable handler; longer than some seconds without a place at an
     instance.
 
     The time of the first try counts: a later one that gives another waits until the first.
+
+    Args:
+        when: a time with a time zone, or how long from now on, both by the server's clock.
 
     Raises:
         ConfigError: this is no durable handler.
@@ -242,9 +245,13 @@ async def sleep_until(when: datetime) -> None:
         StepMismatch: the job had finished another step at this place.
     """
     run = _current("sleep_until(...)")
-    if when.tzinfo is None:
+    if isinstance(when, timedelta):
+        until = await run.now() + when.total_seconds()
+    elif when.tzinfo is None:
         raise InvalidRequest(f"sleep_until({when.isoformat()}) has no time zone: give one")
-    await run.sleep(await _first_time(run, SLEEP, "", when.timestamp()))
+    else:
+        until = when.timestamp()
+    await run.sleep(await _first_time(run, SLEEP, "", until))
 
 
 @overload

@@ -118,6 +118,12 @@ class Shop(Actor, abstract=True):
         await sleep_until(begun + timedelta(seconds=seconds))
         return await step("count", self.count)
 
+    @handler(durable=True)
+    async def rest(self, seconds: float) -> float:
+        begun = unix_time()
+        await sleep_until(timedelta(seconds=seconds))
+        return unix_time() - begun
+
     async def count(self) -> float:
         self.notes.done["remind"] += 1
         return float(self.notes.done["remind"])
@@ -172,7 +178,7 @@ async def fleet(bus: Bus) -> AsyncIterator[Fleet]:
     js = made.runtime.bus.data.jetstream
     for runtime in made.runtimes[:0:-1]:
         await runtime.stop(0.0)
-    for name in ("sell", "approve", "remind"):
+    for name in ("sell", "approve", "remind", "rest"):
         queue = EndpointName(namespace, "Shop", name)
         await js.delete_stream(work_stream(queue))
         await js.delete_stream(job_log_stream(queue))
@@ -287,6 +293,16 @@ async def test_a_sleep_survives_the_instance(fleet: Fleet, monkeypatch: pytest.M
     await fleet.start(fleet.shop)
 
     assert await job.result(PATIENCE) == 1.0
+
+
+async def test_a_sleep_for_a_while_is_counted_from_the_first_try(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+
+    # The try that begins when it is over does not wait again.
+    assert await (await fleet.client.rest.submit(1.0)).result(PATIENCE) < 1.0
 
 
 async def test_steps_are_for_durable_handlers(fleet: Fleet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict, assert_type
 
 import msgspec
@@ -366,6 +366,7 @@ class Desk(Actor, namespace="demo"):
         assert_type(await step("split", self.split, prompt, limit=2), list[str])
         assert_type(await signal("approved", Prompt, timeout=5.0), Prompt)
         await sleep_until(datetime.now(UTC))
+        await sleep_until(timedelta(hours=1))
         return Word(text=prompt.text)
 
     @handler(durable=True)
