@@ -52,7 +52,7 @@ from .declaring.json_object import decode_json
 from .declaring.schedule import schedule_of
 from .middleware.handlers import behind_middleware
 from .middleware.passing import Middleware, checked_middleware
-from .serving.endpoints import endpoints_of_functions, endpoints_of_object
+from .serving.endpoints import endpoints_of_functions, endpoints_of_object, make_endpoint
 from .serving.instance import (
     InstanceState,
     ServedInstance,
@@ -63,6 +63,7 @@ from .serving.instance import (
 )
 from .serving.job_runner import JobRunner
 from .serving.schedule_runner import ScheduleRunner
+from .serving.topic_runner import GroupMember, Listener, event_runner
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +277,11 @@ class ActorInstance(ServedInstance):
             announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
             drain=self.actor.__dynbus_drain__,
             has_other=runtime.has_other,
-            beside=[*runners.values(), *self.schedules],
+            beside=[
+                *runners.values(),
+                *self.schedules,
+                *_event_runners(runtime.bus, name, self.actor),
+            ],
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
@@ -354,6 +359,14 @@ def _schedules(bus: Bus, name: InstanceName, actor: type[Actor]) -> list[Schedul
         ScheduleRunner(bus, EndpointName(name.namespace, name.component, spec.name), spec, schedule)
         for spec in actor.__dynbus_handlers__.values()
         if (schedule := schedule_of(spec)) is not None
+    ]
+
+
+def _event_runners(bus: Bus, name: InstanceName, actor: Actor) -> list[GroupMember | Listener]:
+    """What runs the methods of an instance that hear topics."""
+    return [
+        event_runner(bus, name, make_endpoint(getattr(actor, attribute), one.spec), one)
+        for attribute, one in type(actor).__dynbus_subscriptions__.items()
     ]
 
 

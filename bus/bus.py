@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -31,8 +32,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_current: ContextVar[Bus | None] = ContextVar("dynbus_bus", default=None)
+
 MIN_PAYLOAD: Final = 4096
 """Heartbeats of some hundred calls must fit into a message."""
+
+
+def current_bus() -> Bus | None:
+    """The bus of the instance whose code is running; None outside of those."""
+    return _current.get()
+
+
+def enter_bus(bus: Bus) -> Callable[[], None]:
+    """Make `bus` the one of what runs or begins here; what is returned ends that."""
+    token = _current.set(bus)
+    return lambda: _current.reset(token)
 
 
 class Bus:

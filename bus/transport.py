@@ -118,6 +118,7 @@ class StreamConfig(NamedTuple):
         work_queue: each message goes to one consumer and is gone when acknowledged.
         replicas: how many servers of a cluster keep it at most; a smaller cluster keeps it on
             as many as it has. None for the number that the connection has for all streams.
+        metadata: names, which begin with `dynbus.`, and texts that are kept with it.
     """
 
     name: str
@@ -129,6 +130,7 @@ class StreamConfig(NamedTuple):
     in_memory: bool = False
     replicas: int | None = None
     description: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
 
     def differences(self, existing: StreamConfig, *fields: str) -> list[str]:
         """The limits of a stream that are others than these, as `name = value, not value`.
@@ -250,7 +252,7 @@ class NoRoom(DynbusError):
 
 
 class PullConsumerConfig(NamedTuple):
-    """A consumer of a work-queue stream, whose messages its readers share.
+    """A consumer of a stream, whose messages its readers share.
 
     Attributes:
         ack_wait: seconds after which a message that nobody acknowledged is delivered again.
@@ -258,12 +260,20 @@ class PullConsumerConfig(NamedTuple):
             message that is delivered again comes before all that are behind it.
         subject: what is delivered of the stream (wildcards allowed). Two consumers of a work queue
             have no subject in common.
+        subjects: the same of a consumer that has several, in place of `subject`.
+        new_only, start_time, start_sequence: where it begins, in place of the oldest message: after
+            the newest, at the first that was stored at a time in Unix seconds, at a sequence.
     """
 
     name: str
     ack_wait: float = 30.0
     max_ack_pending: int = 65_536
     subject: str = ">"
+    subjects: tuple[str, ...] = ()
+    new_only: bool = False
+    start_time: float | None = None
+    start_sequence: int | None = None
+    description: str = ""
 
 
 class ConsumerInfo(NamedTuple):
@@ -274,11 +284,18 @@ class ConsumerInfo(NamedTuple):
         ack_pending: messages that were delivered and are not acknowledged, those that are to be
             delivered again counted in.
         ack_wait: seconds; that of the consumer as it is.
+        delivered: the sequence of the message that was delivered last for the first time; 0 for
+            none.
+        settled: the sequence up to which all was acknowledged.
+        description: of the consumer.
     """
 
     pending: int
     ack_pending: int
     ack_wait: float
+    delivered: int = 0
+    settled: int = 0
+    description: str = ""
 
 
 class Delivery(NamedTuple):
@@ -561,11 +578,15 @@ class JetStream(Protocol):
     async def ensure_pull_consumer(
         self, stream: str, config: PullConsumerConfig, *, timeout: float = 5.0
     ) -> None:
-        """Make a consumer of a work-queue stream, or leave one of this name as it is.
+        """Make a consumer of a stream, or leave one of this name as it is.
 
         Raises:
             NoStream: the stream does not exist.
         """
+        ...
+
+    async def delete_consumer(self, stream: str, consumer: str, *, timeout: float = 5.0) -> None:
+        """Delete a consumer; one that does not exist is no error."""
         ...
 
     async def consumer_info(

@@ -196,7 +196,7 @@ class JobQueue:
         key = when.get("idempotency_key") or options.get("idempotency_key") or ""
         name = key or random_id()
         job_id = JobId.of(self.endpoint, name)
-        fields = _fields(options, parent)
+        fields = call_headers(options, parent)
         if key:
             fields[headers.KEYED] = "1"
             # It may be in another lane, and of a longer time ago than repeats are known.
@@ -396,8 +396,8 @@ def _unwrapped(found: JobResult) -> bytes:
     return found.data
 
 
-def _fields(options: CallOptions, parent: Context | None) -> dict[str, str]:
-    """The fields that a job carries of the call in which it is submitted."""
+def call_headers(options: CallOptions, parent: Context | None) -> dict[str, str]:
+    """The fields that a job or an event carries of the call in which it is submitted."""
     metadata, priority = inherited(options, parent)
     fields = {headers.REQUEST_ID: options.get("request_id") or (parent.id if parent else "")}
     if metadata:

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol.names import ComponentName, check_token
+from dynbus.bus.topics import TopicConfig
 
+from .durable import DurableOptions
 from .handlers import HandlerSpec
 from .restart_policy import OnCrash
 from .service_args import ServiceArgs
@@ -20,6 +23,7 @@ from .service_args import ServiceArgs
 A = TypeVar("A", bound="DeclaredActor")
 L = TypeVar("L", bound="DeclaredActor")
 
+SUBSCRIPTION: Final = "__dynbus_subscription__"
 PUBLIC_ATTRIBUTES: Final = (
     "broadcast",
     "instance_id",
@@ -35,6 +39,43 @@ PUBLIC_ATTRIBUTES: Final = (
 """The names that `Actor` and its clients have for themselves."""
 
 
+class TopicOfEvents(Protocol):
+    """A topic, as its subscriptions know it."""
+
+    @property
+    def name(self) -> str: ...
+    def config(self, namespace: str = "") -> TopicConfig: ...
+    def misfit(self, kept: str) -> str: ...
+
+
+class Subscription(NamedTuple):
+    """A method that hears a topic; see `subscribe`.
+
+    Attributes:
+        spec: how the method is called.
+        group: empty where every instance hears each event.
+        options: how the events of a group are tried.
+        start: where a group begins.
+    """
+
+    spec: HandlerSpec
+    topic: TopicOfEvents
+    group: str
+    options: DurableOptions
+    ordered: bool
+    start: str | datetime
+
+
+def subscription_of(function: Any) -> Subscription | None:
+    """The subscription that a method is; None for any other."""
+    return getattr(function, SUBSCRIPTION, None)
+
+
+def mark(function: Callable[..., Any], subscription: Subscription) -> None:
+    """Make a method a subscription."""
+    setattr(function, SUBSCRIPTION, subscription)
+
+
 class DeclaredActor:
     """The part of `Actor` that is known without a bus; see there for the class arguments."""
 
@@ -44,6 +85,7 @@ class DeclaredActor:
     __dynbus_abstract__: ClassVar[bool] = True
     __dynbus_needs_handler__: ClassVar[bool] = True
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
+    __dynbus_subscriptions__: ClassVar[dict[str, Subscription]] = {}
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
     __dynbus_uses__: ClassVar[dict[str, Used]] = {}
     __dynbus_links__: ClassVar[frozenset[str]] = frozenset()
@@ -80,6 +122,7 @@ class DeclaredActor:
         cls.__dynbus_component__ = check_token("component", component or cls.__name__)
         cls.__dynbus_abstract__ = abstract
         cls.__dynbus_handlers__ = _collect_handlers(cls)
+        cls.__dynbus_subscriptions__ = _collect_subscriptions(cls)
         cls.__dynbus_dependencies__ = {
             name: value
             for base in reversed(cls.__mro__)
@@ -331,10 +374,12 @@ def check_servable(cls: type[DeclaredActor]) -> None:
     if cls.__dynbus_abstract__:
         raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
     needs_handler = cls.__dynbus_needs_handler__ and cls.__dynbus_service__.enabled
-    if needs_handler and not cls.__dynbus_handlers__:
+    if needs_handler and not (cls.__dynbus_handlers__ or cls.__dynbus_subscriptions__):
         raise ConfigError(f"{cls.__name__} has no handler: mark a method with @handler")
     for spec in cls.__dynbus_handlers__.values():
         spec.check()
+    for subscription in cls.__dynbus_subscriptions__.values():
+        subscription.spec.check()
 
 
 def _prefixes(given: Any, source: str) -> tuple[str, ...]:
@@ -372,6 +417,34 @@ def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:
             )
         by_name[spec.name] = attribute
     return specs
+
+
+def _collect_subscriptions(cls: type[Any]) -> dict[str, Subscription]:
+    """Subscriptions by attribute, base classes first; an override without `@subscribe` is none.
+
+    Raises:
+        ConfigError: two methods claim one group.
+    """
+    found: dict[str, Subscription] = {}
+    for base in reversed(cls.__mro__):
+        for attribute, value in vars(base).items():
+            one = subscription_of(value)
+            if one is not None:
+                found[attribute] = one
+            else:
+                found.pop(attribute, None)
+    claims: dict[tuple[int, str], str] = {}
+    for attribute, one in found.items():
+        if not one.group:
+            continue
+        other = claims.setdefault((id(one.topic), one.group), attribute)
+        if other != attribute:
+            raise ConfigError(
+                f"{cls.__name__}: {other} and {attribute} claim the group {one.group!r} of "
+                f"{one.topic.name}, and each would get a part of the events: give one of them a "
+                "group of another name"
+            )
+    return found
 
 
 def _check_hidden(cls: type[DeclaredActor]) -> None:

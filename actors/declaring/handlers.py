@@ -450,7 +450,7 @@ def handler(
     """
 
     def decorate(method: F) -> F:
-        spec = _declare(
+        spec = declare(
             method,
             name=name,
             concurrency=concurrency,
@@ -497,7 +497,7 @@ def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
         ConfigError: it is not usable as a handler, or the name is not legal.
     """
     check_token("endpoint", name)
-    declared = HandlerSpec.of(function) or _declare(function, name=name)
+    declared = HandlerSpec.of(function) or declare(function, name=name)
     signature = inspect.signature(function)
     spec = replace(
         declared,
@@ -510,7 +510,7 @@ def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
     return spec
 
 
-def _declare(
+def declare(
     method: Callable[..., Any],
     *,
     name: str | None,

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, cast
 import anyio
 
 from dynbus.bus.background import Background, Work, task_group
-from dynbus.bus.bus import Bus
+from dynbus.bus.bus import Bus, enter_bus
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import current_instance, inside_instance
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
@@ -154,8 +154,10 @@ class ServedInstance:
     ) -> None:
         self.name = name
         self.announced = announced
+        leave = enter_bus(bus)
         with inside_instance(name):  # what its calls run in
             self.server = InstanceServer(bus, name, endpoints)
+        leave()
         self._state = InstanceState.NEW
         self.broken = ""
         self.stopped = asyncio.Event()
@@ -210,6 +212,7 @@ class ServedInstance:
             raise RuntimeError(f"{self!r} was started already: make another instance")
         self._state = InstanceState.STARTING
         variables = contextvars.copy_context()
+        variables.run(enter_bus, self._bus)
         self._background.start(self._live, variables, name=f"the life of {self.name}")
         try:
             await self._start_ended.wait()
@@ -300,6 +303,7 @@ class ServedInstance:
 
     async def _live(self, variables: contextvars.Context) -> None:
         """From `on_start` to the end of `on_stop`, in the background: nobody's to cancel."""
+        enter_bus(self._bus)
         with inside_instance(self.name):
             await self._open_and_close(variables)
 

@@ -318,6 +318,11 @@ class JetStreamServer:
                     reader.restart()
         return None
 
+    def delete_consumer(self, stream: str, consumer: str) -> None:
+        pull_consumer = self._pull_consumers.pop((stream, consumer), None)
+        if pull_consumer is not None:
+            pull_consumer.close()
+
     def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo | NoStream:
         pull_consumer = self._pull_consumers.get((stream, consumer))
         return NoStream("consumer not found") if pull_consumer is None else pull_consumer.info()
@@ -486,6 +491,10 @@ class MemoryJetStream:
     ) -> None:
         call = f"CONSUMER.CREATE.{stream}.{config.name}"
         await self._api(call, partial(self._server.ensure_consumer, stream, config), timeout)
+
+    async def delete_consumer(self, stream: str, consumer: str, *, timeout: float = 5.0) -> None:
+        call = f"CONSUMER.DELETE.{stream}.{consumer}"
+        await self._api(call, partial(self._server.delete_consumer, stream, consumer), timeout)
 
     async def consumer_info(
         self, stream: str, consumer: str, *, timeout: float = 5.0

@@ -113,7 +113,7 @@ class MemoryPullConsumer:
     def __init__(self, config: PullConsumerConfig, stream: MemoryStream) -> None:
         self.config = config
         self.stream = stream
-        self._next_sequence = 1
+        self._next_sequence = _start_of(config, stream)
         self._unsettled: dict[int, _Unsettled] = {}
         self._owed: dict[MemoryPullReader, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -123,8 +123,23 @@ class MemoryPullConsumer:
 
     def info(self) -> ConsumerInfo:
         """The progress of its readers."""
-        pending = len(self.stream.after(self._next_sequence, self.config.subject))
-        return ConsumerInfo(pending, len(self._unsettled), self.config.ack_wait)
+        pending = len(self._after())
+        settled = min(self._unsettled, default=self._next_sequence) - 1
+        return ConsumerInfo(
+            pending,
+            len(self._unsettled),
+            self.config.ack_wait,
+            self._next_sequence - 1,
+            settled,
+            self.config.description,
+        )
+
+    def _after(self) -> list[int]:
+        """What was not delivered yet, oldest first."""
+        patterns = self.config.subjects or (self.config.subject,)
+        return sorted(
+            {one for each in patterns for one in self.stream.after(self._next_sequence, each)}
+        )
 
     def want(self, reader: MemoryPullReader) -> None:
         """Deliver to a reader what it wants, in turn with others."""
@@ -162,7 +177,8 @@ class MemoryPullConsumer:
         now = asyncio.get_running_loop().time()
         if kind in (AckKind.ACK, AckKind.TERM):
             del self._unsettled[sequence]
-            self.stream.drop(sequence)
+            if self.stream.config.work_queue:
+                self.stream.drop(sequence)
         elif kind is AckKind.NAK:
             self._unsettled[sequence] = known._replace(due=now + delay)
         else:
@@ -184,7 +200,7 @@ class MemoryPullConsumer:
                 return sequence
         if len(self._unsettled) >= self.config.max_ack_pending:
             return None
-        fresh = self.stream.after(self._next_sequence, self.config.subject)
+        fresh = self._after()
         return fresh[0] if fresh else None
 
     def _deliver(self, reader: MemoryPullReader, sequence: int, now: float) -> None:
@@ -192,7 +208,7 @@ class MemoryPullConsumer:
         tries = 1 if before is None else before.tries + 1
         self._unsettled[sequence] = _Unsettled(tries, now + self.config.ack_wait)
         self._next_sequence = max(self._next_sequence, sequence + 1)
-        pending = len(self.stream.after(self._next_sequence, self.config.subject))
+        pending = len(self._after())
         message = self.stream.get(sequence)._replace(pending=pending)
         token = ack_subject(self.stream.config.name, self.config.name, sequence)
         delivery = Delivery(message, tries, token)
@@ -205,6 +221,16 @@ class MemoryPullConsumer:
         dues = [unsettled.due for unsettled in self._unsettled.values() if unsettled.due > now]
         if dues and self._owed:
             self._timer = asyncio.get_running_loop().call_at(min(dues), self.serve)
+
+
+def _start_of(config: PullConsumerConfig, stream: MemoryStream) -> int:
+    """The first sequence that a consumer may deliver."""
+    if config.new_only:
+        return stream.last_sequence + 1
+    if config.start_time is not None:
+        later = (one for one in stream.after(1, ">") if stream.get(one).time >= config.start_time)
+        return next(later, stream.last_sequence + 1)
+    return max(1, config.start_sequence or 1)
 
 
 def ack_subject(stream: str, consumer: str, sequence: int) -> str:

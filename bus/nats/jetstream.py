@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, Final, Unpack
 
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
@@ -336,17 +338,7 @@ class NatsJetStream:
         request: dict[str, Any] = {
             "stream_name": stream,
             "action": "create",
-            "config": {
-                "name": config.name,
-                "durable_name": config.name,
-                "ack_policy": "explicit",
-                "ack_wait": int(config.ack_wait * NANOSECONDS),
-                "deliver_policy": "all",
-                "replay_policy": "instant",
-                "max_deliver": -1,
-                "max_ack_pending": config.max_ack_pending,
-                "max_waiting": MAX_WAITING_PULLS,
-            },
+            "config": _consumer_request(config),
         }
         call = f"CONSUMER.CREATE.{stream}.{config.name}"
         if config.subject != ">":
@@ -373,7 +365,14 @@ class NatsJetStream:
                 int(answer.get("num_pending") or 0),
                 int(answer.get("num_ack_pending") or 0),
                 int(answer["config"]["ack_wait"]) / NANOSECONDS,
+                int(answer["delivered"]["stream_seq"]),
+                int(answer["ack_floor"]["stream_seq"]),
+                str(answer["config"].get("description") or ""),
             )
+
+    async def delete_consumer(self, stream: str, consumer: str, *, timeout: float = 5.0) -> None:
+        with suppress(NoStream):
+            await self.api(f"CONSUMER.DELETE.{stream}.{consumer}", {}, timeout=timeout)
 
     def pull(
         self,
@@ -404,6 +403,31 @@ class NatsJetStream:
         # Each of them may be carried out twice.
         data = ack_payload(kind, delay)
         await self._connection.request(token, data, timeout=timeout, repeat=True)
+
+
+def _consumer_request(config: PullConsumerConfig) -> dict[str, Any]:
+    """The server's JSON for a pull consumer."""
+    settings: dict[str, Any] = {
+        "name": config.name,
+        "durable_name": config.name,
+        "ack_policy": "explicit",
+        "ack_wait": int(config.ack_wait * NANOSECONDS),
+        "deliver_policy": "new" if config.new_only else "all",
+        "replay_policy": "instant",
+        "max_deliver": -1,
+        "max_ack_pending": config.max_ack_pending,
+        "max_waiting": MAX_WAITING_PULLS,
+        "description": config.description,
+    }
+    if config.subjects:
+        settings["filter_subjects"] = list(config.subjects)
+    if config.start_time is not None:
+        start = datetime.fromtimestamp(config.start_time, UTC)
+        settings |= {"deliver_policy": "by_start_time", "opt_start_time": start.isoformat()}
+    elif config.start_sequence is not None:
+        first = max(1, config.start_sequence)
+        settings |= {"deliver_policy": "by_start_sequence", "opt_start_seq": first}
+    return settings
 
 
 def _refuse_misfit(info: Mapping[str, Any], config: StreamConfig) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Final, cast
 from dynbus.bus.transport import StreamConfig, StreamLimits
 
 NANOSECONDS: Final = 1_000_000_000
+METADATA_PREFIX: Final = "dynbus."
+"""Of what dynbus keeps with a stream: the server has its own beside it."""
 
 _ESSENTIAL: Final = (
     "subjects",
@@ -54,6 +56,8 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         "deny_delete": not config.work_queue,
         "description": config.description,
     }
+    if config.metadata:
+        request["metadata"] = dict(config.metadata)
     if config.marker_ttl is not None:
         request["allow_msg_ttl"] = True
         if config.marker_ttl:
@@ -89,6 +93,11 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
         in_memory=settings.get("storage") == "memory",
         replicas=int(settings.get("num_replicas") or 1),
         description=str(settings.get("description") or ""),
+        metadata=tuple(
+            (str(name), str(value))
+            for name, value in (settings.get("metadata") or {}).items()
+            if str(name).startswith(METADATA_PREFIX)
+        ),
     )
 
 

@@ -27,6 +27,11 @@ JOBS: Final = "_jobs"
 DEAD: Final = "_dead"
 HOLDERS_BUCKET: Final = "dynbus_jobs"
 CANCEL: Final = "_cancel"
+TOPIC: Final = "_topic"
+EVENT: Final = "_event"
+GROUP: Final = "_group"
+NO_KEY: Final = "="
+"""The token of an event without a key; that of a key is never this."""
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 _ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
@@ -265,6 +270,52 @@ def dead_letter_subject(
 def dead_letter_stream(namespace: str) -> str:
     """The stream of the dead letters of a namespace."""
     return f"DYNBUS_DEAD_{namespace}"
+
+
+def check_topic(name: object) -> str:
+    """Return `name` when it is a legal name of a topic: names with dots between.
+
+    Raises:
+        ConfigError: it is not, or has more than 128 characters.
+    """
+    if isinstance(name, str) and len(name) <= 128 and all(map(TOKEN.fullmatch, name.split("."))):
+        return name
+    raise ConfigError(
+        f"topic {name!r} is not a valid name: use letters, digits, '_' or '-' with dots between, "
+        "128 at most, for example conversation.closed"
+    )
+
+
+def topic_subject(namespace: str, topic: str, key: str = "*") -> str:
+    """Where the events of a topic are published, by the token of their key; `*` for any."""
+    return f"{namespace}.{TOPIC}.{topic}.{EVENT}.{key}"
+
+
+def topic_key(key: str) -> str:
+    """The token of an event's key; empty for an event without one."""
+    return job_token(key) if key else NO_KEY
+
+
+def group_subject(namespace: str, topic: str, group: str, event: str = ">") -> str:
+    """Where copies of events are put that one group alone is to get; `>` for any."""
+    return f"{namespace}.{TOPIC}.{topic}.{GROUP}.{group}.{event}"
+
+
+_TOPIC_STREAM: Final = "DYNBUS_TOPIC_"
+
+
+def topic_stream(namespace: str, topic: str) -> str:
+    """The stream of a topic's events."""
+    return f"{_TOPIC_STREAM}{namespace}+{topic.replace('.', '+')}"
+
+
+def topic_of_stream(stream: str) -> tuple[str, str] | None:
+    """The namespace and the topic whose events a stream has; None for a stream of something
+    else."""
+    namespace, plus, topic = stream.removeprefix(_TOPIC_STREAM).partition("+")
+    if not stream.startswith(_TOPIC_STREAM) or not plus:
+        return None
+    return namespace, topic.replace("+", ".")
 
 
 class ReplySubjects:

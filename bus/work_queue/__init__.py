@@ -26,10 +26,12 @@ if TYPE_CHECKING:
         TryFailure,
         job_log_config,
     )
-    from .job_stream import CLOCK_AGE, queue_config, takers_config
+    from .job_stream import CLOCK_AGE, JobStream, queue_config, takers_config
     from .lanes import lanes_of
     from .needed import NeededStream
-    from .queue import WorkQueue
+    from .observing import QueueFigures
+    from .queue import WorkQueue, taking
+    from .storing import store
     from .taker import Job, Taker
 
 __all__ = [
@@ -43,10 +45,12 @@ __all__ = [
     "JobEnd",
     "JobLog",
     "JobResult",
+    "JobStream",
     "NeededStream",
     "NoDeadLetter",
     "Outcome",
     "QueueDepth",
+    "QueueFigures",
     "RunPhase",
     "RunState",
     "Taker",
@@ -58,7 +62,9 @@ __all__ = [
     "lanes_of",
     "letter_id_of",
     "queue_config",
+    "store",
     "takers_config",
+    "taking",
 ]
 
 if not TYPE_CHECKING:
@@ -66,6 +72,17 @@ if not TYPE_CHECKING:
 
     __getattr__, __dir__ = lazy_exports(
         __name__,
-        *("job", "job_log", "job_stream", "lanes", "holders", "dead_letters", "taker", "queue"),
-        "needed",
+        *(
+            "job",
+            "job_log",
+            "job_stream",
+            "lanes",
+            "holders",
+            "dead_letters",
+            "taker",
+            "queue",
+            "needed",
+            "observing",
+            "storing",
+        ),
     )

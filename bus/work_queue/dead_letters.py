@@ -12,6 +12,9 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import DynbusError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
+    GROUP,
+    TOKEN,
+    TOPIC,
     EndpointName,
     check_token,
     dead_letter_stream,
@@ -64,6 +67,7 @@ class DeadLetter(NamedTuple):
         sequence: of the stream of dead letters.
         lost_bytes: of headers and data, which were too many to keep.
         lane: of the queue.
+        group: the subject of the group of a topic whose event it is; empty for a job.
     """
 
     letter_id: str
@@ -79,6 +83,7 @@ class DeadLetter(NamedTuple):
     sequence: int
     lost_bytes: int = 0
     lane: str = "normal"
+    group: str = ""
 
 
 def letter_id_of(queue: EndpointName, job_id: str) -> str:
@@ -122,9 +127,13 @@ class DeadLetters:
         reason: DeathReason,
         error: BaseException | str,
         tries: int,
+        redrives_to: str = "",
     ) -> None:
         """Keep a job; on return the server has stored it. Its last letter takes the place of an
         earlier one.
+
+        Args:
+            redrives_to: the subject below which it is put again, of a group of a topic.
 
         Raises:
             Unavailable: the server did not confirm it in time.
@@ -139,6 +148,8 @@ class DeadLetters:
             header_names.DEAD_QUEUED: str(int(put_at(message) * 1000)),
             header_names.DEAD_LANE: lane_of_subject(message.subject),
         }
+        if redrives_to:
+            fields[header_names.DEAD_GROUP] = redrives_to
         subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
         try:
             await self._store(subject, message.data, fields)
@@ -203,10 +214,15 @@ class DeadLetters:
                 "came, and discard the letter"
             )
         fields = {**letter.headers, header_names.JOB: letter.job_id}
+        token = job_token(letter.job_id)
+        subject = work_subject(letter.queue, token, letter.lane)
+        if letter.group:
+            # A copy, which the other groups do not get.
+            subject = f"{letter.group}.{token}.{letter.sequence}"
         await self._forget_end(letter)
         try:
             await self._jetstream.publish(
-                work_subject(letter.queue, job_token(letter.job_id), letter.lane),
+                subject,
                 letter.data,
                 # Of the letter: a process that tries twice puts it once, and its first put is not
                 # in the way.
@@ -261,7 +277,16 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
         message.sequence,
         _number(fields.get(header_names.DEAD_LOST)),
         lane if is_lane(lane) else "normal",
+        _group(fields.get(header_names.DEAD_GROUP, "")),
     )
+
+
+def _group(subject: str) -> str:
+    """The subject of a group, and of nothing else: letters are written with others' rights."""
+    tokens = subject.split(".")
+    is_group = len(tokens) >= 5 and tokens[1] == TOPIC and tokens[-2] == GROUP
+    names = (*tokens[:1], *tokens[2:-2], *tokens[-1:])
+    return subject if is_group and all(map(TOKEN.fullmatch, names)) else ""
 
 
 def _number(text: str | None) -> int:

@@ -38,7 +38,8 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .job_stream import TRY_SECONDS, JobStream
+from .job_stream import JobStream
+from .storing import TRY_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -202,18 +202,20 @@ def judge(
     now: float,
     config: WorkQueueConfig,
     cancelled: Tombstones | None = None,
+    default_id: str = "",
 ) -> Disposition:
     """The decision on a delivery. Times are of the own monotonic clock.
 
     Args:
         queued: when the job was put.
+        default_id: the id of a job whose putter gave it none; that of its subject unless given.
         cancelled: what operators have cancelled: jobs by their ids, or those of their requests.
     """
     message = delivery.message
     fields = message.headers
     # A plain NATS client may put jobs too.
     job_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID)
-    job_id = job_id or job_of_subject(message.subject)
+    job_id = job_id or default_id or job_of_subject(message.subject)
     own = {name: value for name, value in fields.items() if not is_reserved(name)}
     text = fields.get(header_names.DEADLINE)
     readable = text is None or _MILLISECONDS.fullmatch(text) is not None

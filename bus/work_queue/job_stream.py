@@ -16,15 +16,14 @@ from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import (
     DeadlineExceeded,
     DynbusError,
-    Overloaded,
     PayloadTooLarge,
-    Unavailable,
 )
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
     EndpointName,
     job_log_stream,
     job_log_subject,
+    job_of_subject,
     job_token,
     lane_of_subject,
     work_stream,
@@ -42,7 +41,6 @@ from dynbus.bus.transport import (
     PullConsumerConfig,
     StoredMessage,
     StreamConfig,
-    StreamFull,
     StreamLimits,
     SubjectTaken,
 )
@@ -56,6 +54,7 @@ from .job import (
     put_at,
 )
 from .lanes import lanes_of
+from .storing import MAX_RETRY_PAUSE, RETRY_PAUSE, TRY_SECONDS, store
 
 T = TypeVar("T")
 
@@ -66,15 +65,11 @@ CONSUMER: Final = "takers"
 DUPLICATE_WINDOW: Final = 120.0
 MAX_PUT_SECONDS: Final = 100.0
 """Below the window in which a repeat is known as one."""
-TRY_SECONDS: Final = 2.0
-RETRY_PAUSE: Final = 0.1
-MAX_RETRY_PAUSE: Final = 1.0
 PROBE: Final = "_probe"
 WOKEN: Final = "woken"
 """The name of the copy by which a signal has a job handed out at once."""
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
-RETRY_AFTER_FULL: Final = 1.0
 KEPT_BY_COPIES: Final = (header_names.DEADLINE, header_names.JOB_BEGINS)
 RETURN_RECORD: Final = "return"
 RETURNS_KEPT_FOR: Final = 7 * 24 * 3600.0
@@ -136,6 +131,8 @@ class JobStream:
         self.lanes = lanes_of(ordered=config.ordered)
         self.consumers = takers_config(name, config)
         self.waiting: Sequence[int] = [0] * len(self.lanes)
+        # What a dead letter says of where its job is put again; the queue itself where empty.
+        self.redrives_to = ""
         self._ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
@@ -191,10 +188,15 @@ class JobStream:
         await self.jetstream.ensure_stream(config, probe=probe)
         await self._of_each(lambda one: self.jetstream.ensure_pull_consumer(self.stream, one))
         await self._check_age()
+        await self.learn()
+
+    async def learn(self) -> ConsumerInfo:
+        """Ask what the stream and the consumer are that there are now."""
         self._created = await self._ask_clock()
         infos = await self._infos()
         self._ack_wait = infos[0].ack_wait
         self.waiting = [info.pending for info in infos]
+        return infos[0]
 
     async def _infos(self, timeout: float = 5.0) -> list[ConsumerInfo]:
         """The progress of the takers of each lane."""
@@ -329,48 +331,23 @@ class JobStream:
         deadline: float | None,
         until: float,
     ) -> None:
-        pause = RETRY_PAUSE
-        was_made = False
-        while True:
-            left = until - monotonic()
+        def refresh() -> None:
             if deadline is not None:
                 # It counts from when the server stores this try.
                 fields[header_names.DEADLINE] = milliseconds(deadline - monotonic())
-            try:
-                await self.jetstream.publish(
-                    subject,
-                    data,
-                    timeout=min(TRY_SECONDS, max(left, RETRY_PAUSE)),
-                    message_id=job_id,
-                    headers=fields,
-                )
-                return
-            except SubjectTaken:
-                return
-            except StreamFull:
-                raise Overloaded(
-                    f"the queue {self.name} is full", retry_after=RETRY_AFTER_FULL, started=False
-                ) from None
-            except (NoStream, Unavailable) as error:
-                failure = error
-            if isinstance(failure, NoStream):
-                # Also the answer of servers that elect a leader: then making it fails, or it is
-                # there already.
-                try:
-                    await self.ensure()
-                except Unavailable as error:
-                    failure = error
-                else:
-                    if not was_made:
-                        was_made = True
-                        continue
-            if monotonic() + pause >= until:
-                raise Unavailable(
-                    f"job {job_id} was not confirmed by the queue {self.name} and may be in it: "
-                    f"{failure}"
-                ) from failure
-            await anyio.sleep(pause)
-            pause = min(2 * pause, MAX_RETRY_PAUSE)
+
+        await store(
+            self.jetstream,
+            subject,
+            data,
+            message_id=job_id,
+            fields=fields,
+            until=until,
+            ensure=self.ensure,
+            refresh=refresh,
+            what=f"job {job_id}",
+            where=f"the queue {self.name}",
+        )
 
     async def depth(self, max_age: float, timeout: float = TRY_SECONDS) -> QueueDepth:
         """See `WorkQueue.depth`."""
@@ -413,7 +390,7 @@ class JobStream:
             except DynbusError as error:
                 logger.debug("%r: %s", self, error)
             try:
-                if await self._is_dropped(delivery, created, min(TRY_SECONDS, left)):
+                if await self.is_dropped(delivery, created, min(TRY_SECONDS, left)):
                     return True
             except DynbusError as error:
                 logger.debug("%r: %s", self, error)
@@ -421,7 +398,15 @@ class JobStream:
             pause = min(2 * pause, MAX_RETRY_PAUSE)
         return False
 
-    async def _is_dropped(self, delivery: Delivery, created: float, timeout: float) -> bool:
+    def copy_subject(self, message: StoredMessage, name: str) -> str:
+        """Where a copy of a job is put, by the tokens of both."""
+        return work_subject(self.name, name, lane_of_subject(message.subject))
+
+    def default_id(self, message: StoredMessage) -> str:
+        """The id of a job whose putter gave it none: any NATS client may put one."""
+        return job_of_subject(message.subject)
+
+    async def is_dropped(self, delivery: Delivery, created: float, timeout: float) -> bool:
         """Drop a message whose delivery its server has forgotten: it answers nothing of it."""
         if self.connection.state is not ConnectionState.CONNECTED:
             return False
@@ -476,12 +461,11 @@ class JobStream:
         fields[header_names.JOB_AGE] = milliseconds(await self.now() - put)
         if delay > 0:
             fields[header_names.JOB_DELAY] = milliseconds(delay)
-        lane = lane_of_subject(message.subject)
         await self.jetstream.publish(
-            work_subject(self.name, f"{job_token(job_id)}.{name}", lane),
+            self.copy_subject(message, f"{job_token(job_id)}.{name}"),
             message.data,
             timeout=TRY_SECONDS,
-            message_id=f"{job_id} again {repeat_id}",
+            message_id=f"{job_id} again {repeat_id}{self.redrives_to}",
             headers=fields,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 import anyio
 
@@ -20,6 +21,33 @@ from .job_stream import JobStream
 from .lanes import lane_of_key, lane_of_priority
 from .observing import QueueFigures
 from .taker import CLOSE_SECONDS, Taker
+
+DEPTH_AGE: Final = 0.25
+"""Seconds for which what the server said of a queue's depth is taken for true."""
+
+
+@asynccontextmanager
+async def taking(
+    bus: Bus, jobs: JobStream, limit: int, figures: QueueFigures
+) -> AsyncGenerator[Taker]:
+    """Take the jobs of a stream while the block runs; see `WorkQueue.take`."""
+    jobs.watch_outages()
+    await jobs.ensure()
+    letters = DeadLetters(bus.data.jetstream, jobs.name.namespace, jobs.config.replicas)
+    cancelled = bus.cancels.hear(jobs.name.namespace)
+    taker = Taker(jobs, letters, bus.background, limit, figures, cancelled)
+    holders = Holders(bus, jobs, taker.deliveries, taker.doubt)
+    taker.on_change = holders.changed
+
+    async def depth() -> QueueDepth:
+        return await jobs.depth(DEPTH_AGE)
+
+    try:
+        async with figures.measured(bus.background, depth), holders.watching():
+            yield taker
+    finally:
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+            await taker.close()
 
 
 class WorkQueue:
@@ -134,24 +162,8 @@ class WorkQueue:
             ConfigError: there is a stream of the queue's name with other subjects.
             Unavailable: the server does not answer.
         """
-        self._jobs.watch_outages()
-        await self._jobs.ensure()
-        letters = DeadLetters(
-            self._bus.data.jetstream, self.name.namespace, self._jobs.config.replicas
-        )
-        cancelled = self._bus.cancels.hear(self.name.namespace)
-        taker = Taker(self._jobs, letters, self._bus.background, limit, self._figures, cancelled)
-        holders = Holders(self._bus, self._jobs, taker.deliveries, taker.doubt)
-        taker.on_change = holders.changed
-        try:
-            async with (
-                self._figures.measured(self._bus.background, self.depth),
-                holders.watching(),
-            ):
-                yield taker
-        finally:
-            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
-                await taker.close()
+        async with taking(self._bus, self._jobs, limit, self._figures) as taker:
+            yield taker
 
     async def ensure(self) -> None:
         """Make the queue where it is missing.
@@ -207,7 +219,7 @@ class WorkQueue:
         held = (one for record in read_holders(records, "") for one in record.holder.jobs)
         return next((one.tries for one in held if one.sequence == job.sequence), 0)
 
-    async def depth(self, *, max_age: float = 0.25) -> QueueDepth:
+    async def depth(self, *, max_age: float = DEPTH_AGE) -> QueueDepth:
         """The number of jobs, as the server said at most `max_age` seconds ago, and what was put
         from here since.
 

@@ -299,7 +299,8 @@ class Taker:
             )
             for lane, consumer in enumerate(jobs.consumers)
         ]
-        self._subscription = None if self._ordered else self._hear_of_urgent_jobs()
+        has_urgent = HIGH in jobs.lanes
+        self._subscription = self._hear_of_urgent_jobs() if has_urgent else None
         self._works: list[Work] = [
             background.start(self._give_back_surplus, name=f"share jobs of {jobs.name}"),
             background.start(self._keep, name=f"keep jobs of {jobs.name}"),
@@ -324,6 +325,11 @@ class Taker:
         """The deliveries that the server has handed out here and is to hear of, oldest first."""
         yield from [job.delivery for job in self._held.values()]
         yield from [ready.delivery for ready in self._ready]
+
+    def forget_settled(self) -> None:
+        """Begin what was settled here again where it is handed out again: its consumer was set
+        back."""
+        self._settled.clear()
 
     def doubt(self) -> None:
         """Another taker took this one for dead, and gave back what it held."""
@@ -562,7 +568,14 @@ class Taker:
             logger.debug("%r: the server's time was not read again: %s", self, error)
 
     def _judge(self, delivery: Delivery, queued: float) -> Disposition:
-        return judge(delivery, queued, monotonic(), self._jobs.config, self._cancelled)
+        return judge(
+            delivery,
+            queued,
+            monotonic(),
+            self._jobs.config,
+            self._cancelled,
+            self._jobs.default_id(delivery.message),
+        )
 
     async def _refuse(self, delivery: Delivery, disposition: Disposition) -> None:
         """Have a job leave the queue that is not to be begun."""
@@ -586,7 +599,13 @@ class Taker:
         """Keep a job as a dead letter; where that fails it is given back."""
         try:
             await self._letters.put(
-                self._jobs.name, job_id, delivery.message, reason, error, delivery.tries
+                self._jobs.name,
+                job_id,
+                delivery.message,
+                reason,
+                error,
+                delivery.tries,
+                self._jobs.redrives_to,
             )
         except DynbusError as problem:
             logger.warning("job %s of %s cannot die yet: %s", job_id, self._jobs.name, problem)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.actors.serving.step_history import StepMismatch
     from dynbus.actors.serving.steps import signal, sleep_until, step
+    from dynbus.actors.topics import Topic, subscribe
     from dynbus.bus.config import BusConfig
     from dynbus.bus.context import Context, context
     from dynbus.bus.errors import (
@@ -101,6 +102,7 @@ __all__ = [
     "Stream",
     "StreamLost",
     "Taker",
+    "Topic",
     "Unavailable",
     "UnknownOutcome",
     "WorkQueue",
@@ -115,6 +117,7 @@ __all__ = [
     "signal",
     "sleep_until",
     "step",
+    "subscribe",
     "takes",
     "with_options",
 ]
@@ -150,4 +153,5 @@ if not TYPE_CHECKING:
         "actors.declaring.specification",
         "actors.serving.step_history",
         "actors.serving.steps",
+        "actors.topics",
     )

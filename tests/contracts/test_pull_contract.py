@@ -84,7 +84,7 @@ async def test_what_is_asked_for_comes_and_no_more(connection: Connection, strea
     assert [one.message.sequence for one in reading.deliveries] == [1, 2]
     assert reading.reader.wanted == 0
     info = await connection.jetstream.consumer_info(stream, CONSUMER)
-    assert info == (1, 2, 30.0)
+    assert info[:3] == (1, 2, 30.0)
     await reading.reader.stop()
 
 
@@ -112,7 +112,7 @@ async def test_what_is_acknowledged_leaves_the_stream(connection: Connection, st
     await js.acknowledge(two.token, AckKind.TERM)
 
     assert (await js.stream_info(stream)).messages == 0
-    assert await js.consumer_info(stream, CONSUMER) == (0, 0, 30.0)
+    assert (await js.consumer_info(stream, CONSUMER))[:3] == (0, 0, 30.0)
     await reading.reader.stop()
 
 
@@ -128,7 +128,7 @@ async def test_what_is_settled_stays_so_whatever_is_said_of_it_later(
     for kind in AckKind:
         await js.acknowledge(one.token, kind)
 
-    assert await js.consumer_info(stream, CONSUMER) == (0, 0, 30.0)
+    assert (await js.consumer_info(stream, CONSUMER))[:3] == (0, 0, 30.0)
     await reading.reader.stop()
 
 

@@ -1,0 +1,201 @@
+"""The events of a topic: published, kept for a time, and read by instances as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import ConfigError, PayloadTooLarge
+from dynbus.bus.protocol import headers as header_names
+from dynbus.bus.protocol.names import (
+    group_subject,
+    topic_key,
+    topic_stream,
+    topic_subject,
+)
+from dynbus.bus.transport import (
+    Connection,
+    JetStream,
+    Message,
+    NoStream,
+    OrderedConsumer,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    Subscription,
+)
+from dynbus.bus.work_queue import store
+
+SCHEMA: Final = "dynbus.schema"
+"""What the type of the events is, in the metadata of a stream."""
+MAX_SCHEMA_BYTES: Final = 64 * 1024
+DEFAULT_MAX_BYTES: Final = 256 * 1024 * 1024
+LETTER_ROOM: Final = 4096
+"""Bytes of a message that an event leaves to what a dead letter says of it."""
+
+
+class TopicConfig(NamedTuple):
+    """A topic.
+
+    Attributes:
+        retain: seconds for which its events are kept; None for a topic whose events are not.
+        schema: the JSON Schema of its events, as text; empty where nobody knows.
+        max_bytes: of all events that are kept; a publisher of more gets `Overloaded`.
+    """
+
+    namespace: str
+    name: str
+    retain: float | None
+    schema: str = ""
+    max_bytes: int = DEFAULT_MAX_BYTES
+
+    @property
+    def stream(self) -> str:
+        """The name of the stream that keeps its events."""
+        return topic_stream(self.namespace, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+
+def topic_config(topic: TopicConfig) -> StreamConfig:
+    """The stream of a topic."""
+    is_kept = topic.schema and len(topic.schema) <= MAX_SCHEMA_BYTES
+    return StreamConfig(
+        topic.stream,
+        (
+            topic_subject(topic.namespace, topic.name),
+            group_subject(topic.namespace, topic.name, "*"),
+        ),
+        StreamLimits(max_bytes=topic.max_bytes, max_age=topic.retain, discard_new=True),
+        description="dynbus: events",
+        metadata=((SCHEMA, topic.schema),) if is_kept else (),
+    )
+
+
+class TopicStream:
+    """The events of one topic, for those who publish them and for instances that hear them.
+
+    Args:
+        misfit: what is wrong with events of a schema that is kept with the stream for readers and
+            writers here; empty for nothing.
+    """
+
+    def __init__(
+        self, connection: Connection, config: TopicConfig, misfit: Callable[[str], str]
+    ) -> None:
+        self.config = config
+        self._connection = connection
+        self._jetstream: JetStream = connection.jetstream
+        self._misfit = misfit
+        self._is_checked = False
+
+    def __repr__(self) -> str:
+        return f"<TopicStream {self.config}>"
+
+    async def ensure(self) -> None:
+        """Make the stream where it is missing, and compare the type of its events.
+
+        Raises:
+            ConfigError: there is another one of its name, or its events are of another type.
+            PermissionDenied, NoRoom, Unavailable: as of `JetStream.ensure_stream`.
+        """
+        config = topic_config(self.config)
+        await self._jetstream.ensure_stream(config)
+        kept = dict((await self._jetstream.stream_config(config.name)).metadata)
+        schema = kept.get(SCHEMA, "")
+        wrong = self._misfit(schema) if schema and self.config.schema else ""
+        if wrong:
+            raise ConfigError(
+                f"the topic {self.config} has events of another type: {wrong}; give the new type a "
+                "topic of another name, or where nobody needs the old events any more: nats stream "
+                f"rm {config.name}"
+            )
+        self._is_checked = True
+
+    async def publish(
+        self, data: bytes, key: str, event_id: str, fields: Mapping[str, str], timeout: float
+    ) -> None:
+        """Publish an event; of a topic that keeps them, the server has it on return.
+
+        Raises:
+            ConfigError: as of `ensure`.
+            Overloaded: the stream is full.
+            PayloadTooLarge: it does not fit into a message.
+            Unavailable: the server did not confirm it in time; it may be there.
+        """
+        subject = topic_subject(self.config.namespace, self.config.name, topic_key(key))
+        fields = {**fields, header_names.JOB: event_id}
+        room = self._jetstream.max_payload - LETTER_ROOM
+        size = len(data) + sum(len(name) + len(value) + 4 for name, value in fields.items())
+        if size > room:
+            raise PayloadTooLarge(
+                f"an event of {size} bytes does not fit into the topic {self.config}, whose "
+                f"messages have room for {room}: put what it is about elsewhere, and its name into "
+                "the event"
+            )
+        if self.config.retain is None:
+            self._connection.publish(subject, data, headers=header_names.encode(fields))
+            return
+        until = monotonic() + timeout
+        if not self._is_checked:
+            await self.ensure()
+        await store(
+            self._jetstream,
+            subject,
+            data,
+            message_id=event_id,
+            fields=fields,
+            until=until,
+            ensure=self.ensure,
+            what=f"event {event_id}",
+            where=f"the topic {self.config}",
+        )
+
+    async def listen(self, on_event: Callable[[StoredMessage], None]) -> Listening:
+        """Hear what is published from now on, in its order.
+
+        Raises:
+            ConfigError: as of `ensure`.
+            Unavailable: the server does not answer.
+        """
+        subject = topic_subject(self.config.namespace, self.config.name)
+        if self.config.retain is None:
+
+            def hear(message: Message) -> None:
+                fields = header_names.decode(message.headers)
+                on_event(StoredMessage(message.subject, 0, 0.0, fields, message.data))
+
+            subscription = self._connection.subscribe(subject, hear)
+            await self._connection.barrier()
+            return Listening(subscription=subscription)
+        await self.ensure()
+        info = await self._jetstream.stream_info(self.config.stream)
+        consumer = await self._jetstream.consume(
+            self.config.stream,
+            on_event,
+            subject=subject,
+            start_sequence=info.last_sequence + 1,
+            created=info.created,
+        )
+        return Listening(consumer=consumer)
+
+
+class Listening:
+    """An instance that hears the events of a topic, until it stops."""
+
+    def __init__(
+        self, *, subscription: Subscription | None = None, consumer: OrderedConsumer | None = None
+    ) -> None:
+        self._subscription = subscription
+        self._consumer = consumer
+
+    async def stop(self) -> None:
+        """Hear nothing more."""
+        if self._subscription is not None:
+            self._subscription.unsubscribe()
+        if self._consumer is not None:
+            with suppress(NoStream):
+                await self._consumer.stop()

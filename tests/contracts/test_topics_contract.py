@@ -1,0 +1,433 @@
+"""What topics promise, in memory and over nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+from tests.conditions import PATIENCE
+
+from dynbus import (
+    Actor,
+    ActorInstance,
+    ConfigError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Runtime,
+    Topic,
+    context,
+    handler,
+    subscribe,
+)
+from dynbus.bus.bus import Bus as Presence
+from dynbus.bus.config import BusConfig
+from dynbus.bus.protocol.names import dead_letter_stream, topic_stream, topic_subject
+from dynbus.bus.transport import Message
+from dynbus.bus.work_queue import DeadLetters
+
+from .conftest import Bus, eventually
+
+pytestmark = pytest.mark.anyio
+
+
+class Closed(msgspec.Struct):
+    number: int
+    fails: int = 0
+
+
+class Hall:
+    """Processes on the bus under test, and what their actors have heard.
+
+    Attributes:
+        heard: by each name, the numbers of its events in the order of their begin.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.namespace = f"n{secrets.token_hex(6)}"
+        self.heard: dict[str, list[int]] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.runtimes: list[Runtime] = []
+        self.topics: list[Topic[Any]] = []
+
+    def topic(self, name: str = "conversation.closed", **options: Any) -> Topic[Closed]:
+        topic = Topic(name, Closed, namespace=self.namespace, **options)
+        self.topics.append(topic)
+        return topic
+
+    async def runtime(self) -> Runtime:
+        runtime = await Runtime.over(
+            await Presence.over(BusConfig(), await self.bus.connect(), await self.bus.connect())
+        )
+        self.runtimes.append(runtime)
+        return runtime
+
+    def member(self, topic: Topic[Closed], name: str, **options: Any) -> type[Actor]:
+        hall = self
+
+        class Member(Actor, namespace=self.namespace, component=name):
+            @subscribe(topic, **options)
+            async def on_closed(self, event: Closed) -> None:
+                hall.heard.setdefault(name, []).append(event.number)
+                if context().attempt <= event.fails:
+                    raise LookupError(f"no books in try {context().attempt}")
+                await hall.gate.wait()
+
+        return Member
+
+    async def start(self, kind: type[Actor]) -> ActorInstance:
+        return await (await self.runtime()).start(kind)
+
+    async def hear(self, name: str, count: int) -> list[int]:
+        await eventually(lambda: len(self.heard.get(name, [])) >= count)
+        return self.heard[name]
+
+
+@pytest.fixture
+async def hall(bus: Bus) -> AsyncIterator[Hall]:
+    made = Hall(bus)
+    yield made
+    made.gate.set()
+    js = (await made.runtime()).bus.data.jetstream
+    for topic in made.topics:
+        await js.delete_stream(topic_stream(made.namespace, topic.name))
+    await js.delete_stream(dead_letter_stream(made.namespace))
+    for runtime in made.runtimes[::-1]:
+        await runtime.close()
+
+
+async def test_instances_and_each_of_two_groups_hear_an_event_once(hall: Hall) -> None:
+    closed = hall.topic()
+    every = hall.member(closed, "Every")
+    billing = hall.member(closed, "Billing", group="billing")
+    search = hall.member(closed, "Search", group="search")
+    for kind in (every, every, billing, billing, search):
+        await hall.start(kind)
+    runtime = await hall.runtime()
+
+    for number in range(20):
+        await closed.publish(Closed(number), key=f"c{number % 3}", runtime=runtime)
+
+    assert sorted(await hall.hear("Every", 40)) == sorted([*range(20), *range(20)])
+    assert sorted(await hall.hear("Billing", 20)) == list(range(20))
+    assert sorted(await hall.hear("Search", 20)) == list(range(20))
+
+
+async def test_an_actor_publishes_where_it_runs(hall: Hall) -> None:
+    closed = hall.topic()
+
+    class Desk(Actor, namespace=hall.namespace):
+        @handler
+        async def close(self, number: int) -> None:
+            await closed.publish(Closed(number))
+
+    await hall.start(Desk)
+    await hall.start(hall.member(closed, "Billing", group="billing"))
+    runtime = await hall.runtime()
+    await runtime.client(Desk).close(7)
+
+    assert await hall.hear("Billing", 1) == [7]
+
+
+async def test_without_retention_those_hear_it_who_listen(hall: Hall) -> None:
+    tick = hall.topic("tick", retain=None)
+    runtime = await hall.runtime()
+    await tick.publish(Closed(1), runtime=runtime)
+    await hall.start(hall.member(tick, "Every"))
+    await tick.publish(Closed(2), runtime=runtime)
+
+    assert await hall.hear("Every", 1) == [2]
+    assert not await runtime.bus.data.jetstream.has_stream(await stream_config(runtime, tick))
+
+
+async def stream_config(runtime: Runtime, topic: Topic[Closed]) -> Any:
+    from dynbus.bus.topics import topic_config
+
+    return topic_config(topic.config())
+
+
+async def test_a_group_keeps_its_place_while_nobody_of_it_runs(hall: Hall) -> None:
+    closed = hall.topic()
+    billing = hall.member(closed, "Billing", group="billing")
+    first = await hall.start(billing)
+    runtime = await hall.runtime()
+    await closed.publish(Closed(1), runtime=runtime)
+    await hall.hear("Billing", 1)
+    await first.stop()
+    await closed.publish(Closed(2), runtime=runtime)
+
+    await hall.start(billing)
+
+    assert await hall.hear("Billing", 2) == [1, 2]
+
+
+@pytest.mark.parametrize(("start", "wanted"), [("all", [1, 2, 3]), ("new", [3]), ("time", [2, 3])])
+async def test_a_new_group_begins_where_it_says(hall: Hall, start: str, wanted: list[int]) -> None:
+    closed = hall.topic()
+    runtime = await hall.runtime()
+    await closed.publish(Closed(1), runtime=runtime)
+    js = runtime.bus.data.jetstream
+    await asyncio.sleep(0.01)  # their times are told apart
+    await closed.publish(Closed(2), runtime=runtime)
+    stored = await js.read(closed.config().stream)
+    from_ = datetime.fromtimestamp(stored[1].time, UTC) if start == "time" else start
+    await hall.start(hall.member(closed, "Late", group="late", from_=from_, ordered=True))
+    await closed.publish(Closed(3), runtime=runtime)
+
+    await eventually(lambda: hall.heard.get("Late", [])[-1:] == [3])
+    assert hall.heard["Late"] == wanted
+
+
+async def test_an_event_that_fails_is_tried_again_and_at_last_a_dead_letter(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Billing", group="billing", tries=3, backoff=0.01))
+    await hall.start(hall.member(closed, "Search", group="search"))
+    runtime = await hall.runtime()
+    letters = DeadLetters(runtime.bus.data.jetstream, hall.namespace)
+    await closed.publish(Closed(1, fails=2), runtime=runtime)
+    assert await hall.hear("Billing", 3) == [1, 1, 1]
+    assert await letters.find() == []
+
+    hall.heard.clear()
+    await closed.publish(Closed(2, fails=3), runtime=runtime)
+    async with asyncio.timeout(PATIENCE):
+        while not (found := await letters.find("Billing")):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    assert "no books in try 3" in found[0].error
+    await eventually(lambda: len(hall.heard["Search"]) >= 3)
+    hall.heard.clear()
+
+    # It goes to its group again, and to no other.
+    await letters.redrive(found[0])
+    await closed.publish(Closed(3), runtime=runtime)
+    assert (await hall.hear("Billing", 4)).count(2) == 3
+    assert 3 in await hall.hear("Search", 1)
+    assert hall.heard["Search"].count(2) == 0
+
+
+async def test_an_ordered_group_has_one_event_at_a_time_in_the_order_of_the_topic(
+    hall: Hall,
+) -> None:
+    closed = hall.topic()
+    kind = hall.member(closed, "Billing", group="billing", ordered=True, backoff=0.01)
+    await hall.start(kind)
+    await hall.start(kind)
+    runtime = await hall.runtime()
+    await closed.publish(Closed(0, fails=1), runtime=runtime)
+    for number in range(1, 10):
+        await closed.publish(Closed(number), runtime=runtime)
+
+    assert await hall.hear("Billing", 11) == [0, *range(10)]
+
+
+async def test_plain_clients_publish_and_read_plain_json(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Billing", group="billing"))
+    plain = await hall.bus.connect()
+    read: list[Message] = []
+    plain.subscribe(topic_subject(hall.namespace, closed.name), read.append)
+    await plain.barrier()
+    plain.publish(topic_subject(hall.namespace, closed.name, "c1"), b'{"number": 7}')
+    assert await hall.hear("Billing", 1) == [7]
+    await closed.publish(Closed(8), runtime=await hall.runtime())
+
+    await eventually(lambda: len(read) == 2)
+    assert msgspec.json.decode(read[1].data) == {"number": 8, "fails": 0}
+
+
+async def test_what_is_no_event_is_a_dead_letter(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Billing", group="billing"))
+    plain = await hall.bus.connect()
+    plain.publish(topic_subject(hall.namespace, closed.name, "c1"), b'{"number": "seven"}')
+    letters = DeadLetters(plain.jetstream, hall.namespace)
+    async with asyncio.timeout(PATIENCE):
+        while not (found := await letters.find("Billing")):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+
+    assert found[0].tries == 1
+    assert "number" in found[0].error
+
+
+async def test_a_full_topic_refuses_and_keeps_what_it_has(hall: Hall) -> None:
+    closed = hall.topic(max_bytes=2000)
+    runtime = await hall.runtime()
+
+    async def fill() -> None:
+        for number in range(100):
+            await closed.publish(Closed(number), runtime=runtime)
+
+    with pytest.raises(Overloaded) as refused:
+        await fill()
+    assert refused.value.retry_after is not None
+    stored = await runtime.bus.data.jetstream.read(closed.config().stream)
+    assert msgspec.json.decode(stored[0].data, type=Closed).number == 0
+
+
+async def test_a_group_that_another_method_has_is_refused(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Billing", group="billing"))
+    with pytest.raises(ConfigError, match=r"that of .*Billing\.on_closed, and .* claims it too"):
+        await hall.start(hall.member(closed, "Other", group="billing"))
+
+
+class Renamed(msgspec.Struct):
+    name: str
+
+
+class Grown(msgspec.Struct):
+    number: int
+    fails: int = 0
+    note: str = ""
+
+
+async def test_events_of_another_type_are_refused_and_of_a_grown_one_taken(hall: Hall) -> None:
+    closed = hall.topic()
+    runtime = await hall.runtime()
+    await closed.publish(Closed(1), runtime=runtime)
+
+    renamed = Topic(closed.name, Renamed, namespace=hall.namespace)
+    with pytest.raises(ConfigError, match="has events of another type"):
+        await renamed.publish(Renamed("x"), runtime=runtime)
+    grown = Topic(closed.name, Grown, namespace=hall.namespace)
+    await grown.publish(Grown(2), runtime=runtime)
+
+
+async def test_bad_events_are_refused_where_they_enter(hall: Hall) -> None:
+    closed = hall.topic()
+    text = Topic("texts", str, namespace=hall.namespace)
+    hall.topics.append(text)
+    runtime = await hall.runtime()
+    bad: Any = "no event"
+    with pytest.raises(InvalidRequest, match="an event of conversation.closed"):
+        await closed.publish(bad, runtime=runtime)
+    with pytest.raises(InvalidRequest, match="128 characters"):
+        await closed.publish(Closed(1), key="k" * 129, runtime=runtime)
+    with pytest.raises(PayloadTooLarge, match="an event of"):
+        await text.publish("x" * runtime.bus.data.max_payload, runtime=runtime)
+    with pytest.raises(ConfigError, match="publish\\(event, runtime=runtime\\)"):
+        await closed.publish(Closed(1))
+
+
+async def test_a_publisher_that_is_cancelled_reaches_all_or_nobody(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Every"))
+    await hall.start(hall.member(closed, "Billing", group="billing"))
+    runtime = await hall.runtime()
+    for number in range(20):
+        publishing = asyncio.create_task(closed.publish(Closed(number), runtime=runtime))
+        for _ in range(number % 4):
+            await asyncio.sleep(0)
+        publishing.cancel()
+        await asyncio.wait([publishing])
+    await closed.publish(Closed(100), runtime=runtime)
+
+    await eventually(lambda: all(100 in hall.heard.get(one, []) for one in ("Every", "Billing")))
+    stored = await runtime.bus.data.jetstream.read(closed.config().stream)
+    numbers = [msgspec.json.decode(one.data, type=Closed).number for one in stored]
+    await eventually(lambda: len(hall.heard["Billing"]) >= len(numbers))
+    assert sorted(hall.heard["Every"]) == sorted(hall.heard["Billing"]) == sorted(numbers)
+
+
+async def test_the_events_of_a_member_that_drains_go_to_another(hall: Hall) -> None:
+    closed = hall.topic()
+    kind = hall.member(closed, "Billing", group="billing", concurrency=1)
+    first = await hall.start(kind)
+    runtime = await hall.runtime()
+    hall.gate.clear()
+    await closed.publish(Closed(1), runtime=runtime)
+    await hall.hear("Billing", 1)
+    await hall.start(kind)
+
+    await first.stop(grace=0.0)
+
+    assert await hall.hear("Billing", 2) == [1, 1]
+
+
+async def test_the_events_of_a_member_that_is_killed_go_to_another(hall: Hall) -> None:
+    closed = hall.topic()
+    kind = hall.member(closed, "Billing", group="billing", ack_wait=1.0)
+    first = await hall.start(kind)
+    runtime = await hall.runtime()
+    hall.gate.clear()
+    await closed.publish(Closed(1), runtime=runtime)
+    await hall.hear("Billing", 1)
+    await hall.start(kind)
+
+    # As kill -9 does: nothing is given back.
+    await first.runtime.bus.data.close()
+    await first.runtime.bus.lane.connection.close()
+
+    assert await hall.hear("Billing", 2) == [1, 1]
+
+
+async def test_groups_go_on_after_a_restart_of_the_server(own_hall: Hall) -> None:
+    hall = own_hall
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Every"))
+    await hall.start(hall.member(closed, "Billing", group="billing"))
+    runtime = await hall.runtime()
+    await closed.publish(Closed(1), runtime=runtime)
+    await hall.hear("Billing", 1)
+    await hall.hear("Every", 1)
+
+    await hall.bus.restart_server()
+    await eventually(lambda: runtime.bus.data.is_connected)
+    await closed.publish(Closed(2), runtime=runtime)
+
+    assert 2 in await hall.hear("Billing", 2)
+    assert await hall.hear("Every", 2) == [1, 2]
+
+
+@pytest.fixture
+async def own_hall(own_bus: Bus) -> AsyncIterator[Hall]:
+    made = Hall(own_bus)
+    yield made
+    for runtime in made.runtimes[::-1]:
+        await runtime.close()
+
+
+def test_what_is_declared_is_checked() -> None:
+    closed = Topic("conversation.closed", Closed)
+    tick = Topic("tick", Closed, retain=None)
+
+    def declared(**options: Any) -> Callable[[], object]:
+        def make() -> object:
+            @subscribe(closed, **options)
+            async def hear(self: object, event: Closed) -> None: ...
+
+            return hear
+
+        return make
+
+    for bad, text in (
+        (lambda: Topic("conversation..closed", Closed), "is not a valid name"),
+        (lambda: Topic("x", Closed, retain="soon"), "retain"),
+        (lambda: Topic("x", Closed, retain=0.5), "less than a second"),
+        (declared(ordered=True), "are for a group"),
+        (declared(group="a b"), "not a valid name"),
+        (declared(group="a", from_="old"), 'give "new", "all" or a datetime'),
+        (declared(group="a", from_=datetime(2027, 1, 1)), "no time zone"),
+        (lambda: subscribe(tick, group="a")(declared()()), "retains nothing"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=text):
+            bad()
+
+
+def test_two_methods_of_a_class_cannot_claim_a_group() -> None:
+    closed = Topic("conversation.closed", Closed)
+    with pytest.raises(ConfigError, match="one and two claim the group 'billing'"):
+
+        class Twice(Actor, namespace="n"):
+            @subscribe(closed, group="billing")
+            async def one(self, event: Closed) -> None: ...
+
+            @subscribe(closed, group="billing")
+            async def two(self, event: Closed) -> None: ...
