@@ -72,6 +72,7 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
         value = int(settings.get(name) or 0)
         return value if value > 0 else None
 
+    kept: Mapping[str, Any] = settings.get("metadata") or {}
     age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
     without_marker = 0.0 if settings.get("allow_msg_ttl") else None
     return StreamConfig(
@@ -95,7 +96,7 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
         description=str(settings.get("description") or ""),
         metadata=tuple(
             (str(name), str(value))
-            for name, value in (settings.get("metadata") or {}).items()
+            for name, value in kept.items()
             if str(name).startswith(METADATA_PREFIX)
         ),
     )

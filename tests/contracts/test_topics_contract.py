@@ -425,7 +425,7 @@ def test_two_methods_of_a_class_cannot_claim_a_group() -> None:
     closed = Topic("conversation.closed", Closed)
     with pytest.raises(ConfigError, match="one and two claim the group 'billing'"):
 
-        class Twice(Actor, namespace="n"):
+        class Twice(Actor, namespace="n"):  # pyright: ignore[reportUnusedClass]
             @subscribe(closed, group="billing")
             async def one(self, event: Closed) -> None: ...
 
