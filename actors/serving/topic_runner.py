@@ -13,9 +13,9 @@ import anyio
 from dynbus.actors.calling.jobs import error_line
 from dynbus.actors.declaring.actor import Subscription
 from dynbus.bus.background import Background, Work
-from dynbus.bus.bus import Bus
+from dynbus.bus.bus import Bus, enter_bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, entered
+from dynbus.bus.context import Context, entered, inside_instance
 from dynbus.bus.errors import (
     DeadlineExceeded,
     DynbusError,
@@ -49,6 +49,8 @@ class EventRunner:
     def __init__(
         self, bus: Bus, instance: InstanceName, endpoint: Endpoint, subscription: Subscription
     ) -> None:
+        self._bus = bus
+        self._instance = instance
         self._endpoint = endpoint
         self._name = EndpointName(instance.namespace, instance.component, endpoint.name)
         self._hop = self._name.hop(instance.instance_id)
@@ -157,8 +159,9 @@ class GroupMember(EventRunner):
             await self._ended.wait()
 
     async def _take(self) -> None:
+        enter_bus(self._bus)
         try:
-            with self._stopping:
+            with inside_instance(self._instance), self._stopping:
                 async with (
                     self._group.take(self._concurrency) as taker,
                     anyio.create_task_group() as tasks,
@@ -259,8 +262,9 @@ class Listener(EventRunner):
         self._changed.set()
 
     async def _run_all(self) -> None:
+        enter_bus(self._bus)
         try:
-            with self._stopping:
+            with inside_instance(self._instance), self._stopping:
                 async with anyio.create_task_group() as tasks:
                     for _ in range(self._concurrency):
                         tasks.start_soon(self._run_each)

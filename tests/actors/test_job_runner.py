@@ -1,23 +1,62 @@
-"""Jobs of a durable handler at one instance."""
+"""Jobs and events run as code of the instance that has them."""
 
 from __future__ import annotations
 
-from dynbus import Actor, handler
+import pytest
+from tests.conditions import eventually
+from tests.story import on_a_kit
+
+from dynbus import Actor, Topic, context, handler, subscribe
 from dynbus.bus.context import current_instance
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
+
+asked = Topic("asked", str, namespace="runners")
+told = Topic("told", str, namespace="runners")
 
 
-class Desk(Actor, namespace="demo"):
+class Teller(Actor, namespace="runners"):
     @handler(durable=True)
-    async def where(self) -> str:
-        return str(current_instance())
+    async def job(self, word: str) -> None:
+        await self.tell(word)
+
+    @subscribe(asked)
+    async def heard(self, word: str) -> None:
+        await self.tell(word)
+
+    @subscribe(asked, group="tellers")
+    async def taken(self, word: str) -> None:
+        await self.tell(word)
+
+    async def tell(self, word: str) -> None:
+        await told.publish(f"{word} {context().hop.split('@')[0]} {current_instance()}")
 
 
-def test_a_job_runs_as_code_of_its_instance() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            instance = await kit.start(Desk)
+class Ear(Actor, namespace="runners"):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
 
-            assert await kit.client(Desk).where() == str(instance.name)
+    @subscribe(told)
+    async def hear(self, word: str) -> None:
+        self.heard.append(word)
 
-    run(story())
+
+@pytest.mark.parametrize(
+    ("begin", "methods"), [("submit", ["job"]), ("publish", ["heard", "taken"])]
+)
+def test_a_job_and_an_event_publish_on_the_bus_of_their_instance(
+    begin: str, methods: list[str]
+) -> None:
+    async def story(kit: TestKit) -> tuple[list[str], str]:
+        ear = (await kit.start(Ear)).actor
+        assert isinstance(ear, Ear)
+        teller = await kit.start(Teller)
+        if begin == "submit":
+            await kit.client(Teller).job.submit("hello")
+        else:
+            await asked.publish("hello", runtime=kit.caller)
+        await eventually(lambda: len(ear.heard) == len(methods))
+        return sorted(ear.heard), str(teller.name)
+
+    heard, teller = on_a_kit(story)
+
+    assert heard == [f"hello runners.Teller.{method} {teller}" for method in methods]
