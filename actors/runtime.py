@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 import math
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Self, TypeVar, Unpack, cast, overload
 
@@ -51,7 +51,7 @@ from .declaring.handlers import HandlerSpec
 from .declaring.json_object import decode_json
 from .declaring.schedule import schedule_of
 from .middleware.handlers import behind_middleware
-from .middleware.passing import Middleware, checked_middleware
+from .middleware.passing import Kind, Middleware, checked_middleware
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object, make_endpoint
 from .serving.instance import (
     InstanceState,
@@ -261,7 +261,8 @@ class ActorInstance(ServedInstance):
             self.actor = actor.__dynbus_construct__(runtime, name, built)
             self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
-            endpoints = self._behind_middleware(map(self.actor.__dynbus_endpoint__, made), name)
+            passing = _Passing(self.actor, name)
+            endpoints = [passing.behind(self.actor.__dynbus_endpoint__(one)) for one in made]
         runners = _job_runners(runtime.bus, name, actor, endpoints)
         self.schedules = _schedules(runtime.bus, name, actor)
         super().__init__(
@@ -280,7 +281,7 @@ class ActorInstance(ServedInstance):
             beside=[
                 *runners.values(),
                 *self.schedules,
-                *_event_runners(runtime.bus, name, self.actor),
+                *_event_runners(runtime.bus, name, self.actor, passing),
             ],
             ended=runtime.forget,
         )
@@ -288,20 +289,6 @@ class ActorInstance(ServedInstance):
         for used in actor.__dynbus_uses__:
             # What it takes to use it is begun now, not by the first call.
             getattr(self.actor, used)
-
-    def _behind_middleware(
-        self, endpoints: Iterable[Endpoint], name: InstanceName
-    ) -> list[Endpoint]:
-        label = f"{type(self.actor).__name__}.middleware"
-        middleware = checked_middleware(self.actor.middleware, label)
-        component = ComponentName(name.namespace, name.component)
-        specs = {spec.name: spec for spec in type(self.actor).__dynbus_handlers__.values()}
-        return [
-            behind_middleware(
-                each, middleware, component, durable=specs[each.name].durable is not None
-            )
-            for each in endpoints
-        ]
 
     def address_of(self, dependency: Dependency[Any], /) -> ComponentName:
         """The address of a dependency of this instance on the bus.
@@ -362,12 +349,36 @@ def _schedules(bus: Bus, name: InstanceName, actor: type[Actor]) -> list[Schedul
     ]
 
 
-def _event_runners(bus: Bus, name: InstanceName, actor: Actor) -> list[GroupMember | Listener]:
+def _event_runners(
+    bus: Bus, name: InstanceName, actor: Actor, passing: _Passing
+) -> list[GroupMember | Listener]:
     """What runs the methods of an instance that hear topics."""
-    return [
-        event_runner(bus, name, make_endpoint(getattr(actor, attribute), one.spec), one)
-        for attribute, one in type(actor).__dynbus_subscriptions__.items()
-    ]
+    runners: list[GroupMember | Listener] = []
+    for attribute, one in type(actor).__dynbus_subscriptions__.items():
+        endpoint = make_endpoint(getattr(actor, attribute), one.spec)
+        runners.append(event_runner(bus, name, passing.behind(endpoint, "event"), one))
+    return runners
+
+
+class _Passing:
+    """The middleware of an actor, as what it runs passes it."""
+
+    def __init__(self, actor: Actor, name: InstanceName) -> None:
+        kind = type(actor)
+        self._middleware = checked_middleware(actor.middleware, f"{kind.__name__}.middleware")
+        self._component = ComponentName(name.namespace, name.component)
+        self._specs = {spec.name: spec for spec in kind.__dynbus_handlers__.values()}
+
+    def behind(self, endpoint: Endpoint, kind: Kind | None = None) -> Endpoint:
+        """An endpoint behind the middleware.
+
+        Args:
+            kind: of what runs it; a handler says it itself.
+        """
+        if kind is None:
+            is_durable = self._specs[endpoint.name].durable is not None
+            kind = "job" if is_durable else "stream" if endpoint.streaming else "unary"
+        return behind_middleware(endpoint, self._middleware, self._component, kind)
 
 
 class _Endpoints:

@@ -1,4 +1,4 @@
-"""Handlers behind their middleware: an endpoint whose calls, and whose jobs, pass it."""
+"""Handlers behind their middleware: an endpoint whose calls, jobs and events pass it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .passing import (
 
 
 def behind_middleware(
-    endpoint: Endpoint, middleware: Sequence[Middleware], component: ComponentName, *, durable: bool
+    endpoint: Endpoint, middleware: Sequence[Middleware], component: ComponentName, kind: Kind
 ) -> Endpoint:
     """An endpoint whose handler runs behind middleware; as it was where that does nothing there.
 
@@ -34,13 +34,12 @@ def behind_middleware(
 
     Args:
         component: that serves it.
-        durable: whether its calls are jobs.
+        kind: of what its handler runs with.
 
     Raises:
         ConfigError: the handler sends its items by a reply, and a middleware would read them.
     """
     address = component.endpoint(endpoint.name)
-    kind: Kind = "job" if durable else "stream" if endpoint.streaming else "unary"
     chain = around_items(middleware) if endpoint.streaming else around_results(middleware)
     if not chain:
         return endpoint

@@ -12,7 +12,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
 
 Side = Literal["handler", "client"]
-Kind = Literal["unary", "stream", "job", "submit"]
+Kind = Literal["unary", "stream", "job", "submit", "event"]
 Proceed = Callable[[], Awaitable[Any]]
 
 
@@ -22,7 +22,8 @@ class MiddlewareCall:
     Attributes:
         side: `"handler"` at the instance that answers it, `"client"` at who makes it.
         kind: `"unary"`, `"stream"`, `"job"` for a durable handler (at its instance each try is
-            one), or `"submit"` for a client that submits a job and does not wait for it.
+            one), `"submit"` for a client that submits a job and does not wait for it, or `"event"`
+            at an instance that hears a topic (each try is one).
         endpoint: which is called.
         request: as the handler gets it, or the client gave it; None without one. Another one may be
             put in its place: what comes after sees that.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import anyio
@@ -14,18 +13,16 @@ from anyio.abc import TaskGroup
 
 from dynbus.actors.calling.jobs import JobQueue, error_line
 from dynbus.actors.declaring.durable import DurableOptions, order_key_of
-from dynbus.bus.background import Background, Work
+from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, context, entered, inside_instance
+from dynbus.bus.context import Context, context
 from dynbus.bus.errors import (
     Cancelled,
-    ConfigError,
     DeadlineExceeded,
     DynbusError,
     HandlerError,
     InvalidRequest,
-    InvalidResponse,
     Migrate,
     PayloadTooLarge,
     describe_exception,
@@ -35,13 +32,11 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.cancellation import EndedCall
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import (
-    EndpointName,
     InstanceName,
     is_copy_subject,
     job_cancel_subject,
     job_token,
 )
-from dynbus.bus.serving.requests import read_context
 from dynbus.bus.transport import Message, Subscription
 from dynbus.bus.work_queue import (
     Job,
@@ -54,7 +49,8 @@ from dynbus.bus.work_queue import (
     TryFailure,
 )
 
-from .step_history import Begin, StepMismatch, how_to_begin
+from .handler_runner import MIGRATE_DELAY, NOT_TRIED_AGAIN, TakingRunner
+from .step_history import Begin, how_to_begin
 from .steps import JobRun, enter_run
 
 logger = logging.getLogger(__name__)
@@ -63,18 +59,9 @@ ASKS_AFTER: Final = 30.0
 """Seconds in its queue after which a job is looked up before it begins: who cancelled it may have
 done so before this instance could hear it."""
 CANCELS_KEPT: Final = 60.0
-MIGRATE_DELAY: Final = 0.2
-NOT_TRIED_AGAIN: Final = (
-    InvalidRequest,
-    InvalidResponse,
-    ConfigError,
-    PayloadTooLarge,
-    StepMismatch,
-)
-"""The errors of a try that every other try would raise too."""
 
 
-class JobRunner:
+class JobRunner(TakingRunner):
     """Runs the jobs of one durable handler of an instance.
 
     Args:
@@ -85,26 +72,13 @@ class JobRunner:
     def __init__(
         self, bus: Bus, instance: InstanceName, endpoint: Endpoint, options: DurableOptions
     ) -> None:
-        self._bus = bus
-        self._endpoint = endpoint
+        super().__init__(bus, instance, endpoint)
         self._options = options
-        self._name = EndpointName(instance.namespace, instance.component, endpoint.name)
-        self._hop = self._name.hop(instance.instance_id)
-        self._instance = instance
         self._jobs = JobQueue(bus, self._name, options)
         self._log = self._jobs.log
         self._running: dict[str, tuple[anyio.CancelScope, Context]] = {}
         self._cancelled: dict[str, float] = {}
-        self._taker: Taker | None = None
-        self._is_draining = False
         self._subscription: Subscription | None = None
-        self._work: Work | None = None
-        self._ended = asyncio.Event()
-        self._stopping = anyio.CancelScope()
-
-    def __repr__(self) -> str:
-        state = "draining" if self._is_draining else "taking"
-        return f"<JobRunner {self._name} [{state} | {len(self._running)} running]>"
 
     @property
     def endpoint(self) -> Endpoint:
@@ -138,60 +112,22 @@ class JobRunner:
         _, name = job_id.split_name()
         return await self._jobs.result(name)
 
-    # Its life --------------------------------------------------------------------------
-
     async def start(self, background: Background) -> None:
-        """Begin to take jobs.
-
-        Raises:
-            ConfigError, PermissionDenied, Unavailable: the streams of the queue are not there, and
-                cannot be made.
-        """
         await self._log.ensure()
         await self._jobs.queue.ensure()
         subject = job_cancel_subject(self._name)
         self._subscription = self._bus.data.subscribe(subject, self._hear_cancel)
         self._bus.cancels.add(self._cancel_requests)
-        self._work = background.start(self._take, name=f"jobs of {self._name}")
-
-    async def drain(self, grace: float) -> None:
-        """Take no more jobs, and let those that run end within `grace` seconds; others go to
-        another instance."""
-        self._is_draining = True
-        if self._work is None:
-            return
-        with anyio.move_on_after(grace):
-            if self._taker is not None:
-                await self._taker.drain()
-            await self._ended.wait()
+        self._start_work(background, "jobs")
 
     async def stop(self) -> None:
-        """Give back what still runs, and take no more."""
-        self._is_draining = True
-        self._stopping.cancel()
         if self._subscription is not None:
             self._subscription.unsubscribe()
         self._bus.cancels.remove(self._cancel_requests)
-        if self._work is not None:
-            await self._work.wait()
+        await super().stop()
 
-    async def _take(self) -> None:
-        try:
-            # The background is the runtime's; what the handler does is the instance's.
-            with inside_instance(self._instance), self._stopping:
-                async with (
-                    self._jobs.queue.take(limit=self._endpoint.concurrency or 1) as taker,
-                    anyio.create_task_group() as tasks,
-                ):
-                    self._taker = taker
-                    taker.on_dropped = partial(self._note_dropped, tasks)
-                    if self._is_draining:
-                        await taker.drain()
-                    while jobs := await taker.begin():
-                        for job in jobs:
-                            tasks.start_soon(self._run, job)
-        finally:
-            self._ended.set()
+    def _taking(self) -> AbstractAsyncContextManager[Taker]:
+        return self._jobs.queue.take(limit=self._endpoint.concurrency or 1)
 
     # Cancels ---------------------------------------------------------------------------
 
@@ -237,14 +173,6 @@ class JobRunner:
 
     # One job ---------------------------------------------------------------------------
 
-    async def _run(self, job: Job) -> None:
-        try:
-            async with job:
-                await self._carry_out(job)
-        except DynbusError as error:
-            # It is stored how the job ended, or another taker gets it.
-            logger.warning("job %s of %s: %s", job.job_id, self._name, error)
-
     async def _carry_out(self, job: Job) -> None:
         token = job_token(job.job_id)
         if self._may_have_ended(job, token) and await self._log.result(job.job_id) is not None:
@@ -256,23 +184,17 @@ class JobRunner:
             return
         try:
             request = self._endpoint.decode(job.data)
-            called = self._context(job, run.tries)
+            called = self._context(dict(job.headers), job.job_id, run.tries)
         except InvalidRequest as error:
             await self._fail(job, run, error, is_last=True)
             return
-        entered(called)
         enter_run(run)
         failure: BaseException | None = None
         data = b""
         with run.scope:
             self._running[token] = (run.scope, called)
             try:
-                with anyio.move_on_after(self._endpoint.timeout) as limit:
-                    data = self._endpoint.encode(await self._endpoint.invoke(request))
-                if limit.cancelled_caught:
-                    called.kill()
-                    seconds = self._endpoint.timeout
-                    failure = DeadlineExceeded(f"the handler took longer than its {seconds:g} s")
+                data = self._endpoint.encode(await self._invoke(request, called))
             except Exception as error:  # noqa: BLE001 - what users' handlers raise
                 failure = error
             finally:
@@ -333,23 +255,6 @@ class JobRunner:
         if job.tries > 1 or job.returns or token in self._cancelled:
             return True
         return headers.KEYED in job.headers or job.waited >= ASKS_AFTER
-
-    def _context(self, job: Job, tries: int) -> Context:
-        fields = dict(job.headers)
-        fields.setdefault(headers.REQUEST_ID, job.job_id)
-        called = read_context(
-            fields,
-            timeout=self._endpoint.timeout,
-            hop=self._hop,
-            draining=lambda: self._is_draining,
-            now=monotonic(),
-        )
-        called.attempt = tries
-        called.idempotency_key = job.job_id
-        current = Context.current()
-        if current is not None:
-            called.set_trace_headers(current.trace_headers())
-        return called
 
     async def _failed(self, job: Job, run: JobRun, raised: BaseException) -> None:
         error = only_cause(raised)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Final
 
@@ -12,26 +13,15 @@ import anyio
 
 from dynbus.actors.calling.jobs import error_line
 from dynbus.actors.declaring.actor import Subscription
-from dynbus.bus.background import Background, Work
-from dynbus.bus.bus import Bus, enter_bus
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, entered, inside_instance
-from dynbus.bus.errors import (
-    DeadlineExceeded,
-    DynbusError,
-    InvalidRequest,
-    Migrate,
-    only_cause,
-)
-from dynbus.bus.protocol import headers
+from dynbus.bus.background import Background
+from dynbus.bus.bus import Bus
+from dynbus.bus.errors import DynbusError, InvalidRequest, Migrate, only_cause
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import EndpointName, InstanceName
-from dynbus.bus.serving.requests import read_context
-from dynbus.bus.topics import GroupConfig, GroupStream, Listening, TopicStream
-from dynbus.bus.transport import StoredMessage
+from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.topics import Event, GroupConfig, GroupStream, Listening, TopicStream
 from dynbus.bus.work_queue import Job, Taker
 
-from .job_runner import MIGRATE_DELAY, NOT_TRIED_AGAIN
+from .handler_runner import MIGRATE_DELAY, NOT_TRIED_AGAIN, HandlerRunner, TakingRunner
 
 logger = logging.getLogger(__name__)
 
@@ -39,158 +29,43 @@ MOST_WAITING: Final = 10_000
 """Events that wait for a method which every instance has; further ones are dropped, and told."""
 
 
-class EventRunner:
-    """Runs a method with the events of a topic.
-
-    Args:
-        endpoint: of the method: how an event is read, and run.
-    """
-
-    def __init__(
-        self, bus: Bus, instance: InstanceName, endpoint: Endpoint, subscription: Subscription
-    ) -> None:
-        self._bus = bus
-        self._instance = instance
-        self._endpoint = endpoint
-        self._name = EndpointName(instance.namespace, instance.component, endpoint.name)
-        self._hop = self._name.hop(instance.instance_id)
-        self._topic = TopicStream(
-            bus.data, subscription.topic.config(instance.namespace), subscription.topic.misfit
-        )
-        self._concurrency = endpoint.concurrency or 1
-        self._is_draining = False
-        self._ended = asyncio.Event()
-        self._stopping = anyio.CancelScope()
-        self._work: Work | None = None
-
-    def __repr__(self) -> str:
-        state = "draining" if self._is_draining else "hearing"
-        return f"<{type(self).__name__} {self._name} [{state}]>"
-
-    async def stop(self) -> None:
-        """Give back what still runs, and hear no more."""
-        self._is_draining = True
-        self._stopping.cancel()
-        if self._work is not None:
-            await self._work.wait()
-
-    async def _try(self, data: bytes, called: Context) -> BaseException | None:
-        """Run the method with an event; what it raised.
-
-        Raises:
-            InvalidRequest: the event is not of its type.
-        """
-        event = self._endpoint.decode(data)
-        leave = entered(called)
-        try:
-            with anyio.move_on_after(self._endpoint.timeout) as limit:
-                await self._endpoint.invoke(event)
-            if limit.cancelled_caught:
-                called.kill()
-                seconds = self._endpoint.timeout
-                return DeadlineExceeded(f"the method took longer than its {seconds:g} s")
-        except Exception as error:  # noqa: BLE001 - what users' methods raise
-            return error
-        finally:
-            leave()
-        return None
-
-    def _context(self, fields: dict[str, str], event_id: str, tries: int) -> Context:
-        fields.setdefault(headers.REQUEST_ID, event_id)
-        # Of who published it, which does not wait for it.
-        fields.pop(headers.DEADLINE, None)
-        called = read_context(
-            fields,
-            timeout=self._endpoint.timeout,
-            hop=self._hop,
-            draining=lambda: self._is_draining,
-            now=monotonic(),
-        )
-        called.attempt = tries
-        called.idempotency_key = event_id
-        current = Context.current()
-        if current is not None:
-            called.set_trace_headers(current.trace_headers())
-        return called
-
-
-class GroupMember(EventRunner):
+class GroupMember(TakingRunner):
     """Takes the events of a group with the other instances of it."""
 
     def __init__(
         self, bus: Bus, instance: InstanceName, endpoint: Endpoint, subscription: Subscription
     ) -> None:
-        super().__init__(bus, instance, endpoint, subscription)
-        self._options = subscription.options
+        super().__init__(bus, instance, endpoint)
         start = subscription.start
         self._group = GroupStream(
             bus,
-            self._topic,
+            _stream(bus, instance, subscription),
             GroupConfig(
                 subscription.group,
                 self._name,
-                subscription.options.queue,
-                ordered=subscription.ordered,
+                subscription.options,
                 new_only=start == "new",
                 start_time=start.timestamp() if isinstance(start, datetime) else None,
             ),
         )
-        self._taker: Taker | None = None
 
     async def start(self, background: Background) -> None:
-        """Begin to take events.
-
-        Raises:
-            ConfigError, PermissionDenied, Unavailable: the stream or the place of the group is not
-                there, and cannot be made.
-        """
         await self._group.ensure()
-        self._work = background.start(self._take, name=f"events of {self._name}")
+        self._start_work(background, "events")
 
-    async def drain(self, grace: float) -> None:
-        """Take no more events, and let those that run end within `grace` seconds; others go to
-        another instance."""
-        self._is_draining = True
-        if self._work is None:
-            return
-        with anyio.move_on_after(grace):
-            if self._taker is not None:
-                await self._taker.drain()
-            await self._ended.wait()
-
-    async def _take(self) -> None:
-        enter_bus(self._bus)
-        try:
-            with inside_instance(self._instance), self._stopping:
-                async with (
-                    self._group.take(self._concurrency) as taker,
-                    anyio.create_task_group() as tasks,
-                ):
-                    self._taker = taker
-                    if self._is_draining:
-                        await taker.drain()
-                    async for job in taker:
-                        tasks.start_soon(self._run, job)
-        finally:
-            self._ended.set()
-
-    async def _run(self, job: Job) -> None:
-        try:
-            async with job:
-                await self._carry_out(job)
-        except DynbusError as error:
-            # Another instance gets it.
-            logger.warning("event %s of %s: %s", job.job_id, self._name, error)
+    def _taking(self) -> AbstractAsyncContextManager[Taker]:
+        return self._group.take(self._endpoint.concurrency or 1)
 
     async def _carry_out(self, job: Job) -> None:
         try:
             called = self._context(dict(job.headers), job.job_id, job.tries)
-            raised = await self._try(job.data, called)
-        except InvalidRequest as misfit:
-            raised = misfit
-        if raised is None:
+            await self._invoke(self._endpoint.decode(job.data), called)
+        except Exception as raised:  # noqa: BLE001 - what users' methods raise
+            await self._failed(job, raised)
+        else:
             await job.ack()
-            return
+
+    async def _failed(self, job: Job, raised: BaseException) -> None:
         error = only_cause(raised)
         if isinstance(error, Migrate):
             await job.give_back(delay=MIGRATE_DELAY)
@@ -208,47 +83,37 @@ class GroupMember(EventRunner):
             await job.nak(text)
 
 
-class Listener(EventRunner):
+class Listener(HandlerRunner):
     """Hears each event that is published while its instance runs."""
 
     def __init__(
         self, bus: Bus, instance: InstanceName, endpoint: Endpoint, subscription: Subscription
     ) -> None:
-        super().__init__(bus, instance, endpoint, subscription)
-        self._heard: deque[StoredMessage] = deque()
+        super().__init__(bus, instance, endpoint)
+        self._topic = _stream(bus, instance, subscription)
+        self._heard: deque[Event] = deque()
         self._changed = asyncio.Event()
         self._dropped = 0
         self._listening: Listening | None = None
 
     async def start(self, background: Background) -> None:
-        """Begin to listen; what is published from now on is heard.
-
-        Raises:
-            ConfigError, PermissionDenied, Unavailable: the topic is not there, and cannot be made.
-        """
         self._listening = await self._topic.listen(self._hear)
-        self._work = background.start(self._run_all, name=f"events of {self._name}")
-
-    async def drain(self, grace: float) -> None:
-        """Hear no more, and let what was heard end within `grace` seconds."""
-        await self._stop_listening()
-        self._is_draining = True
-        self._changed.set()
-        if self._work is None:
-            return
-        with anyio.move_on_after(grace):
-            await self._ended.wait()
+        self._start_work(background, "events")
 
     async def stop(self) -> None:
         await self._stop_listening()
         await super().stop()
+
+    async def _take_no_more(self) -> None:
+        await self._stop_listening()
+        self._changed.set()
 
     async def _stop_listening(self) -> None:
         listening, self._listening = self._listening, None
         if listening is not None:
             await listening.stop()
 
-    def _hear(self, message: StoredMessage) -> None:
+    def _hear(self, event: Event) -> None:
         if len(self._heard) >= MOST_WAITING:
             self._dropped += 1
             if self._dropped == 1:
@@ -258,18 +123,13 @@ class Listener(EventRunner):
                     *(self._hop, MOST_WAITING),
                 )
             return
-        self._heard.append(message)
+        self._heard.append(event)
         self._changed.set()
 
     async def _run_all(self) -> None:
-        enter_bus(self._bus)
-        try:
-            with inside_instance(self._instance), self._stopping:
-                async with anyio.create_task_group() as tasks:
-                    for _ in range(self._concurrency):
-                        tasks.start_soon(self._run_each)
-        finally:
-            self._ended.set()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(self._endpoint.concurrency or 1):
+                tasks.start_soon(self._run_each)
 
     async def _run_each(self) -> None:
         while True:
@@ -280,16 +140,22 @@ class Listener(EventRunner):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _run(self, message: StoredMessage) -> None:
-        event_id = message.headers.get(headers.JOB) or str(message.sequence)
+    async def _run(self, event: Event) -> None:
         try:
-            called = self._context(dict(message.headers), event_id, 1)
-            raised = await self._try(message.data, called)
+            called = self._context(dict(event.headers), event.event_id, 1)
+            request = self._endpoint.decode(event.data)
         except InvalidRequest as error:
-            logger.warning("event %s of %s: %s", event_id, self._topic.config, error)
+            logger.warning("event %s of %s: %s", event.event_id, self._topic.config, error)
             return
-        if raised is not None:
-            logger.error("%s raised with event %s", self._hop, event_id, exc_info=raised)
+        try:
+            await self._invoke(request, called)
+        except Exception:
+            logger.exception("%s raised with event %s", self._hop, event.event_id)
+
+
+def _stream(bus: Bus, instance: InstanceName, subscription: Subscription) -> TopicStream:
+    topic = subscription.topic
+    return TopicStream(bus.data, topic.config(instance.namespace), topic.misfit)
 
 
 def event_runner(

@@ -1,0 +1,201 @@
+"""Methods of an instance that run without being called: their life, and one run of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from dynbus.bus.background import Background, Work
+from dynbus.bus.bus import Bus, enter_bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import Context, entered, inside_instance
+from dynbus.bus.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    InvalidRequest,
+    InvalidResponse,
+    PayloadTooLarge,
+)
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import EndpointName, InstanceName
+from dynbus.bus.serving.requests import read_context
+from dynbus.bus.work_queue import Job, JobEnd, Taker
+
+from .step_history import StepMismatch
+
+logger = logging.getLogger(__name__)
+
+MIGRATE_DELAY: Final = 0.2
+"""Seconds before what a method asked to have run elsewhere is handed out again."""
+NOT_TRIED_AGAIN: Final = (
+    InvalidRequest,
+    InvalidResponse,
+    ConfigError,
+    PayloadTooLarge,
+    StepMismatch,
+)
+"""The errors of a try that every other try would raise too."""
+
+
+class HandlerRunner(ABC):
+    """Runs one method of an instance with what comes to it beside calls: jobs, or events.
+
+    Args:
+        endpoint: of the method: how what comes is read, and run.
+    """
+
+    def __init__(self, bus: Bus, instance: InstanceName, endpoint: Endpoint) -> None:
+        self._bus = bus
+        self._instance = instance
+        self._endpoint = endpoint
+        self._name = EndpointName(instance.namespace, instance.component, endpoint.name)
+        self._hop = self._name.hop(instance.instance_id)
+        self._is_draining = False
+        self._ended = asyncio.Event()
+        self._stopping = anyio.CancelScope()
+        self._work: Work | None = None
+
+    def __repr__(self) -> str:
+        state = "draining" if self._is_draining else "running"
+        return f"<{type(self).__name__} {self._name} [{state}]>"
+
+    @abstractmethod
+    async def start(self, background: Background) -> None:
+        """Begin to run what comes.
+
+        Raises:
+            ConfigError, PermissionDenied, Unavailable: where it comes from is not there, and cannot
+                be made.
+        """
+
+    @abstractmethod
+    async def _run_all(self) -> None:
+        """Run what comes until it comes no more."""
+
+    @abstractmethod
+    async def _take_no_more(self) -> None:
+        """Have nothing more come."""
+
+    async def drain(self, grace: float) -> None:
+        """Begin nothing more, and let what runs end within `grace` seconds."""
+        self._is_draining = True
+        if self._work is None:
+            return
+        with anyio.move_on_after(grace):
+            await self._take_no_more()
+            await self._ended.wait()
+
+    async def stop(self) -> None:
+        """End what still runs, and begin nothing more."""
+        self._is_draining = True
+        self._stopping.cancel()
+        if self._work is not None:
+            await self._work.wait()
+
+    def _start_work(self, background: Background, what: str) -> None:
+        self._work = background.start(self._live, name=f"{what} of {self._name}")
+
+    async def _live(self) -> None:
+        # The background is the runtime's; what the method does is the instance's.
+        enter_bus(self._bus)
+        try:
+            with inside_instance(self._instance), self._stopping:
+                await self._run_all()
+        finally:
+            self._ended.set()
+
+    # One run ---------------------------------------------------------------------------
+
+    def _context(self, fields: dict[str, str], name: str, tries: int) -> Context:
+        """The context of a run.
+
+        Args:
+            fields: the headers of what is run.
+            name: its id.
+
+        Raises:
+            InvalidRequest: the headers cannot be read.
+        """
+        fields.setdefault(headers.REQUEST_ID, name)
+        called = read_context(
+            fields,
+            timeout=self._endpoint.timeout,
+            hop=self._hop,
+            draining=lambda: self._is_draining,
+            now=monotonic(),
+        )
+        called.attempt = tries
+        called.idempotency_key = name
+        current = Context.current()
+        if current is not None:
+            called.set_trace_headers(current.trace_headers())
+        return called
+
+    async def _invoke(self, request: Any, called: Context) -> Any:
+        """The result of the method.
+
+        Raises:
+            DeadlineExceeded: it took longer than it may.
+            Exception: what the method raised.
+        """
+        leave = entered(called)
+        try:
+            with anyio.move_on_after(self._endpoint.timeout):
+                return await self._endpoint.invoke(request)
+        finally:
+            leave()
+        called.kill()
+        raise DeadlineExceeded(f"{self._name} took longer than its {self._endpoint.timeout:g} s")
+
+
+class TakingRunner(HandlerRunner):
+    """Runs a method with what a taker hands out, as much at a time as the endpoint has places."""
+
+    def __init__(self, bus: Bus, instance: InstanceName, endpoint: Endpoint) -> None:
+        super().__init__(bus, instance, endpoint)
+        self._taker: Taker | None = None
+
+    @abstractmethod
+    def _taking(self) -> AbstractAsyncContextManager[Taker]:
+        """The taker, open while the block runs."""
+
+    @abstractmethod
+    async def _carry_out(self, job: Job) -> None:
+        """Run the method with one, and settle it."""
+
+    def _note_dropped(self, tasks: TaskGroup, job_id: str, end: JobEnd) -> None:
+        """One has left without having begun."""
+
+    async def _take_no_more(self) -> None:
+        if self._taker is not None:
+            await self._taker.drain()
+
+    async def _run_all(self) -> None:
+        async with self._taking() as taker, anyio.create_task_group() as tasks:
+
+            def dropped(job_id: str, end: JobEnd) -> None:
+                self._note_dropped(tasks, job_id, end)
+
+            self._taker = taker
+            taker.on_dropped = dropped
+            if self._is_draining:
+                await taker.drain()
+            while jobs := await taker.begin():
+                for job in jobs:
+                    tasks.start_soon(self._run, job)
+
+    async def _run(self, job: Job) -> None:
+        try:
+            async with job:
+                await self._carry_out(job)
+        except DynbusError as error:
+            # It is stored how it ended, or another taker gets it.
+            logger.warning("%s of %s: %s", job.job_id, self._name, error)
