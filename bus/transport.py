@@ -119,6 +119,9 @@ class StreamConfig(NamedTuple):
         replicas: how many servers of a cluster keep it at most; a smaller cluster keeps it on
             as many as it has. None for the number that the connection has for all streams.
         metadata: names, which begin with `dynbus.`, and texts that are kept with it.
+        lanes: over how many lanes the messages of its first subject are spread, which ends with
+            `.*`: what is published as `x.key` is kept as `x.lane.key`, whose lane is the 32-bit
+            FNV-1a hash of the key, modulo this. 0 for messages that are kept as they are published.
     """
 
     name: str
@@ -131,6 +134,7 @@ class StreamConfig(NamedTuple):
     replicas: int | None = None
     description: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
+    lanes: int = 0
 
     def differences(self, existing: StreamConfig, *fields: str) -> list[str]:
         """The limits of a stream that are others than these, as `name = value, not value`.
@@ -261,8 +265,8 @@ class PullConsumerConfig(NamedTuple):
         subject: what is delivered of the stream (wildcards allowed). Two consumers of a work queue
             have no subject in common.
         subjects: the same of a consumer that has several, in place of `subject`.
-        new_only, start_time, start_sequence: where it begins, in place of the oldest message: after
-            the newest, at the first that was stored at a time in Unix seconds, at a sequence.
+        new_only, start_time: where it begins, in place of the oldest message: after the newest, or
+            at the first that was stored at a time in Unix seconds.
     """
 
     name: str
@@ -272,7 +276,6 @@ class PullConsumerConfig(NamedTuple):
     subjects: tuple[str, ...] = ()
     new_only: bool = False
     start_time: float | None = None
-    start_sequence: int | None = None
     description: str = ""
 
 
@@ -286,7 +289,6 @@ class ConsumerInfo(NamedTuple):
         ack_wait: seconds; that of the consumer as it is.
         delivered: the sequence of the message that was delivered last for the first time; 0 for
             none.
-        settled: the sequence up to which all was acknowledged.
         description: of the consumer.
     """
 
@@ -294,7 +296,6 @@ class ConsumerInfo(NamedTuple):
     ack_pending: int
     ack_wait: float
     delivered: int = 0
-    settled: int = 0
     description: str = ""
 
 

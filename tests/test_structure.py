@@ -21,7 +21,7 @@ FOLDERS = {
     "compat": ROOT / "src" / "dynbus" / "compat",
 }
 MAX_FILES = 20
-MAX_FACE = 63
+MAX_FACE = 65
 MAX_SPI = 60
 QUESTIONS = tuple(
     f"{word} " for word in ("What", "How", "Which", "Whether", "Who", "Where", "When")

@@ -14,8 +14,8 @@ from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol.names import ComponentName, check_token
 from dynbus.bus.topics import TopicConfig
+from dynbus.bus.work_queue import WorkQueueConfig
 
-from .durable import DurableOptions
 from .handlers import HandlerSpec
 from .restart_policy import OnCrash
 from .service_args import ServiceArgs
@@ -54,15 +54,14 @@ class Subscription(NamedTuple):
     Attributes:
         spec: how the method is called.
         group: empty where every instance hears each event.
-        options: how the events of a group are tried.
+        options: how the events of a group are handed out, and tried again.
         start: where a group begins.
     """
 
     spec: HandlerSpec
     topic: TopicOfEvents
     group: str
-    options: DurableOptions
-    ordered: bool
+    options: WorkQueueConfig
     start: str | datetime
 
 

@@ -201,8 +201,9 @@ def subscribe(
         group: names the group; one method has it. The topic must retain its events.
         from_: where a group begins that is new: `"new"`, `"all"` that is kept, or a time with its
             zone.
-        ordered: whether the group has one event at a time, in the order of the topic. One that
-            fails is tried again before the next.
+        ordered: whether the group has the events of a key in order, one at a time, keys side by
+            side. One that fails is tried again before the next of its key. Those without a key are
+            of one.
         concurrency: events that an instance has at a time: 16 of a group, 1 without.
         timeout: seconds for one try; none unless given.
         tries, backoff, ack_wait, max_age: of a group, as `handler(durable=True)` has them.
@@ -231,14 +232,15 @@ def subscribe(
                     'nothing: give the topic retain="7d"'
                 )
         _check_start(label, from_)
-        default = 1 if ordered or not group else DEFAULT_JOBS
+        default = DEFAULT_JOBS if group else 1
         spec = declare(function, name=None, concurrency=concurrency or default, timeout=timeout)
         if spec.streaming or spec.parameter is None:
             raise ConfigError(f"{label} must be async, take the event and return None")
         spec.check_declared()
         kept = durable_options(label, True, options)
         assert kept is not None, "what is asked for as durable has options"
-        mark(function, Subscription(spec, topic, group, kept, ordered, from_))
+        handed_out = kept.queue._replace(ordered=ordered)
+        mark(function, Subscription(spec, topic, group, handed_out, from_))
         return method
 
     return decorate

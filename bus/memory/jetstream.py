@@ -218,6 +218,10 @@ class JetStreamServer:
                 f"stream {config.name} exists with subjects = "
                 f"{', '.join(known.config.subjects)}, not {', '.join(config.subjects)}"
             )
+        if known.config.lanes != config.lanes:
+            return ConfigError(
+                f"stream {config.name} exists with {known.config.lanes} lanes, not {config.lanes}"
+            )
         return True
 
     def ensure(self, config: StreamConfig) -> None | DynbusError:

@@ -124,13 +124,11 @@ class MemoryPullConsumer:
     def info(self) -> ConsumerInfo:
         """The progress of its readers."""
         pending = len(self._after())
-        settled = min(self._unsettled, default=self._next_sequence) - 1
         return ConsumerInfo(
             pending,
             len(self._unsettled),
             self.config.ack_wait,
             self._next_sequence - 1,
-            settled,
             self.config.description,
         )
 
@@ -230,7 +228,7 @@ def _start_of(config: PullConsumerConfig, stream: MemoryStream) -> int:
     if config.start_time is not None:
         later = (one for one in stream.after(1, ">") if stream.get(one).time >= config.start_time)
         return next(later, stream.last_sequence + 1)
-    return max(1, config.start_sequence or 1)
+    return 1
 
 
 def ack_subject(stream: str, consumer: str, sequence: int) -> str:

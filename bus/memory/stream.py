@@ -32,6 +32,9 @@ FILE_OVERHEAD: Final = 30
 FILE_HEADERS_OVERHEAD: Final = 4
 """Bytes that nats-server counts for a message beside subject, headers and data."""
 
+FNV_BASIS: Final = 0x811C9DC5
+FNV_PRIME: Final = 0x01000193
+
 _TTL = re.compile(r"([0-9]{1,9})s?")
 
 
@@ -87,6 +90,7 @@ class MemoryStream:
             PayloadTooLarge: the stream takes no message of this size.
         """
         self.expire(now, unix)
+        subject = self._kept_as(subject)
         most = self.config.limits.max_message_size
         if most is not None and self._header_size(headers) + len(data) > most:
             raise PayloadTooLarge(f"publish to {subject}: message size exceeds maximum allowed")
@@ -185,6 +189,17 @@ class MemoryStream:
             return False
         self._remove(sequence)
         return True
+
+    def _kept_as(self, subject: str) -> str:
+        """See `StreamConfig.lanes`."""
+        lanes = self.config.lanes
+        if not lanes or not matches(self.config.subjects[0], subject):
+            return subject
+        place, _, key = subject.rpartition(".")
+        fnv = FNV_BASIS
+        for byte in key.encode():
+            fnv = (fnv ^ byte) * FNV_PRIME % 2**32
+        return f"{place}.{fnv % lanes}.{key}"
 
     @staticmethod
     def _header_size(headers: Mapping[str, str]) -> int:

@@ -366,7 +366,6 @@ class NatsJetStream:
                 int(answer.get("num_ack_pending") or 0),
                 int(answer["config"]["ack_wait"]) / NANOSECONDS,
                 int(answer["delivered"]["stream_seq"]),
-                int(answer["ack_floor"]["stream_seq"]),
                 str(answer["config"].get("description") or ""),
             )
 
@@ -424,9 +423,6 @@ def _consumer_request(config: PullConsumerConfig) -> dict[str, Any]:
     if config.start_time is not None:
         start = datetime.fromtimestamp(config.start_time, UTC)
         settings |= {"deliver_policy": "by_start_time", "opt_start_time": start.isoformat()}
-    elif config.start_sequence is not None:
-        first = max(1, config.start_sequence)
-        settings |= {"deliver_policy": "by_start_sequence", "opt_start_seq": first}
     return settings
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -11,6 +12,7 @@ NANOSECONDS: Final = 1_000_000_000
 METADATA_PREFIX: Final = "dynbus."
 """Of what dynbus keeps with a stream: the server has its own beside it."""
 
+_SPREAD: Final = re.compile(r"\{\{partition\(([0-9]+),1\)\}\}")
 _ESSENTIAL: Final = (
     "subjects",
     "retention",
@@ -58,6 +60,10 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
     }
     if config.metadata:
         request["metadata"] = dict(config.metadata)
+    if config.lanes:
+        source = config.subjects[0]
+        lane = f"{{{{partition({config.lanes},1)}}}}.{{{{wildcard(1)}}}}"
+        request["subject_transform"] = {"src": source, "dest": f"{source[:-1]}{lane}"}
     if config.marker_ttl is not None:
         request["allow_msg_ttl"] = True
         if config.marker_ttl:
@@ -99,7 +105,13 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
             for name, value in kept.items()
             if str(name).startswith(METADATA_PREFIX)
         ),
+        lanes=_lanes(settings.get("subject_transform") or {}),
     )
+
+
+def _lanes(transform: Mapping[str, Any]) -> int:
+    spread = _SPREAD.search(str(transform.get("dest")))
+    return int(spread[1]) if spread else 0
 
 
 def misfits(settings: Mapping[str, Any], wanted: StreamConfig) -> list[str]:

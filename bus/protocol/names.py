@@ -291,14 +291,33 @@ def topic_subject(namespace: str, topic: str, key: str = "*") -> str:
     return f"{namespace}.{TOPIC}.{topic}.{EVENT}.{key}"
 
 
+def event_subject(namespace: str, topic: str, lane: str = "*") -> str:
+    """Where the stream of a topic keeps the events of a lane, of all keys; `*` for any lane."""
+    return f"{namespace}.{TOPIC}.{topic}.{EVENT}.{lane}.*"
+
+
 def topic_key(key: str) -> str:
-    """The token of an event's key; empty for an event without one."""
+    """The token of an event's key; `=` for an event without one."""
     return job_token(key) if key else NO_KEY
 
 
-def group_subject(namespace: str, topic: str, group: str, event: str = ">") -> str:
-    """Where copies of events are put that one group alone is to get; `>` for any."""
-    return f"{namespace}.{TOPIC}.{topic}.{GROUP}.{group}.{event}"
+def group_subject(namespace: str, topic: str, group: str, lane: str = "*") -> str:
+    """Below which copies of the events of a lane are put that one group alone is to get."""
+    return f"{namespace}.{TOPIC}.{topic}.{GROUP}.{group}.{lane}"
+
+
+def lane_of_event(subject: str) -> str:
+    """The lane of an event by where it is kept, or of a copy of one."""
+    *_, kind, lane, _ = subject.split(".")
+    return lane if kind == EVENT else kind
+
+
+def is_group_subject(subject: str) -> bool:
+    """Whether copies of events may be put below a subject, and nothing else."""
+    tokens = subject.split(".")
+    if len(tokens) < 6 or tokens[1] != TOPIC or tokens[-3] != GROUP:
+        return False
+    return all(map(TOKEN.fullmatch, (tokens[0], *tokens[2:-3], *tokens[-2:])))
 
 
 _TOPIC_STREAM: Final = "DYNBUS_TOPIC_"
@@ -307,15 +326,6 @@ _TOPIC_STREAM: Final = "DYNBUS_TOPIC_"
 def topic_stream(namespace: str, topic: str) -> str:
     """The stream of a topic's events."""
     return f"{_TOPIC_STREAM}{namespace}+{topic.replace('.', '+')}"
-
-
-def topic_of_stream(stream: str) -> tuple[str, str] | None:
-    """The namespace and the topic whose events a stream has; None for a stream of something
-    else."""
-    namespace, plus, topic = stream.removeprefix(_TOPIC_STREAM).partition("+")
-    if not stream.startswith(_TOPIC_STREAM) or not plus:
-        return None
-    return namespace, topic.replace("+", ".")
 
 
 class ReplySubjects:

@@ -7,9 +7,11 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from dynbus.bus.clock import monotonic
+from dynbus.bus.context import MAX_ID_LENGTH
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
+    event_subject,
     group_subject,
     topic_key,
     topic_stream,
@@ -26,7 +28,7 @@ from dynbus.bus.transport import (
     StreamLimits,
     Subscription,
 )
-from dynbus.bus.work_queue import store
+from dynbus.bus.work_queue import ORDERED_LANES, is_reserved, store
 
 SCHEMA: Final = "dynbus.schema"
 """What the type of the events is, in the metadata of a stream."""
@@ -67,11 +69,44 @@ def topic_config(topic: TopicConfig) -> StreamConfig:
         topic.stream,
         (
             topic_subject(topic.namespace, topic.name),
-            group_subject(topic.namespace, topic.name, "*"),
+            f"{group_subject(topic.namespace, topic.name, '*')}.>",
         ),
         StreamLimits(max_bytes=topic.max_bytes, max_age=topic.retain, discard_new=True),
         description="dynbus: events",
         metadata=((SCHEMA, topic.schema),) if is_kept else (),
+        lanes=len(ORDERED_LANES),
+    )
+
+
+class Event(NamedTuple):
+    """An event as it was published.
+
+    Attributes:
+        key: the token of its key; `=` without one.
+        sequence: its place in the stream; 0 where it is not kept.
+        time: Unix seconds at which the server stored it; 0 where it is not kept.
+        headers: those that came with it, without the server's.
+    """
+
+    event_id: str
+    key: str
+    sequence: int
+    time: float
+    headers: Mapping[str, str]
+    data: bytes
+
+
+def event_of(message: StoredMessage) -> Event:
+    """The event that a message is; plain NATS clients publish them too."""
+    fields = message.headers
+    event_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID)
+    return Event(
+        (event_id or str(message.sequence))[:MAX_ID_LENGTH],
+        message.subject.rpartition(".")[2],
+        message.sequence,
+        message.time,
+        {name: value for name, value in fields.items() if not is_reserved(name)},
+        message.data,
     )
 
 
@@ -154,29 +189,29 @@ class TopicStream:
             where=f"the topic {self.config}",
         )
 
-    async def listen(self, on_event: Callable[[StoredMessage], None]) -> Listening:
+    async def listen(self, on_event: Callable[[Event], None]) -> Listening:
         """Hear what is published from now on, in its order.
 
         Raises:
             ConfigError: as of `ensure`.
             Unavailable: the server does not answer.
         """
-        subject = topic_subject(self.config.namespace, self.config.name)
+        where = self.config.namespace, self.config.name
         if self.config.retain is None:
 
             def hear(message: Message) -> None:
                 fields = header_names.decode(message.headers)
-                on_event(StoredMessage(message.subject, 0, 0.0, fields, message.data))
+                on_event(event_of(StoredMessage(message.subject, 0, 0.0, fields, message.data)))
 
-            subscription = self._connection.subscribe(subject, hear)
+            subscription = self._connection.subscribe(topic_subject(*where), hear)
             await self._connection.barrier()
             return Listening(subscription=subscription)
         await self.ensure()
         info = await self._jetstream.stream_info(self.config.stream)
         consumer = await self._jetstream.consume(
             self.config.stream,
-            on_event,
-            subject=subject,
+            lambda message: on_event(event_of(message)),
+            subject=event_subject(*where),
             start_sequence=info.last_sequence + 1,
             created=info.created,
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         letter_id_of,
     )
     from .holders import HOLDERS_STREAM
-    from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig
+    from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved
     from .job_log import (
         END_RECORD,
         JobLog,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         job_log_config,
     )
     from .job_stream import CLOCK_AGE, JobStream, queue_config, takers_config
-    from .lanes import lanes_of
+    from .lanes import ORDERED_LANES, lanes_of
     from .needed import NeededStream
     from .observing import QueueFigures
     from .queue import WorkQueue, taking
@@ -38,6 +38,7 @@ __all__ = [
     "CLOCK_AGE",
     "END_RECORD",
     "HOLDERS_STREAM",
+    "ORDERED_LANES",
     "DeadLetter",
     "DeadLetters",
     "DeathReason",
@@ -58,6 +59,7 @@ __all__ = [
     "WorkQueue",
     "WorkQueueConfig",
     "dead_letter_config",
+    "is_reserved",
     "job_log_config",
     "lanes_of",
     "letter_id_of",

@@ -12,18 +12,15 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import DynbusError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
-    GROUP,
-    TOKEN,
-    TOPIC,
     EndpointName,
     check_token,
     dead_letter_stream,
     dead_letter_subject,
+    is_group_subject,
     is_lane,
     job_log_stream,
     job_log_subject,
     job_token,
-    lane_of_subject,
     work_subject,
 )
 from dynbus.bus.transport import (
@@ -127,13 +124,16 @@ class DeadLetters:
         reason: DeathReason,
         error: BaseException | str,
         tries: int,
-        redrives_to: str = "",
+        *,
+        lane: str,
+        group: str = "",
     ) -> None:
         """Keep a job; on return the server has stored it. Its last letter takes the place of an
         earlier one.
 
         Args:
-            redrives_to: the subject below which it is put again, of a group of a topic.
+            lane: of the job in its queue.
+            group: the subject below which a group of a topic gets it again; empty for a job.
 
         Raises:
             Unavailable: the server did not confirm it in time.
@@ -146,10 +146,9 @@ class DeadLetters:
             header_names.DEAD_ERROR: error_text(error),
             header_names.DEAD_TRIES: str(tries),
             header_names.DEAD_QUEUED: str(int(put_at(message) * 1000)),
-            header_names.DEAD_LANE: lane_of_subject(message.subject),
+            header_names.DEAD_LANE: lane,
+            header_names.DEAD_GROUP: group,
         }
-        if redrives_to:
-            fields[header_names.DEAD_GROUP] = redrives_to
         subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
         try:
             await self._store(subject, message.data, fields)
@@ -263,6 +262,7 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
     namespace, component, _, endpoint, letter_id = tokens
     fields = message.headers
     lane = fields.get(header_names.DEAD_LANE, "")
+    group = fields.get(header_names.DEAD_GROUP, "")
     return DeadLetter(
         letter_id,
         EndpointName(namespace, component, endpoint),
@@ -277,16 +277,9 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
         message.sequence,
         _number(fields.get(header_names.DEAD_LOST)),
         lane if is_lane(lane) else "normal",
-        _group(fields.get(header_names.DEAD_GROUP, "")),
+        # Letters are written with others' rights.
+        group if is_group_subject(group) else "",
     )
-
-
-def _group(subject: str) -> str:
-    """The subject of a group, and of nothing else: letters are written with others' rights."""
-    tokens = subject.split(".")
-    is_group = len(tokens) >= 5 and tokens[1] == TOPIC and tokens[-2] == GROUP
-    names = (*tokens[:1], *tokens[2:-2], *tokens[-1:])
-    return subject if is_group and all(map(TOKEN.fullmatch, names)) else ""
 
 
 def _number(text: str | None) -> int:

@@ -131,8 +131,6 @@ class JobStream:
         self.lanes = lanes_of(ordered=config.ordered)
         self.consumers = takers_config(name, config)
         self.waiting: Sequence[int] = [0] * len(self.lanes)
-        # What a dead letter says of where its job is put again; the queue itself where empty.
-        self.redrives_to = ""
         self._ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
@@ -402,6 +400,14 @@ class JobStream:
         """Where a copy of a job is put, by the tokens of both."""
         return work_subject(self.name, name, lane_of_subject(message.subject))
 
+    def lane_of(self, message: StoredMessage) -> str:
+        """The lane of a job."""
+        return lane_of_subject(message.subject)
+
+    def group_of(self, message: StoredMessage) -> str:
+        """The subject below which a group gets an event again; empty for a job."""
+        return ""
+
     def default_id(self, message: StoredMessage) -> str:
         """The id of a job whose putter gave it none: any NATS client may put one."""
         return job_of_subject(message.subject)
@@ -465,7 +471,7 @@ class JobStream:
             self.copy_subject(message, f"{job_token(job_id)}.{name}"),
             message.data,
             timeout=TRY_SECONDS,
-            message_id=f"{job_id} again {repeat_id}{self.redrives_to}",
+            message_id=f"{job_id} again {repeat_id}{self.group_of(message)}",
             headers=fields,
         )
 

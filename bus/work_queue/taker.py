@@ -326,11 +326,6 @@ class Taker:
         yield from [job.delivery for job in self._held.values()]
         yield from [ready.delivery for ready in self._ready]
 
-    def forget_settled(self) -> None:
-        """Begin what was settled here again where it is handed out again: its consumer was set
-        back."""
-        self._settled.clear()
-
     def doubt(self) -> None:
         """Another taker took this one for dead, and gave back what it held."""
         for job in self._held.values():
@@ -605,7 +600,8 @@ class Taker:
                 reason,
                 error,
                 delivery.tries,
-                self._jobs.redrives_to,
+                lane=self._jobs.lane_of(delivery.message),
+                group=self._jobs.group_of(delivery.message),
             )
         except DynbusError as problem:
             logger.warning("job %s of %s cannot die yet: %s", job_id, self._jobs.name, problem)

@@ -271,7 +271,7 @@ def test_a_dead_letter_is_stored_and_read_so() -> None:
         subject = "demo.Printer._work.print.low.one"
         job = StoredMessage(subject, 3, 12.5, {"colour": "red", "Nats-Msg-Id": "one"}, b"page")
 
-        await letters.put(QUEUE, "one", job, DeathReason.TRIES, "no\npaper", 5)
+        await letters.put(QUEUE, "one", job, DeathReason.TRIES, "no\npaper", 5, lane="low")
 
         stored = await jetstream.last("DYNBUS_DEAD_demo", LETTER)
         assert stored is not None

@@ -129,6 +129,24 @@ async def test_whether_a_stream_is_there_is_told_without_making_it(bus: Bus) -> 
     assert after
 
 
+async def test_keys_are_spread_over_lanes_each_into_one(bus: Bus) -> None:
+    js = (await bus.connect()).jetstream
+    name = f"S{random_id()[:12]}"
+    config = StreamConfig(name, (f"{name}.event.*", f"{name}.other.>"), lanes=16)
+    await js.ensure_stream(config)
+    await js.ensure_stream(config)
+
+    for subject in ("event.c1", "event.=", "event.x", "event.c1", "other.c1"):
+        await js.publish(f"{name}.{subject}", b"")
+
+    kept = [one.subject.removeprefix(f"{name}.") for one in await js.read(name)]
+    assert kept == ["event.9.c1", "event.8.=", "event.7.x", "event.9.c1", "other.c1"]
+    assert (await js.stream_config(name)).lanes == 16
+    with pytest.raises(ConfigError, match="exists with"):
+        await js.ensure_stream(config._replace(lanes=0))
+    await js.delete_stream(name)
+
+
 async def test_a_deleted_stream_is_gone_and_deleting_it_again_is_no_error(bus: Bus) -> None:
     stream = await bus.stream()
     js = (await bus.connect()).jetstream

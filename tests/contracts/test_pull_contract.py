@@ -321,3 +321,50 @@ async def test_a_consumer_that_exists_is_left_as_it_is(connection: Connection, s
     await make_consumer(connection, stream, ack_wait=5.0)
 
     assert (await connection.jetstream.consumer_info(stream, CONSUMER)).ack_wait == 30.0
+
+
+async def test_a_consumer_begins_where_it_says_and_has_what_its_subjects_name(
+    bus: Bus, connection: Connection
+) -> None:
+    js = connection.jetstream
+    stream = await bus.stream()
+    for text in (b"1", b"2"):
+        await js.publish(f"{stream}.a", text)
+        await asyncio.sleep(0.01)  # their times are told apart
+    second = (await js.read(stream))[1].time
+    begun = {
+        "all": PullConsumerConfig("all", subjects=(f"{stream}.a", f"{stream}.c.>")),
+        "time": PullConsumerConfig("time", start_time=second),
+        "new": PullConsumerConfig("new", new_only=True, description="whose it is"),
+    }
+    for config in begun.values():
+        await js.ensure_pull_consumer(stream, config)
+    await js.publish(f"{stream}.b", b"3")
+    await js.publish(f"{stream}.c.d", b"4")
+
+    has: dict[str, list[bytes]] = {}
+    for name in begun:
+        deliveries = Received()
+        reader = js.pull(stream, name, deliveries, on_missing=lambda: None)
+        reader.ask((await js.consumer_info(stream, name)).pending)
+        await eventually(lambda reader=reader: reader.wanted == 0)
+        has[name] = [one.message.data for one in deliveries]
+        for one in deliveries:
+            await js.acknowledge(one.token, AckKind.ACK)
+        await reader.stop()
+
+    assert has == {"all": [b"1", b"2", b"4"], "time": [b"2", b"3", b"4"], "new": [b"3", b"4"]}
+    # It is kept for whoever else reads it.
+    assert (await js.stream_info(stream)).messages == 4
+    info = await js.consumer_info(stream, "new")
+    assert (info.delivered, info.description) == (4, "whose it is")
+
+
+async def test_a_deleted_consumer_is_gone_and_deleting_it_again_is_no_error(
+    connection: Connection, stream: str
+) -> None:
+    for _ in range(2):
+        await connection.jetstream.delete_consumer(stream, CONSUMER)
+
+    with pytest.raises(NoStream):
+        await connection.jetstream.consumer_info(stream, CONSUMER)

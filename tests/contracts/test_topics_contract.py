@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,8 @@ from dynbus import (
     ActorInstance,
     ConfigError,
     InvalidRequest,
+    Middleware,
+    MiddlewareCall,
     Overloaded,
     PayloadTooLarge,
     Runtime,
@@ -28,8 +30,9 @@ from dynbus import (
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.config import BusConfig
 from dynbus.bus.protocol.names import dead_letter_stream, topic_stream, topic_subject
+from dynbus.bus.topics import forget_group, topic_config
 from dynbus.bus.transport import Message
-from dynbus.bus.work_queue import DeadLetters
+from dynbus.bus.work_queue import DeadLetter, DeadLetters
 
 from .conftest import Bus, eventually
 
@@ -144,13 +147,7 @@ async def test_without_retention_those_hear_it_who_listen(hall: Hall) -> None:
     await tick.publish(Closed(2), runtime=runtime)
 
     assert await hall.hear("Every", 1) == [2]
-    assert not await runtime.bus.data.jetstream.has_stream(await stream_config(runtime, tick))
-
-
-async def stream_config(runtime: Runtime, topic: Topic[Closed]) -> Any:
-    from dynbus.bus.topics import topic_config
-
-    return topic_config(topic.config())
+    assert not await runtime.bus.data.jetstream.has_stream(topic_config(tick.config()))
 
 
 async def test_a_group_keeps_its_place_while_nobody_of_it_runs(hall: Hall) -> None:
@@ -197,22 +194,20 @@ async def test_an_event_that_fails_is_tried_again_and_at_last_a_dead_letter(hall
 
     hall.heard.clear()
     await closed.publish(Closed(2, fails=3), runtime=runtime)
-    async with asyncio.timeout(PATIENCE):
-        while not (found := await letters.find("Billing")):  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.02)
-    assert "no books in try 3" in found[0].error
+    letter = await first_letter(letters, "Billing")
+    assert "no books in try 3" in letter.error
     await eventually(lambda: len(hall.heard["Search"]) >= 3)
     hall.heard.clear()
 
     # It goes to its group again, and to no other.
-    await letters.redrive(found[0])
+    await letters.redrive(letter)
     await closed.publish(Closed(3), runtime=runtime)
     assert (await hall.hear("Billing", 4)).count(2) == 3
     assert 3 in await hall.hear("Search", 1)
     assert hall.heard["Search"].count(2) == 0
 
 
-async def test_an_ordered_group_has_one_event_at_a_time_in_the_order_of_the_topic(
+async def test_an_ordered_group_has_the_events_of_a_key_one_at_a_time_in_their_order(
     hall: Hall,
 ) -> None:
     closed = hall.topic()
@@ -220,11 +215,97 @@ async def test_an_ordered_group_has_one_event_at_a_time_in_the_order_of_the_topi
     await hall.start(kind)
     await hall.start(kind)
     runtime = await hall.runtime()
-    await closed.publish(Closed(0, fails=1), runtime=runtime)
-    for number in range(1, 10):
+    await closed.publish(Closed(0, fails=1), key="a", runtime=runtime)
+    for number in range(1, 30):
+        await closed.publish(Closed(number), key="ab"[number % 2], runtime=runtime)
+
+    heard = await hall.hear("Billing", 31)
+    assert [one for one in heard if one % 2 == 0] == [0, *range(0, 30, 2)]
+    assert [one for one in heard if one % 2] == [*range(1, 30, 2)]
+
+
+async def test_the_keys_of_an_ordered_group_do_not_wait_for_one_another(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Billing", group="billing", ordered=True))
+    runtime = await hall.runtime()
+    hall.gate.clear()
+    for number, key in enumerate(["a", "a", "b", "c", "b"]):
+        await closed.publish(Closed(number), key=key, runtime=runtime)
+    assert sorted(await hall.hear("Billing", 3)) == [0, 2, 3]
+
+    hall.gate.set()
+    assert sorted(await hall.hear("Billing", 5)) == [*range(5)]
+
+
+async def test_without_keys_an_ordered_group_has_the_order_of_the_topic(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Billing", group="billing", ordered=True))
+    runtime = await hall.runtime()
+    for number in range(10):
         await closed.publish(Closed(number), runtime=runtime)
 
-    assert await hall.hear("Billing", 11) == [0, *range(10)]
+    assert await hall.hear("Billing", 10) == [*range(10)]
+
+
+async def test_a_dead_letter_of_an_ordered_group_goes_to_it_again(hall: Hall) -> None:
+    closed = hall.topic("a.b.c")
+    options: dict[str, Any] = {"group": "billing", "ordered": True, "tries": 1}
+    await hall.start(hall.member(closed, "Billing", **options))
+    await hall.start(hall.member(closed, "Search", group="search"))
+    runtime = await hall.runtime()
+    await closed.publish(Closed(1, fails=1), key="k", runtime=runtime)
+    letters = DeadLetters(runtime.bus.data.jetstream, hall.namespace)
+    letter = await first_letter(letters, "Billing")
+    await hall.hear("Search", 2)
+
+    await letters.redrive(letter)
+
+    assert await hall.hear("Billing", 2) == [1, 1]
+    assert hall.heard["Search"] == [1, 1]
+
+
+async def test_a_group_that_is_to_be_ordered_from_now_on_is_refused_with_the_remedy(
+    hall: Hall,
+) -> None:
+    closed = hall.topic()
+    first = await hall.start(hall.member(closed, "Billing", group="billing"))
+    await first.stop()
+    ordered = hall.member(closed, "Billing", group="billing", ordered=True)
+    with pytest.raises(ConfigError, match=r"without ordered=True.*dynbus topic forget .* billing"):
+        await hall.start(ordered)
+
+    js = (await hall.runtime()).bus.data.jetstream
+    assert await forget_group(js, closed.config(), "billing")
+    await hall.start(ordered)
+    with pytest.raises(ConfigError, match="with ordered=True"):
+        await hall.start(hall.member(closed, "Billing", group="billing"))
+
+
+async def first_letter(letters: DeadLetters, component: str) -> DeadLetter:
+    async with asyncio.timeout(PATIENCE):
+        while not (found := await letters.find(component)):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    return found[0]
+
+
+async def test_events_pass_the_middleware_of_their_actor(hall: Hall) -> None:
+    passed: list[str] = []
+
+    class Noting(Middleware):
+        async def around(self, call: MiddlewareCall, proceed: Callable[[], Awaitable[Any]]) -> Any:
+            passed.append(f"{call.kind} {call.endpoint.endpoint} {call.request.number}")
+            return await proceed()
+
+    closed = hall.topic()
+    for name, options in (("Every", {}), ("Billing", {"group": "billing"})):
+        kind = hall.member(closed, name, **options)
+        kind.middleware = (Noting(),)
+        await hall.start(kind)
+    await closed.publish(Closed(7), runtime=await hall.runtime())
+
+    await hall.hear("Every", 1)
+    await hall.hear("Billing", 1)
+    assert passed == ["event on_closed 7"] * 2
 
 
 async def test_plain_clients_publish_and_read_plain_json(hall: Hall) -> None:
@@ -248,12 +329,10 @@ async def test_what_is_no_event_is_a_dead_letter(hall: Hall) -> None:
     plain = await hall.bus.connect()
     plain.publish(topic_subject(hall.namespace, closed.name, "c1"), b'{"number": "seven"}')
     letters = DeadLetters(plain.jetstream, hall.namespace)
-    async with asyncio.timeout(PATIENCE):
-        while not (found := await letters.find("Billing")):  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.02)
+    letter = await first_letter(letters, "Billing")
 
-    assert found[0].tries == 1
-    assert "number" in found[0].error
+    assert letter.tries == 1
+    assert "number" in letter.error
 
 
 async def test_a_full_topic_refuses_and_keeps_what_it_has(hall: Hall) -> None:

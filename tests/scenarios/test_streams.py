@@ -190,7 +190,7 @@ async def test_records_and_dead_letters_go_into_no_stream_that_shows_them(
         job = StoredMessage("demo.Printer._work.print.normal.one", 1, 1.0, {}, b"secret")
         with pytest.raises(ConfigError, match="DYNBUS_DEAD_demo exists with republish = "):
             await DeadLetters(jetstream, "demo").put(
-                queue, "one", job, DeathReason.REFUSED, "no paper", 1
+                queue, "one", job, DeathReason.REFUSED, "no paper", 1, lane="normal"
             )
         infos = [
             await jetstream.stream_info(name) for name in (INSTANCES_STREAM.name, letters.name)
