@@ -352,7 +352,7 @@ def _schedules(bus: Bus, name: InstanceName, actor: type[Actor]) -> list[Schedul
 def _event_runners(
     bus: Bus, name: InstanceName, actor: Actor, passing: _Passing
 ) -> list[GroupMember | Listener]:
-    """What runs the methods of an instance that hear topics."""
+    """The objects that run the methods of an instance that hear topics."""
     runners: list[GroupMember | Listener] = []
     for attribute, one in type(actor).__dynbus_subscriptions__.items():
         endpoint = make_endpoint(getattr(actor, attribute), one.spec)

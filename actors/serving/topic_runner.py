@@ -161,6 +161,6 @@ def _stream(bus: Bus, instance: InstanceName, subscription: Subscription) -> Top
 def event_runner(
     bus: Bus, instance: InstanceName, endpoint: Endpoint, subscription: Subscription
 ) -> GroupMember | Listener:
-    """What runs a method that hears a topic."""
+    """The object that runs a method that hears a topic."""
     kind = GroupMember if subscription.group else Listener
     return kind(bus, instance, endpoint, subscription)

@@ -167,8 +167,8 @@ class Topic(Generic[E]):
         return msgspec.json.encode(schema, order="sorted").decode() if schema else ""
 
     def misfit(self, kept: str) -> str:
-        """What readers here cannot read of events that were written by a schema; empty for
-        nothing."""
+        """The first thing that readers here cannot read of events that were written by a schema;
+        empty where there is none."""
         if kept == self._schema:
             return ""
         own = canonical_schema(schema_of(self._codec))

@@ -31,7 +31,7 @@ from dynbus.bus.transport import (
 from dynbus.bus.work_queue import ORDERED_LANES, is_reserved, store
 
 SCHEMA: Final = "dynbus.schema"
-"""What the type of the events is, in the metadata of a stream."""
+"""The type of the events, in the metadata of a stream."""
 MAX_SCHEMA_BYTES: Final = 64 * 1024
 DEFAULT_MAX_BYTES: Final = 256 * 1024 * 1024
 LETTER_ROOM: Final = 4096
