@@ -346,9 +346,9 @@ async def test_a_consumer_begins_where_it_says_and_has_what_its_subjects_name(
     for name in begun:
         deliveries = Received()
         reader = js.pull(stream, name, deliveries, on_missing=lambda: None)
-        reader.ask((await js.consumer_info(stream, name)).pending)
-        await eventually(lambda reader=reader: reader.wanted == 0)
-        has[name] = [one.message.data for one in deliveries]
+        pending = (await js.consumer_info(stream, name)).pending
+        reader.ask(pending)
+        has[name] = [one.message.data for one in await deliveries.wait(pending)]
         for one in deliveries:
             await js.acknowledge(one.token, AckKind.ACK)
         await reader.stop()
