@@ -90,6 +90,10 @@ async def test_a_caller_that_begins_while_the_loop_is_blocked_waits_for_it_too(
     assert unhindered < BLOCKED + 1.5
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_lane.py::test_the_lane_goes_on_while_the_main_loop_is_blocked",
+    "tests/bus/test_heartbeats.py::test_heartbeats_are_sent_while_calls_are_open_and_then_no_more",
+)
 async def test_a_caller_that_blocks_its_loop_keeps_its_streams(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -126,6 +130,9 @@ async def test_a_loop_that_is_blocked_beyond_the_limit_is_given_up(
     assert unhindered < 6.0
 
 
+@pytest.mark.nightly(
+    "tests/bus/calling/test_caller.py::test_a_call_of_an_instance_that_is_gone_hears_first_whether_anybody_took_it"
+)
 async def test_a_caller_whose_loop_was_blocked_hears_first_that_nobody_took_its_request(
     own_server: RunningServer,
 ) -> None:

@@ -40,7 +40,12 @@ async def restart_broker(server: RunningServer, outage: float) -> None:
     "outage",
     [
         0.1,
-        pytest.param(1.5, marks=pytest.mark.nightly),
+        pytest.param(
+            1.5,
+            marks=pytest.mark.nightly(
+                "tests/scenarios/test_broker_restart.py::test_64_streams_go_on_byte_exactly_over_a_restart_of_the_broker"
+            ),
+        ),
         *(pytest.param(seconds, marks=pytest.mark.soak) for seconds in (0.0, 3.0)),
     ],
 )
@@ -75,6 +80,9 @@ async def port_opens(port: int) -> Stopwatch:
             return Stopwatch()
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_reconnects.py::test_a_stream_goes_on_as_soon_as_the_last_connection_is_back"
+)
 @pytest.mark.parametrize(
     ("restarts", "most"),
     [(5, 2.0), pytest.param(100, 1.0, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
@@ -138,6 +146,10 @@ async def test_64_streams_go_on_over_20_restarts(
             assert [len(items) for items in received] == [ITEMS] * 64
 
 
+@pytest.mark.nightly(
+    "tests/bus/calling/test_caller.py::test_after_a_reconnect_every_open_call_asks_for_what_is_missing",
+    "tests/bus/calling/test_call_progress.py::test_credit_is_repeated_to_a_writer_that_sends_nothing",
+)
 async def test_streams_that_live_on_credit_go_on_over_restarts(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -184,6 +196,10 @@ async def test_unary_calls_in_flight_over_a_restart_complete(
     assert sorted(map(int, journal.begun)) == list(range(64))
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_runtime.py::test_who_waits_for_the_bus_goes_on_when_it_is_back",
+    "tests/actors/test_retry_policy.py::test_right_after_an_outage_an_absent_instance_is_asked_again_without_counting",
+)
 async def test_calls_that_begin_during_and_right_after_an_outage_complete(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -209,7 +225,9 @@ async def test_calls_that_begin_during_and_right_after_an_outage_complete(
     assert [result for result in results if not isinstance(result, Done)] == []
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/bus/test_instance_view.py::test_a_renewal_in_that_time_saves_the_instance"
+)
 async def test_an_outage_shorter_than_the_ttl_removes_nobody(
     own_server: RunningServer, processes: Processes
 ) -> None:

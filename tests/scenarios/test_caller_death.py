@@ -24,7 +24,18 @@ STOPPED_WITHIN = 2.5
 """Two seconds, and what a busy machine and the question itself add to them."""
 
 
-@pytest.mark.parametrize("actor", ["Source", "Top"])
+@pytest.mark.parametrize(
+    "actor",
+    [
+        pytest.param(
+            "Source",
+            marks=pytest.mark.nightly(
+                "tests/scenarios/test_caller_death.py::test_the_handlers_of_a_caller_that_dies_during_an_outage_stop_soon_after_it"
+            ),
+        ),
+        "Top",
+    ],
+)
 async def test_the_handlers_of_a_killed_caller_are_cancelled_down_to_the_grandchildren(
     own_server: RunningServer, processes: Processes, actor: str
 ) -> None:
@@ -45,6 +56,10 @@ async def test_the_handlers_of_a_killed_caller_are_cancelled_down_to_the_grandch
     assert len(journal.cancelled) + len(journal.finished) == 20
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_server.py::test_of_a_caller_that_is_gone_it_is_said_who_it_was_and_what_became_of_its_calls",
+    "tests/bus/serving/test_control.py::test_a_call_that_ended_because_nobody_listed_it_did_begin",
+)
 async def test_the_handlers_of_a_frozen_caller_are_cancelled_and_it_gets_an_error_once_it_thaws(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -63,6 +78,9 @@ async def test_the_handlers_of_a_frozen_caller_are_cancelled_and_it_gets_an_erro
     assert "StreamLost" in caller.output
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_server.py::test_of_a_caller_that_is_gone_it_is_said_who_it_was_and_what_became_of_its_calls"
+)
 async def test_the_handlers_of_a_caller_that_is_cut_off_for_good_are_cancelled(
     own_server: RunningServer, processes: Processes
 ) -> None:

@@ -62,6 +62,9 @@ async def test_cancelling_the_task_that_reads_a_stream_stops_the_handler(
     await stage.is_quiet()
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_stream.py::test_closing_a_stream_ends_the_far_side_and_gives_no_more"
+)
 async def test_closing_a_stream_stops_the_handler_and_ends_the_iteration(stage: Stage) -> None:
     stream = stage.source.count(Count(items=10**9, pause=0.01))
     await anext(stream)
@@ -72,6 +75,9 @@ async def test_closing_a_stream_stops_the_handler_and_ends_the_iteration(stage: 
     await stage.is_quiet()
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_stream.py::test_a_stream_that_nobody_holds_any_more_ends_the_far_side"
+)
 async def test_a_stream_that_is_dropped_without_closing_is_cancelled(stage: Stage) -> None:
     stream = stage.source.count(Count(items=10**9, pause=0.01))
     await anext(stream)
@@ -105,6 +111,9 @@ async def test_stop_generating_in_a_parent_stops_its_sub_calls_tidily(stage: Sta
     assert journal.finished == ["child"]
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_execution_ends.py::test_a_stop_asks_first_and_kills_after_the_time_that_was_given"
+)
 async def test_a_handler_has_a_second_to_finish_tidily_when_its_caller_leaves(stage: Stage) -> None:
     # Most of that second is for the machine to be busy in.
     call = asyncio.create_task(stage.source.tidy(Wait(seconds=0.3, tag="tidy")))
@@ -118,6 +127,9 @@ async def test_a_handler_has_a_second_to_finish_tidily_when_its_caller_leaves(st
     assert journal.finished == ["tidy"]
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_execution_ends.py::test_a_stop_asks_first_and_kills_after_the_time_that_was_given"
+)
 async def test_a_handler_that_is_not_done_in_that_second_is_cancelled(stage: Stage) -> None:
     call = asyncio.create_task(stage.source.tidy(Wait(seconds=60.0, tag="slow")))
     await stage.has_begun("slow")

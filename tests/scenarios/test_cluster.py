@@ -92,7 +92,18 @@ async def read(source: Source) -> int:
     return count
 
 
-@pytest.mark.parametrize("end", ["killed", "told to go"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "killed",
+        pytest.param(
+            "told to go",
+            marks=pytest.mark.nightly(
+                "tests/bus/nats/test_connection.py::test_a_server_that_is_going_away_is_left_for_another_before_it_goes"
+            ),
+        ),
+    ],
+)
 async def test_streams_go_on_when_the_server_of_their_caller_ends(
     cluster: Cluster, processes: Processes, end: str
 ) -> None:
@@ -116,7 +127,9 @@ async def test_streams_go_on_when_the_server_of_their_caller_ends(
         assert leftovers(runtime) == {}
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/scenarios/test_cluster.py::test_streams_go_on_when_the_server_of_their_caller_ends"
+)
 async def test_streams_and_calls_go_on_while_every_server_is_restarted_in_turn(
     cluster: Cluster, processes: Processes
 ) -> None:

@@ -90,6 +90,9 @@ def test_a_reader_that_leaves_cancels_the_call(folder: Folder) -> None:
     folder.wait_for_file("cancelled")
 
 
+@pytest.mark.nightly(
+    "tests/actors/commands/test_call.py::test_a_request_is_read_from_standard_input"
+)
 def test_a_request_can_come_from_standard_input(folder: Folder) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "dynbus", "call", "demo.Splitter.split", "-", "--json"],
@@ -131,6 +134,9 @@ def test_a_failed_call_ends_with_one_line_and_the_code_of_its_kind(
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.nightly(
+    "tests/actors/commands/test_calling.py::test_an_error_is_one_object_for_programs"
+)
 def test_with_json_an_error_is_one_object(folder: Folder) -> None:
     ended = folder.dynbus("call", "demo.Splitter.fail", '"why"', "--json")
 
@@ -140,6 +146,10 @@ def test_with_json_an_error_is_one_object(folder: Folder) -> None:
     assert error["hop"].startswith("demo.Splitter.fail@")
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_clients.py::test_a_call_that_waits_goes_to_the_instance_that_appears",
+    "tests/actors/commands/test_call.py::test_every_option_reaches_the_call",
+)
 def test_a_call_can_wait_for_its_first_instance(folder: Folder, tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text(
@@ -158,6 +168,9 @@ def test_a_call_can_wait_for_its_first_instance(folder: Folder, tmp_path: Path) 
     assert folder.exit_of(run) == 0
 
 
+@pytest.mark.nightly(
+    "tests/actors/commands/test_calling.py::test_a_server_that_is_not_there_is_named_with_the_remedy"
+)
 def test_without_a_server_a_call_ends_with_no_server(folder: Folder) -> None:
     ended = folder.dynbus("call", "demo.A.b", "1", "--nats", f"nats://127.0.0.1:{free_port()}")
 
@@ -183,6 +196,9 @@ def test_cancel_ends_a_call_of_somebody_else_by_its_id(folder: Folder) -> None:
     assert "an operator cancelled the requests of this id" in errors
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_cancellation.py::test_what_was_ended_is_told_request_by_request"
+)
 def test_cancel_says_at_which_instance_a_call_ended_and_so_does_the_log(folder: Folder) -> None:
     call = folder.begin("call", "demo.Slow.tick", "--request-id", "to-be-named")
     assert call.stdout is not None
@@ -251,6 +267,9 @@ def test_ps_shows_every_instance_with_its_load(folder: Folder) -> None:
     call.communicate(timeout=PATIENCE)
 
 
+@pytest.mark.nightly(
+    "tests/bus/commands/test_terminal.py::test_a_piped_table_is_plain_text_with_nothing_cut_off"
+)
 def test_ps_prints_a_plain_table_when_piped(folder: Folder) -> None:
     ended = folder.dynbus("ps", "--namespace", "demo")
 
@@ -274,6 +293,9 @@ def test_ps_of_another_namespace_is_empty(folder: Folder) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "no instance in other\n")
 
 
+@pytest.mark.nightly(
+    "tests/bus/commands/test_ps.py::test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown"
+)
 def test_ps_shows_a_frozen_instance_as_silent(folder: Folder) -> None:
     rows = json.loads(folder.dynbus("ps", "--json").stdout)
     (address,) = [row["address"] for row in rows if row["component"] == "Shouter"]
@@ -292,6 +314,9 @@ def test_ps_shows_a_frozen_instance_as_silent(folder: Folder) -> None:
         process.resume()
 
 
+@pytest.mark.nightly(
+    "tests/bus/commands/test_doctor.py::test_a_fit_server_passes_every_check_and_nothing_is_left_on_it"
+)
 def test_doctor_finds_nothing_wrong_with_the_embedded_server(folder: Folder) -> None:
     ended = folder.dynbus("doctor", "--json")
 

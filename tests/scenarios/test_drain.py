@@ -61,6 +61,9 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
         assert leftovers(calling) == {}
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_server.py::test_what_still_runs_after_the_grace_ends_in_draining"
+)
 async def test_what_is_left_after_the_grace_ends_in_draining_and_begun_streams_are_lost(
     own_server: RunningServer,
 ) -> None:
@@ -91,6 +94,9 @@ async def test_what_is_left_after_the_grace_ends_in_draining_and_begun_streams_a
         assert leftovers(calling) == {}
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_context.py::test_the_drain_of_the_instance_shows_while_it_lasts"
+)
 async def test_a_handler_sees_that_its_instance_drains(own_server: RunningServer) -> None:
     async with Runtime.connect(own_server.url) as runtime:
         instance = await runtime.start(Source)
@@ -105,6 +111,10 @@ async def test_a_handler_sees_that_its_instance_drains(own_server: RunningServer
         assert instance.id not in runtime.instances
 
 
+@pytest.mark.nightly(
+    "tests/scenarios/test_run.py::test_ctrl_c_in_the_terminal_lets_calls_finish",
+    "tests/actors/test_instance.py::test_a_call_that_runs_is_finished_before_on_stop",
+)
 async def test_a_worker_process_finishes_its_streams_on_sigterm_and_exits(
     own_server: RunningServer, processes: Processes
 ) -> None:

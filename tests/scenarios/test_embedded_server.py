@@ -160,6 +160,9 @@ def test_the_server_stays_when_the_user_that_started_it_is_killed(
     assert answers(url)
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_embedded.py::test_the_second_user_joins_and_the_last_one_ends_it"
+)
 def test_a_user_that_leaves_last_leaves_no_process(
     url: str, tmp_path: Path, user: Callable[..., User]
 ) -> None:
@@ -173,6 +176,9 @@ def test_a_user_that_leaves_last_leaves_no_process(
     assert not answers(url)
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_embedded.py::test_users_that_come_at_once_share_one_server"
+)
 def test_users_started_at_once_share_one_server(tmp_path: Path, user: Callable[..., User]) -> None:
     users = [user() for _ in range(4)]
 
@@ -288,6 +294,10 @@ def test_a_terminated_guard_ends_its_server_and_is_replaced(
     wait_until(lambda: answers(url))
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_embedded.py::test_a_server_that_dies_is_restarted_for_its_users",
+    "tests/bus/nats/test_embedded_guard.py::test_restarts_slow_down_to_a_bound",
+)
 def test_a_killed_server_is_restarted_again_and_again_with_its_port(
     url: str, tmp_path: Path, user: Callable[..., User]
 ) -> None:

@@ -41,7 +41,19 @@ async def cut(link: Link) -> None:
     await eventually(lambda: link.proxy.accepted >= connected)
 
 
-@pytest.mark.parametrize("proxied", ["caller", "worker"])
+@pytest.mark.parametrize(
+    "proxied",
+    [
+        "caller",
+        pytest.param(
+            "worker",
+            marks=pytest.mark.nightly(
+                "tests/bus/nats/test_connection.py::test_a_connection_that_is_cut_again_and_again_comes_back_with_its_subscriptions",
+                "tests/bus/test_stream_writer.py::test_resume_sends_again_what_the_reader_lacks",
+            ),
+        ),
+    ],
+)
 async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(link: Link) -> None:
     request = Count(items=300, size=2000, pause=0.01)
     received: list[list[Item]] = [[] for _ in range(16)]
@@ -57,6 +69,9 @@ async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(l
     assert link.proxy.accepted >= CONNECTIONS + 4 * CONNECTIONS
 
 
+@pytest.mark.nightly(
+    "tests/bus/calling/test_caller.py::test_after_a_reconnect_every_open_call_asks_for_what_is_missing"
+)
 async def test_calls_during_cuts_of_the_callers_link_complete(link: Link) -> None:
     cutting = asyncio.create_task(cut_every(link.proxy, 0.3))
 
@@ -78,6 +93,9 @@ async def cut_every(proxy: Proxy, seconds: float) -> None:
         proxy.cut()
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_server.py::test_a_request_that_misses_a_part_is_to_be_sent_anew"
+)
 async def test_a_large_request_whose_parts_are_lost_on_the_way_is_sent_anew(link: Link) -> None:
     link.proxy.delay = 0.005
     size = 8 * 1024 * 1024
@@ -119,6 +137,10 @@ async def test_a_half_open_link_of_the_caller_is_noticed_and_replaced(
     assert noticed < NOTICED_WITHIN
 
 
+@pytest.mark.nightly(
+    "tests/bus/memory/test_faults.py::test_a_partition_that_heals_in_time_is_not_noticed",
+    "tests/bus/test_liveness.py::test_several_heartbeats_may_be_lost",
+)
 async def test_a_link_that_stands_still_for_a_second_costs_nothing(link: Link) -> None:
     received: list[Item] = []
     stream = asyncio.create_task(read(link.source, Count(items=200, pause=0.01), received))
@@ -203,6 +225,10 @@ async def test_the_callers_of_a_worker_behind_a_half_open_link_are_told_in_two_s
     assert len(received) == count
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_connection.py::test_a_server_that_refuses_for_a_while_is_tried_until_it_takes_us",
+    "tests/actors/test_instance.py::test_an_outage_of_its_connection_leaves_it_ready_and_found_again",
+)
 async def test_a_worker_that_cannot_reconnect_for_a_while_serves_again_by_itself(
     own_server: RunningServer, processes: Processes, proxy: Proxy
 ) -> None:
@@ -227,6 +253,10 @@ async def test_a_worker_that_cannot_reconnect_for_a_while_serves_again_by_itself
     assert worker.returncode is None
 
 
+@pytest.mark.nightly(
+    "tests/bus/memory/test_faults.py::test_a_delay_lets_each_message_go_in_its_own_time",
+    "tests/bus/test_stream_reader.py::test_a_gap_says_that_the_reader_is_behind_until_it_is_filled",
+)
 async def test_latency_and_jitter_only_make_streams_slower(link: Link) -> None:
     link.proxy.delay = 0.1
     request = Count(items=50, size=3000, pause=0.01)

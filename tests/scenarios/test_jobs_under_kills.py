@@ -32,7 +32,18 @@ async def submitted(handler: DurableMethod[Order, T], name: str, number: int) ->
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        4,
+        pytest.param(
+            60,
+            marks=pytest.mark.nightly(
+                "tests/scenarios/test_jobs_under_kills.py::test_no_job_is_lost_and_no_finished_step_is_done_again"
+            ),
+        ),
+    ],
+)
 async def test_no_job_is_lost_and_no_finished_step_is_done_again(
     own_server: RunningServer,
     processes: Processes,

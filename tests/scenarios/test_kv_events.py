@@ -121,7 +121,12 @@ async def test_all_events_of_two_engines_reach_two_routers(
         await agree(late, held)
 
 
-@pytest.mark.parametrize("outage", [pytest.param(0.1, marks=pytest.mark.nightly), 1.5])
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_publisher.py::test_while_the_server_is_away_events_wait_and_go_out_in_order",
+    "tests/contracts/test_consumer_contract.py::test_a_consumer_goes_on_after_a_restart_of_the_server",
+    "tests/kvrouter/stream/test_follower.py::test_a_follower_says_that_the_server_is_out_of_reach_and_heals_after_it",
+)
+@pytest.mark.parametrize("outage", [0.1, 1.5])
 async def test_a_restart_of_the_server_in_the_middle_costs_no_event(
     own_server: RunningServer, engines: Engines, outage: float
 ) -> None:
@@ -148,6 +153,10 @@ async def test_an_engine_that_is_killed_and_comes_back_is_known_as_it_is_now(
         await agree(routers, {"a": await truth(second)})
 
 
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_publisher.py::test_a_stream_made_again_is_told_everything_with_the_next_message",
+    "tests/kvrouter/stream/test_follower.py::test_a_stream_made_again_is_followed_from_its_beginning",
+)
 async def test_a_stream_that_is_deleted_in_the_middle_is_filled_again(
     own_server: RunningServer, engines: Engines
 ) -> None:
@@ -181,6 +190,10 @@ async def test_a_deleted_stream_is_noticed_within_two_seconds_also_when_nobody_p
         assert [router.status().recreations for router in routers] == [1, 1]
 
 
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_follower.py::test_what_a_purge_took_of_an_idle_instance_with_a_lease_is_asked_for_soon",
+    "tests/kvrouter/stream/test_publisher.py::test_a_publish_whose_acknowledgement_is_lost_is_repeated_and_stored_once",
+)
 async def test_messages_that_are_purged_or_come_twice_leave_no_trace(
     own_server: RunningServer, engines: Engines
 ) -> None:

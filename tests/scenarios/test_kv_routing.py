@@ -262,7 +262,10 @@ async def test_a_prompt_goes_where_it_is_cached_and_as_much_is_reused_as_was_pre
         assert len(set(places)) > 1
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/kvrouter/routing/test_load_sharing.py::test_a_router_that_dies_takes_its_load_along_and_one_that_leaves_at_once",
+    "tests/scenarios/test_kv_routing.py::test_a_killed_engine_leaves_every_router_and_calls_go_on",
+)
 async def test_routers_that_are_killed_in_turn_leave_no_call_hanging_and_no_load_behind(
     fleet: Fleet,
 ) -> None:
@@ -324,7 +327,9 @@ async def test_a_killed_engine_leaves_every_router_and_calls_go_on(fleet: Fleet)
             assert candidates == {"a", "b", "c"} - {victim}
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_follower.py::test_a_follower_says_that_the_server_is_out_of_reach_and_heals_after_it"
+)
 async def test_a_restart_of_the_server_degrades_routing_until_it_is_exact_again(
     own_server: RunningServer, fleet: Fleet
 ) -> None:
@@ -347,6 +352,10 @@ async def test_a_restart_of_the_server_degrades_routing_until_it_is_exact_again(
         assert after.outcome.reused_tokens == after.told_reuse == PROMPT_BLOCKS * BLOCK_SIZE
 
 
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_follower.py::test_an_instance_whose_publisher_died_is_asked_and_named_as_silent",
+    "tests/kvrouter/routing/test_observing.py::test_each_change_of_the_awareness_is_a_warning_with_its_reason",
+)
 async def test_an_engine_whose_publisher_died_is_named_as_what_cannot_be_relied_on(
     fleet: Fleet,
 ) -> None:

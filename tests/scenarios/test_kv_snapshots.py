@@ -177,6 +177,10 @@ async def test_another_router_finishes_what_one_that_was_killed_in_a_snapshot_di
         assert await chunks(connection) < left_over
 
 
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_warm_start.py::test_a_snapshot_whose_chunks_are_gone_is_skipped_for_the_one_before",
+    "tests/contracts/test_object_contract.py::test_an_object_whose_chunks_are_gone_is_said_to_be_damaged",
+)
 async def test_a_snapshot_of_which_a_chunk_is_gone_is_skipped(connection: NatsConnection) -> None:
     engine = Engine(2, capacity=100)
     store = SnapshotStore(connection.jetstream, "demo", chunk_size=4096)

@@ -120,7 +120,10 @@ SHORT = ((1, 7, 25.0), (4, 8, 35.0))
 AN_HOUR = ((4, time.time_ns(), 3600.0),)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/bus/test_liveness.py::test_several_heartbeats_may_be_lost",
+    "tests/bus/test_liveness.py::test_an_outage_of_ours_gives_the_remote_time_and_no_more",
+)
 @pytest.mark.parametrize(
     "lives",
     [

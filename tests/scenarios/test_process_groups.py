@@ -86,6 +86,9 @@ def worker_of(folder: Folder) -> psutil.Process:
     return worker
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_processes.py::test_a_process_shows_its_label_leads_a_group_and_its_end_is_told"
+)
 def test_ctrl_c_in_the_terminal_does_not_reach_what_an_actor_has_started(folder: Folder) -> None:
     run = folder.start_ready("engine.py:Engine")
     call = folder.begin("call", "demo.Engine.generate", "1.5")
@@ -113,7 +116,19 @@ def test_what_a_killed_actor_had_started_is_gone_before_its_successor_starts(
     assert len(engines(folder)) == 2
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "worker frozen before"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.nightly(
+                "tests/actors/test_group_guard.py::test_a_group_whose_leader_outlives_its_run_is_ended"
+            ),
+        ),
+    ],
+    ids=["", "worker frozen before"],
+)
 def test_nothing_is_left_when_a_worker_and_its_run_are_killed_together(
     folder: Folder, frozen: bool
 ) -> None:
@@ -152,6 +167,7 @@ def test_a_guard_that_was_killed_is_replaced(folder: Folder) -> None:
     folder.wait_for(lambda: folder.output().count(" is ready") == 2)
 
 
+@pytest.mark.nightly("tests/actors/test_group_guard.py::test_a_group_of_others_is_left_alone")
 def test_a_worker_that_is_killed_takes_nothing_of_the_others_with_it(folder: Folder) -> None:
     run = folder.start_ready("engine.py", instances=2)
     (other,) = [each for each in folder.workers() if "demo.Other/1" in " ".join(each.cmdline())]

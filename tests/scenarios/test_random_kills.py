@@ -149,7 +149,10 @@ async def kill_at_random(folder: Folder, seed: int, kills: int) -> Counter[str]:
     return callers.ends
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/actors/test_invocation.py::test_a_call_whose_instance_dies_is_repeated_only_where_that_is_safe",
+    "tests/actors/test_retry_policy.py::test_what_may_have_had_an_effect_is_never_repeated_unasked",
+)
 @pytest.mark.anyio
 async def test_workers_killed_at_random_cost_no_call_that_may_be_repeated(folder: Folder) -> None:
     ends = await kill_at_random(folder, seed=7, kills=4)

@@ -90,6 +90,10 @@ async def test_a_request_at_first_sight_of_a_lease_is_served(
     assert len(results) == starts
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_instance.py::test_an_id_that_another_process_holds_is_refused",
+    "tests/bus/test_leased_record.py::test_of_two_that_write_one_holds_the_record_until_it_is_withdrawn",
+)
 async def test_a_second_process_with_the_same_id_is_refused_and_serves_nothing(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -130,6 +134,7 @@ async def test_an_id_is_free_again_when_its_holder_stopped(own_server: RunningSe
         assert second.id == "again"
 
 
+@pytest.mark.nightly("tests/actors/test_instance.py::test_one_whose_on_start_raises_is_never_seen")
 async def test_an_instance_whose_on_start_raises_says_why_and_leaves_nothing(
     own_server: RunningServer,
 ) -> None:
@@ -282,6 +287,9 @@ async def test_an_instance_that_is_heard_is_not_removed_because_its_record_expir
         assert seen == {frozenset({"heard"})}
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_outdated_records.py::test_an_instance_that_listens_is_kept_although_it_cannot_renew_its_record"
+)
 async def test_an_instance_that_listens_is_not_removed_before_it_can_have_renewed_its_record(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -325,6 +333,9 @@ async def expire_record(jetstream: JetStream, instance_id: str) -> None:
     )
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_outdated_records.py::test_a_client_that_comes_later_never_counts_a_record_that_nobody_renews"
+)
 async def test_a_record_that_nobody_renews_is_counted_by_no_client(
     own_server: RunningServer,
 ) -> None:
@@ -356,6 +367,10 @@ async def test_a_record_that_nobody_renews_is_counted_by_no_client(
         assert seen_late == ["true"]
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_outdated_records.py::test_a_call_with_nothing_but_such_records_finds_no_instances_without_delay",
+    "tests/actors/test_absent_instances.py::test_an_instance_that_fell_silent_gets_no_call_while_its_lease_lives",
+)
 async def test_thousands_of_records_that_nobody_stands_behind_make_no_call_fail(
     own_server: RunningServer,
 ) -> None:
@@ -452,6 +467,10 @@ async def test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to
     assert done.instance
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_instance_view.py::test_a_reading_that_does_not_show_an_instance_ends_it",
+    "tests/contracts/test_consumer_contract.py::test_last_per_subject_starts_over_after_a_reconnect_and_announces_it",
+)
 async def test_a_view_that_missed_even_the_markers_of_the_dead_is_made_true_again(
     own_server: RunningServer, processes: Processes, proxy: Proxy
 ) -> None:

@@ -135,6 +135,10 @@ def test_an_actor_and_what_it_depends_on_are_served_with_an_embedded_server(
     assert "demo.Slow" not in folder.output()
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_processes.py::test_a_process_shows_its_label_leads_a_group_and_its_end_is_told",
+    "tests/actors/test_loader.py::test_a_file_names_further_nodes_of_the_classes_of_the_run",
+)
 def test_each_instance_has_a_process_and_the_file_says_how_many(folder: Folder) -> None:
     (folder.path / "config.yaml").write_text("Splitter:\n  ServiceArgs: {workers: 2}\n")
 
@@ -146,7 +150,18 @@ def test_each_instance_has_a_process_and_the_file_says_how_many(folder: Folder) 
     assert len(folder.workers()) == 2
 
 
-@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize(
+    "in_process",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.nightly(
+                "tests/actors/test_node_names.py::test_each_node_of_one_class_is_called_by_its_own_name"
+            ),
+        ),
+    ],
+)
 def test_one_class_runs_as_two_nodes_with_settings_of_their_own(
     in_process: bool, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +206,10 @@ def test_in_process_serves_everything_in_one_process(folder: Folder) -> None:
     assert folder.workers() == []
 
 
+@pytest.mark.nightly(
+    "tests/test_docs.py::test_the_readme_runs_the_hello_example",
+    "tests/actors/commands/test_plan.py::test_a_printed_plan_has_every_value_defaults_included",
+)
 def test_a_dry_run_prints_the_plan_and_starts_nothing(folder: Folder) -> None:
     ended = folder.dynbus_in_a_process(
         "run", "actors.py:Shouter", "--dry-run", "--json", "--Splitter.workers=3"
@@ -222,7 +241,20 @@ def test_files_of_the_user_that_have_names_of_the_standard_library_do_no_harm(
 # Failing to start --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (),
+        pytest.param(
+            ("--in-process",),
+            marks=pytest.mark.nightly(
+                "tests/actors/test_serving.py::test_an_actor_whose_on_start_raises_ends_the_serving_and_stops_the_others",
+                "tests/actors/test_serving.py::test_an_exception_of_the_users_code_is_shown_from_their_first_line_on",
+            ),
+        ),
+    ],
+    ids=["processes", "in process"],
+)
 def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
     mode: tuple[str, ...], folder: Folder
 ) -> None:
@@ -296,7 +328,20 @@ def test_a_server_elsewhere_that_is_not_there_ends_the_run(folder: Folder) -> No
 # Ending ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (),
+        pytest.param(
+            ("--in-process",),
+            marks=pytest.mark.nightly(
+                "tests/actors/commands/test_interrupts.py::test_the_first_signal_drains_and_says_so",
+                "tests/actors/test_instance.py::test_a_call_that_runs_is_finished_before_on_stop",
+            ),
+        ),
+    ],
+    ids=["processes", "in process"],
+)
 def test_ctrl_c_in_the_terminal_lets_calls_finish(mode: tuple[str, ...], folder: Folder) -> None:
     run = folder.start_ready("actors.py:Slow", *mode)
     call = folder.begin("call", "demo.Slow.work", "1.5")
@@ -311,6 +356,10 @@ def test_ctrl_c_in_the_terminal_lets_calls_finish(mode: tuple[str, ...], folder:
     assert folder.processes() == []
 
 
+@pytest.mark.nightly(
+    "tests/scenarios/test_run.py::test_ctrl_c_in_the_terminal_lets_calls_finish",
+    "tests/actors/commands/test_interrupts.py::test_the_first_signal_drains_and_says_so",
+)
 def test_sigterm_to_every_process_of_a_service_is_one_drain(folder: Folder) -> None:
     run = folder.start_ready("actors.py:Slow")
     call = folder.begin("call", "demo.Slow.work", "1.5")
@@ -322,7 +371,19 @@ def test_sigterm_to_every_process_of_a_service_is_one_drain(folder: Folder) -> N
     assert folder.exit_of(run) == 0
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (),
+        pytest.param(
+            ("--in-process",),
+            marks=pytest.mark.nightly(
+                "tests/actors/commands/test_interrupts.py::test_the_second_signal_stops_and_a_watchdog_ends_a_process_that_is_blocked"
+            ),
+        ),
+    ],
+    ids=["processes", "in process"],
+)
 def test_a_second_ctrl_c_stops_at_once_even_when_a_handler_blocks(
     mode: tuple[str, ...], folder: Folder
 ) -> None:
@@ -341,7 +402,19 @@ def test_a_second_ctrl_c_stops_at_once_even_when_a_handler_blocks(
     call.communicate(timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(
+            (),
+            marks=pytest.mark.nightly(
+                "tests/actors/test_serving.py::test_the_last_word_cuts_an_on_stop_that_hangs_short"
+            ),
+        ),
+        ("--in-process",),
+    ],
+    ids=["processes", "in process"],
+)
 def test_a_second_ctrl_c_cuts_an_on_stop_that_hangs_short(
     mode: tuple[str, ...], folder: Folder
 ) -> None:
@@ -372,6 +445,9 @@ def test_nothing_is_left_when_the_parent_is_killed(folder: Folder) -> None:
     folder.wait_for(lambda: folder.processes() == [], 6.0)
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_supervisor.py::test_a_drain_while_children_still_load_leaves_none"
+)
 def test_ctrl_c_while_starting_ends_the_run_tidily(folder: Folder) -> None:
     slow = FAILS.replace('raise RuntimeError("the model is missing")', "await sleep(600)")
     (folder.path / "starts.py").write_text("from asyncio import sleep\n" + slow)
@@ -384,7 +460,19 @@ def test_ctrl_c_while_starting_ends_the_run_tidily(folder: Folder) -> None:
     assert folder.processes() == []
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (),
+        pytest.param(
+            ("--in-process",),
+            marks=pytest.mark.nightly(
+                "tests/bus/test_instance_records.py::test_an_end_without_a_connection_waits_for_nothing"
+            ),
+        ),
+    ],
+    ids=["processes", "in process"],
+)
 def test_an_idle_application_whose_broker_is_gone_ends_within_seconds_over_all_its_levels(
     mode: tuple[str, ...], folder: Folder, own_server: RunningServer
 ) -> None:
@@ -428,8 +516,33 @@ class Loads(Actor, namespace="demo"):
 """
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (),
+        pytest.param(
+            ("--in-process",),
+            marks=pytest.mark.nightly(
+                "tests/actors/commands/test_interrupts.py::test_the_first_signal_drains_and_says_so",
+                "tests/actors/test_leaving.py::test_threads_that_go_on_are_named",
+            ),
+        ),
+    ],
+    ids=["processes", "in process"],
+)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(
+            signal.SIGINT,
+            marks=pytest.mark.nightly(
+                "tests/actors/commands/test_interrupts.py::test_the_first_signal_drains_and_says_so",
+                "tests/actors/test_leaving.py::test_threads_that_go_on_are_named",
+            ),
+        ),
+    ],
+)
 def test_a_load_in_a_thread_is_left_behind_and_that_is_said(
     number: signal.Signals, mode: tuple[str, ...], folder: Folder
 ) -> None:
@@ -448,6 +561,9 @@ def test_a_load_in_a_thread_is_left_behind_and_that_is_said(
     assert folder.processes() == []
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_supervisor.py::test_a_child_that_goes_on_for_longer_is_killed_and_named"
+)
 def test_a_start_that_blocks_its_loop_is_left_behind_and_that_is_said(folder: Folder) -> None:
     (folder.path / "loads.py").write_text(LOADS.format(load="time.sleep(400)"))
     run = folder.start("loads.py")
@@ -460,6 +576,10 @@ def test_a_start_that_blocks_its_loop_is_left_behind_and_that_is_said(folder: Fo
     assert folder.processes() == []
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_leaving.py::test_threads_that_go_on_are_named",
+    "tests/actors/test_leaving.py::test_a_process_that_does_not_end_is_ended_with_its_code",
+)
 def test_a_thread_that_outlives_its_instance_does_not_keep_the_process(folder: Folder) -> None:
     thread = "import threading; threading.Thread(target=time.sleep, args=(400,)).start()"
     (folder.path / "loads.py").write_text(LOADS.format(load=thread))
@@ -497,6 +617,9 @@ DIES_AGAIN = ACTORS.replace(
 )
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_supervisor.py::test_a_child_that_keeps_crashing_is_started_for_ever_and_named_meanwhile"
+)
 def test_an_instance_that_keeps_dying_is_named_and_the_others_go_on(folder: Folder) -> None:
     (folder.path / "dies.py").write_text(DIES_AGAIN)
     port = free_port()
@@ -533,6 +656,9 @@ def test_a_handler_that_calls_sys_exit_is_named_and_its_worker_ends_with_that_co
     assert last == "dynbus: demo.Leaves/1 ended: exit code 9; its on_crash is escalate"
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_supervisor.py::test_a_child_whose_end_escalates_ends_the_run_with_the_reason"
+)
 def test_an_instance_whose_end_escalates_ends_the_run(folder: Folder) -> None:
     run = folder.start_ready("actors.py:Slow", "--Slow.ServiceArgs.on_crash=escalate")
 
@@ -568,7 +694,20 @@ class Other(Actor, namespace="demo"):
 """
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (),
+        pytest.param(
+            ("--in-process",),
+            marks=pytest.mark.nightly(
+                "tests/actors/test_instance.py::test_one_that_reports_that_it_is_broken_is_withdrawn_at_once_and_its_calls_may_be_retried",
+                "tests/actors/test_supervisor.py::test_a_child_that_keeps_crashing_is_started_for_ever_and_named_meanwhile",
+            ),
+        ),
+    ],
+    ids=["processes", "in process"],
+)
 def test_an_actor_that_reports_that_it_is_broken_is_started_again_and_named_meanwhile(
     mode: tuple[str, ...], folder: Folder
 ) -> None:
@@ -594,7 +733,19 @@ def test_an_actor_that_reports_that_it_is_broken_is_started_again_and_named_mean
     assert folder.exit_of(run) == 0
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(
+            (),
+            marks=pytest.mark.nightly(
+                "tests/actors/test_supervisor.py::test_a_child_whose_end_escalates_ends_the_run_with_the_reason"
+            ),
+        ),
+        ("--in-process",),
+    ],
+    ids=["processes", "in process"],
+)
 def test_an_actor_that_is_broken_and_escalates_ends_the_run_with_the_reason(
     mode: tuple[str, ...], folder: Folder
 ) -> None:
@@ -634,6 +785,10 @@ def test_nothing_is_left_when_a_reloading_run_is_killed(folder: Folder) -> None:
     folder.wait_for(lambda: folder.processes() == [], 12.0)
 
 
+@pytest.mark.nightly(
+    "tests/scenarios/test_run.py::test_nothing_is_left_when_the_parent_is_killed",
+    "tests/scenarios/test_run.py::test_nothing_is_left_when_a_reloading_run_is_killed",
+)
 def test_the_run_of_a_reloading_run_that_is_killed_does_not_wait_for_its_calls(
     folder: Folder,
 ) -> None:
@@ -660,7 +815,18 @@ def health(port: int, path: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.load(error)
 
 
-@pytest.mark.parametrize("options", [[], ["--in-process"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(
+            ["--in-process"],
+            marks=pytest.mark.nightly(
+                "tests/bus/test_logs.py::test_every_line_names_the_actor_the_instance_and_the_process"
+            ),
+        ),
+    ],
+)
 def test_log_lines_outside_of_calls_name_actor_instance_and_process(
     options: list[str], folder: Folder
 ) -> None:
@@ -703,6 +869,9 @@ def test_the_health_of_all_processes_is_served_by_the_parent(folder: Folder) -> 
     folder.wait_for(lambda: health(port, "/ready")[0] == 200)
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_health.py::test_on_the_control_thread_it_answers_while_the_main_loop_is_blocked"
+)
 def test_health_answers_while_a_handler_blocks_the_only_process(folder: Folder) -> None:
     port = free_port()
     folder.start_ready("actors.py:Slow", "--in-process", "--health", f"127.0.0.1:{port}")
@@ -737,6 +906,11 @@ def metrics_page(port: int) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.nightly(
+    "tests/actors/commands/test_aggregated_metrics.py::test_counters_of_an_actor_s_own_make_one_family",
+    "tests/actors/commands/test_aggregated_metrics.py::test_process_metrics_of_the_workers_stand_beside_those_of_the_parent",
+    "tests/bus/test_telemetry.py::test_however_many_instances_come_and_go_an_endpoint_keeps_its_labels",
+)
 def test_no_family_stands_twice_on_the_page_and_no_instance_has_series_of_its_own(
     folder: Folder,
 ) -> None:

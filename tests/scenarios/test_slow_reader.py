@@ -76,6 +76,10 @@ async def test_a_reader_that_is_slow_but_reads_gets_everything(own_server: Runni
     assert index == 60
 
 
+@pytest.mark.nightly(
+    "tests/bus/test_unread_bytes.py::test_a_stream_that_is_read_goes_on_beside_any_that_are_not",
+    "tests/bus/serving/test_server.py::test_clients_that_never_read_are_bounded_together_and_do_not_stop_one_that_does",
+)
 @pytest.mark.parametrize("stalled", [50, pytest.param(200, marks=pytest.mark.soak)])
 async def test_many_stalled_streams_cost_a_bounded_amount_and_leave_others_alone(
     own_server: RunningServer, processes: Processes, stalled: int

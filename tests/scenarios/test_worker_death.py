@@ -91,6 +91,9 @@ async def test_a_unary_call_on_a_killed_worker_has_an_unknown_outcome_and_is_not
     assert other.returncode is None
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_invocation.py::test_a_call_whose_instance_dies_is_repeated_only_where_that_is_safe"
+)
 async def test_an_idempotent_call_is_repeated_on_another_instance(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -113,6 +116,9 @@ async def test_an_idempotent_call_is_repeated_on_another_instance(
     assert took < NOTICED_WITHIN + 1.5
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_retry_policy.py::test_what_never_started_goes_on_at_the_next_instance_at_once"
+)
 async def test_a_request_that_did_not_start_goes_to_the_next_instance(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -135,6 +141,10 @@ async def test_a_request_that_did_not_start_goes_to_the_next_instance(
     assert took < 1.0
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_absent_instances.py::test_a_call_that_does_not_wait_is_told_at_once_that_the_instance_is_gone",
+    "tests/bus/calling/test_caller.py::test_a_call_that_nobody_hears_ends_at_once_and_did_not_start",
+)
 async def test_when_every_worker_is_dead_a_call_fails_at_once(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -223,6 +233,10 @@ async def test_a_stream_goes_on_elsewhere_when_its_worker_is_killed_or_frozen(
     assert all(stall < NOTICED_WITHIN for stall in stalls)
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_absent_instances.py::test_an_instance_that_fell_silent_gets_no_call_while_its_lease_lives",
+    "tests/actors/test_absent_instances.py::test_a_silent_instance_is_called_again_once_it_is_heard",
+)
 async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
     own_server: RunningServer, processes: Processes
 ) -> None:
@@ -252,7 +266,10 @@ async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
     assert set(places) == {"lively"}
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "tests/scenarios/test_worker_death.py::test_a_stream_goes_on_elsewhere_when_its_worker_is_killed_or_frozen",
+    "tests/actors/test_retry_policy.py::test_every_call_comes_to_an_end_and_every_pause_is_bounded",
+)
 async def test_no_call_hangs_while_workers_come_and_go(
     own_server: RunningServer, processes: Processes
 ) -> None:
