@@ -123,18 +123,6 @@ def test_the_reference_is_made_of_the_faces_without_a_warning(tmp_path: Path) ->
         assert [each for each in listed if f'id="{each}"' not in page] == []
 
 
-def test_the_map_finds_a_module_by_its_folder_and_by_a_word() -> None:
-    def lines(*words: str) -> list[str]:
-        command = [sys.executable, str(ROOT / "scripts" / "map"), *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-
-    assert any(line.startswith("llm/engine ") for line in lines())
-    assert all(line.startswith("transfer") for line in lines("transfer/"))
-    assert any(line.startswith("kvrouter/radix/snapshot.py ") for line in lines("snapshot"))
-
-
 @pytest.mark.parametrize(
     ("name", "unwanted"),
     [

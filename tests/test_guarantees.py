@@ -106,8 +106,7 @@ def test_a_story_that_runs_nightly_names_what_proves_its_promise_at_every_push()
         for file, mark in marks
         if not (proofs := PROOF.findall(mark))
         or not all(
-            test in pushed_tests(name)
-            for name, test in (proof.split("::") for proof in proofs)
+            test in pushed_tests(name) for name, test in (proof.split("::") for proof in proofs)
         )
     }
     assert len(marks) > 50

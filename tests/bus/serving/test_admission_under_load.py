@@ -47,7 +47,7 @@ def bear(load: float, durations: str, clients: int = 1) -> Load:
 
 
 @pytest.mark.parametrize("durations", DURATIONS)
-@pytest.mark.parametrize("load", [1.5, 5.0, 20.0])
+@pytest.mark.parametrize("load", [1.5, pytest.param(5.0, marks=pytest.mark.nightly), 20.0])
 @pytest.mark.parametrize("clients", [1, 50])
 def test_as_much_is_done_in_time_however_much_is_asked(
     durations: str, load: float, clients: int
