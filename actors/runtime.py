@@ -303,8 +303,8 @@ class ActorInstance(ServedInstance):
         called = dependency.actor
         # Where nothing says where a class is, it is beside this instance.
         own = "" if called.__dynbus_service__.namespace else self.name.namespace
-        found = self.runtime.find_in_run(called, dependency.node)
-        return found or address_of(called, node=dependency.node, namespace=own)
+        address = self.runtime.find_in_run(called, dependency.node)
+        return address or address_of(called, node=dependency.node, namespace=own)
 
     async def add_endpoints(self, functions: Mapping[str, Any]) -> None:
         """Serve functions beside the actor's handlers, from its start on or while it runs.

@@ -23,9 +23,6 @@ FOLDERS = {
 MAX_FILES = 20
 MAX_FACE = 65
 MAX_SPI = 60
-QUESTIONS = tuple(
-    f"{word} " for word in ("What", "How", "Which", "Whether", "Who", "Where", "When")
-)
 KERNEL = ("actors", "bus")
 FACES = ("dynbus", "dynbus.spi", "dynbus.kvrouter", "dynbus.transfer", "dynbus.llm")
 """What packages above the kernel may take, beside what is their own."""
@@ -199,13 +196,6 @@ def test_no_folder_has_more_files_than_a_reader_can_keep_in_mind() -> None:
     }
 
     assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
-
-
-def test_each_module_says_its_subject_in_a_noun_phrase() -> None:
-    """A question is nothing that a reader could search for."""
-    asking = {name for name, module in modules().items() if module.text.startswith(QUESTIONS)}
-
-    assert asking == set()
 
 
 def test_folders_take_only_public_names_from_each_other() -> None:

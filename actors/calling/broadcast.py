@@ -118,7 +118,7 @@ class Broadcast(Generic[A]):
 async def call_each(
     written: Invocation, call: Callable[[CallOptions], Awaitable[T]]
 ) -> dict[str, T | DynbusError]:
-    """What each instance that is there answers to a call, by its id.
+    """The answers of all instances to a call, by their ids.
 
     Args:
         written: the call as it is made, which is not sent itself.

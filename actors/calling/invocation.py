@@ -194,9 +194,9 @@ class Invocation:
             Cancelled: an operator has cancelled the request.
         """
         with self._until_cancelled():
-            found = await self._selection.everyone(self._wait_left(), self.time_left())
+            instances = await self._selection.everyone(self._wait_left(), self.time_left())
         self._check_not_left()
-        return found
+        return instances
 
     async def learn_kind(self) -> None:
         """Find out whether the endpoint streams, from the records of its instances.

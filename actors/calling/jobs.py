@@ -262,15 +262,15 @@ class JobQueue:
                 heard.clear()
                 pause = FIRST_LOOK
             try:
-                found = await self.log.result(name)
-                if found is None and is_looked_for and not await self.queue.find(name):
-                    found = await self._end_without_record(name)
+                result = await self.log.result(name)
+                if result is None and is_looked_for and not await self.queue.find(name):
+                    result = await self._end_without_record(name)
             except Unavailable as error:
                 # The job goes on as soon as its server does, and so does the wait for it.
                 logger.debug("job %s of %s is waited for: %s", name, self.endpoint, error)
-                found, pause = None, FIRST_PAUSE
-            if found is not None:
-                return _unwrapped(found)
+                result, pause = None, FIRST_PAUSE
+            if result is not None:
+                return _unwrapped(result)
             with anyio.move_on_after(pause):
                 await heard.wait()
             pause = min(2 * pause, LOOK_PAUSE)
@@ -281,9 +281,9 @@ class JobQueue:
         Raises:
             NoJob: nobody knows.
         """
-        found = await self.log.result(name)
-        if found is not None:
-            return found
+        result = await self.log.result(name)
+        if result is not None:
+            return result
         letter = await self._letter(name)
         if letter is not None:
             return JobResult.failed(HandlerError(f"the job failed for good: {letter.error}"))
@@ -301,23 +301,23 @@ class JobQueue:
 
     async def state(self, name: str) -> JobState:
         """The state of a job; see `JobHandle.state`."""
-        found = await self.log.result(name)
-        queued = [] if found is not None else await self.queue.find(name)
+        result = await self.log.result(name)
+        queued = [] if result is not None else await self.queue.find(name)
         failures = tuple(await self.log.failures(name))
         if queued:
             tries = max([await self.queue.holding(one) for one in queued])
             return JobState("running" if tries else "waiting", tries or len(failures), failures)
-        if found is None:
-            found = await self._end_without_record(name)
-        return JobState(found.outcome.value, len(failures) + 1, failures, error_line(found.error))
+        if result is None:
+            result = await self._end_without_record(name)
+        return JobState(result.outcome.value, len(failures) + 1, failures, error_line(result.error))
 
     async def cancel(self, name: str) -> bool:
         """Have a job end as cancelled; see `JobHandle.cancel`."""
         error = Cancelled("the job was cancelled")
         result = JobResult.failed(error, Outcome.CANCELLED)
         if not await self.queue.find(name):
-            found = await self.log.result(name)
-            if found is None:
+            ended = await self.log.result(name)
+            if ended is None:
                 await self._end_without_record(name)
             return False
         if not await self.log.end(name, result, self.options.result_age):
@@ -329,13 +329,13 @@ class JobQueue:
         """Send a signal to a job; see `JobHandle.signal`."""
         check_token("signal", signal)
         data = encode_json(value)
-        found = await self.log.result(name)
-        queued = [] if found is not None else await self.queue.find(name)
+        result = await self.log.result(name)
+        queued = [] if result is not None else await self.queue.find(name)
         if not queued:
-            found = found or await self._end_without_record(name)
+            result = result or await self._end_without_record(name)
             raise NoJob(
-                f"the job {JobId.of(self.endpoint, name)} has ended ({found.outcome}): it takes no "
-                "signal any more"
+                f"the job {JobId.of(self.endpoint, name)} has ended ({result.outcome}): it takes "
+                "no signal any more"
             )
         await self.log.ensure()
         await self.log.send_signal(name, signal, data)
@@ -389,11 +389,11 @@ def error_line(error: DynbusError | None) -> str:
     return f"{error.code}: {error.message}"
 
 
-def _unwrapped(found: JobResult) -> bytes:
-    error = found.error
+def _unwrapped(result: JobResult) -> bytes:
+    error = result.error
     if error is not None:
         raise error
-    return found.data
+    return result.data
 
 
 def call_headers(options: CallOptions, parent: Context | None) -> dict[str, str]:

@@ -184,8 +184,8 @@ class Selection:
             # The first look waits for the reading of all records, even where some are known.
             with suppress(NoInstances):
                 await self._wait(seconds, left)
-            if found := members(*self._endpoint.component_name, monotonic()):
-                return [one.id for one in found]
+            if instances := members(*self._endpoint.component_name, monotonic()):
+                return [one.id for one in instances]
         return []
 
     async def is_stream(self, instance_id: str, wait: float, left: float | None) -> bool:

@@ -157,8 +157,8 @@ def _shown(
 
 def _shown_service(service: ServiceArgs) -> dict[str, Any]:
     """The settings by which it is served, with its variables by their names alone."""
-    told = cast("dict[str, Any]", shown(service))
-    return told | {"environment": dict.fromkeys(service.environment, HIDDEN)}
+    fields = cast("dict[str, Any]", shown(service))
+    return fields | {"environment": dict.fromkeys(service.environment, HIDDEN)}
 
 
 def _settings(row: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[_Setting]:

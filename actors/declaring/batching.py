@@ -114,8 +114,8 @@ def request_of(label: str, annotation: Any) -> Any:
     item = _item_of(annotation)
     if item is None:
         raise BatchDeclared(
-            f"{label} takes {_told(annotation)} and is called with a batch: annotate a list, for "
-            "example prompts: list[Prompt]"
+            f"{label} takes {_name_of(annotation)} and is called with a batch: annotate a "
+            "list, for example prompts: list[Prompt]"
         )
     return item
 
@@ -136,8 +136,9 @@ def result_of(label: str, annotation: Any) -> Any:
         if results:
             return typing.Union[tuple(results)]  # noqa: UP007 - made of values
     raise BatchDeclared(
-        f"{label} returns {_told(annotation)} and is called with a batch: annotate a list with one "
-        "result for each request, for example -> list[Vector] or -> list[Vector | Exception]"
+        f"{label} returns {_name_of(annotation)} and is called with a batch: annotate a list "
+        "with one result for each request, for example -> list[Vector] or "
+        "-> list[Vector | Exception]"
     )
 
 
@@ -171,7 +172,7 @@ def _is_exception(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseException)
 
 
-def _told(annotation: Any) -> str:
+def _name_of(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
     return str(annotation).replace("typing.", "")

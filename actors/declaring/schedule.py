@@ -79,8 +79,8 @@ class Cron:
         from cronsim import CronSim
 
         times = CronSim(self.line, datetime.fromtimestamp(math.floor(unix), self.zone))
-        found = next(times, None)
-        return math.inf if found is None else found.timestamp()
+        due = next(times, None)
+        return math.inf if due is None else due.timestamp()
 
 
 def due_times(schedule: Schedule, last: float, now: float) -> Iterator[float]:
@@ -174,8 +174,8 @@ def cron(line: str, *, tz: str = "UTC", missed: Missed = "skip") -> ScheduleDeco
 def _checked_missed(label: str, missed: Any) -> Missed:
     if missed not in get_args(Missed):
         raise ConfigError(f'{label}: missed={missed!r} must be "skip" or "catch_up"')
-    found: Missed = missed
-    return found
+    choice: Missed = missed
+    return choice
 
 
 def _scheduled(schedule: Schedule, label: str) -> ScheduleDecorator:
@@ -195,10 +195,10 @@ def schedule_of(spec: HandlerSpec) -> Schedule | None:
     Raises:
         ConfigError: it has one and cannot run so.
     """
-    found: Schedule | None = getattr(spec.function, SCHEDULE, None)
-    if found is not None:
-        check_schedule(spec, f"{found}")
-    return found
+    schedule: Schedule | None = getattr(spec.function, SCHEDULE, None)
+    if schedule is not None:
+        check_schedule(spec, f"{schedule}")
+    return schedule
 
 
 def check_schedule(spec: HandlerSpec | None, label: str) -> None:

@@ -148,8 +148,8 @@ class DeclaredOption:
         """
         if not _fits(value, self.kind) or not self._is_in_range(value):
             near = suggestion(str(value), self.choices) if self.choices else ""
-            told = HIDDEN if self.is_secret else f"{value!r}{near}"
-            raise ConfigError(f"{self.name}={told}: give {self.wanted}")
+            given = HIDDEN if self.is_secret else f"{value!r}{near}"
+            raise ConfigError(f"{self.name}={given}: give {self.wanted}")
 
     def _is_in_range(self, value: Any) -> bool:
         option = self.option
@@ -312,8 +312,8 @@ def _further(spec: type[Options], like: Callable[..., None]) -> str:
     own = {each.name: (each.kind, each.default is MISSING) for each in declared(spec)}
     wrong = [name for name in (own | written) if own.get(name) != written.get(name)]
     if wrong or not further:
-        told = f"compare {', '.join(wrong)}" if wrong else "give it **further arguments too"
-        raise TypeError(f"{like.__name__} is not like {spec.__name__}: {told}")
+        remedy = f"compare {', '.join(wrong)}" if wrong else "give it **further arguments too"
+        raise TypeError(f"{like.__name__} is not like {spec.__name__}: {remedy}")
     return further[0]
 
 

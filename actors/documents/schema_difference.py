@@ -472,7 +472,7 @@ def _is_any(schema: Any) -> bool:
 
 def _alternatives(schema: Mapping[str, Any], root: Any) -> list[Any]:
     """The alternatives of a schema, those within them and of its types too."""
-    found: list[Any] = []
+    alternatives: list[Any] = []
     waiting: list[Any] = [schema]
     steps = 0
     while waiting and steps < MAX_ALTERNATIVES:
@@ -480,7 +480,7 @@ def _alternatives(schema: Mapping[str, Any], root: Any) -> list[Any]:
         one = waiting.pop(0)
         resolved = _resolve(one, root)
         if not isinstance(resolved, Mapping):
-            found.append(one)
+            alternatives.append(one)
             continue
         given = cast("Mapping[str, Any]", resolved)
         keyword = next((word for word in ("anyOf", "oneOf") if word in given), "")
@@ -490,10 +490,10 @@ def _alternatives(schema: Mapping[str, Any], root: Any) -> list[Any]:
             inner = list(cast("Sequence[Any]", given[keyword]))
             waiting = [_merged(each, beside, root) if beside else each for each in inner] + waiting
         elif isinstance(kinds, list):
-            found += [{**given, "type": kind} for kind in cast("list[str]", kinds)]
+            alternatives += [{**given, "type": kind} for kind in cast("list[str]", kinds)]
         else:
-            found.append(one)
-    return (found + waiting)[:MAX_ALTERNATIVES]
+            alternatives.append(one)
+    return (alternatives + waiting)[:MAX_ALTERNATIVES]
 
 
 def _merged(one: Any, beside: Mapping[str, Any], root: Any) -> Any:

@@ -62,7 +62,7 @@ def with_dependencies(actors: Iterable[type[Actor]]) -> list[type[Actor]]:
             return
         path.append(actor)
         for dependency in kept_dependencies(actor).values():
-            visit(_found(dependency, path))
+            visit(_called_actor(dependency, path))
         ordered[path.pop()] = None
 
     for actor in actors:
@@ -173,7 +173,7 @@ def full_key(node: Node) -> str:
     return f"{actor.__module__}:{name}"
 
 
-def _found(dependency: Dependency[Actor], path: Sequence[type[Actor]]) -> type[Actor]:
+def _called_actor(dependency: Dependency[Actor], path: Sequence[type[Actor]]) -> type[Actor]:
     try:
         return dependency.actor
     except ConfigError as error:

@@ -76,14 +76,14 @@ class StepHistory:
         Raises:
             StepMismatch: another step was finished there.
         """
-        found = self._finished.get(place)
-        if found is not None and (found.kind, found.name) != (kind, name):
+        step = self._finished.get(place)
+        if step is not None and (step.kind, step.name) != (kind, name):
             raise StepMismatch(
-                f"step {place + 1} of this job was {step_label(found.kind, found.name)} when it "
+                f"step {place + 1} of this job was {step_label(step.kind, step.name)} when it "
                 f"ran before, and is {step_label(kind, name)} now: a handler that has changed may "
                 "add steps behind those that are finished, and neither reorder nor rename these"
             )
-        return found
+        return step
 
     def finish(self, place: int, step: FinishedStep) -> None:
         """A step is finished."""

@@ -90,14 +90,14 @@ class JobRun:
     async def reach(self, kind: str, name: str) -> tuple[int, FinishedStep | None]:
         """See `StepHistory.reach`."""
         history = await self._loaded()
-        place, found = history.reach(kind, name)
-        if found is None and not self._is_first:
+        place, step = history.reach(kind, name)
+        if step is None and not self._is_first:
             # What was read came from any replica; the last of it may have been missing there.
             data = await self._jobs.log.step(self.job_id, place)
             if data is not None:
                 history.finish(place, _read_step(data))
-                found = history.finished(place, kind, name)
-        return place, found
+                step = history.finished(place, kind, name)
+        return place, step
 
     async def finish(self, place: int, step: FinishedStep) -> None:
         """Have a step stored: no other try does it again."""
@@ -219,9 +219,9 @@ async def step(
     run = _current("step(...)")
     check_token("step", name)
     codec = _codec_of(function)
-    place, found = await run.reach(STEP, name)
-    if found is not None:
-        stored: T = codec.decode(bytes(found.result))
+    place, finished = await run.reach(STEP, name)
+    if finished is not None:
+        stored: T = codec.decode(bytes(finished.result))
         return stored
     with _keyed(function, f"{run.job_id}.{place}"):
         result = await function(*args, **kwargs)
@@ -281,20 +281,20 @@ async def signal(name: str, kind: Any = Any, /, *, timeout: float | None = None)
     until = None
     if timeout is not None:
         until = await _first_time(run, DEADLINE, name, await run.now() + timeout)
-    place, found = await run.reach(SIGNAL, name)
-    if found is None:
-        found = await run.take_signal(name, until)
-        await run.finish(place, found)
-    if found.timed_out:
+    place, finished = await run.reach(SIGNAL, name)
+    if finished is None:
+        finished = await run.take_signal(name, until)
+        await run.finish(place, finished)
+    if finished.timed_out:
         raise DeadlineExceeded(f"no signal {name!r} came within {timeout:g} s")
-    return codec.decode(bytes(found.result))
+    return codec.decode(bytes(finished.result))
 
 
 async def _first_time(run: JobRun, kind: str, name: str, unix: float) -> float:
     """A time in Unix seconds, as the first try of the job had it."""
-    place, found = await run.reach(kind, name)
-    if found is not None:
-        return msgspec.json.decode(found.result, type=float)
+    place, finished = await run.reach(kind, name)
+    if finished is not None:
+        return msgspec.json.decode(finished.result, type=float)
     await run.finish(place, FinishedStep(kind, name, msgspec.Raw(msgspec.json.encode(unix))))
     return unix
 

@@ -25,8 +25,8 @@ def seconds_of(value: Any, label: str) -> float:
     """
     seconds = math.nan
     if isinstance(value, str):
-        if found := _TEXT.fullmatch(value.strip()):
-            seconds = float(found[1]) * UNITS[found[2]]
+        if match := _TEXT.fullmatch(value.strip()):
+            seconds = float(match[1]) * UNITS[match[2]]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     if not 0 <= seconds <= MAX_SECONDS:

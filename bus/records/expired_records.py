@@ -51,12 +51,12 @@ class ExpiredRecords:
     def __init__(self, jetstream: JetStream, stream: str) -> None:
         self._jetstream = jetstream
         self._stream = stream
-        self._found = asyncio.Event()
+        self._expiring = asyncio.Event()
         # Of what was read since the beginning: when the newest was stored, and the first expires.
         self._newest, self._first_end = 0.0, math.inf
 
     def __repr__(self) -> str:
-        state = "some" if self._found.is_set() else "none"
+        state = "some" if self._expiring.is_set() else "none"
         return f"<ExpiredRecords of {self._stream} [{state}]>"
 
     async def consume(
@@ -86,7 +86,7 @@ class ExpiredRecords:
 
         def caught_up() -> None:
             if self._newest > self._first_end:
-                self._found.set()
+                self._expiring.set()
             on_caught_up()
 
         begin()
@@ -101,9 +101,9 @@ class ExpiredRecords:
     async def remove(self) -> None:
         """Remove what is found, without end, or until that turns out not to be allowed."""
         while True:
-            await self._found.wait()
+            await self._expiring.wait()
             await anyio.sleep(jitter.uniform(*REMOVED_AFTER))
-            self._found.clear()
+            self._expiring.clear()
             try:
                 await self._remove()
             except PermissionDenied as error:

@@ -135,8 +135,8 @@ class Batches:
         loop, now = asyncio.get_running_loop(), monotonic()
         member = _Member(request, context(), now, loop.create_future())
         self._gathering.add(member, self._key_of(request), now, member.context.deadline)
-        told = partial(self._stopped, member)
-        unlink = member.context.link(told)
+        on_stop = partial(self._stopped, member)
+        unlink = member.context.link(on_stop)
         self._look_soon(loop)
         try:
             await member.done

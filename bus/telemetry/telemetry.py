@@ -300,7 +300,7 @@ class Telemetry:
         }
         if instance is not None:
             attributes["dynbus.instance_id"] = instance.instance_id
-        links = [found for each in calls if (found := self.api.read(each)) is not None]
+        links = [link for each in calls if (link := self.api.read(each)) is not None]
         parent = joined_trace(calls)
         return self._processed(
             profile, attributes, "", parent, instance, counted=False, links=links

@@ -407,13 +407,13 @@ class JobLog:
         Raises:
             Unavailable: the server does not answer.
         """
-        found: list[TryFailure] = []
+        failures: list[TryFailure] = []
         for message in await self._read(job_id, FAILURE_RECORD):
             try:
-                found.append(msgspec.json.decode(message.data, type=TryFailure))
+                failures.append(msgspec.json.decode(message.data, type=TryFailure))
             except msgspec.MsgspecError as error:
                 logger.warning("a failure of job %s cannot be read: %s", job_id, error)
-        return found
+        return failures
 
 
 def _result_of(message: StoredMessage) -> JobResult | None:

@@ -348,12 +348,12 @@ def _left(terms: _Terms) -> float | None:
 def _as_json(message: Mapping[str, Any] | Message) -> dict[str, Any]:
     if not isinstance(message, Message):
         return dict(message)
-    told = {"role": message.role or "assistant", "content": message.content}
+    required = {"role": message.role or "assistant", "content": message.content}
     fields: dict[str, Any] = msgspec.to_builtins(message)
     given = {name: value for name, value in fields.items() if value is not None}
     for call in given.get("tool_calls", ()):
         call.pop("index", None)
-    return {**told, **given}
+    return {**required, **given}
 
 
 def _checked(wishes: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:

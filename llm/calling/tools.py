@@ -78,12 +78,12 @@ class ToolBox:
         Raises:
             DynbusError: how a handler failed that did not refuse its arguments.
         """
-        told = [""] * len(calls)
+        answers = [""] * len(calls)
         failures: list[Exception] = []
 
         async def run(place: int, call: ToolCall) -> None:
             try:
-                told[place] = await self._call(call)
+                answers[place] = await self._call(call)
             except Exception as error:  # noqa: BLE001 - raised below, without a group
                 failures.append(error)
                 tasks.cancel_scope.cancel()
@@ -95,7 +95,7 @@ class ToolBox:
             raise failures[0]
         return [
             {"role": "tool", "tool_call_id": call.id or "", "content": content}
-            for call, content in zip(calls, told, strict=True)
+            for call, content in zip(calls, answers, strict=True)
         ]
 
     async def _call(self, call: ToolCall) -> str:

@@ -158,8 +158,8 @@ def _not_usable(name: str, value: object) -> ConfigError:
     """The refusal of a value of another type, with what may be given."""
     hint = get_type_hints(DisaggregationSettings)[name]
     choices = get_args(hint)
-    told = f"one of {', '.join(choices)}" if choices else _NUMBERS[hint]
-    return ConfigError(f"{name} = {value!r} is not usable: give {told}")
+    wanted = f"one of {', '.join(choices)}" if choices else _NUMBERS[hint]
+    return ConfigError(f"{name} = {value!r} is not usable: give {wanted}")
 
 
 def parse_changes(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -219,15 +219,15 @@ def _read(stored: StoredMessage | None) -> StoredSettings:
     if stored.is_marker:
         return StoredSettings({}, stored.sequence)
     try:
-        found = msgspec.json.decode(stored.data, type=dict[str, Any])
+        values = msgspec.json.decode(stored.data, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         component = stored.subject.removeprefix(f"$KV.{BUCKET}.")
         raise ConfigError(
             f"the record {stored.subject} is no JSON object: {error}: "
             f"`dynbus models tune {component} --reset` removes it"
         ) from None
-    others = {name: found.pop(name) for name in found.keys() - set(_KNOWN)}
-    return StoredSettings(found, stored.sequence, others)
+    others = {name: values.pop(name) for name in values.keys() - set(_KNOWN)}
+    return StoredSettings(values, stored.sequence, others)
 
 
 def _subject(component: ComponentName) -> str:
@@ -250,10 +250,10 @@ async def read_settings(jetstream: JetStream, component: ComponentName) -> Store
 async def stored_components(jetstream: JetStream) -> list[ComponentName]:
     """The components that have a record, in order."""
     try:
-        found = await read_latest(jetstream, SETTINGS_STREAM.name, timeout=READ_TIMEOUT)
+        records = await read_latest(jetstream, SETTINGS_STREAM.name, timeout=READ_TIMEOUT)
     except NoStream:
         return []
-    names = (subject.removeprefix(f"$KV.{BUCKET}.") for subject in found)
+    names = (subject.removeprefix(f"$KV.{BUCKET}.") for subject in records)
     return sorted(ComponentName.parse(name) for name in names if name.count(".") == 1)
 
 
@@ -353,11 +353,11 @@ def announced_settings(metadata: Mapping[str, str]) -> DisaggregationSettings | 
     if OWN_KEY not in metadata:
         return None
     try:
-        told = msgspec.json.decode(metadata[OWN_KEY], type=dict[str, Any])
+        announced = msgspec.json.decode(metadata[OWN_KEY], type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(str(error)) from None
     # A later version may have more of them.
-    return DisaggregationSettings().changed({n: v for n, v in told.items() if n in _KNOWN})
+    return DisaggregationSettings().changed({n: v for n, v in announced.items() if n in _KNOWN})
 
 
 class LiveSettings:
@@ -435,14 +435,14 @@ async def follow_settings(
 
     async def follow() -> None:
         consumer: OrderedConsumer | None = None
-        told = ""
+        last_error = ""
         try:
             while consumer is None:
                 try:
                     consumer = await live.follow(bus.data.jetstream)
                 except DynbusError as error:
-                    level = logging.DEBUG if str(error) == told else logging.WARNING
-                    told = str(error)
+                    level = logging.DEBUG if str(error) == last_error else logging.WARNING
+                    last_error = str(error)
                     logger.log(level, "%r: cannot be followed yet: %s", live, error)
                     await anyio.sleep(RETRY_PAUSE)
             await anyio.sleep_forever()

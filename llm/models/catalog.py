@@ -73,7 +73,7 @@ class CardView:
         self._by_subject: dict[str, StoredCard] = {}
         self._ends: dict[str, float] = {}
         self._by_name: dict[str, set[str]] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def put(self, subject: str, stored: StoredCard, now: float) -> None:
         """A card was written or renewed."""
@@ -160,8 +160,8 @@ class CardView:
         )
 
     def _tell(self, name: str, endpoint: str, problem: str) -> None:
-        if (name, endpoint) not in self._told:
-            self._told.add((name, endpoint))
+        if (name, endpoint) not in self._logged:
+            self._logged.add((name, endpoint))
             logger.warning("the model %s: %s", name, problem)
 
     def forget_ended(self, now: float) -> None:

@@ -57,7 +57,7 @@ class Download:
 
     def __init__(self, tell: OnProgress) -> None:
         self._tell = tell
-        self._told: Progress | None = None
+        self._reported: Progress | None = None
         self._logged = ("", 0.0)
         self._stopped = threading.Event()
         self._note: IO[str] | None = None
@@ -83,8 +83,8 @@ class Download:
             DownloadStopped: it shall end.
         """
         self.wait(0)
-        if progress != self._told:
-            self._told = progress
+        if progress != self._reported:
+            self._reported = progress
             self._tell(progress)
         now = time.monotonic()
         what, logged = self._logged

@@ -172,10 +172,10 @@ class EmbeddedTexts(msgspec.Struct, frozen=True, kw_only=True):
             InvalidResponse: the engine gave base64, for which nobody had asked.
         """
         vectors = [one.embedding for one in sorted(self.data, key=lambda one: one.index)]
-        found = [one for one in vectors if isinstance(one, list)]
-        if len(found) < len(vectors):
+        numbers = [one for one in vectors if isinstance(one, list)]
+        if len(numbers) < len(vectors):
             raise InvalidResponse(f"the engine of {self.model} gave base64 in place of numbers")
-        return found
+        return numbers
 
 
 def json_schema(kind: type[Any]) -> dict[str, Any]:

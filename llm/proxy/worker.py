@@ -167,7 +167,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._events: EngineEvents | None = None
         self._cards: dict[str, ModelCard] = {}
         self._adapters: dict[str, asyncio.Event] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._doubt = anyio.Event()
         self._following: Work | None = None
         self._exits = AsyncExitStack()
@@ -333,8 +333,8 @@ class OpenAiWorker(Actor, namespace="llm"):
 
     def _tell(self, problem: str) -> None:
         """Log a problem, unless that was done before: it is met at each look."""
-        if problem not in self._told:
-            self._told.add(problem)
+        if problem not in self._warned:
+            self._warned.add(problem)
             logger.error("%s", problem)
 
     async def _register_model(self, model: ServerModel) -> None:

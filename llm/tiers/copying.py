@@ -73,10 +73,10 @@ class BlockCopier:
 
 def _bytes_of(memory: KvMemory, region: int) -> Bytes:
     """A region as an array of bytes, which does not keep it alive."""
-    found = memory.regions[region]
-    if found.kind != "DRAM":
+    described = memory.regions[region]
+    if described.kind != "DRAM":
         raise ConfigError(
             "host_memory_mib: the blocks of an engine on a GPU are not kept in the memory of the "
             "host: leave it 0, or set device to cpu"
         )
-    return np.ctypeslib.as_array((ctypes.c_uint8 * found.size).from_address(found.address))
+    return np.ctypeslib.as_array((ctypes.c_uint8 * described.size).from_address(described.address))

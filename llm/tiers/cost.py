@@ -109,11 +109,11 @@ class Rates:
 
     def peer(self, name: str) -> PeerRates:
         """The rates of a peer."""
-        found = self._peers.setdefault(name, PeerRates())
+        rates = self._peers.setdefault(name, PeerRates())
         self._peers.move_to_end(name)
         while len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)
-        return found
+        return rates
 
     # Measurements ---------------------------------------------------------------------
 

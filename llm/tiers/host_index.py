@@ -83,17 +83,17 @@ class HostIndex:
         They count as used, and so do those before them.
         """
         entries = self._entries
-        found: list[int] = []
+        places: list[int] = []
         for sequence_hash in islice(sequence_hashes, first, limit):
             entry = entries.get(sequence_hash)
             if entry is None:
                 break
-            found.append(entry.place)
-        if found:
+            places.append(entry.place)
+        if places:
             now = next(self._clock)
-            for sequence_hash in islice(sequence_hashes, first + len(found)):
+            for sequence_hash in islice(sequence_hashes, first + len(places)):
                 self._use(sequence_hash, now)
-        return found
+        return places
 
     def _use(self, sequence_hash: int, now: int) -> None:
         entry = self._entries.get(sequence_hash)

@@ -74,7 +74,7 @@ class HostStore:
         self._copier = BlockCopier(engine, self.memory)
         self._index = HostIndex(places)
         self._rates = rates
-        self._found: list[int] = []
+        self._pinned: list[int] = []
         self._kept = self._brought = self._computed = 0
 
     def __repr__(self) -> str:
@@ -141,24 +141,24 @@ class HostStore:
 
         They stay until they are filled in.
         """
-        found = self._index.find(sequence_hashes, 0, len(sequence_hashes))
-        if found and not self._rates.copies(len(found)):
-            self._computed += len(found)
+        places = self._index.find(sequence_hashes, 0, len(sequence_hashes))
+        if places and not self._rates.copies(len(places)):
+            self._computed += len(places)
             return 0
-        self._index.pin(found)
-        self._found += found
-        return len(found)
+        self._index.pin(places)
+        self._pinned += places
+        return len(places)
 
     def fill(self, blocks: Sequence[int], sequence_hashes: Sequence[int]) -> int:
         """Copy the blocks that were found since the last call into these blocks of the engine."""
-        found, self._found = self._found, []
-        places = found[: len(blocks)]
+        pinned, self._pinned = self._pinned, []
+        places = pinned[: len(blocks)]
         if places:
             began = perf_counter()
             self._copier.bring(places, list(blocks[: len(places)]))
             self._rates.note_copy(len(places), perf_counter() - began)
             self._brought += len(places)
-        self._index.unpin(found)
+        self._index.unpin(pinned)
         return len(places)
 
     def take_events(self) -> Sequence[KvEvent]:

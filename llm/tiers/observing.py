@@ -53,16 +53,16 @@ class TierWatch(InstanceWatch):
         self.put_by("moved", "dynbus.kind", moved)
 
     def _text(self) -> str:
-        told: list[str] = []
+        parts: list[str] = []
         if self._store is not None:
             kept = self._store.statistics
-            told.append(f"{kept.blocks} of {kept.places} blocks on the host")
+            parts.append(f"{kept.blocks} of {kept.places} blocks on the host")
         if self._fetcher is not None and self._lends is not None:
             fetched = self._fetcher.statistics
-            told.append(f"{fetched.blocks} fetched, {self._lends.lent_blocks} lent")
+            parts.append(f"{fetched.blocks} fetched, {self._lends.lent_blocks} lent")
             if damaged := fetched.results[ChecksumMismatch.code]:
-                told.append(f"{damaged} fetches damaged on the way")
-        return ", ".join(told)
+                parts.append(f"{damaged} fetches damaged on the way")
+        return ", ".join(parts)
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:

@@ -150,8 +150,8 @@ class Tiers:
         )
 
         def peer(instance: str) -> LendingPeer:
-            found: LendingPeer = with_options(client, instance=instance)
-            return found
+            lender: LendingPeer = with_options(client, instance=instance)
+            return lender
 
         self.settling = Settling(memory, mover.leases)
         reader = LeasedPartReader(

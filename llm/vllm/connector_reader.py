@@ -248,10 +248,10 @@ def prefill_component(named: str, own: ComponentName) -> ComponentName:
     Raises:
         ConfigError: it is neither, or the decode engine itself.
     """
-    found = ComponentName.parse(named) if "." in named else ComponentName(own.namespace, named)
-    if found == own:
+    component = ComponentName.parse(named) if "." in named else ComponentName(own.namespace, named)
+    if component == own:
         raise ConfigError(
             f"prefill_node = {named!r} is the decode engine itself: name the node that runs with "
             "role=prefill"
         )
-    return found
+    return component

@@ -179,11 +179,11 @@ class VllmEngine(RunningEngine):
         if self.ranks == 1:
             events = self.llm.vllm_config.kv_events_config
             return ZmqSource([events.endpoint], [events.replay_endpoint])
-        found = self.llm.get_kv_event_sources()
-        ranks = sorted(found)
+        sources = self.llm.get_kv_event_sources()
+        ranks = sorted(sources)
         return ZmqSource(
-            [_reachable(found[rank].endpoint) for rank in ranks],
-            [_reachable(found[rank].replay_endpoint) for rank in ranks],
+            [_reachable(sources[rank].endpoint) for rank in ranks],
+            [_reachable(sources[rank].replay_endpoint) for rank in ranks],
             ranks=ranks,
         )
 

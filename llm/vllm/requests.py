@@ -138,9 +138,9 @@ def generated(made: Any, request: GenerateRequest, index: int, cached: int | Non
 
 def _logprobs(made: Any, request: GenerateRequest) -> list[TokenLogprob]:
     wanted = request.sampling.logprobs or 0
-    found: list[TokenLogprob] = []
+    logprobs: list[TokenLogprob] = []
     for token_id, each in zip(made.token_ids, made.logprobs, strict=True):
         likeliest = sorted(each.items(), key=lambda one: -one[1].logprob)[:wanted]
         top = [(one, value.logprob) for one, value in likeliest]
-        found.append(TokenLogprob(token_id, each[token_id].logprob, top))
-    return found
+        logprobs.append(TokenLogprob(token_id, each[token_id].logprob, top))
+    return logprobs

@@ -193,8 +193,8 @@ def reachable_address(server: str) -> str:
         return given or "127.0.0.1"
     host, _, port = server.rpartition(":")
     # No packet is sent: the system says which of its addresses it would come from.
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    family, kind, _, _, address = found[0]
+    addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, _, _, address = addresses[0]
     with socket.socket(family, kind) as towards:
         towards.connect(address)
         own: str = towards.getsockname()[0]
@@ -491,17 +491,17 @@ class StartProgress:
         """
         whole = messages[: messages.rfind("\n") + 1]
         news, self._seen = whole[self._seen :], len(whole)
-        found: list[str] = []
+        phases: list[str] = []
         for line in news.splitlines():
-            for pattern, told in _PHASES:
+            for pattern, text in _PHASES:
                 if (match := pattern.search(line)) is not None:
-                    phase = told.format(*match.groups())
+                    phase = text.format(*match.groups())
                     # Each of its processes says the same.
-                    if phase != self.phase and phase not in found:
-                        found.append(phase)
-        if found:
-            self.phase = found[-1]
-        return found
+                    if phase != self.phase and phase not in phases:
+                        phases.append(phase)
+        if phases:
+            self.phase = phases[-1]
+        return phases
 
     def look(self, maps: Iterable[str]) -> None:
         """See how much is loaded.

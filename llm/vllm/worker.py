@@ -278,22 +278,22 @@ class VllmWorker(EngineWorker, namespace="llm"):
     async def _tell_of_start(self) -> None:
         """Say what vLLM has come to, and now and then how far it is in that."""
         progress: StartProgress | None = None
-        began = told = monotonic()
+        began = reported = monotonic()
         while True:
             await anyio.sleep(LOOK_INTERVAL)
             now, folder = monotonic(), self._folder
             if folder is None:
-                began = told = now  # its files are being had
+                began = reported = now  # its files are being had
                 continue
             if progress is None:
                 progress = StartProgress(weight_files(self.served.files.path))
             news = progress.read(await anyio.to_thread.run_sync(folder.messages))
-            is_due = now - told >= TOLD_EVERY
+            is_due = now - reported >= TOLD_EVERY
             if is_due and progress.is_loading:
                 await anyio.to_thread.run_sync(progress.look, maps_of_processes())
             for phase in news or ([str(progress)] if is_due else []):
                 logger.info("vLLM has been starting for %.0f s: %s", now - began, phase)
-                told = now
+                reported = now
 
     @property
     def only_embeds(self) -> bool:
