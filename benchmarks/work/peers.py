@@ -22,6 +22,7 @@ from nats.js.api import ConsumerConfig, RetentionPolicy, StreamConfig
 
 HELD = 16
 SUBMITTERS = 64
+GROUPS = ("billing", "search", "audit", "mail")
 TRIES = 5
 ACK_WAIT = 30.0
 
@@ -210,14 +211,65 @@ async def make_faststream(url: str) -> None:
     await client.close()
 
 
+async def take_faststream_events(url: str, tally: Tally) -> None:
+    from faststream.nats import JStream, NatsBroker, PullSub
+    from pydantic import BaseModel
+
+    class Event(BaseModel):
+        number: int
+        at: float
+        text: str
+
+    broker: Any = NatsBroker(url, logger=None)
+
+    async def hear(event: Event) -> None:
+        tally.begin(event.at)
+        tally.end()
+
+    for group in GROUPS:
+        broker.subscriber(
+            "fast.events",
+            stream=JStream("FASTEVENTS", declare=False),
+            durable=group,
+            pull_sub=PullSub(batch_size=HELD, timeout=1.0),
+            max_workers=HELD,
+        )(hear)
+    await broker.start()
+    print("ready", flush=True)
+    await tally.ended.wait()
+    tally.tell()
+    await broker.stop()
+
+
+async def make_faststream_events(url: str) -> None:
+    client = await nats.connect(url)
+    await client.jetstream().add_stream(StreamConfig("FASTEVENTS", subjects=["fast.events"]))
+    await client.close()
+
+
 async def main(system: str, url: str, jobs: int, role: str) -> None:
+    takes = {
+        "bare": take_bare,
+        "faststream": take_faststream,
+        "faststream-events": take_faststream_events,
+    }
+    makes = {
+        "bare": make_bare,
+        "faststream": make_faststream,
+        "faststream-events": make_faststream_events,
+    }
+    subjects = {
+        "bare": "bare.jobs",
+        "faststream": "fast.jobs",
+        "faststream-events": "fast.events",
+    }
     if role == "make":
-        await (make_bare if system == "bare" else make_faststream)(url)
+        await makes[system](url)
     elif role == "take":
-        await (take_bare if system == "bare" else take_faststream)(url, Tally(jobs))
+        count = jobs * len(GROUPS) if system == "faststream-events" else jobs
+        await takes[system](url, Tally(count))
     else:
-        subject = "bare.jobs" if system == "bare" else "fast.jobs"
-        await put(url, jobs, 0.01 if role == "trickle" else 0.0, subject)
+        await put(url, jobs, 0.01 if role == "trickle" else 0.0, subjects[system])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -10,6 +10,7 @@ import click
 
 from dynbus.bus import exit_codes
 
+from .listing import API_SECONDS, pages
 from .terminal import terminal
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-API_SECONDS: Final = 5.0
 NEVER: Final = "2200-01-01T00:00:00Z"
 """The time until which the server pauses a queue that nobody resumes."""
 
@@ -131,7 +131,7 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
 
     rows: dict[EndpointName, QueueRow] = {}
     asked = {"subject": work_subject(EndpointName(*wanted), lane="*")}
-    async for page in _pages(jetstream, "STREAM.NAMES", asked):
+    async for page in pages(jetstream, "STREAM.NAMES", asked):
         for stream in page["streams"] or ():
             name = queue_of_stream(stream)
             if name is None:
@@ -144,7 +144,7 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
     asked = {"subjects_filter": dead_letter_subject(*wanted)}
     with suppress(NoStream):
         call = f"STREAM.INFO.{dead_letter_stream(wanted.namespace)}"
-        async for page in _pages(jetstream, call, asked):
+        async for page in pages(jetstream, call, asked):
             counts: dict[str, int] = page["state"].get("subjects") or {}
             for subject, count in counts.items():
                 namespace, component, _, endpoint, _ = subject.split(".")
@@ -162,23 +162,11 @@ async def list_lanes(jetstream: NatsJetStream, stream: str) -> dict[str, Consume
         PermissionDenied, Unavailable: the server does not tell.
     """
     names: list[str] = []
-    async for page in _pages(jetstream, f"CONSUMER.NAMES.{stream}", {}):
+    async for page in pages(jetstream, f"CONSUMER.NAMES.{stream}", {}):
         names += page["consumers"] or ()
     return {
         name: await jetstream.consumer_info(stream, name, timeout=API_SECONDS) for name in names
     }
-
-
-async def _pages(
-    jetstream: NatsJetStream, call: str, asked: Mapping[str, Any]
-) -> AsyncGenerator[dict[str, Any]]:
-    """All that the server lists, page by page."""
-    begin, total = 0, 1
-    while begin < total:
-        page = await jetstream.api(call, {**asked, "offset": begin}, timeout=API_SECONDS)
-        yield page
-        total = int(page.get("total") or 0)
-        begin += int(page.get("limit") or total)
 
 
 @queue.command()

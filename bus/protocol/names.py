@@ -328,6 +328,14 @@ def topic_stream(namespace: str, topic: str) -> str:
     return f"{_TOPIC_STREAM}{namespace}+{topic.replace('.', '+')}"
 
 
+def topic_of_stream(stream: str) -> tuple[str, str] | None:
+    """The namespace and the name of the topic whose events a stream has; None for another one."""
+    namespace, plus, topic = stream.removeprefix(_TOPIC_STREAM).partition("+")
+    if not stream.startswith(_TOPIC_STREAM) or not plus:
+        return None
+    return namespace, topic.replace("+", ".")
+
+
 class ReplySubjects:
     """The subjects under which one client hears from the bus.
 

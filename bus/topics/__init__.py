@@ -1,6 +1,7 @@
 """Topics: events that are published once and heard by every instance, and once by each group."""
 
 from .group_stream import GroupConfig, GroupStream, forget_group
+from .replaying import GroupPlace, find_group, replay
 from .topic_stream import (
     DEFAULT_MAX_BYTES,
     Event,
@@ -15,11 +16,14 @@ __all__ = [
     "DEFAULT_MAX_BYTES",
     "Event",
     "GroupConfig",
+    "GroupPlace",
     "GroupStream",
     "Listening",
     "TopicConfig",
     "TopicStream",
     "event_of",
+    "find_group",
     "forget_group",
+    "replay",
     "topic_config",
 ]

@@ -47,6 +47,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "kv": "Look into KV caches.",
         "models": "List the models; name and tune them.",
         "queue": "Look after jobs that wait or failed.",
+        "topic": "Look after topics and their groups.",
     },
     "Develop": {
         "schema": "Write what actors read and write; check changes.",

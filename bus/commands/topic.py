@@ -1,0 +1,437 @@
+"""`dynbus topic`: events of topics, and the groups that hear them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import click
+
+from dynbus.bus import exit_codes
+
+from .listing import pages
+from .terminal import terminal
+
+if TYPE_CHECKING:
+    from dynbus.bus.nats.connection import NatsConnection
+    from dynbus.bus.topics import Event, GroupPlace, TopicConfig
+
+T = TypeVar("T")
+
+ALL: Final = "all"
+
+
+class GroupRow(NamedTuple):
+    """A group of a topic, by its name."""
+
+    group: str
+    place: GroupPlace
+
+
+class TopicRow(NamedTuple):
+    """A topic.
+
+    Attributes:
+        size: bytes of its events.
+        retain: seconds for which they are kept; None for no limit.
+    """
+
+    topic: TopicConfig
+    events: int
+    size: int
+    retain: float | None
+    groups: list[GroupRow]
+
+
+topic_argument = click.argument("name", metavar="NAMESPACE.TOPIC")
+group_argument = click.argument("group", metavar="GROUP")
+since_help = '"all", a time with its zone (2027-01-31T07:00+01:00), or how long ago ("2h").'
+
+
+@click.group(epilog=exit_codes.GENERAL)
+def topic() -> None:
+    """Look after topics and their groups.
+
+    \b
+    dynbus topic ls desk
+    dynbus topic tail desk.conversation.closed --from 1h
+    dynbus topic publish desk.conversation.closed '{"number": 7}' --key c7
+    dynbus topic replay desk.conversation.closed billing --from 2h
+    """
+
+
+def parse_topic(text: str) -> TopicConfig:
+    """Read NAMESPACE.TOPIC.
+
+    Raises:
+        ConfigError: it names no topic.
+    """
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.protocol.names import check_token, check_topic
+    from dynbus.bus.topics import TopicConfig
+
+    namespace, dot, name = text.partition(".")
+    if not dot:
+        raise ConfigError(f"{text!r} is no topic: write namespace.topic")
+    return TopicConfig(check_token("namespace", namespace), check_topic(name), None)
+
+
+def parse_time(text: str, label: str) -> Callable[[float], float]:
+    """Read a time: what tells it in Unix seconds, of the server's time now.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.protocol.seconds import seconds_of
+
+    if text == ALL:
+        return lambda _: -math.inf
+    with suppress(ConfigError):
+        ago = seconds_of(text, label)
+        return lambda now: now - ago
+    with suppress(ValueError):
+        at = datetime.fromisoformat(text)
+        if at.tzinfo is not None:
+            return lambda _: at.timestamp()
+    raise ConfigError(f"{label} {text!r} is no time: give {since_help}")
+
+
+# What there is -----------------------------------------------------------------------------------
+
+
+@topic.command()
+@click.argument("where", metavar="NAMESPACE[.TOPIC]")
+@terminal.json_option
+@terminal.nats_option
+def ls(where: str, as_json: bool, nats: str | None) -> None:
+    """List topics that keep their events, and their groups.
+
+    \b
+    EVENTS   that are kept
+    BYTES    of these
+    KEPT     for how long
+    WAITING  events that the group has not had yet
+    HELD     events with a member, or given back and to be tried again
+    METHOD   whose instances are the group
+    """
+    from dynbus.bus.protocol.names import check_token
+
+    namespace, _, name = where.partition(".")
+    check_token("namespace", namespace)
+    if name:
+        parse_topic(where)
+    rows = _run(nats, lambda connection: list_topics(connection, namespace, name))
+    if as_json:
+        terminal.print_json([_json(row) for row in rows])
+    elif not rows:
+        terminal.notice(f"{where} has no topic that keeps events")
+    else:
+        terminal.print_table(
+            ("TOPIC", "EVENTS", "BYTES", "KEPT", "GROUP", "WAITING", "HELD", "METHOD"),
+            [cells for row in rows for cells in _cells(row)],
+        )
+
+
+async def list_topics(connection: NatsConnection, namespace: str, name: str = "") -> list[TopicRow]:
+    """The topics of a namespace that keep their events, or the one of a name.
+
+    Raises:
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    from dynbus.bus.protocol.names import topic_of_stream
+    from dynbus.bus.topics import TopicConfig
+    from dynbus.bus.transport import NoStream
+
+    rows: list[TopicRow] = []
+    asked = {"subject": f"{namespace}._topic.>"}
+    async for page in pages(connection.jetstream, "STREAM.NAMES", asked):
+        for stream in page["streams"] or ():
+            found = topic_of_stream(stream)
+            if found is None or name not in ("", found[1]):
+                continue
+            with suppress(NoStream):  # deleted meanwhile
+                rows.append(await _row(connection, TopicConfig(*found, None)))
+    return sorted(rows, key=lambda row: row.topic.name)
+
+
+async def _row(connection: NatsConnection, topic: TopicConfig) -> TopicRow:
+    from dynbus.bus.topics import find_group
+
+    jetstream = connection.jetstream
+    names: set[str] = set()
+    async for page in pages(jetstream, f"CONSUMER.NAMES.{topic.stream}", {}):
+        names.update(one.partition("+")[0] for one in page["consumers"] or ())
+    groups: list[GroupRow] = []
+    for name in sorted(names):
+        place = await find_group(jetstream, topic.stream, name)
+        # Instances that hear the topic for themselves read it by consumers that say nothing.
+        if place is not None and place.handler:
+            groups.append(GroupRow(name, place))
+    info = await jetstream.stream_info(topic.stream)
+    limits = (await jetstream.stream_config(topic.stream)).limits
+    return TopicRow(topic, info.messages, info.size, limits.max_age, groups)
+
+
+def _json(row: TopicRow) -> dict[str, Any]:
+    return {
+        "topic": str(row.topic),
+        "events": row.events,
+        "bytes": row.size,
+        "retain": row.retain,
+        "groups": [
+            {
+                "group": group,
+                "method": place.handler,
+                "ordered": place.ordered,
+                "waiting": place.waiting,
+                "held": place.held,
+            }
+            for group, place in row.groups
+        ],
+    }
+
+
+def _cells(row: TopicRow) -> list[tuple[str, ...]]:
+    kept = "for ever" if row.retain is None else terminal.duration(row.retain)
+    of_topic = (terminal.plain(str(row.topic)), str(row.events), str(row.size), kept)
+    of_groups = [
+        (
+            terminal.plain(group),
+            str(place.waiting),
+            str(place.held),
+            terminal.plain(place.handler),
+        )
+        for group, place in row.groups
+    ]
+    first, *others = of_groups or [("-", "-", "-", "-")]
+    return [(*of_topic, *first), *(("", "", "", "", *cells) for cells in others)]
+
+
+# Events ------------------------------------------------------------------------------------------
+
+
+@topic.command()
+@topic_argument
+@click.option("--from", "since", metavar="TIME", help=f"Show kept events too: {since_help}")
+@click.option("--count", type=click.IntRange(min=1), help="End after so many events.")
+@terminal.json_option
+@terminal.nats_option
+def tail(name: str, since: str | None, count: int | None, as_json: bool, nats: str | None) -> None:
+    """Show events as they are published.
+
+    One line for each: its time where it is kept, its key and what it says. Ctrl-C ends it.
+    """
+    wanted = parse_topic(name)
+    begin = None if since is None else parse_time(since, "--from")
+
+    async def show(connection: NatsConnection) -> None:
+        shown = 0
+        async with aclosing(follow(connection, wanted, begin)) as events:
+            async for event in events:
+                _show(event, as_json)
+                shown += 1
+                if shown == count:
+                    return
+
+    _run(nats, show)
+
+
+def _show(event: Event, as_json: bool) -> None:
+    text = event.data.decode("utf-8", "replace")
+    at = "-"
+    if event.time:
+        at = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
+    if as_json:
+        terminal.print_json(
+            {
+                "id": event.event_id,
+                "key": event.key,
+                "time": event.time,
+                "headers": dict(event.headers),
+                "data": text,
+            },
+            indent=0,
+        )
+    else:
+        click.echo(f"{at} {terminal.printable(event.key)} {terminal.printable(text)}")
+
+
+async def follow(
+    connection: NatsConnection, topic: TopicConfig, begin: Callable[[float], float] | None
+) -> AsyncGenerator[Event]:
+    """The events of a topic from now on, or from a time on; it has no end.
+
+    Args:
+        begin: tells the time, of the server's time now; None for events that are published later.
+
+    Raises:
+        ConfigError: they are not kept, and kept ones are asked for.
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    import asyncio
+
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.protocol.names import event_subject
+    from dynbus.bus.topics import TopicStream, event_of
+    from dynbus.bus.transport import NoStream
+
+    heard: asyncio.Queue[Event] = asyncio.Queue()
+    try:
+        info = await connection.jetstream.stream_info(topic.stream)
+    except NoStream:
+        if begin is not None:
+            raise ConfigError(
+                f"no event of {topic} is kept, so there are none of before: leave --from out"
+            ) from None
+        since = 0.0
+        stop = (await TopicStream(connection, topic, lambda _: "").listen(heard.put_nowait)).stop
+    else:
+        since = 0.0 if begin is None else begin(info.now)
+        consumer = await connection.jetstream.consume(
+            topic.stream,
+            lambda message: heard.put_nowait(event_of(message)),
+            subject=event_subject(topic.namespace, topic.name),
+            start_sequence=info.last_sequence + 1 if begin is None else 1,
+            created=info.created,
+        )
+        stop = consumer.stop
+    try:
+        while True:
+            event = await heard.get()
+            if event.time >= since:
+                yield event
+    finally:
+        await stop()
+
+
+@topic.command()
+@topic_argument
+@click.argument("event", metavar="JSON")
+@click.option("--key", default="", help="What the event is about: those of a key have an order.")
+@terminal.nats_option
+def publish(name: str, event: str, key: str, nats: str | None) -> None:
+    """Publish an event.
+
+    It is JSON, and nothing more is checked: a group has what is not of its type as a dead letter.
+    Where no stream keeps the topic, those hear it who listen.
+    """
+    import msgspec
+
+    from dynbus.bus.errors import InvalidRequest
+    from dynbus.bus.protocol.names import topic_key, topic_subject
+    from dynbus.bus.protocol.random_ids import random_id
+    from dynbus.bus.transport import NoStream
+
+    wanted = parse_topic(name)
+    data = event.encode()
+    try:
+        msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{event[:80]!r} is no JSON: {error}", started=False) from None
+    event_id = random_id()
+    subject = topic_subject(wanted.namespace, wanted.name, topic_key(key))
+
+    async def send(connection: NatsConnection) -> bool:
+        jetstream = connection.jetstream
+        try:
+            await jetstream.stream_info(wanted.stream)
+        except NoStream:
+            connection.publish(subject, data)
+            await connection.barrier()
+            return False
+        await jetstream.publish(subject, data, message_id=event_id)
+        return True
+
+    is_kept = _run(nats, send)
+    click.echo(f"published: {event_id if is_kept else wanted}")
+    if not is_kept:
+        terminal.notice(f"no stream keeps {wanted}: those hear it who listen")
+
+
+# Groups ------------------------------------------------------------------------------------------
+
+
+@topic.command()
+@topic_argument
+@group_argument
+@click.option("--from", "since", metavar="TIME", required=True, help=f"Since when: {since_help}")
+@click.option("--until", metavar="TIME", help="Until when; until now unless given.")
+@terminal.nats_option
+def replay(name: str, group: str, since: str, until: str | None, nats: str | None) -> None:
+    """Give a group events once more.
+
+    Those that it has had come again, behind those that wait, in their order and under their ids; no
+    other group gets them. Those that it has not had yet come in their turn.
+    """
+    from dynbus.bus import topics
+
+    wanted = parse_topic(name)
+    first = parse_time(since, "--from")
+    last = None if until is None else parse_time(until, "--until")
+
+    async def give(connection: NatsConnection) -> int:
+        place = await _found(connection, wanted, group)
+        now = (await connection.jetstream.stream_info(wanted.stream)).now
+        return await topics.replay(
+            connection.jetstream,
+            wanted,
+            group,
+            place,
+            since=first(now),
+            until=now if last is None else last(now),
+        )
+
+    click.echo(f"replayed: {_run(nats, give)} events to {group}")
+
+
+@topic.command()
+@topic_argument
+@group_argument
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@terminal.nats_option
+def forget(name: str, group: str, yes: bool, nats: str | None) -> None:
+    """Drop the place of a group.
+
+    Another method may have the group then, or the same one with another `ordered`. A group that is
+    joined again begins where its `from_` says.
+    """
+    from dynbus.bus.topics import forget_group
+
+    wanted = parse_topic(name)
+
+    async def drop(connection: NatsConnection) -> None:
+        await _found(connection, wanted, group)
+        await forget_group(connection.jetstream, wanted, group)
+
+    if not yes:
+        click.confirm(f"Drop the place of {group} in {name}?", abort=True)
+    _run(nats, drop)
+    click.echo(f"forgotten: {group} of {name}")
+
+
+async def _found(connection: NatsConnection, topic: TopicConfig, group: str) -> GroupPlace:
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.protocol.names import check_token
+    from dynbus.bus.topics import find_group
+
+    check_token("group", group)
+    place = await find_group(connection.jetstream, topic.stream, group)
+    if place is None:
+        raise ConfigError(f"{topic} has no group {group!r}: dynbus topic ls {topic} names them")
+    return place
+
+
+def _run(nats: str | None, work: Callable[[NatsConnection], Awaitable[T]]) -> T:
+    import asyncio
+
+    config = terminal.settings(nats)
+
+    async def ask() -> T:
+        async with terminal.server(config, "dynbus-topic") as server:
+            return await work(server.connection)
+
+    return asyncio.run(ask())
