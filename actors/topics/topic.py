@@ -20,7 +20,7 @@ from dynbus.actors.documents.schema_difference import Fit, compare
 from dynbus.bus.bus import Bus, current_bus
 from dynbus.bus.context import Context, current_instance
 from dynbus.bus.errors import ConfigError, InvalidRequest
-from dynbus.bus.protocol.names import check_token, check_topic
+from dynbus.bus.protocol.names import check_token
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.seconds import seconds_of
 from dynbus.bus.topics import DEFAULT_MAX_BYTES, TopicConfig, TopicStream
@@ -32,7 +32,6 @@ F = TypeVar("F")
 
 PUBLISH_TIMEOUT: Final = 5.0
 MAX_KEY: Final = 128
-LEAST_RETAIN: Final = 1.0
 
 
 class HasBus(Protocol):
@@ -75,14 +74,11 @@ class Topic(Generic[E]):
         namespace: str = "",
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        self.name = check_topic(name)
         self.namespace = check_token("namespace", namespace) if namespace else ""
-        self.retain = None if retain is None else seconds_of(retain, f"topic {name}: retain")
-        if self.retain is not None and self.retain < LEAST_RETAIN:
-            raise ConfigError(f"topic {name}: retain={retain!r} is less than a second: give more")
-        if max_bytes < 1:
-            raise ConfigError(f"topic {name}: max_bytes={max_bytes} is not usable: give 1 or more")
-        self._max_bytes = max_bytes
+        seconds = None if retain is None else seconds_of(retain, f"topic {name}: retain")
+        self._config = TopicConfig("", name, seconds, max_bytes=max_bytes).check()
+        self.name = name
+        self.retain = seconds
         self._event = event
         # Made where it is used first: that there is no codec is said here.
         try:
@@ -159,7 +155,7 @@ class Topic(Generic[E]):
                 f'topic {self.name}: no actor runs here that says where it is: give Topic("'
                 f'{self.name}", ..., namespace="...")'
             )
-        return TopicConfig(where, self.name, self.retain, self._schema, self._max_bytes)
+        return self._config._replace(namespace=where, schema=self._schema)
 
     @cached_property
     def _schema(self) -> str:

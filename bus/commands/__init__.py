@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import diagnosis, numbers, server, survey, terminal
+    from . import diagnosis, needed, numbers, server, survey, terminal
 
 __all__ = [
     "diagnosis",
+    "needed",
     "numbers",
     "server",
     "survey",

@@ -11,6 +11,7 @@ from dynbus.bus.context import MAX_ID_LENGTH
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
+    check_topic,
     event_subject,
     group_subject,
     topic_key,
@@ -34,6 +35,7 @@ SCHEMA: Final = "dynbus.schema"
 """The type of the events, in the metadata of a stream."""
 MAX_SCHEMA_BYTES: Final = 64 * 1024
 DEFAULT_MAX_BYTES: Final = 256 * 1024 * 1024
+LEAST_RETAIN: Final = 1.0
 LETTER_ROOM: Final = 4096
 """Bytes of a message that an event leaves to what a dead letter says of it."""
 
@@ -52,6 +54,24 @@ class TopicConfig(NamedTuple):
     retain: float | None
     schema: str = ""
     max_bytes: int = DEFAULT_MAX_BYTES
+
+    def check(self) -> TopicConfig:
+        """Return it when it is usable.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        check_topic(self.name)
+        if self.retain is not None and self.retain < LEAST_RETAIN:
+            raise ConfigError(
+                f"topic {self.name}: retain={self.retain:g} s is less than a second: give more, or "
+                "None for events that are not kept"
+            )
+        if self.max_bytes < 1:
+            raise ConfigError(
+                f"topic {self.name}: max_bytes={self.max_bytes} is not usable: give 1 or more"
+            )
+        return self
 
     @property
     def stream(self) -> str:

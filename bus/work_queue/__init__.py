@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     )
     from .job_stream import CLOCK_AGE, JobStream, queue_config, takers_config
     from .lanes import ORDERED_LANES, lanes_of
-    from .needed import NeededStream
     from .observing import QueueFigures
     from .queue import WorkQueue, taking
     from .storing import store
@@ -47,7 +46,6 @@ __all__ = [
     "JobLog",
     "JobResult",
     "JobStream",
-    "NeededStream",
     "NoDeadLetter",
     "Outcome",
     "QueueDepth",
@@ -83,7 +81,6 @@ if not TYPE_CHECKING:
             "dead_letters",
             "taker",
             "queue",
-            "needed",
             "observing",
             "storing",
         ),

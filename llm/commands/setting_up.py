@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
@@ -45,11 +45,17 @@ class Outcome(NamedTuple):
     text: str
 
 
-def needed_in(namespace: str, queues: Sequence[str]) -> list[NeededStream]:
+TOPIC_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {"retain": str, "max_bytes": int}
+
+
+def needed_in(
+    namespace: str, queues: Sequence[str], topics: Sequence[str] = ()
+) -> list[NeededStream]:
     """The streams that the processes of a namespace need.
 
     Args:
         queues: its queues of jobs, as `read_queue` takes them.
+        topics: those that keep their events, as `read_topic` takes them.
 
     Raises:
         ConfigError: a name or a setting is not usable.
@@ -59,6 +65,7 @@ def needed_in(namespace: str, queues: Sequence[str]) -> list[NeededStream]:
     for queue in queues:
         name, config = read_queue(namespace, queue)
         needed.append(NeededStream.of_queue(name, config))
+    needed += [read_topic(namespace, topic) for topic in topics]
     return needed
 
 
@@ -74,19 +81,34 @@ def read_queue(namespace: str, text: str) -> tuple[EndpointName, WorkQueueConfig
         raise ConfigError(f"{text!r} is not a queue: write COMPONENT.ENDPOINT[,SETTING=VALUE]...")
     check_token("component", component)
     check_token("endpoint", endpoint)
+    values = _read_settings(f"the queue {name}", settings, QUEUE_SETTINGS)
+    return EndpointName(namespace, component, endpoint), WorkQueueConfig(**values).check()
+
+
+def read_topic(namespace: str, text: str) -> NeededStream:
+    """The stream of a topic out of `NAME`, with `,SETTING=VALUE` for each of its settings.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name, *settings = text.split(",")
+    values = _read_settings(f"the topic {name}", settings, TOPIC_SETTINGS)
+    return NeededStream.of_topic(namespace, name, **values)
+
+
+def _read_settings(
+    what: str, settings: Sequence[str], known: Mapping[str, Callable[[str], Any]]
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in QUEUE_SETTINGS:
-            raise ConfigError(
-                f"{setting!r} is no setting of the queue {name}: there are "
-                f"{', '.join(QUEUE_SETTINGS)}"
-            )
+        if key not in known:
+            raise ConfigError(f"{setting!r} is no setting of {what}: there are {', '.join(known)}")
         try:
-            values[key] = QUEUE_SETTINGS[key](value)
+            values[key] = known[key](value)
         except ValueError:
-            raise ConfigError(f"the queue {name}: {key} = {value!r} is not a number") from None
-    return EndpointName(namespace, component, endpoint), WorkQueueConfig(**values).check()
+            raise ConfigError(f"{what}: {key} = {value!r} is not a number") from None
+    return values
 
 
 async def set_up(
@@ -139,6 +161,7 @@ async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
 def run(
     namespace: str,
     queues: Sequence[str],
+    topics: Sequence[str] = (),
     *,
     nats: str | None,
     replicas: int | None,
@@ -149,7 +172,7 @@ def run(
     Raises:
         DynbusError: an argument is not usable, or the server cannot be reached.
     """
-    needed = needed_in(namespace, queues)
+    needed = needed_in(namespace, queues, topics)
     config = terminal.settings(nats)
     if replicas is not None:
         config = msgspec.structs.replace(config, replicas=replicas)

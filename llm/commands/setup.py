@@ -22,11 +22,12 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     Where processes have credentials of their own, these may make none: an operator does, before
     the first of them starts. What is there already is left as it is, except that it gets the
     replicas that it lacks; what differs is told, and what dynbus refuses to use. Name each queue
-    of jobs:
+    of jobs and each topic:
 
     \b
     dynbus setup demo
     dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
+    dynbus setup demo --topic conversation.closed,retain=30d
     dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
     dynbus setup demo --dry-run --json
     """
@@ -46,6 +47,13 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     help="A queue of jobs; settings: ack_wait, max_jobs, max_bytes. May be repeated.",
 )
 @click.option(
+    "--topic",
+    "topics",
+    metavar="NAME[,SETTING=VALUE]...",
+    multiple=True,
+    help="A topic whose events are kept; settings: retain (7d), max_bytes. May be repeated.",
+)
+@click.option(
     "--replicas",
     type=click.IntRange(1, 5),
     help="How many servers of a cluster keep each; by default the setting `replicas`, 3.",
@@ -59,6 +67,7 @@ def setup(
     /,
     namespace: str,
     queues: Sequence[str],
+    topics: Sequence[str],
     replicas: int | None,
     dry_run: bool,
     as_json: bool,
@@ -66,7 +75,7 @@ def setup(
 ) -> None:
     from .setting_up import Status, run
 
-    outcomes = run(namespace, queues, nats=nats, replicas=replicas, dry_run=dry_run)
+    outcomes = run(namespace, queues, topics, nats=nats, replicas=replicas, dry_run=dry_run)
     if as_json:
         terminal.print_json([outcome._asdict() for outcome in outcomes])
     else:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dynbus.bus.background import Background, Openable, Work, task_group
     from dynbus.bus.bus import Bus
     from dynbus.bus.clock import monotonic, unix_time
+    from dynbus.bus.commands.needed import NeededStream
     from dynbus.bus.commands.survey import InstanceReport
     from dynbus.bus.commands.terminal import terminal
     from dynbus.bus.config import is_loopback, suggestion
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
         Subscription,
         WrongLastSequence,
     )
-    from dynbus.bus.work_queue import NeededStream
 
 __all__ = [
     "ActorConfigs",
@@ -204,6 +204,6 @@ if not TYPE_CHECKING:
                 "Subscription",
                 "WrongLastSequence",
             ),
-            "bus.work_queue": ("NeededStream",),
+            "bus.commands.needed": ("NeededStream",),
         },
     )

@@ -197,7 +197,7 @@ async def test_a_bucket_that_one_server_keeps_gets_replicas_by_itself(
 async def test_every_stream_and_bucket_is_kept_by_as_many_servers_as_the_setting_says(
     cluster: Cluster,
 ) -> None:
-    needed = needed_in("demo", ["Printer.print"])
+    needed = needed_in("demo", ["Printer.print"], ["page.printed,retain=1h"])
     servers = tuple(server.url for server in cluster.servers)
     found: list[dict[str, int]] = []
     for replicas in (1, 3):

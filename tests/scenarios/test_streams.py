@@ -17,7 +17,7 @@ from tests.conditions import eventually
 from tests.llm.models.tiny_model import tiny_folder
 from tests.transfer.kv_blocks import small_layout
 
-from dynbus import ConfigError, EndpointName, Runtime
+from dynbus import ConfigError, EndpointName, Runtime, Topic
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
@@ -42,8 +42,9 @@ from .workload import Source
 pytestmark = pytest.mark.anyio
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
-DEMO = {"ns": "demo", "component": "Printer", "endpoint": "print"}
+DEMO = {"ns": "demo", "component": "Printer", "endpoint": "print", "topic": "printed"}
 QUEUE = "Printer.print"
+TOPIC = "printed"
 
 
 def listed() -> set[str]:
@@ -115,12 +116,14 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     await queue.put(b"", job_id="one")
     async with queue.take() as taker:
         await (await anext(taker)).bury("no paper")
+    await Topic(TOPIC, bytes, namespace="demo").publish(b"", runtime=runtime)
 
 
 def set_up(server: RunningServer, *arguments: str) -> dict[str, str]:
     """What `dynbus setup` says of each stream."""
     result = CliRunner().invoke(
-        setup, ["demo", "--queue", QUEUE, "--json", "--nats", server.url, *arguments]
+        setup,
+        ["demo", "--queue", QUEUE, "--topic", TOPIC, "--json", "--nats", server.url, *arguments],
     )
     assert result.exit_code in (0, 1), result.output
     return {one["stream"]: one["status"] for one in json.loads(result.output)}
@@ -207,6 +210,10 @@ async def test_records_and_dead_letters_go_into_no_stream_that_shows_them(
         (["demo", "--queue", "A.b,tries=1"], "there are ack_wait, max_jobs, max_bytes"),
         (["demo", "--queue", "A.b,max_jobs=x"], "max_jobs = 'x' is not a number"),
         (["demo", "--queue", "A.b,max_jobs=0"], "max_jobs = 0 is not usable"),
+        (["demo", "--topic", "a..b"], "'a..b' is not a valid name"),
+        (["demo", "--topic", "a.b,tries=1"], "there are retain, max_bytes"),
+        (["demo", "--topic", "a.b,retain=soon"], "topic a.b: retain='soon' must be"),
+        (["demo", "--topic", "a.b,max_bytes=0"], "max_bytes=0 is not usable"),
     ],
 )
 def test_setup_refuses_what_is_no_name_and_no_queue(arguments: list[str], why: str) -> None:

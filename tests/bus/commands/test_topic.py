@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from dynbus.bus.transport import StreamFull
 
 pytestmark = pytest.mark.anyio
 
-Command = Callable[..., Awaitable[Result]]
+Command = Callable[..., Coroutine[Any, Any, Result]]
 
 
 class Office:
