@@ -155,7 +155,7 @@ class Background:
 
     @property
     def is_open(self) -> bool:
-        """Whether work can be started."""
+        """True if work can be started."""
         return self._tasks is not None and self.failure is None
 
     def on_failure(self, listener: Callable[[BaseException], object]) -> None:

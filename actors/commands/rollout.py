@@ -85,16 +85,16 @@ def rollout_misfits(
         new: by address, the nodes as they would be.
         running: the versions of these nodes, and of those that they call.
     """
-    found: dict[str, Misfit] = {}
+    misfits: dict[str, Misfit] = {}
 
     def add(one: Change, text: str) -> None:
         if one.verdict is not Fit.COMPATIBLE:
-            found.setdefault(text, Misfit(one.verdict is Fit.INCOMPATIBLE, text))
+            misfits.setdefault(text, Misfit(one.verdict is Fit.INCOMPATIBLE, text))
 
     for version in running:
         address = str(version.address)
         if version.unknown:
-            found.setdefault(version.unknown, Misfit(False, version.unknown))
+            misfits.setdefault(version.unknown, Misfit(False, version.unknown))
         if address in new:
             serves = _contracts(address, new[address].serves)
             for one in changes(version.contracts, serves):
@@ -107,11 +107,11 @@ def rollout_misfits(
                 for one in changes(common, version.contracts):
                     remedy = f"restart {address} too" if one.remedy else ""
                     add(one, f"the new {caller} calls {one._replace(remedy=remedy)}")
-    return list(found.values())
+    return list(misfits.values())
 
 
-def _contracts(address: str, told: Mapping[str, EndpointTold]) -> dict[str, EndpointContract]:
+def _contracts(address: str, endpoints: Mapping[str, EndpointTold]) -> dict[str, EndpointContract]:
     return {
         f"{address}.{name}": EndpointContract.of_told(one.kind, bytes(one.schemas))
-        for name, one in told.items()
+        for name, one in endpoints.items()
     }

@@ -238,15 +238,15 @@ async def _changes_since_running(
     async with terminal.server(config, "dynbus-schema") as server:
         running = await running_versions(server, [one.address for one in actors])
     new = contracts_of_actors(actors)
-    found: dict[Change, None] = {}
+    differences: dict[Change, None] = {}
     for version in running:
         if version.unknown:
-            found[Change(str(version.address), Fit.UNCLEAR, version.unknown)] = None
+            differences[Change(str(version.address), Fit.UNCLEAR, version.unknown)] = None
         own = {name: one for name, one in new.items() if name.startswith(f"{version.address}.")}
-        found |= dict.fromkeys(changes(version.contracts, own))
+        differences |= dict.fromkeys(changes(version.contracts, own))
     for address in sorted({one.address for one in actors} - {one.address for one in running}):
         terminal.notice(f"no instance of {address} runs")
-    return list(found)
+    return list(differences)
 
 
 def _read(path: str) -> Any:

@@ -424,16 +424,16 @@ def _collect_subscriptions(cls: type[Any]) -> dict[str, Subscription]:
     Raises:
         ConfigError: two methods claim one group.
     """
-    found: dict[str, Subscription] = {}
+    subscriptions: dict[str, Subscription] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
             one = subscription_of(value)
             if one is not None:
-                found[attribute] = one
+                subscriptions[attribute] = one
             else:
-                found.pop(attribute, None)
+                subscriptions.pop(attribute, None)
     claims: dict[tuple[int, str], str] = {}
-    for attribute, one in found.items():
+    for attribute, one in subscriptions.items():
         if not one.group:
             continue
         other = claims.setdefault((id(one.topic), one.group), attribute)
@@ -443,7 +443,7 @@ def _collect_subscriptions(cls: type[Any]) -> dict[str, Subscription]:
                 f"{one.topic.name}, and each would get a part of the events: give one of them a "
                 "group of another name"
             )
-    return found
+    return subscriptions
 
 
 def _check_hidden(cls: type[DeclaredActor]) -> None:

@@ -144,11 +144,11 @@ class ToldSchemas(msgspec.Struct, omit_defaults=True, frozen=True):
 
 def encode_schemas(schemas: HandlerSchemas, *, durable: bool = False) -> bytes:
     """The schemas of the messages that an instance reads and writes, as JSON of `ToldSchemas`."""
-    told = ToldSchemas(
+    report = ToldSchemas(
         *(schemas.hash, schemas.reply_written, schemas.request_read),
         *(schemas.request_has_default, durable),
     )
-    return msgspec.json.encode(told, order="sorted")
+    return msgspec.json.encode(report, order="sorted")
 
 
 def canonical_schema(schema: Any) -> Any:

@@ -37,14 +37,14 @@ class EndpointContract(NamedTuple):
     durable: bool = False
 
     @classmethod
-    def of_told(cls, kind: str, told: bytes) -> EndpointContract:
+    def of_told(cls, kind: str, answer: bytes) -> EndpointContract:
         """The contract in an answer of an instance, as `encode_schemas` writes it.
 
         Raises:
             ConfigError: it says something else.
         """
         try:
-            known = msgspec.json.decode(told, type=ToldSchemas)
+            known = msgspec.json.decode(answer, type=ToldSchemas)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"it does not say what it reads and writes: {error}") from None
         return cls(

@@ -113,8 +113,8 @@ def schedule_extension(spec: HandlerSpec) -> dict[str, Any]:
     if isinstance(schedule, Every):
         return {"schedule": dataclasses.asdict(schedule)}
     if isinstance(schedule, Cron):
-        told = {"cron": schedule.line, "tz": str(schedule.zone), "missed": schedule.missed}
-        return {"schedule": told}
+        fields = {"cron": schedule.line, "tz": str(schedule.zone), "missed": schedule.missed}
+        return {"schedule": fields}
     return {}
 
 

@@ -50,15 +50,15 @@ async def running_versions(
         PermissionDenied, Unavailable: the records cannot be read.
     """
     groups = [(address, group) for address in addresses for group in await _groups(server, address)]
-    found: dict[int, RunningVersion | None] = {}
+    versions: dict[int, RunningVersion | None] = {}
 
     async def ask(number: int, address: ComponentName, group: list[InstanceRecord]) -> None:
-        found[number] = await _version(server, address, group)
+        versions[number] = await _version(server, address, group)
 
     async with task_group() as tasks:
         for number, (address, group) in enumerate(groups):
             tasks.start_soon(ask, number, address, group)
-    return [version for number in sorted(found) if (version := found[number]) is not None]
+    return [version for number in sorted(versions) if (version := versions[number]) is not None]
 
 
 async def _groups(server: Server, address: ComponentName) -> list[list[InstanceRecord]]:
@@ -112,12 +112,12 @@ def _contracts(record: InstanceRecord, data: bytes) -> dict[str, EndpointContrac
         ConfigError: it is no answer.
     """
     try:
-        told = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        answer = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"its answer cannot be read: {error}") from None
     address = record.name.address
     return {
         f"{address}.{name}": EndpointContract.of_told(record.endpoints[name], bytes(one))
-        for name, one in told.items()
+        for name, one in answer.items()
         if name in record.endpoints
     }

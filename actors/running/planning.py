@@ -371,7 +371,7 @@ def main() -> None:
         asked = msgspec.json.decode(lines.readline(), type=MakePlan | TellContracts)
     reply: PlanMade | ContractsTold | PlanRefused
     try:
-        reply = _made(asked) if isinstance(asked, MakePlan) else _told(asked)
+        reply = _made(asked) if isinstance(asked, MakePlan) else _contracts_told(asked)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
         reply = PlanRefused(*failure_of(error))
     connection.sendall(msgspec.json.encode(reply) + b"\n")
@@ -388,7 +388,7 @@ def _made(asked: MakePlan) -> PlanMade:
     )
 
 
-def _told(asked: TellContracts) -> ContractsTold:
+def _contracts_told(asked: TellContracts) -> ContractsTold:
     configure_logging(asked.settings.log_format, asked.settings.log_level)
     sys.path[:] = asked.settings.path
     return ContractsTold({node.address: _contracts_of(node) for node in asked.nodes})

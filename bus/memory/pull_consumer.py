@@ -133,7 +133,7 @@ class MemoryPullConsumer:
         )
 
     def _after(self) -> list[int]:
-        """What was not delivered yet, oldest first."""
+        """The messages that were not delivered yet, oldest first."""
         patterns = self.config.subjects or (self.config.subject,)
         return sorted(
             {one for each in patterns for one in self.stream.after(self._next_sequence, each)}

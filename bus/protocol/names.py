@@ -287,12 +287,14 @@ def check_topic(name: object) -> str:
 
 
 def topic_subject(namespace: str, topic: str, key: str = "*") -> str:
-    """Where the events of a topic are published, by the token of their key; `*` for any."""
+    """The subject of a topic's events, by the token of their key; `*` for any."""
     return f"{namespace}.{TOPIC}.{topic}.{EVENT}.{key}"
 
 
 def event_subject(namespace: str, topic: str, lane: str = "*") -> str:
-    """Where the stream of a topic keeps the events of a lane, of all keys; `*` for any lane."""
+    """The subject under which the stream of a topic keeps the events of a lane, of all keys; `*`
+    for any lane.
+    """
     return f"{namespace}.{TOPIC}.{topic}.{EVENT}.{lane}.*"
 
 
@@ -313,7 +315,7 @@ def lane_of_event(subject: str) -> str:
 
 
 def is_group_subject(subject: str) -> bool:
-    """Whether copies of events may be put below a subject, and nothing else."""
+    """True if copies of events may be put below a subject, and nothing else."""
     tokens = subject.split(".")
     if len(tokens) < 6 or tokens[1] != TOPIC or tokens[-3] != GROUP:
         return False

@@ -131,8 +131,9 @@ class GroupStream(JobStream):
         return str(message.sequence)
 
     async def is_dropped(self, delivery: Delivery, created: float, timeout: float) -> bool:
-        """Whether the server has forgotten that it handed an event out, and will hand it out
-        again: its taker knows it then."""
+        """True if the server has forgotten that it handed an event out, and will hand it out again:
+        its taker knows it then.
+        """
         if self.connection.state is not ConnectionState.CONNECTED:
             return False
         lane = lane_of_event(delivery.message.subject)
@@ -182,7 +183,7 @@ def group_consumers(topic: TopicConfig, group: GroupConfig) -> tuple[PullConsume
 
 async def forget_group(jetstream: JetStream, topic: TopicConfig, group: str) -> bool:
     """Drop the place of a group; False where it has none."""
-    found = False
+    existed = False
     for ordered in (False, True):
         for name in consumer_names(group, ordered=ordered):
             try:
@@ -190,5 +191,5 @@ async def forget_group(jetstream: JetStream, topic: TopicConfig, group: str) -> 
             except NoStream:
                 continue
             await jetstream.delete_consumer(topic.stream, name)
-            found = True
-    return found
+            existed = True
+    return existed

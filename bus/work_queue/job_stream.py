@@ -397,7 +397,7 @@ class JobStream:
         return False
 
     def copy_subject(self, message: StoredMessage, name: str) -> str:
-        """Where a copy of a job is put, by the tokens of both."""
+        """The subject of a copy of a job, by the tokens of both."""
         return work_subject(self.name, name, lane_of_subject(message.subject))
 
     def lane_of(self, message: StoredMessage) -> str:

@@ -500,7 +500,7 @@ class Taker:
             self._may_be_too_many.set()
 
     def _places(self) -> int:
-        """How many jobs may begin beside those that are held."""
+        """The number of jobs that may begin beside those that are held."""
         held = len(self._held)
         return self._limit - max(held - self._over, held - self._limit)
 
@@ -539,7 +539,7 @@ class Taker:
             if disposition.end is None:
                 jobs.append(self._hold(ready, disposition.facts))
             elif jobs:
-                # Whoever waits may be cancelled before this one is refused.
+                # A taker that waits may be cancelled before this one is refused.
                 self._ready.insert(0, ready)
                 break
             else:
