@@ -150,11 +150,11 @@ async def list_topics(connection: NatsConnection, namespace: str, name: str = ""
     asked = {"subject": f"{namespace}._topic.>"}
     async for page in pages(connection.jetstream, "STREAM.NAMES", asked):
         for stream in page["streams"] or ():
-            found = topic_of_stream(stream)
-            if found is None or name not in ("", found[1]):
+            names = topic_of_stream(stream)
+            if names is None or name not in ("", names[1]):
                 continue
             with suppress(NoStream):  # deleted meanwhile
-                rows.append(await _row(connection, TopicConfig(*found, None)))
+                rows.append(await _row(connection, TopicConfig(*names, None)))
     return sorted(rows, key=lambda row: row.topic.name)
 
 
@@ -374,7 +374,7 @@ def replay(name: str, group: str, since: str, until: str | None, nats: str | Non
     last = None if until is None else parse_time(until, "--until")
 
     async def give(connection: NatsConnection) -> int:
-        place = await _found(connection, wanted, group)
+        place = await _existing_group(connection, wanted, group)
         now = (await connection.jetstream.stream_info(wanted.stream)).now
         return await topics.replay(
             connection.jetstream,
@@ -404,7 +404,7 @@ def forget(name: str, group: str, yes: bool, nats: str | None) -> None:
     wanted = parse_topic(name)
 
     async def drop(connection: NatsConnection) -> None:
-        await _found(connection, wanted, group)
+        await _existing_group(connection, wanted, group)
         await forget_group(connection.jetstream, wanted, group)
 
     if not yes:
@@ -413,7 +413,7 @@ def forget(name: str, group: str, yes: bool, nats: str | None) -> None:
     click.echo(f"forgotten: {group} of {name}")
 
 
-async def _found(connection: NatsConnection, topic: TopicConfig, group: str) -> GroupPlace:
+async def _existing_group(connection: NatsConnection, topic: TopicConfig, group: str) -> GroupPlace:
     from dynbus.bus.errors import ConfigError
     from dynbus.bus.protocol.names import check_token
     from dynbus.bus.topics import find_group

@@ -19,7 +19,7 @@ from .topic_stream import TopicConfig, event_of
 
 
 class GroupPlace(NamedTuple):
-    """Where a group is in the events of its topic.
+    """The place of a group in the events of its topic.
 
     Attributes:
         ordered: whether it has the events of a key one at a time.
@@ -47,7 +47,7 @@ class GroupPlace(NamedTuple):
         )
 
     def has_had(self, lane: int, sequence: int) -> bool:
-        """Whether an event of a lane was handed out."""
+        """True if an event of a lane was handed out."""
         return sequence <= self.delivered[lane if self.ordered else 0]
 
 

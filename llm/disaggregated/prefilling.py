@@ -51,7 +51,7 @@ class PrefillInstances(Origin):
     async def ask(self, request: PrefillRequest, instance: str) -> AsyncGenerator[Prefilled, None]:
         """See `Origin.ask`."""
         request = msgspec.structs.replace(request, model=self._model)
-        with self._routing.taken(request.hand_over, instance):
+        with self._routing.computed_by(request.hand_over, instance):
             async with aclosing(self._client.prefill(request)) as items:
                 async for item in items:
                     yield item
@@ -72,7 +72,7 @@ class PrefillRouting:
         self._takers: dict[str, str] = {}
 
     @contextmanager
-    def taken(self, hand_over: str, instance: str) -> Generator[None]:
+    def computed_by(self, hand_over: str, instance: str) -> Generator[None]:
         """Have the instance compute a prompt that has taken its job; any where it is empty. The
         router learns of it, and can say why."""
         if instance:

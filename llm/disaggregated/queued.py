@@ -82,7 +82,7 @@ class JobTaker:
                     await self._retired.wait()
             while not self._retired.is_set():
                 try:
-                    await self._take()
+                    await self._take_jobs()
                 except DynbusError as error:
                     logger.warning("no prefill jobs are taken: %s", error)
                     with anyio.move_on_after(RETRY_DELAY):
@@ -90,7 +90,7 @@ class JobTaker:
         finally:
             self._ended.set()
 
-    async def _take(self) -> None:
+    async def _take_jobs(self) -> None:
         # The jobs end inside of the block that holds them: leaving that one gives them back.
         async with self._queue.take(JOBS_AT_A_TIME) as taker, task_group() as tasks:
             self._taker = taker

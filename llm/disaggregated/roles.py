@@ -118,9 +118,9 @@ class RoleEvents:
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """See `EventSink.publish`."""
-        taken = self._cache.apply(events)
+        applied = self._cache.apply(events)
         for say in self._says:
-            say(taken)
+            say(applied)
 
     @contextmanager
     def joined(self, publisher: KvEventPublisher) -> Generator[None]:

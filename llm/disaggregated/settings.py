@@ -387,7 +387,7 @@ class LiveSettings:
         await jetstream.ensure_stream(SETTINGS_STREAM)
         return await jetstream.consume(
             SETTINGS_STREAM.name,
-            self._take,
+            self._read_record,
             subject=_subject(self._component),
             last_per_subject=True,
             on_restart=self._begin_again,
@@ -402,7 +402,7 @@ class LiveSettings:
             # The bucket was made again, without the record.
             self._apply(NOTHING_STORED)
 
-    def _take(self, stored: StoredMessage) -> None:
+    def _read_record(self, stored: StoredMessage) -> None:
         self._heard = True
         try:
             self._apply(_read(stored))

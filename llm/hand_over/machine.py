@@ -254,16 +254,16 @@ class HandOver:
 
     def _wrong_in(self, item: Prefilled) -> str:
         """The fault of an item; empty where it has none."""
-        end = self._offered
+        reached = self._offered
         if self._has_blocks(item):
-            if item.start != end or not end < item.computed:
-                return f"tokens {item.start} to {item.computed} came after {end}"
-            end = item.computed
-        if not end <= item.computed <= self._tokens:
+            if item.start != reached or not reached < item.computed:
+                return f"tokens {item.start} to {item.computed} came after {reached}"
+            reached = item.computed
+        if not reached <= item.computed <= self._tokens:
             return f"{item.computed} tokens are said to be computed of {self._tokens}"
         if item.first is not None:
-            if end != self._tokens:
-                return f"only {end} tokens came of {self._tokens}"
+            if reached != self._tokens:
+                return f"only {reached} tokens came of {self._tokens}"
             if len(item.first.token_ids) != 1 or item.first.finish_reason == "cancelled":
                 return "the first token is not one"
             if not 0 <= item.first.token_ids[0] < self._vocabulary:

@@ -116,17 +116,17 @@ class LeasedPartReader:
         """See `PartReader.settled`."""
         ticket, source = part.item.ticket, part.item.instance
         assert ticket is not None, "it was read by its ticket"
-        asked = None
+        checked = None
         if self._compares:
-            asked = wanted(self._memory, part.tokens, ticket.tokens - part.tokens)
+            checked = wanted(self._memory, part.tokens, ticket.tokens - part.tokens)
         try:
             with anyio.fail_after(self._patience):
                 answer = await self._settle(
-                    Settlement(ticket.lease_id, ticket.epoch, asked), source
+                    Settlement(ticket.lease_id, ticket.epoch, checked), source
                 )
         except TimeoutError:
             raise DeadlineExceeded("it does not settle its lease") from None
-        if answer.held and asked is not None:
+        if answer.held and checked is not None:
             start = part.item.start % self._memory.layout.block_size
             await compare(
                 self._memory, part.blocks, part.tokens, answer.vouched, start=start, source=source

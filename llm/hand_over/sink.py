@@ -226,7 +226,7 @@ class Receiving:
         machine: where it is.
         error: what ended it before its blocks were here; None where nothing did.
         bytes: that were read so far.
-        asked, answered, read: when the source was asked first, when it answered first, and when
+        asked_at, answered_at, read_at: when the source was asked first, when it answered first, and when
             what was read last was there, on the monotonic clock; 0 before.
     """
 
@@ -248,7 +248,7 @@ class Receiving:
         )
         self.error: DynbusError | None = None
         self.bytes = 0
-        self.asked = self.answered = self.read = 0.0
+        self.asked_at = self.answered_at = self.read_at = 0.0
         self._sink = sink
         self._runner = sink.runner
         self._name = name
@@ -422,7 +422,7 @@ class Receiving:
         except DynbusError:
             # The caller is told why by the engine.
             return
-        self.asked = monotonic()
+        self.asked_at = monotonic()
         self._time_left = self._running.time_left()
         is_worth = self._plan.is_worth(held.cached)
         self._do(self.machine.reserved(held.cached, is_worth=is_worth))
@@ -434,7 +434,7 @@ class Receiving:
         if not self._taken_in.is_set():
             self._fall_back("too_slow", DeadlineExceeded("no instance took it in"))
             return
-        with anyio.move_on_after(self.asked + self._limit(limits.hand_over) - monotonic()):
+        with anyio.move_on_after(self.asked_at + self._limit(limits.hand_over) - monotonic()):
             await self._went_on.wait()
         self._fall_back("too_slow", DeadlineExceeded("the hand-over took too long"))
 
@@ -462,7 +462,7 @@ class Receiving:
             items = self._origin.ask(PrefillRequest(self._id, self._request, cached), instance)
             try:
                 async for item in items:
-                    self.answered = self.answered or monotonic()
+                    self.answered_at = self.answered_at or monotonic()
                     self._taken_in.set()
                     self._do(self.machine.came(item))
             except DynbusError as problem:
@@ -506,7 +506,7 @@ class Receiving:
             span.transferred(failed="it was given up")
             raise
         else:
-            self.read = monotonic()
+            self.read_at = monotonic()
             self.bytes += transfer.bytes
             span.transferred(transfer.bytes, transfer.blocks, transfer.seconds)
             origin.figures.transferred(transfer.seconds, transfer.bytes, transfer.blocks)

@@ -230,9 +230,9 @@ class _Lender(Origin):
         rates.note_transfer(
             self._fetch.peer,
             receiving.bytes,
-            receiving.read - receiving.answered,
-            receiving.answered - receiving.asked + now - receiving.read,
+            receiving.read_at - receiving.answered_at,
+            receiving.answered_at - receiving.asked_at + now - receiving.read_at,
         )
         statistics.blocks += blocks
         statistics.bytes += receiving.bytes
-        statistics.seconds += now - receiving.asked
+        statistics.seconds += now - receiving.asked_at

@@ -137,7 +137,7 @@ class PrefillEngines(Origin):
         """See `Origin.ask`."""
         alike = drawn_alike(request.request, seed_of(request.hand_over), self.engine)
         wanted = msgspec.structs.replace(alike, max_tokens=1, stream=True)
-        stream = self._asked(PrefillRequest(request.hand_over, wanted))
+        stream = self._call_readable(PrefillRequest(request.hand_over, wanted))
         async with aclosing(stream):
             try:
                 async for item in stream:
@@ -147,7 +147,7 @@ class PrefillEngines(Origin):
                 raise
         raise LeaseLost("it is held no longer")
 
-    def _asked(self, request: PrefillRequest) -> AsyncGenerator[Prefilled, None]:
+    def _call_readable(self, request: PrefillRequest) -> AsyncGenerator[Prefilled, None]:
         """The call of an engine whose blocks can be read here."""
         with call_options(metadata={REQUIRED_KEY: self._identity.tag}, retries=1):
             return self._routed.prefill(request)
@@ -202,12 +202,12 @@ class _Reading:
         part, engine = self._part, self._engines.engine
         try:
             with anyio.fail_after(HAND_OVER_TIMEOUT), call_options(instance=part.item.instance):
-                given = await self._engines.direct.hand_over(HandOver(part.hand_over))
+                handed_over = await self._engines.direct.hand_over(HandOver(part.hand_over))
         except (DynbusError, TimeoutError) as error:
             raise LeaseLost(f"it is not handed over: {describe_exception(error)}") from error
         # It is held for so long from later on.
-        until = self._began + given.seconds * (1.0 - LEASE_MARGIN)
-        ticket = ConnectorTicket(given.kv_transfer_params, until)
+        until = self._began + handed_over.seconds * (1.0 - LEASE_MARGIN)
+        ticket = ConnectorTicket(handed_over.kv_transfer_params, until)
         self._reads = True
         engine.steps.read(part.name, ticket, seed_of(part.hand_over), part.shown)
         with self._waits, anyio.move_on_after(max(0.0, until - time.monotonic())) as waiting:

@@ -292,7 +292,7 @@ def _reachable(endpoint: str) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class _Asked:
+class _Submitted:
     """A request that vLLM has.
 
     Attributes:
@@ -325,7 +325,7 @@ class VllmStepper:
     def __init__(self, engine: VllmEngine, listener: Listener) -> None:
         self._engine = engine
         self._listener = listener
-        self._asked: dict[str, _Asked] = {}
+        self._submitted: dict[str, _Submitted] = {}
         self._followed: dict[str, asyncio.Event] = {}
         self._tasks: TaskGroup | None = None
         self._early: list[str] = []
@@ -342,7 +342,7 @@ class VllmStepper:
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         try:
-            self._asked[request_id] = self._prepare(request_id, request)
+            self._submitted[request_id] = self._prepare(request_id, request)
         except Exception as error:  # noqa: BLE001 - a client's mistake, as vLLM sees it too
             self._listener.on_refused(request_id, error)
             return
@@ -353,9 +353,9 @@ class VllmStepper:
 
     def cancel(self, request_id: str) -> None:
         self._reserved.pop(request_id, None)
-        asked = self._end(request_id)
-        if asked is not None:
-            self._abort(*asked.sampling)
+        entry = self._remove(request_id)
+        if entry is not None:
+            self._abort(*entry.sampling)
 
     # Prompts that others compute, and that are computed for others ----------------------------
 
@@ -392,13 +392,13 @@ class VllmStepper:
         """Have a request go on that waits, or that reads and has not read all: its prompt is
         computed here. Blocks that may still be written into are not used for others."""
         request = self._reserved.pop(request_id, None)
-        asked = self._asked.get(request_id)
+        entry = self._submitted.get(request_id)
         if request is not None:
             self.add(request_id, _reading(request, None, first))
-        elif asked is not None and asked.reads and not asked.has_output:
-            reading = cast("ReadingRequest", asked.request)
+        elif entry is not None and entry.reads and not entry.has_output:
+            reading = cast("ReadingRequest", entry.request)
             self._begin_anew(
-                request_id, asked, msgspec.structs.replace(reading, kv_transfer_params=None)
+                request_id, entry, msgspec.structs.replace(reading, kv_transfer_params=None)
             )
 
     def add_held(self, request_id: str, request: GenerateRequest) -> None:
@@ -408,7 +408,7 @@ class VllmStepper:
     def hold(self, hold_id: str, request: GenerateRequest) -> None:
         self._listener.on_refused(hold_id, ValueError("vLLM lends nothing of its cache"))
 
-    def take(self, request_id: str) -> ConnectorTicket | None:
+    def take_ticket(self, request_id: str) -> ConnectorTicket | None:
         """The ticket of a prompt that was computed for another engine, once: from now on that one
         says when it has read it. None where nothing is held."""
         ticket = self._prompts.get(request_id)
@@ -444,11 +444,11 @@ class VllmStepper:
         Returns:
             Whether it has made something, and so has read what it will read.
         """
-        asked = self._asked.get(request_id)
-        if asked is None:
+        entry = self._submitted.get(request_id)
+        if entry is None:
             return False
-        await asked.decided.wait()
-        return asked.has_output
+        await entry.decided.wait()
+        return entry.has_output
 
     async def left(self, request_id: str) -> None:
         """Wait until vLLM says nothing more of a request, as it was given it first."""
@@ -486,7 +486,7 @@ class VllmStepper:
         step = Step(outputs, failures=failures, prefilled=prefilled, embedded=embedded, held=held)
         self._listener.on_step(step, self._engine.load, monotonic())
 
-    def _prepare(self, request_id: str, request: EngineRequest) -> _Asked:
+    def _prepare(self, request_id: str, request: EngineRequest) -> _Submitted:
         """The arguments of vLLM for a request.
 
         Raises:
@@ -499,7 +499,7 @@ class VllmStepper:
             if not engine.only_embeds:
                 raise ValueError(NO_EMBEDDINGS)
             check_embedding(request, engine.limits)
-            return _Asked(request, {request_id: pooling_params(request)}, options)
+            return _Submitted(request, {request_id: pooling_params(request)}, options)
         if engine.only_embeds:
             raise ValueError("this engine makes embeddings alone: ask another one for tokens")
         check_request(request, engine.limits)
@@ -523,18 +523,20 @@ class VllmStepper:
             f"{request_id}-{number}": sampling_params(request, number, report)
             for number in range(request.n)
         }
-        asked = _Asked(request, sampling, options, again=again, restarts=restarts, open=request.n)
+        entry = _Submitted(
+            request, sampling, options, again=again, restarts=restarts, open=request.n
+        )
         if isinstance(request, ReadingRequest):
-            asked.reads = request.kv_transfer_params is not None
-        return asked
+            entry.reads = request.kv_transfer_params is not None
+        return entry
 
-    def _begin_anew(self, request_id: str, former: _Asked, request: GenerateRequest) -> None:
+    def _begin_anew(self, request_id: str, former: _Submitted, request: GenerateRequest) -> None:
         """Give vLLM another request in place of one that it has, of one continuation."""
         assert self._tasks is not None, "vLLM has it already"
         self._abort(*former.sampling)
         attempts = former.attempts + 1
         prompt = {**former.options["prompt"], "prompt_token_ids": request.token_ids}
-        asked = _Asked(
+        entry = _Submitted(
             request,
             {f"{request_id}-0-{attempts}": sampling_params(request, 0, None)},
             {**former.options, "prompt": prompt},
@@ -544,7 +546,7 @@ class VllmStepper:
             attempts=attempts,
             restarts=former.restarts,
         )
-        self._asked[request_id] = asked
+        self._submitted[request_id] = entry
         self._begin(self._tasks, request_id)
 
     def _options(self, request: EngineRequest) -> dict[str, Any]:
@@ -579,57 +581,59 @@ class VllmStepper:
         return options
 
     def _begin(self, tasks: TaskGroup, request_id: str) -> None:
-        asked = self._asked.get(request_id)
-        if asked is None:
+        entry = self._submitted.get(request_id)
+        if entry is None:
             return
-        if isinstance(asked.request, EmbedRequest):
-            tasks.start_soon(self._embed, request_id, asked)
+        if isinstance(entry.request, EmbedRequest):
+            tasks.start_soon(self._embed, request_id, entry)
             return
-        for number, name in enumerate(asked.sampling):
+        for number, name in enumerate(entry.sampling):
             self._followed[name] = asyncio.Event()
-            tasks.start_soon(self._follow, request_id, asked, name, asked.request.index + number)
+            tasks.start_soon(self._follow, request_id, entry, name, entry.request.index + number)
 
-    async def _follow(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
+    async def _follow(self, request_id: str, entry: _Submitted, name: str, index: int) -> None:
         """Read what vLLM makes for one continuation."""
         try:
-            await self._read(request_id, asked, name, index)
+            await self._read(request_id, entry, name, index)
         finally:
             self._followed.pop(name).set()
 
-    async def _read(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
+    async def _read(self, request_id: str, entry: _Submitted, name: str, index: int) -> None:
         generate = self._engine.llm.generate
         output: Any = None
-        with self._ending(request_id, asked):
+        with self._ending(request_id, entry):
             async for output in generate(
-                sampling_params=asked.sampling[name], request_id=name, **asked.options
+                sampling_params=entry.sampling[name], request_id=name, **entry.options
             ):
-                if self._asked.get(request_id) is asked:
-                    self._take(request_id, asked, index, output)
+                if self._submitted.get(request_id) is entry:
+                    self._accept(request_id, entry, index, output)
                 elif not output.finished:
                     # It was cancelled before vLLM had it.
                     self._abort(name)
-                elif isinstance(asked.request, PromptRequest):
+                elif isinstance(entry.request, PromptRequest):
                     # The same, and nobody else knows that it is held.
                     await self._engine.free(request_id)
-            if self._asked.get(request_id) is asked and (output is None or not output.finished):
+            if self._submitted.get(request_id) is entry and (output is None or not output.finished):
                 self._fail(request_id, "vLLM ended its stream without a finish reason")
 
-    async def _embed(self, request_id: str, asked: _Asked) -> None:
+    async def _embed(self, request_id: str, entry: _Submitted) -> None:
         """Read the embedding that vLLM makes of a text."""
         encode = self._engine.llm.encode
-        with self._ending(request_id, asked):
+        with self._ending(request_id, entry):
             async for output in encode(
-                pooling_params=asked.sampling[request_id], request_id=request_id, **asked.options
+                pooling_params=entry.sampling[request_id],
+                request_id=request_id,
+                **entry.options,
             ):
-                if self._asked.get(request_id) is asked and output.finished:
-                    self._end(request_id)
+                if self._submitted.get(request_id) is entry and output.finished:
+                    self._remove(request_id)
                     self._embedded.append((request_id, embedded(output)))
                     self._news.set()
-            if self._asked.get(request_id) is asked:
+            if self._submitted.get(request_id) is entry:
                 self._fail(request_id, "vLLM ended its stream without a finish reason")
 
     @contextmanager
-    def _ending(self, request_id: str, asked: _Asked) -> Generator[None]:
+    def _ending(self, request_id: str, entry: _Submitted) -> Generator[None]:
         """End a request with what vLLM raises for it.
 
         Raises:
@@ -642,13 +646,13 @@ class VllmStepper:
             self._engine.check()
             raise EngineGone("vLLM has ended") from error
         except errors.VLLMClientError as error:
-            self._refuse(request_id, asked, ValueError(str(error)))
+            self._refuse(request_id, entry, ValueError(str(error)))
         except getattr(errors, "GracefulHTTPError", ()) as error:  # which vLLM 0.28 has not
-            self._refuse(request_id, asked, Overloaded(str(error)))
+            self._refuse(request_id, entry, Overloaded(str(error)))
         except Exception as error:  # noqa: BLE001 - of this request alone
             self._fail(request_id, describe_exception(error))
 
-    def _take(self, request_id: str, asked: _Asked, index: int, output: Any) -> None:
+    def _accept(self, request_id: str, entry: _Submitted, index: int, output: Any) -> None:
         made = output.outputs[0]
         reason = made.finish_reason
         if reason is not None and reason not in FINISH_REASONS:
@@ -657,28 +661,28 @@ class VllmStepper:
         if not made.token_ids and reason is None:
             return
         cached = None
-        if not asked.has_output:
-            asked.has_output = True
-            asked.decided.set()
-            if not asked.reads:
+        if not entry.has_output:
+            entry.has_output = True
+            entry.decided.set()
+            if not entry.reads:
                 cached = output.num_cached_tokens or 0
             self._prefilled.append(Prefill(request_id, cached or 0, 1))
-        request = cast("GenerateRequest", asked.request)
+        request = cast("GenerateRequest", entry.request)
         item = generated(made, request, index, cached)
-        if asked.again is not None:
+        if entry.again is not None:
             try:
-                new = asked.again.new_of(item)
+                new = entry.again.new_of(item)
             except ResumeMismatch as error:
                 if _shown_of(request) is not None:
-                    self._go_on_from_shown(request_id, asked)
+                    self._go_on_from_shown(request_id, entry)
                 else:
-                    self._refuse(request_id, asked, error)
-                    self._abort(*asked.sampling)
+                    self._refuse(request_id, entry, error)
+                    self._abort(*entry.sampling)
                 return
             if new is None:
                 return
             item = new
-        if asked.restarts and reason is not None:
+        if entry.restarts and reason is not None:
             item = msgspec.structs.replace(item, sampler_restarted=True)
         if isinstance(request, PromptRequest):
             if output.kv_transfer_params is None or item.finish_reason is None:
@@ -690,39 +694,39 @@ class VllmStepper:
         self._outputs.append((request_id, item))
         self._news.set()
         if reason is not None:
-            asked.open -= 1
-            if not asked.open:
-                self._end(request_id)
+            entry.open -= 1
+            if not entry.open:
+                self._remove(request_id)
 
-    def _go_on_from_shown(self, request_id: str, asked: _Asked) -> None:
+    def _go_on_from_shown(self, request_id: str, entry: _Submitted) -> None:
         """Go on from the first token that was sent: this engine has drawn another, as engines do
         that round otherwise, or draw at random."""
         logger.debug("%s: the engine that computed the prompt drew another token", request_id)
-        request = cast("ReadingRequest", asked.request)
+        request = cast("ReadingRequest", entry.request)
         assert request.shown is not None, "another token was shown"
         rest = request.continued([request.shown], request.index)
         rest = msgspec.structs.replace(rest, kv_transfer_params=None, shown=None)
         try:
-            self._begin_anew(request_id, asked, rest)
+            self._begin_anew(request_id, entry, rest)
         except ValueError as error:
             self._fail(request_id, str(error))
 
-    def _refuse(self, request_id: str, asked: _Asked, error: Exception) -> None:
-        if self._asked.get(request_id) is asked:
-            self._end(request_id)
+    def _refuse(self, request_id: str, entry: _Submitted, error: Exception) -> None:
+        if self._submitted.get(request_id) is entry:
+            self._remove(request_id)
             self._listener.on_refused(request_id, error)
 
-    def _end(self, request_id: str) -> _Asked | None:
-        asked = self._asked.pop(request_id, None)
-        if asked is not None:
-            asked.decided.set()
-        return asked
+    def _remove(self, request_id: str) -> _Submitted | None:
+        entry = self._submitted.pop(request_id, None)
+        if entry is not None:
+            entry.decided.set()
+        return entry
 
     def _fail(self, request_id: str, reason: str) -> None:
-        asked = self._end(request_id)
-        if asked is not None:
+        entry = self._remove(request_id)
+        if entry is not None:
             self._failures.append((request_id, reason))
-            self._abort(*asked.sampling)
+            self._abort(*entry.sampling)
 
     def _abort(self, *names: str) -> None:
         self._aborted += names

@@ -123,7 +123,7 @@ class ConnectorKeeper:
             InvalidRequest: none of this id is held.
         """
         kept = self._kept.get(hand_over)
-        ticket = None if kept is None else self._engine.steps.take(kept.name)
+        ticket = None if kept is None else self._engine.steps.take_ticket(kept.name)
         if kept is None or ticket is None:
             raise InvalidRequest(f"nothing is held for hand-over {hand_over!r}")
         now = monotonic()

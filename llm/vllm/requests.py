@@ -51,25 +51,25 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
     Raises:
         VLLMClientError: a value is not usable.
     """
-    given, module = request.sampling, vllm_module("sampling_params")
+    sampling, module = request.sampling, vllm_module("sampling_params")
     most, least = request.max_tokens, request.min_tokens
     if isinstance(request, PromptRequest):
         most, least = 1, min(1, least)
     extra = {} if report is None else {"kv_cache_report_mode": report}
     return module.SamplingParams(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
         # The draws begin with a request: what continues another one begins with others.
         seed=None
-        if given.seed is None
-        else given.seed + request.index + number + request.generated,
-        logit_bias=given.logit_bias or None,
-        logprobs=given.logprobs,
+        if sampling.seed is None
+        else sampling.seed + request.index + number + request.generated,
+        logit_bias=sampling.logit_bias or None,
+        logprobs=sampling.logprobs,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         max_tokens=most,
@@ -87,10 +87,10 @@ def _transfer(request: GenerateRequest) -> dict[str, Any]:
     if isinstance(request, PromptRequest):
         return {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
     if isinstance(request, ReadingRequest) and request.kv_transfer_params is not None:
-        given = {**request.kv_transfer_params, "remote_blocks_expiry_time": request.held_until}
+        params = {**request.kv_transfer_params, "remote_blocks_expiry_time": request.held_until}
         # What was in the cache of that engine is not what was in this one's.
-        given.pop("remote_prefill_cached_tokens", None)
-        return {"kv_transfer_params": given}
+        params.pop("remote_prefill_cached_tokens", None)
+        return {"kv_transfer_params": params}
     return {}
 
 

@@ -80,18 +80,18 @@ def start_vllm(
     # This process has threads, which a fork would leave in the middle of their work.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = vllm_module("v1.engine.async_llm").AsyncLLM
-    given = engine_arguments(model, arguments, folder.path if kv_events else None)
+    engine_args = engine_arguments(model, arguments, folder.path if kv_events else None)
     if hand_over is not None:
-        _connect(given, hand_over)
+        _connect(engine_args, hand_over)
     _keep_messages_in(folder.path)
     _keep_sockets_in(folder.path)
-    config = _config(given)
+    config = _config(engine_args)
     try:
         started = engine.from_vllm_config(
             config,
             stat_loggers=[stat_logger()],
-            enable_log_requests=given.enable_log_requests,
-            disable_log_stats=given.disable_log_stats,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
         )
     except Exception as error:
         cause = folder.first_error()
@@ -153,13 +153,13 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _connect(given: Any, settings: HandOverSettings) -> None:
+def _connect(engine_args: Any, settings: HandOverSettings) -> None:
     """Have vLLM hand over KV caches by its NIXL connector, as `connector` loads it.
 
     Raises:
         ConfigError: its user has chosen another connector.
     """
-    own = given.kv_transfer_config
+    own = engine_args.kv_transfer_config
     if own is not None and own.kv_connector is not None:
         raise ConfigError(
             f"role uses vLLM's NixlConnector, and kv_transfer_config names "
@@ -167,7 +167,7 @@ def _connect(given: Any, settings: HandOverSettings) -> None:
         )
     more: dict[str, Any] = {} if own is None else {"kv_buffer_device": own.kv_buffer_device}
     extra: dict[str, Any] = {} if own is None else own.kv_connector_extra_config
-    given.kv_transfer_config = vllm_module("config").KVTransferConfig(
+    engine_args.kv_transfer_config = vllm_module("config").KVTransferConfig(
         kv_connector="NixlConnector",
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_producer" if settings.is_prefill else "kv_consumer",
@@ -188,9 +188,9 @@ def reachable_address(server: str) -> str:
     Args:
         server: host and port of the NATS server that this process is connected to; empty for none.
     """
-    given = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
-    if given or not server:
-        return given or "127.0.0.1"
+    configured = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+    if configured or not server:
+        return configured or "127.0.0.1"
     host, _, port = server.rpartition(":")
     # No packet is sent: the system says which of its addresses it would come from.
     addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
@@ -232,36 +232,40 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
     """
     parsed = _parse(model, arguments)
     with _told_of_arguments():
-        given = vllm_module("").AsyncEngineArgs.from_cli_args(parsed)
+        engine_args = vllm_module("").AsyncEngineArgs.from_cli_args(parsed)
     size = arguments.get("block_size")
-    if size and vllm_module("platforms").current_platform.is_cpu() and given.block_size % CPU_BLOCK:
+    if (
+        size
+        and vllm_module("platforms").current_platform.is_cpu()
+        and engine_args.block_size % CPU_BLOCK
+    ):
         raise ConfigError(f"block_size = {size}: on a CPU vLLM takes a multiple of {CPU_BLOCK}")
-    if folder is None or given.enable_prefix_caching is False:
-        return given
-    own = given.data_parallel_size == 1
+    if folder is None or engine_args.enable_prefix_caching is False:
+        return engine_args
+    own = engine_args.data_parallel_size == 1
     if not own and not hasattr(vllm_module("v1.engine.async_llm").AsyncLLM, "get_kv_event_sources"):
         raise ConfigError(
             f"vLLM {vllm_module('').__version__} does not say where the KV-cache events of its "
             "ranks come from: take 0.31 or later, or give kv_events=false"
         )
-    given.kv_events_config = vllm_module("config").KVEventsConfig(
+    engine_args.kv_events_config = vllm_module("config").KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",
         # Sockets of files have no port for each rank: the system gives one.
         endpoint=f"ipc://{folder}/events" if own else "tcp://*:0",
         replay_endpoint=f"ipc://{folder}/replay" if own else "tcp://*:0",
     )
-    return given
+    return engine_args
 
 
-def _config(given: Any) -> Any:
+def _config(engine_args: Any) -> Any:
     """The configuration that follows from vLLM's arguments.
 
     Raises:
         ConfigError: they do not fit together, or not this machine.
     """
     with _told_of_arguments():
-        return given.create_engine_config()
+        return engine_args.create_engine_config()
 
 
 @contextmanager
