@@ -226,8 +226,8 @@ class Receiving:
         machine: where it is.
         error: what ended it before its blocks were here; None where nothing did.
         bytes: that were read so far.
-        asked_at, answered_at, read_at: when the source was asked first, when it answered first, and when
-            what was read last was there, on the monotonic clock; 0 before.
+        asked_at, answered_at, read_at: the times when the source was asked first, when it answered
+            first, and when the last blocks were read, on the monotonic clock; 0 before.
     """
 
     def __init__(
