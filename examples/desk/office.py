@@ -1,0 +1,23 @@
+"""What is done behind the desk: summaries of conversations, as jobs that are never lost."""
+
+from talk import Closed, Talk, closed
+
+from dynbus import Actor, depends, handler, step
+from dynbus.llm import Model
+
+
+class Office(Actor, namespace="desk"):
+    model = depends(Model("rules", wait=30.0))
+
+    @handler(durable=True)
+    async def close(self, talk: Talk) -> str:
+        summary = await step("sum-up", self.sum_up, talk)
+        await step("publish", self.publish, Closed(talk=talk.id, summary=summary))
+        return summary
+
+    async def sum_up(self, talk: Talk) -> str:
+        rules = {"role": "system", "content": f"Sum {talk.id} up in a sentence."}
+        return (await self.model.chat([rules, *talk.messages])).text
+
+    async def publish(self, event: Closed) -> None:
+        await closed.publish(event, key=event.talk)
