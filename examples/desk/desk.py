@@ -12,10 +12,10 @@ from dynbus.llm import Model
 
 class Desk(Actor, namespace="desk"):
     model = depends(Model("rules", wait=30.0))
-    guard, library = depends(Guard), depends(Library)
-    orders, office = depends(Orders), depends(Office)
+    guard, library = depends(Guard, wait=10.0), depends(Library, wait=10.0)
+    orders, office = depends(Orders, wait=10.0), depends(Office, wait=10.0)
 
-    @handler(timeout=120.0)
+    @handler(timeout=120.0, idempotent=True)
     async def ask(self, talk: Talk) -> str:
         question = talk.messages[-1]["content"]
         if not await self.guard.allows(question):
@@ -24,7 +24,7 @@ class Desk(Actor, namespace="desk"):
         answer = await self.model.converse([article, *talk.messages], tools=[self.orders.find])
         return answer.text
 
-    @handler
+    @handler(idempotent=True)
     async def close(self, talk: Talk) -> str:
         """Hand a conversation over; the id of the job that sums it up, one for each talk."""
         return (await self.office.close.submit(talk, idempotency_key=talk.id)).id

@@ -12,12 +12,9 @@ class Office(Actor, namespace="desk"):
     @handler(durable=True)
     async def close(self, talk: Talk) -> str:
         summary = await step("sum-up", self.sum_up, talk)
-        await step("publish", self.publish, Closed(talk=talk.id, summary=summary))
+        await step("publish", closed.publish, Closed(talk=talk.id, summary=summary), key=talk.id)
         return summary
 
     async def sum_up(self, talk: Talk) -> str:
         rules = {"role": "system", "content": f"Sum {talk.id} up in a sentence."}
         return (await self.model.chat([rules, *talk.messages])).text
-
-    async def publish(self, event: Closed) -> None:
-        await closed.publish(event, key=event.talk)

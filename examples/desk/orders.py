@@ -12,7 +12,7 @@ class Order(BaseModel):
 
 
 class Orders(Actor, namespace="desk"):
-    @handler
+    @handler(idempotent=True)
     async def find(self, order: Order) -> str:
         """Tell where an order is."""
         if order.number not in STATES:
