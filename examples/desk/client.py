@@ -2,7 +2,7 @@
 
 import asyncio
 
-from desk import Desk
+from actors import Desk
 from talk import Talk
 
 from dynbus import InvalidRequest, Runtime

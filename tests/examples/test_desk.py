@@ -32,6 +32,8 @@ MAX_LINES = 250
 def desk() -> Generator[SimpleNamespace]:
     """The classes of the example, whose modules are imported as `dynbus run` does."""
     names = [path.stem for path in EXAMPLE.glob("*.py") if path.stem != "client"]
+    # Other programs have modules of these names too.
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(EXAMPLE))
     try:
         found: dict[str, Any] = {}
@@ -42,6 +44,7 @@ def desk() -> Generator[SimpleNamespace]:
         sys.path.remove(str(EXAMPLE))
         for name in names:
             sys.modules.pop(name, None)
+        sys.modules.update(others)
 
 
 async def open_shop(kit: TestKit, desk: SimpleNamespace) -> Any:

@@ -1,4 +1,8 @@
-"""The desk: it answers customers, and hands conversations that are over to the office."""
+"""The desk: it answers customers, and hands conversations that are over to the office.
+
+dynbus run actors.py model.py report.py
+python client.py
+"""
 
 from guard import Guard
 from library import Library
