@@ -150,8 +150,22 @@ def memory_of(process: Process) -> int:
     [
         pings,
         empty_opens,
-        as_many_pings_as_a_message_may_hold,
-        as_many_opens_as_a_message_may_hold,
+        pytest.param(
+            as_many_pings_as_a_message_may_hold,
+            marks=pytest.mark.nightly(
+                "tests/scenarios/test_hostile_clients.py::test_one_message_of_whatever_size_keeps_nobody_from_the_instance",
+                "tests/bus/test_inbox.py::test_one_thing_is_taken_however_much_it_costs",
+            ),
+            id="as_many_pings_as_a_message_may_hold",
+        ),
+        pytest.param(
+            as_many_opens_as_a_message_may_hold,
+            marks=pytest.mark.nightly(
+                "tests/scenarios/test_hostile_clients.py::test_one_message_of_whatever_size_keeps_nobody_from_the_instance",
+                "tests/bus/test_inbox.py::test_one_thing_is_taken_however_much_it_costs",
+            ),
+            id="as_many_opens_as_a_message_may_hold",
+        ),
         questions,
         long_lists,
     ],
@@ -234,6 +248,10 @@ async def test_empty_parts_of_requests_that_never_become_whole_keep_nobody_waiti
     assert after - before < MAX_GROWTH
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_partial_requests.py::test_all_clients_together_may_have_so_many_requests",
+    "tests/scenarios/test_partial_requests.py::test_a_client_that_completes_no_request_is_refused_more",
+)
 @pytest.mark.timeout(180)
 async def test_requests_that_never_become_whole_take_a_bounded_space_whoever_sends_them(
     own_server: RunningServer, processes: Processes
@@ -261,6 +279,10 @@ async def test_requests_that_never_become_whole_take_a_bounded_space_whoever_sen
     assert after - before < PARTIAL_BYTES + MAX_GROWTH
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_remembered_requests.py::test_however_many_clients_there_are_the_memory_is_bounded",
+    "tests/bus/test_wire.py::test_a_message_with_more_than_is_ever_needed_is_none",
+)
 @pytest.mark.timeout(180)
 async def test_acknowledgements_of_whatever_size_are_not_kept(
     own_server: RunningServer, processes: Processes

@@ -212,7 +212,18 @@ def test_an_unsampled_trace_is_not_exported_and_its_calls_are_counted() -> None:
     assert "dynbus.calls" in collector.metrics
 
 
-@pytest.mark.parametrize("options", [[], ["--in-process"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(
+            ["--in-process"],
+            marks=pytest.mark.nightly(
+                "tests/bus/test_telemetry_sdk.py::test_the_spans_of_an_instance_are_those_of_a_service_of_its_component"
+            ),
+        ),
+    ],
+)
 def test_three_actors_and_their_caller_make_one_trace_with_a_service_for_each(
     options: list[str], nats_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

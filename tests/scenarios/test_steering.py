@@ -111,6 +111,9 @@ async def test_a_rolling_restart_and_a_change_of_number_lose_no_call(folder: Fol
     assert len(folder.workers()) == 1
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_handed_on_streams.py::test_every_instance_is_replaced_and_no_reader_notices_however_long_its_stream"
+)
 @pytest.mark.anyio
 async def test_a_rolling_restart_under_streams_of_ten_minutes_takes_seconds_and_breaks_none(
     folder: Folder,
@@ -209,6 +212,10 @@ def test_a_restart_that_running_callers_could_not_read_is_refused_unless_it_is_f
     assert "demo.Printer: restarted" in fitting.stdout
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_resumed_streams.py::test_an_untyped_stream_is_replayed_where_its_client_says_so",
+    "tests/actors/commands/test_call.py::test_every_option_reaches_the_call",
+)
 def test_a_stream_of_the_command_line_that_is_replayed_outlives_its_instance(
     folder: Folder,
 ) -> None:
