@@ -202,6 +202,7 @@ class StreamInfo(NamedTuple):
         replicas: how many servers keep it.
         in_cluster: whether more servers could.
         now: Unix seconds by the clock of the server that answered, as it did.
+        first_time: Unix seconds at which the oldest message was stored; 0 when there is none.
     """
 
     messages: int
@@ -212,6 +213,12 @@ class StreamInfo(NamedTuple):
     replicas: int = 1
     in_cluster: bool = False
     now: float = 0.0
+    first_time: float = 0.0
+
+    @property
+    def oldest_age(self) -> float:
+        """Seconds since the oldest message was stored; 0 when there is none."""
+        return max(0.0, self.now - self.first_time) if self.messages else 0.0
 
 
 class WrongLastSequence(DynbusError):

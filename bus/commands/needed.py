@@ -14,6 +14,7 @@ from dynbus.bus.work_queue import (
     HOLDERS_STREAM,
     WorkQueueConfig,
     dead_letter_config,
+    job_log_config,
     queue_config,
     takers_config,
 )
@@ -29,6 +30,11 @@ class NeededStream(NamedTuple):
     def of_queue(cls, name: EndpointName, config: WorkQueueConfig) -> NeededStream:
         """The stream of a queue of jobs."""
         return cls(queue_config(name, config), takers_config(name, config))
+
+    @classmethod
+    def of_job_log(cls, name: EndpointName) -> NeededStream:
+        """The stream in which a durable handler keeps the records of its jobs."""
+        return cls(job_log_config(name))
 
     @classmethod
     def of_topic(

@@ -15,8 +15,9 @@ from .terminal import terminal
 
 if TYPE_CHECKING:
     from dynbus.bus.nats.jetstream import NatsJetStream
-    from dynbus.bus.transport import ConsumerInfo
     from dynbus.bus.work_queue import DeadLetter, DeadLetters
+
+    from .queue_report import QueueReport, Rates
 
 T = TypeVar("T")
 
@@ -55,12 +56,14 @@ class QueueRow(NamedTuple):
     Attributes:
         waiting, held: see `QueueDepth`.
         dead: jobs of it that failed for good.
+        oldest: seconds since the oldest job was stored; None where there is none.
     """
 
     queue: str
     waiting: int
     held: int
     dead: int
+    oldest: float | None = None
 
 
 place_argument = click.argument("where", metavar="NAMESPACE[.COMPONENT[.ENDPOINT]]")
@@ -79,6 +82,7 @@ def queue() -> None:
 
     \b
     dynbus queue ls demo
+    dynbus queue show demo.Printer.print
     dynbus queue dead demo
     dynbus queue dead demo 0123456789abcdef
     dynbus queue redrive demo 0123456789abcdef
@@ -97,6 +101,7 @@ def ls(where: str, as_json: bool, nats: str | None) -> None:
     WAITING  jobs that nobody has yet
     HELD     jobs with a taker, or given back and to be tried again
     DEAD     jobs that failed for good
+    OLDEST   how long ago the oldest job was stored
     """
     wanted = QueueFilter.parse(where)
     queues = _run(nats, lambda jetstream: list_queues(jetstream, wanted))
@@ -106,9 +111,13 @@ def ls(where: str, as_json: bool, nats: str | None) -> None:
         terminal.notice(f"{where} has no queue")
     else:
         terminal.print_table(
-            ("QUEUE", "WAITING", "HELD", "DEAD"),
+            ("QUEUE", "WAITING", "HELD", "DEAD", "OLDEST"),
             [
-                (terminal.plain(row.queue), str(row.waiting), str(row.held), str(row.dead))
+                (
+                    terminal.plain(row.queue),
+                    *map(str, (row.waiting, row.held, row.dead)),
+                    "-" if row.oldest is None else terminal.duration(row.oldest),
+                )
                 for row in queues
             ],
         )
@@ -129,6 +138,8 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
     )
     from dynbus.bus.transport import NoStream
 
+    from .queue_report import consumers_of
+
     rows: dict[EndpointName, QueueRow] = {}
     asked = {"subject": work_subject(EndpointName(*wanted), lane="*")}
     async for page in pages(jetstream, "STREAM.NAMES", asked):
@@ -137,10 +148,12 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
             if name is None:
                 continue
             with suppress(NoStream):  # deleted meanwhile
-                lanes = await list_lanes(jetstream, stream)
-                waiting = sum(lane.pending for lane in lanes.values())
-                held = sum(lane.ack_pending for lane in lanes.values())
-                rows[name] = QueueRow(str(name), waiting, held, 0)
+                lanes = (await consumers_of(jetstream, stream)).values()
+                waiting = sum(int(lane.get("num_pending") or 0) for lane in lanes)
+                held = sum(int(lane.get("num_ack_pending") or 0) for lane in lanes)
+                info = await jetstream.stream_info(stream, timeout=API_SECONDS)
+                oldest = round(info.oldest_age, 3) if info.messages else None
+                rows[name] = QueueRow(str(name), waiting, held, 0, oldest)
     asked = {"subjects_filter": dead_letter_subject(*wanted)}
     with suppress(NoStream):
         call = f"STREAM.INFO.{dead_letter_stream(wanted.namespace)}"
@@ -154,19 +167,67 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
     return [rows[name] for name in sorted(rows)]
 
 
-async def list_lanes(jetstream: NatsJetStream, stream: str) -> dict[str, ConsumerInfo]:
-    """The progress of the takers of each lane of a queue, by the name of its consumer.
+@queue.command()
+@queue_argument
+@click.option(
+    "-n",
+    "--interval",
+    type=terminal.number(0.1, 3600),
+    metavar="SECONDS",
+    default=1.0,
+    show_default=True,
+    help="Between the two looks of which the rates are.",
+)
+@terminal.json_option
+@terminal.nats_option
+def show(name: str, interval: float, as_json: bool, nats: str | None) -> None:
+    """Show a queue: what it holds, how old and how often tried that is, and how fast it moves.
 
-    Raises:
-        NoStream: the queue is gone.
-        PermissionDenied, Unavailable: the server does not tell.
+    \b
+    oldest  the job that was put first of those that are there
+    tries   held jobs by the try that they are in, as far as their takers tell it: of those that
+            they hold for longer than a quarter of a second
+    rates   jobs a second that were put, handed out to takers, and that left the queue
+
+    A job that waits outside of its process, or was given back at its last delivery, goes on as a
+    copy, which counts as put again.
     """
-    names: list[str] = []
-    async for page in pages(jetstream, f"CONSUMER.NAMES.{stream}", {}):
-        names += page["consumers"] or ()
-    return {
-        name: await jetstream.consumer_info(stream, name, timeout=API_SECONDS) for name in names
+    report, rates = _run(nats, lambda jetstream: _look(jetstream, name, interval))
+    if as_json:
+        terminal.print_json(report.to_json(rates))
+        return
+    lanes = ", ".join(f"{lane} {one.waiting}" for lane, one in report.lanes.items() if one.waiting)
+    tries = ", ".join(f"{count} in try {one}" for one, count in sorted(report.tries.items()))
+    oldest = report.oldest
+    lines = {
+        "queue": str(report.queue),
+        "state": "paused" if report.is_paused else "open",
+        "waiting": f"{report.waiting}" + (f" ({lanes})" if lanes else ""),
+        "held": f"{report.held} ({report.tried_before} tried before)",
+        "tries": tries or "-",
+        "takers": f"{report.takers} hold jobs",
+        "dead": f"{report.dead}",
+        "oldest": f"{oldest.job}, {terminal.duration(oldest.age)}" if oldest else "-",
+        "bytes": f"{report.size}",
+        "rates": ", ".join(f"{what} {rate:.1f}/s" for what, rate in rates._asdict().items()),
     }
+    for what, text in lines.items():
+        click.echo(f"{what}: {terminal.printable(text)}")
+
+
+async def _look(jetstream: NatsJetStream, name: str, interval: float) -> tuple[QueueReport, Rates]:
+    """A queue as it is after so many seconds, and its rates meanwhile."""
+    import anyio
+
+    from dynbus.bus.protocol.names import EndpointName
+
+    from .queue_report import Rates, read_queue
+
+    queue = EndpointName.parse(name)
+    before = await read_queue(jetstream, queue)
+    await anyio.sleep(interval)
+    after = await read_queue(jetstream, queue)
+    return after, Rates.between(before.counts, after.counts)
 
 
 @queue.command()
@@ -192,9 +253,11 @@ def resume(name: str, nats: str | None) -> None:
 
 
 async def _pause(jetstream: NatsJetStream, name: str, until: str | None) -> None:
+    from .queue_report import consumers_of
+
     stream = _stream_of(name)
     asked = {} if until is None else {"pause_until": until}
-    for consumer in await list_lanes(jetstream, stream):
+    for consumer in await consumers_of(jetstream, stream):
         await jetstream.api(f"CONSUMER.PAUSE.{stream}.{consumer}", asked, timeout=API_SECONDS)
 
 

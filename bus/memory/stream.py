@@ -143,7 +143,12 @@ class MemoryStream:
         """The contents of the stream at `unix`, in Unix seconds."""
         last = self.last_sequence
         first = next(iter(self._records), last + 1 if last else 0)
-        return StreamInfo(len(self._records), self._bytes, first, last, self.created, now=unix)
+        begun = self._records[first].message.time if self._records else 0.0
+        return StreamInfo(
+            *(len(self._records), self._bytes, first, last, self.created),
+            now=unix,
+            first_time=begun,
+        )
 
     def purge(self, pattern: str, up_to: int = 0) -> int:
         """Drop the messages whose subject `pattern` names; returns how many.

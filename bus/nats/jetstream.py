@@ -309,6 +309,7 @@ class NatsJetStream:
                 int(answer["config"].get("num_replicas") or 1),
                 _is_in_cluster(answer),
                 unix_seconds(answer["ts"]),
+                unix_seconds(state["first_ts"]) if state["messages"] else 0.0,
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:

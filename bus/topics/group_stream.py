@@ -75,6 +75,10 @@ class GroupStream(JobStream):
     def __repr__(self) -> str:
         return f"<GroupStream {self._group.name} of {self._topic.config}>"
 
+    async def oldest_age(self) -> float | None:
+        """None: what is acknowledged stays in the stream."""
+        return None
+
     async def ensure(self) -> None:
         """Make the stream and the consumers where they are missing.
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         dead_letter_config,
         letter_id_of,
     )
-    from .holders import HOLDERS_STREAM
-    from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved
+    from .holders import HOLDERS_STREAM, read_holders
+    from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved, put_at
     from .job_log import (
         END_RECORD,
         JobLog,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TryFailure,
         job_log_config,
     )
-    from .job_stream import CLOCK_AGE, JobStream, queue_config, takers_config
+    from .job_stream import CLOCK_AGE, CONSUMER, JobStream, queue_config, takers_config
     from .lanes import ORDERED_LANES, lanes_of
     from .observing import QueueFigures
     from .queue import WorkQueue, taking
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLOCK_AGE",
+    "CONSUMER",
     "END_RECORD",
     "HOLDERS_STREAM",
     "ORDERED_LANES",
@@ -61,7 +62,9 @@ __all__ = [
     "job_log_config",
     "lanes_of",
     "letter_id_of",
+    "put_at",
     "queue_config",
+    "read_holders",
     "store",
     "takers_config",
     "taking",

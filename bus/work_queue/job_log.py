@@ -338,7 +338,7 @@ class JobLog:
             Unavailable: the server does not answer; it may be stored.
         """
         try:
-            return await self.jetstream.publish(
+            stored = await self.jetstream.publish(
                 self._firing_subject,
                 msgspec.json.encode(due),
                 timeout=LOG_TIMEOUT,
@@ -346,6 +346,17 @@ class JobLog:
             )
         except WrongLastSequence:
             return 0
+        if last:
+            await self._forget_firings(last)
+        return stored
+
+    async def _forget_firings(self, up_to: int) -> None:
+        """Drop the records of earlier firings: in years they would fill the log."""
+        try:
+            await self.jetstream.purge(self.stream, self._firing_subject, up_to=up_to)
+        except DynbusError as error:
+            # The next firing drops them.
+            logger.debug("earlier firings of %s stay: %s", self.queue, error)
 
     @property
     def _firing_subject(self) -> str:

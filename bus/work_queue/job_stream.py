@@ -357,6 +357,16 @@ class JobStream:
                 await self._measure(timeout)
         return self._depth
 
+    async def oldest_age(self) -> float | None:
+        """Seconds since the oldest job was stored, by the server's clock; 0 where there is none,
+        None where nobody can tell.
+
+        Raises:
+            NoStream: the queue is gone.
+            Unavailable: the server does not answer.
+        """
+        return (await self.jetstream.stream_info(self.stream, timeout=TRY_SECONDS)).oldest_age
+
     async def _measure(self, timeout: float) -> None:
         try:
             infos = await self._infos(timeout)

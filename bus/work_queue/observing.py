@@ -25,6 +25,7 @@ from .job import JobEnd, QueueDepth
 
 logger = logging.getLogger(__name__)
 
+TRIES: Final = (1, 2, 3, 4, 5, 10, 20, 50)
 MEASURE_INTERVAL: Final = 5.0
 """Seconds between two questions for the depth of a queue that is taken from."""
 
@@ -92,10 +93,22 @@ class QueueFigures:
             )
             histogram.record(max(0.0, waited), dict(self._labels))
 
-    def left(self, end: JobEnd) -> None:
-        """A job has left its taker."""
+    def left(self, end: JobEnd, tries: int = 0) -> None:
+        """A job has left its taker.
+
+        Args:
+            tries: how often it was handed out, where it is over with it.
+        """
         self.ended[end] += 1
         self._count(str(end))
+        if self._metrics is not None and tries and end in (JobEnd.DONE, JobEnd.DEAD):
+            histogram = self._metrics.histogram(
+                "work_queue.tries",
+                "Tries of jobs that are done, or failed for good.",
+                unit="{try}",
+                bounds=TRIES,
+            )
+            histogram.record(tries, dict((*self._labels, ("dynbus.result", str(end)))))
 
     def _count(self, event: str) -> None:
         if self._metrics is not None:
@@ -106,9 +119,12 @@ class QueueFigures:
 
     @asynccontextmanager
     async def measured(
-        self, background: Background, depth: Callable[[], Awaitable[QueueDepth]]
+        self,
+        background: Background,
+        depth: Callable[[], Awaitable[QueueDepth]],
+        oldest_age: Callable[[], Awaitable[float | None]],
     ) -> AsyncGenerator[None]:
-        """Measure the depth of the queue while the block runs."""
+        """Measure the depth of the queue, and the age of its oldest job, while the block runs."""
         if self._metrics is None:
             yield
             return
@@ -116,12 +132,18 @@ class QueueFigures:
         gauge = self._metrics.gauge(
             "work_queue.depth", "{job}", "Jobs that a work queue holds, by state.", max
         )
+        ages = self._metrics.gauge(
+            "work_queue.oldest.age", "s", "Seconds since the oldest job was stored.", max
+        )
         source = random_id()
 
         async def measure() -> None:
             while True:
                 try:
                     counts = await depth()
+                    age = await oldest_age()
+                    if age is not None:
+                        ages.put(source, {self._labels: age})
                 except DynbusError as error:
                     logger.debug("the depth of %s is not known: %s", self._name, error)
                 else:
@@ -143,3 +165,4 @@ class QueueFigures:
             with anyio.CancelScope(shield=True):
                 await work.end()
             gauge.remove(source)
+            ages.remove(source)

@@ -43,7 +43,8 @@ async def taking(
         return await jobs.depth(DEPTH_AGE)
 
     try:
-        async with figures.measured(bus.background, depth), holders.watching():
+        measured = figures.measured(bus.background, depth, jobs.oldest_age)
+        async with measured, holders.watching():
             yield taker
     finally:
         with anyio.move_on_after(CLOSE_SECONDS, shield=True):

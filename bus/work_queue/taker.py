@@ -585,7 +585,7 @@ class Taker:
             return
         if await self._drop(delivery, self._jobs.created):
             end = disposition.end or JobEnd.DEAD
-            self._figures.left(end)
+            self._figures.left(end, delivery.tries)
             self.on_dropped(job_id, end)
 
     async def _write_letter(
@@ -792,7 +792,7 @@ class Taker:
         self._left(job, JobEnd.DEAD, error)
 
     def _left(self, job: Job, end: JobEnd, error: BaseException | str | None = None) -> None:
-        self._figures.left(end)
+        self._figures.left(end, job.tries)
         job.left(end, error)
 
     def _remember(self, job: Job) -> None:

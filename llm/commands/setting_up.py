@@ -22,6 +22,7 @@ QUEUE_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {
     "ack_wait": float,
     "max_jobs": int,
     "max_bytes": int,
+    "ordered": lambda text: {"true": True, "false": False}[text],
 }
 """The settings of the queue itself, of `WorkQueueConfig`; the rest is each taker's."""
 
@@ -49,13 +50,17 @@ TOPIC_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {"retain": str, "max_by
 
 
 def needed_in(
-    namespace: str, queues: Sequence[str], topics: Sequence[str] = ()
+    namespace: str,
+    queues: Sequence[str],
+    topics: Sequence[str] = (),
+    durable: Sequence[str] = (),
 ) -> list[NeededStream]:
     """The streams that the processes of a namespace need.
 
     Args:
         queues: its queues of jobs, as `read_queue` takes them.
         topics: those that keep their events, as `read_topic` takes them.
+        durable: its durable handlers, as its queues.
 
     Raises:
         ConfigError: a name or a setting is not usable.
@@ -65,6 +70,9 @@ def needed_in(
     for queue in queues:
         name, config = read_queue(namespace, queue)
         needed.append(NeededStream.of_queue(name, config))
+    for handler in durable:
+        name, config = read_queue(namespace, handler)
+        needed += [NeededStream.of_queue(name, config), NeededStream.of_job_log(name)]
     needed += [read_topic(namespace, topic) for topic in topics]
     return needed
 
@@ -108,6 +116,8 @@ def _read_settings(
             values[key] = known[key](value)
         except ValueError:
             raise ConfigError(f"{what}: {key} = {value!r} is not a number") from None
+        except KeyError:
+            raise ConfigError(f"{what}: {key} = {value!r} is not true or false") from None
     return values
 
 
@@ -159,20 +169,17 @@ async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
 
 
 def run(
-    namespace: str,
-    queues: Sequence[str],
-    topics: Sequence[str] = (),
+    needed: Sequence[NeededStream],
     *,
     nats: str | None,
     replicas: int | None,
     dry_run: bool,
 ) -> list[Outcome]:
-    """Set a namespace up at a server.
+    """Make streams at a server, or look for them.
 
     Raises:
-        DynbusError: an argument is not usable, or the server cannot be reached.
+        DynbusError: a setting is not usable, or the server cannot be reached.
     """
-    needed = needed_in(namespace, queues, topics)
     config = terminal.settings(nats)
     if replicas is not None:
         config = msgspec.structs.replace(config, replicas=replicas)

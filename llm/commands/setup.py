@@ -21,11 +21,12 @@ _HELP: Final = """Make the streams and buckets of a namespace.
 
     Where processes have credentials of their own, these may make none: an operator does, before
     the first of them starts. What is there already is left as it is, except that it gets the
-    replicas that it lacks; what differs is told, and what dynbus refuses to use. Name each queue
-    of jobs and each topic:
+    replicas that it lacks; what differs is told, and what dynbus refuses to use. Name each durable
+    handler, each other queue of jobs, and each topic:
 
     \b
     dynbus setup demo
+    dynbus setup demo --durable Desk.summarise --durable Billing.charge,ordered=true
     dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
     dynbus setup demo --topic conversation.closed,retain=30d
     dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
@@ -44,7 +45,14 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     "queues",
     metavar="COMPONENT.ENDPOINT[,SETTING=VALUE]...",
     multiple=True,
-    help="A queue of jobs; settings: ack_wait, max_jobs, max_bytes. May be repeated.",
+    help="A queue of jobs; settings: ack_wait, max_jobs, max_bytes, ordered. May be repeated.",
+)
+@click.option(
+    "--durable",
+    metavar="COMPONENT.ENDPOINT[,SETTING=VALUE]...",
+    multiple=True,
+    help="A durable handler: its queue, with these settings, and the log of its jobs. "
+    "May be repeated.",
 )
 @click.option(
     "--topic",
@@ -68,14 +76,16 @@ def setup(
     namespace: str,
     queues: Sequence[str],
     topics: Sequence[str],
+    durable: Sequence[str],
     replicas: int | None,
     dry_run: bool,
     as_json: bool,
     nats: str | None,
 ) -> None:
-    from .setting_up import Status, run
+    from .setting_up import Status, needed_in, run
 
-    outcomes = run(namespace, queues, topics, nats=nats, replicas=replicas, dry_run=dry_run)
+    needed = needed_in(namespace, queues, topics, durable)
+    outcomes = run(needed, nats=nats, replicas=replicas, dry_run=dry_run)
     if as_json:
         terminal.print_json([outcome._asdict() for outcome in outcomes])
     else:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from dynbus import Actor, ConfigError, context, cron, every, handler
 from dynbus.actors.declaring.schedule import Cron, Every, Missed, due_times, firing_name
 from dynbus.bus.clock import unix_time
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.work_queue import JobLog
 from dynbus.testing import TestKit, run
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -183,6 +185,10 @@ def test_instances_fire_once_between_them_and_make_up_what_they_missed() -> None
             first = await kit.start(Reports)
             await kit.start(Reports)
             await anyio.sleep(180)
+            log = JobLog(kit.caller.bus.data.jetstream, EndpointName("demo", "Reports", "report"))
+            # Of all firings only the last is kept.
+            kept = await log.jetstream.read(log.stream, "*.*._jobs.*.*.last")
+            assert [one.sequence for one in kept] == [(await log.last_firing())[1]]
             await kit.kill(first)
             await anyio.sleep(190)
             for instance in list(kit.started.values())[1:]:

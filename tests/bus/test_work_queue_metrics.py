@@ -73,6 +73,7 @@ async def test_jobs_are_counted_by_what_became_of_them_and_how_long_they_waited(
             return {state: point.value for state, point in points.items()}
 
         await eventually(lambda: depth() == {"waiting": 1, "held": 1}, what="it is measured")
+        [age] = exported(reader)["oldest.age"].values()
         await held.give_back()
     after = exported(reader)
 
@@ -81,5 +82,9 @@ async def test_jobs_are_counted_by_what_became_of_them_and_how_long_they_waited(
     [waited] = after["wait.duration"].values()
     assert waited.count == 4
     assert waited.min >= 2.5
-    assert "depth" not in after
+    # It was put before the three seconds, and measured after them.
+    assert age.value >= 3.0
+    assert not {"depth", "oldest.age"} & after.keys()
+    tries = {result: point.sum for result, point in after["tries"].items()}
+    assert tries == {"done": 3, "dead": 1}
     await bus.close()

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio.to_thread
+import msgspec
 import pytest
 from click.testing import CliRunner
 from tests.conditions import eventually
 from tests.llm.models.tiny_model import tiny_folder
 from tests.transfer.kv_blocks import small_layout
 
-from dynbus import ConfigError, EndpointName, Runtime, Topic
+from dynbus import Actor, ConfigError, EndpointName, Runtime, Topic, handler
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
-from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.protocol.names import ComponentName, job_log_stream, work_stream
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.work_queue import DeadLetters, DeathReason, WorkQueue, dead_letter_config
@@ -30,6 +31,8 @@ from dynbus.kvrouter.stream import SnapshotStore
 from dynbus.kvrouter.stream.election import Election
 from dynbus.kvrouter.stream.snapshots import Coverage
 from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.commands.setting_up import needed_in
+from dynbus.llm.commands.setting_up import set_up as set_up_at
 from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
 from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
@@ -43,12 +46,12 @@ pytestmark = pytest.mark.anyio
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 DEMO = {"ns": "demo", "component": "Printer", "endpoint": "print", "topic": "printed"}
-QUEUE = "Printer.print"
+HANDLER = "Printer.print"
 TOPIC = "printed"
 
 
 def listed() -> set[str]:
-    """The streams of the page's table, for the namespace `demo` and one queue."""
+    """The streams of the page's table, for the namespace `demo` and one durable handler."""
     table = PAGE.read_text().partition("## Bucket, stream, consumer")[2].partition("\n### ")[0]
     found: set[str] = set()
     for what, name in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE):
@@ -82,6 +85,21 @@ async def kept(connection: NatsConnection) -> dict[str, dict[str, Any]]:
     return found
 
 
+class Page(msgspec.Struct):
+    name: str
+
+
+class Printer(Actor, namespace="demo"):
+    @handler(durable=True)
+    async def print(self, page: str) -> str:
+        return page
+
+
+class Ordered(Actor, namespace="demo"):
+    @handler(durable=True, ordered_by="name")
+    async def take(self, page: Page) -> None: ...
+
+
 async def generate(request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     yield {"token_ids": [1]}
 
@@ -112,6 +130,9 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     store = StreamStore(runtime, lambda _: False)
     exits.callback(store.close)
     await store.make_ready()
+    printer = await runtime.start(Printer)
+    assert await runtime.client(Printer).print("a page") == "a page"
+    await printer.stop()
     queue = WorkQueue(bus, EndpointName("demo", "Printer", "print"))
     await queue.put(b"", job_id="one")
     async with queue.take() as taker:
@@ -123,7 +144,17 @@ def set_up(server: RunningServer, *arguments: str) -> dict[str, str]:
     """What `dynbus setup` says of each stream."""
     result = CliRunner().invoke(
         setup,
-        ["demo", "--queue", QUEUE, "--topic", TOPIC, "--json", "--nats", server.url, *arguments],
+        [
+            "demo",
+            "--durable",
+            HANDLER,
+            "--topic",
+            TOPIC,
+            "--json",
+            "--nats",
+            server.url,
+            *arguments,
+        ],
     )
     assert result.exit_code in (0, 1), result.output
     return {one["stream"]: one["status"] for one in json.loads(result.output)}
@@ -148,6 +179,27 @@ async def test_what_is_used_is_what_setup_makes_and_what_the_page_lists(
     assert by_use == by_setup
     assert statuses == dict.fromkeys(by_setup, "made")
     assert {one["num_replicas"] for one in by_setup.values()} == {1}
+
+
+async def test_an_ordered_handler_is_set_up_as_it_would_make_its_own_streams(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    name = EndpointName("demo", "Ordered", "take")
+    streams = {work_stream(name), job_log_stream(name)}
+    other = await run_server(store_dir=tmp_path / "other")
+    try:
+        async with Runtime.connect(own_server.url) as using, Runtime.connect(other.url) as made:
+            await using.start(Ordered)
+            needed = needed_in("demo", [], durable=["Ordered.take,ordered=true"])
+            outcomes = await set_up_at(made.bus.data.jetstream, needed)
+            by_use, by_setup = [
+                await kept(cast(NatsConnection, runtime.bus.data)) for runtime in (using, made)
+            ]
+    finally:
+        await other.stop()
+
+    assert {one.stream for one in outcomes} > streams
+    assert {one: by_use[one] for one in streams} == {one: by_setup[one] for one in streams}
 
 
 async def test_setup_changes_nothing_that_is_there_and_says_what_it_found(
@@ -214,6 +266,8 @@ async def test_records_and_dead_letters_go_into_no_stream_that_shows_them(
         (["demo", "--topic", "a.b,tries=1"], "there are retain, max_bytes"),
         (["demo", "--topic", "a.b,retain=soon"], "topic a.b: retain='soon' must be"),
         (["demo", "--topic", "a.b,max_bytes=0"], "max_bytes=0 is not usable"),
+        (["demo", "--durable", "A"], "write COMPONENT.ENDPOINT"),
+        (["demo", "--durable", "A.b,ordered=1"], "ordered = '1' is not true or false"),
     ],
 )
 def test_setup_refuses_what_is_no_name_and_no_queue(arguments: list[str], why: str) -> None:

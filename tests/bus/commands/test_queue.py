@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from typing import cast
 
 import anyio
 import pytest
@@ -12,8 +13,10 @@ from click.testing import CliRunner, Result
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.commands.queue import queue as command_group
+from dynbus.bus.commands.queue_report import Counts, Rates, read_queue
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
+from dynbus.bus.nats.jetstream import NatsJetStream
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
 from dynbus.bus.work_queue import NoDeadLetter, WorkQueue, WorkQueueConfig
@@ -68,7 +71,13 @@ async def test_dead_letters_are_listed_shown_redriven_and_discarded(
     assert no_queue.output == f"{namespace} has no queue\n"
     assert other.output == f"{namespace}.Other has no queue\n"
     assert queues == [
-        {"queue": f"{namespace}.Printer.print", "waiting": 0, "held": 0, "dead": 4},
+        {
+            "queue": f"{namespace}.Printer.print",
+            "waiting": 0,
+            "held": 0,
+            "dead": 4,
+            "oldest": None,
+        },
     ]
     assert [letter["job"] for letter in listed] == ["one", "two", "three"]
     assert listed[0]["error"] == "no [paper]"
@@ -83,8 +92,88 @@ async def test_dead_letters_are_listed_shown_redriven_and_discarded(
     assert isinstance(empty.exception, PayloadTooLarge)
     assert large["lost_bytes"] == bus.data.jetstream.max_payload - 100
     assert isinstance(again.exception, NoDeadLetter)
-    assert row.split() == [f"{namespace}.Printer.print", "1", "0", "0"]
+    queue_name, *counts, age = row.split()
+    assert (queue_name, counts) == (f"{namespace}.Printer.print", ["1", "0", "0"])
+    assert age.endswith("s")
     await bus.close()
+
+
+async def test_a_queue_shows_what_it_holds_how_old_and_how_often_tried_it_is_and_how_it_moves(
+    nats_server: RunningServer,
+) -> None:
+    namespace = f"n{secrets.token_hex(6)}"
+    name = EndpointName(namespace, "Printer", "print")
+    bus = await Bus.connect(BusConfig(servers=(nats_server.url,)))
+    queue = WorkQueue(bus, name, WorkQueueConfig(in_memory=True, retry_delay=0.0))
+    jetstream = cast(NatsJetStream, bus.data.jetstream)
+
+    async def show(*arguments: str) -> Result:
+        return await asyncio.to_thread(
+            CliRunner().invoke,
+            command_group,
+            ["show", str(name), *arguments, "--nats", nats_server.url],
+        )
+
+    none = await show()
+    await queue.put(b"", job_id="first")
+    await queue.put(b"", job_id="urgent", priority=1)
+    async with queue.take(limit=2) as taker:
+        await (await anext(taker)).nak("no paper")
+        held = [await anext(taker), await anext(taker)]
+        await queue.put(b"", job_id="also")
+        for number in range(3):
+            await queue.put(b"", job_id=f"low-{number}", priority=-1)
+        with anyio.fail_after(30.0):
+            # A taker tells what it holds a moment later.
+            while sum((report := await read_queue(jetstream, name)).tries.values()) < 2:
+                pass
+        table = (await show("-n", "0.1")).output
+        as_json = json.loads((await show("--interval", "0.1", "--json")).output)
+        for job in held:
+            await job.ack()
+        after = await read_queue(jetstream, name)
+    await jetstream.purge(work_stream(name))
+    empty = json.loads((await show("--interval", "0.1", "--json")).output)
+    await jetstream.delete_stream(work_stream(name))
+    await bus.close()
+
+    assert {job.job_id for job in held} == {"first", "urgent"}
+    assert isinstance(none.exception, ConfigError)
+    assert f"there is no queue {name}: `dynbus queue ls {namespace}` lists" in str(none.exception)
+    age = as_json["oldest"].pop("age")
+    rates = as_json.pop("rates")
+    waiting, held_now, lanes = (as_json.pop(one) for one in ("waiting", "held", "lanes"))
+    assert as_json == {
+        "queue": str(name),
+        "paused": False,
+        "dead": 0,
+        "tried_before": as_json["tried_before"],
+        "tries": {"1": 1, "2": 1},
+        "takers": 1,
+        "bytes": report.size,
+        "oldest": {"job": "first"},
+    }
+    # What the taker had asked for before it had enough is held too, until another one takes it.
+    assert (waiting + held_now, held_now >= 2, as_json["tried_before"] >= 1) == (6, True, True)
+    assert list(lanes) == ["high", "normal", "low"]
+    assert sum(lane["waiting"] for lane in lanes.values()) == waiting
+    assert sum(lane["held"] for lane in lanes.values()) == held_now
+    assert age > 0.0
+    assert rates == {"put": 0.0, "taken": 0.0, "left": 0.0}
+    assert f"waiting: {waiting} (" in table
+    assert "\ntries: 1 in try 1, 1 in try 2\n" in table
+    assert "oldest: first, " in table
+    assert "rates: put 0.0/s, taken 0.0/s, left 0.0/s\n" in table
+    assert (after.counts.left, after.counts.put) == (2, 6)
+    assert (empty["oldest"], empty["waiting"], empty["held"]) == (None, 0, 0)
+
+
+def test_rates_are_of_what_happened_between_two_looks() -> None:
+    before = Counts(10.0, put=100, taken=90, left=80)
+
+    assert Rates.between(before, Counts(12.0, 110, 94, 81)) == (5.0, 2.0, 0.5)
+    # It was deleted, and made anew.
+    assert Rates.between(before, Counts(12.0, 2, 1, 0)) == (0.0, 0.0, 0.0)
 
 
 def test_what_is_no_queue_or_no_letter_is_refused(nats_server: RunningServer) -> None:
@@ -93,6 +182,8 @@ def test_what_is_no_queue_or_no_letter_is_refused(nats_server: RunningServer) ->
 
     for where in ("a.b.c.d", "a.>", "*", ""):
         assert isinstance(command("ls", where).exception, ConfigError), where
+    for name in ("a.b", "a.b.c.d", "a.b.>"):
+        assert isinstance(command("show", name).exception, ConfigError), name
     assert isinstance(command("dead", "demo", "*").exception, NoDeadLetter)
     assert command("discard", "demo").exit_code == 2
     assert command("discard", "demo", "0123456789abcdef", "--all").exit_code == 2
