@@ -649,12 +649,17 @@ class BoundDurable:
         *request: Any,
         delay: float = 0.0,
         at: datetime | None = None,
-        idempotency_key: str = "",
+        idempotency_key: str | None = None,
         deadline: float | None = None,
         priority: int | None = None,
         **named: Any,
     ) -> JobHandle[Any]:
         """Have a job stored; see `DurableMethod.submit`."""
+        parameter = self._method.spec.parameter
+        for name in named:
+            if name != "context" and (parameter is None or name != parameter.name):
+                known = ", ".join(Submission.__annotations__)
+                raise TypeError(f"submit() has no option {name!r}: there are {known}")
         when: Submission = {
             "delay": delay,
             "at": at,

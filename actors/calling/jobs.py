@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
 import anyio
 import msgspec
 
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.actors.declaring.durable import DEFAULTS, DurableOptions, JobHandle, JobState
 from dynbus.actors.declaring.json_object import encode_json
@@ -25,6 +26,7 @@ from dynbus.bus.errors import (
     HandlerError,
     InvalidRequest,
     InvalidResponse,
+    PayloadTooLarge,
     Unavailable,
 )
 from dynbus.bus.protocol import headers
@@ -59,7 +61,10 @@ LOOK_PAUSE: Final = 5.0
 FIRST_LOOK: Final = 0.005
 FIRST_PAUSE: Final = 0.25
 """Seconds after which a server that did not answer is asked again; each pause is twice the last."""
+SIGNAL_HEADERS: Final = 1024
+"""Bytes of a message that a signal leaves to its subject and headers."""
 MAX_DELAY: Final = 366 * 24 * 3600.0
+A_TIME: Final = "give one with a time zone, as in datetime(2027, 1, 31, 7, 0, tzinfo=UTC)"
 
 
 class NoJob(DynbusError):
@@ -98,7 +103,7 @@ class Submission(TypedDict, total=False):
 
     delay: float
     at: datetime | None
-    idempotency_key: str
+    idempotency_key: str | None
     deadline: float | None
     priority: int | None
 
@@ -175,16 +180,20 @@ class JobQueue:
         Args:
             order_key: of a handler with `ordered_by`.
         """
-        priority = when.get("priority")
-        if priority is not None:
-            options = combined(checked_options({"priority": priority}, "submit(...)"), options)
+        priority, own_key = when.get("priority"), when.get("idempotency_key")
+        if own_key == "":
+            raise InvalidRequest(
+                "idempotency_key='' names no job: give a key, or leave it out", started=False
+            )
+        given: CallOptions = {"priority": priority, "idempotency_key": own_key}
+        options = combined(checked_options(given, "submit(...)"), options)
         if priority and order_key is not None:
             raise InvalidRequest(
                 f"priority={priority} would have the job go before others of its key, and "
                 f"{self.endpoint} does them in order: leave it out",
                 started=False,
             )
-        delay = await self._delay(when.get("delay", 0.0), when.get("at"))
+        delay = await self._delay(when)
         if order_key is not None and (when.get("delay") or when.get("at")):
             raise InvalidRequest(
                 f"a job of {self.endpoint} that waits for its time would have later ones of its "
@@ -192,15 +201,24 @@ class JobQueue:
                 started=False,
             )
         deadline = when.get("deadline")
-        _check_seconds("deadline", deadline)
-        key = when.get("idempotency_key") or options.get("idempotency_key") or ""
+        if deadline is not None:
+            _check_seconds("deadline", deadline)
+        key = options.get("idempotency_key") or ""
         name = key or random_id()
         job_id = JobId.of(self.endpoint, name)
         fields = call_headers(options, parent)
         if key:
             fields[headers.KEYED] = "1"
             # It may be in another lane, and of a longer time ago than repeats are known.
-            if await self.log.result(name) is not None or await self.queue.find(name):
+            if await self.log.result(name) is not None:
+                return job_id
+            if queued := await self.queue.find(name):
+                if queued[0].data != data:
+                    logger.warning(
+                        "job %s waits with another request than the one that was submitted under "
+                        "its key now, and which is left out: give each job a key of its own",
+                        job_id,
+                    )
                 return job_id
         await self.queue.put(
             data,
@@ -214,18 +232,17 @@ class JobQueue:
         )
         return job_id
 
-    async def _delay(self, delay: float, at: datetime | None) -> float:
+    async def _delay(self, when: Submission) -> float:
+        delay, at = when.get("delay", 0.0), when.get("at")
         _check_seconds("delay", delay)
         if at is None:
             return delay
+        if not isinstance(at, datetime):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequest(f"at={brief_repr(at)} is no datetime: {A_TIME}", started=False)
         if delay:
             raise InvalidRequest("give delay or at, not both", started=False)
         if at.tzinfo is None:
-            raise InvalidRequest(
-                f"at={at.isoformat()} has no time zone: give one, as in "
-                "datetime(2027, 1, 31, 7, 0, tzinfo=UTC)",
-                started=False,
-            )
+            raise InvalidRequest(f"at={at.isoformat()} has no time zone: {A_TIME}", started=False)
         left = at.timestamp() - await self.queue.now()
         if left < 0:
             raise InvalidRequest(
@@ -233,7 +250,12 @@ class JobQueue:
                 "for a job that may begin now",
                 started=False,
             )
-        _check_seconds("at", left)
+        if left > MAX_DELAY:
+            raise InvalidRequest(
+                f"at={at.isoformat()} is more than {MAX_DELAY / 86_400:g} days ahead: submit the "
+                "job later, or have another one submit it",
+                started=False,
+            )
         return left
 
     async def result(self, name: str, timeout: float | None = None) -> bytes:
@@ -329,6 +351,12 @@ class JobQueue:
         """Send a signal to a job; see `JobHandle.signal`."""
         check_token("signal", signal)
         data = encode_json(value)
+        room = self._bus.data.max_payload - SIGNAL_HEADERS
+        if len(data) > room:
+            raise PayloadTooLarge(
+                f"the value of signal {signal!r} has {len(data)} bytes, and a message of the "
+                f"server room for {room}: put it elsewhere, and send its name"
+            )
         result = await self.log.result(name)
         queued = [] if result is not None else await self.queue.find(name)
         if not queued:
@@ -408,9 +436,8 @@ def call_headers(options: CallOptions, parent: Context | None) -> dict[str, str]
 
 
 def _check_seconds(name: str, value: Any) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_DELAY:
         raise InvalidRequest(
-            f"{name}={value!r} is no number of seconds from 0 to {MAX_DELAY:g}", started=False
+            f"{name}={brief_repr(value)} is no number of seconds from 0 to {MAX_DELAY:.0f}",
+            started=False,
         )

@@ -225,10 +225,11 @@ def _checked(given: Mapping[str, Any]) -> CallOptions:
                 "without spaces"
             )
     retries = options.get("retries", 0)
-    if not (isinstance(retries, int) and retries >= 0):
+    if isinstance(retries, bool) or not (isinstance(retries, int) and retries >= 0):
         raise ConfigError(f"retries={retries!r} must be a whole number, 0 or more")
     priority = options.get("priority", 0)
-    if not (isinstance(priority, int) and -9999 <= priority <= 99999):
+    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+    if not (is_whole and -9999 <= priority <= 99999):
         raise ConfigError(f"priority={priority!r} must be a whole number from -9999 to 99999")
     if "metadata" in options:
         metadata: Any = options["metadata"]

@@ -289,7 +289,7 @@ class DurableMethod(Protocol[R_contra, T_co]):
         *,
         delay: float = ...,
         at: datetime | None = ...,
-        idempotency_key: str = ...,
+        idempotency_key: str | None = ...,
         deadline: float | None = ...,
         priority: int | None = ...,
     ) -> Coroutine[Any, Any, JobHandle[T_co]]:
@@ -325,7 +325,7 @@ class DurableMethodWithoutRequest(Protocol[T_co]):
         *,
         delay: float = ...,
         at: datetime | None = ...,
-        idempotency_key: str = ...,
+        idempotency_key: str | None = ...,
         deadline: float | None = ...,
         priority: int | None = ...,
     ) -> Coroutine[Any, Any, JobHandle[T_co]]: ...

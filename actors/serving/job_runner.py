@@ -298,7 +298,11 @@ class JobRunner(TakingRunner):
     async def _store_end(self, job_id: str, result: JobResult) -> None:
         try:
             is_first = await self._log.end(job_id, result, self._options.result_age)
-        except PayloadTooLarge as error:
+        except PayloadTooLarge:
+            error = PayloadTooLarge(
+                f"the result has {len(result.data)} bytes, which no message of the server has room "
+                f"for ({self._bus.data.max_payload}): put it elsewhere, and return its name"
+            )
             is_first = await self._log.end(
                 job_id, JobResult.failed(error), self._options.result_age
             )

@@ -64,7 +64,9 @@ async def store(
             return
         except StreamFull:
             raise Overloaded(
-                f"{where} is full", retry_after=RETRY_AFTER_FULL, started=False
+                f"{where} is full: try again later, or raise its limits (`nats stream edit`)",
+                retry_after=RETRY_AFTER_FULL,
+                started=False,
             ) from None
         except (NoStream, Unavailable) as error:
             failure = error

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import anyio
 import msgspec
@@ -23,6 +23,7 @@ from dynbus import (
     InvalidRequest,
     JobHandle,
     NoJob,
+    Overloaded,
     PayloadTooLarge,
     Runtime,
     call_options,
@@ -39,7 +40,8 @@ from dynbus.bus.protocol.names import (
     work_stream,
     work_subject,
 )
-from dynbus.bus.work_queue import DeadLetters
+from dynbus.bus.transport import NoStream
+from dynbus.bus.work_queue import DeadLetters, WorkQueue, WorkQueueConfig
 
 from .conftest import Bus
 
@@ -343,6 +345,22 @@ async def test_untyped_calls_of_a_durable_handler_wait_for_the_job_too(desk: Des
     assert (answer["number"], answer["tries"]) == (12, 2)
 
 
+async def test_a_queue_that_is_full_says_so_to_who_submits_and_to_who_calls(desk: Desk) -> None:
+    await WorkQueue(desk.runtime.bus, desk.queue, WorkQueueConfig(max_jobs=1)).ensure()
+    kept = await desk.client.charge.submit(Order(1))
+    full = "^the queue .* is full: try again later, or raise its limits"
+
+    for refused in (desk.client.charge.submit(Order(2)), desk.client.charge(Order(3))):
+        with pytest.raises(Overloaded, match=full) as error:
+            await refused
+        assert error.value.retry_after > 0.0
+        assert not error.value.started
+
+    await desk.start()
+    assert (await ended(kept)).number == 1
+    assert desk.tills[0].begun == [1]
+
+
 async def test_one_result_is_recorded_for_a_key(desk: Desk) -> None:
     await desk.start()
 
@@ -411,11 +429,44 @@ async def test_times_that_are_none_are_refused(desk: Desk) -> None:
         (charge.submit(Order(1), at=past), "by the server's clock"),
         (charge.submit(Order(1), delay=1.0, at=past), "not both"),
         (charge.submit(Order(1), deadline=-2), "deadline=-2"),
+        (charge.submit(Order(1), delay=cast("float", None)), "delay=None is no number"),
+        (charge.submit(Order(1), delay=10**400), "is no number of seconds from 0 to 31622400"),
+        (charge.submit(Order(1), at=cast("datetime", "2030-01-01")), "'2030-01-01' is no datetime"),
+        (charge.submit(Order(1), at=datetime.max.replace(tzinfo=UTC)), "more than 366 days ahead"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=said) as refused:
             await wrong
-    with pytest.raises(ConfigError, match="job id"):
-        await charge.submit(Order(1), idempotency_key="two words")
+        assert not refused.value.started
+
+
+async def test_names_and_options_that_are_none_are_refused_by_their_own_name(desk: Desk) -> None:
+    charge = desk.client.charge
+
+    for key in ("two words", "x" * 129, "a\nb", "ä", cast("str", 5)):
+        with pytest.raises(ConfigError, match="^idempotency_key=.* must be at most 128 printable"):
+            await charge.submit(Order(1), idempotency_key=key)
+    with pytest.raises(InvalidRequest, match="^idempotency_key='' names no job: give a key"):
+        await charge.submit(Order(1), idempotency_key="")
+    for priority in (True, 1.5, 10**30):
+        with pytest.raises(ConfigError, match="^priority=.* must be a whole number from -9999"):
+            await charge.submit(Order(1), priority=cast("int", priority))
+    with pytest.raises(TypeError, match=r"^submit\(\) has no option 'dely': there are delay, at, "):
+        await cast("Any", charge).submit(Order(1), dely=1.0)
+    with pytest.raises(NoStream):
+        await desk.runtime.bus.data.jetstream.stream_info(work_stream(desk.queue))
+
+
+async def test_a_key_that_is_reused_for_another_request_is_told(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await desk.client.charge.submit(Order(5), idempotency_key="five")
+    again = await desk.client.charge.submit(Order(5), idempotency_key="five")
+    quiet = caplog.text
+    other = await desk.client.charge.submit(Order(6), idempotency_key="five")
+
+    assert first.id == again.id == other.id
+    assert "five" not in quiet
+    assert f"job {first.id} waits with another request than the one that was" in caplog.text
 
 
 async def test_a_job_that_was_not_begun_by_its_deadline_is_dropped(desk: Desk) -> None:
@@ -469,8 +520,16 @@ async def test_a_result_over_the_limit_of_a_message_is_an_error(desk: Desk) -> N
 
     job = await desk.client.charge.submit(Order(1, size=size))
 
-    with pytest.raises(PayloadTooLarge):
+    with pytest.raises(PayloadTooLarge, match=r"^the result has \d+ bytes, .* return its name$"):
         await ended(job)
+
+
+async def test_a_signal_over_the_limit_of_a_message_is_refused(desk: Desk) -> None:
+    job = await desk.client.charge.submit(Order(1))
+    size = desk.runtime.bus.data.jetstream.max_payload
+
+    with pytest.raises(PayloadTooLarge, match="^the value of signal 'paid' has .* send its name$"):
+        await job.signal("paid", "x" * size)
 
 
 async def test_a_job_that_nobody_knows_is_told(desk: Desk) -> None:
