@@ -110,6 +110,12 @@ class Processes:
         await process.says("takes jobs")
         return process
 
+    async def event_shop(self, url: str) -> Process:
+        """A process with members of the groups of `event_shop`, once they hear events."""
+        process = self._start("event_shop", url)
+        await process.says("hears events")
+        return process
+
     async def caller(self, url: str, actor: str, streams: int) -> Process:
         """A caller that keeps `streams` streams open, once each has had an item."""
         process = self.begin_caller(url, actor, streams)
