@@ -10,11 +10,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from dynbus.actors.declaring.actor import DeclaredActor
+from dynbus.actors.declaring.actor import DeclaredActor, Subscription
+from dynbus.actors.declaring.codec import AnyCodec
 from dynbus.actors.declaring.handlers import HandlerSpec
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.topics import TopicConfig
 
 from .jobs import (
     JOB_PARAMETER,
@@ -26,6 +28,15 @@ from .jobs import (
     schedule_extension,
 )
 from .schemas import Components, SchemaUse, header_schema, whole_schema
+from .topics import (
+    KEY,
+    KEY_PARAMETER,
+    channel_of,
+    event_channel,
+    event_message,
+    event_operation,
+    event_schemas,
+)
 
 VERSION: Final = "3.0.0"
 JSON_TYPE: Final = "application/json"
@@ -49,6 +60,11 @@ class DocumentedActor(NamedTuple):
         for spec in self.actor.__dynbus_handlers__.values():
             yield f"{self.address}.{spec.name}", spec
 
+    def subscriptions(self) -> Iterator[tuple[TopicConfig, Subscription]]:
+        """Its methods that hear topics, each with its topic where it is."""
+        for one in self.actor.__dynbus_subscriptions__.values():
+            yield one.topic.config(self.address.namespace), one
+
 
 def message_schemas(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, dict[str, Any]]:
     """The schema of each message of the actors, as a document of its own.
@@ -65,6 +81,11 @@ def message_schemas(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, dict[s
                 schemas[place] = whole_schema(request, place)
             place = SchemaUse(str(one.address), spec.name, _result(spec))
             schemas[place] = whole_schema(spec.result_codec, place)
+        for _, subscription in one.subscriptions():
+            codec = subscription.spec.request_codec
+            if codec is not None:
+                place = SchemaUse(str(one.address), subscription.spec.name, "event")
+                schemas[place] = whole_schema(codec, place)
     return schemas
 
 
@@ -98,6 +119,16 @@ def asyncapi(
                 messages |= job_messages(subject, spec, own)
                 channels |= job_channels(name, spec.durable)
                 operations |= job_operations(name, _described(one, spec))
+        for topic, subscription in one.subscriptions():
+            spec = subscription.spec
+            payload = components.payload(SchemaUse(str(one.address), spec.name, "event"))
+            body = {**_body(spec.request_codec), "payload": payload}
+            # Those that hear a topic read the same events.
+            messages.setdefault(f"{topic}.event", event_message(topic, body))
+            channels.setdefault(channel_of(topic), event_channel(topic))
+            hears = event_operation(topic, subscription, _described(one, spec))
+            operations[f"{one.address}.{spec.name}.hear"] = hears
+    has_events = any(one.actor.__dynbus_subscriptions__ for one in ordered)
     has_jobs = any(spec.durable is not None for one in ordered for _, spec in one.handlers())
     return {
         "asyncapi": VERSION,
@@ -116,11 +147,13 @@ def asyncapi(
                 ERROR_HEADERS: _error_headers(),
                 REQUEST_HEADERS: _request_headers(),
                 **(job_schemas() if has_jobs else {}),
+                **(event_schemas() if has_events else {}),
             },
             "messages": {**messages, END: _END, ERROR: _error()},
             "parameters": {
                 "instance": {"description": "The id of one instance, as discovery has it."},
                 **({JOB_PARAMETER: _JOB} if has_jobs else {}),
+                **({KEY_PARAMETER: KEY} if has_events else {}),
             },
         },
     }
@@ -142,6 +175,11 @@ def _class_names(actors: Sequence[DocumentedActor]) -> dict[SchemaUse, str]:
                 kind: Any = codec.annotation if codec is not None else None
                 if isinstance(kind, type) and kind.__module__ not in ("builtins", "typing"):
                     names[SchemaUse(str(one.address), spec.name, role)] = kind.__name__
+        for _, subscription in one.subscriptions():
+            spec = subscription.spec
+            kind = spec.request_codec and spec.request_codec.annotation
+            if isinstance(kind, type) and kind.__module__ not in ("builtins", "typing"):
+                names[SchemaUse(str(one.address), spec.name, "event")] = kind.__name__
     return names
 
 
@@ -170,21 +208,22 @@ def _messages(
         "payload": NOTHING,
     }
     if spec.request_codec is not None:
-        request |= _body(spec.request_codec.annotation)
+        request |= _body(spec.request_codec)
         request["payload"] = components.payload(SchemaUse(address, spec.name, "request"))
         if spec.parameter is not None and spec.default is not inspect.Parameter.empty:
             request["description"] = MAY_BE_EMPTY
     answer: dict[str, Any] = {
         "name": f"{subject}.{result}",
         "title": f"{'Item of' if spec.streaming else 'Reply of'} {spec.name}",
-        **_body(spec.result_codec.annotation),
+        **_body(spec.result_codec),
         "payload": components.payload(SchemaUse(address, spec.name, result)),
     }
     return {f"{subject}.request": request, f"{subject}.{result}": answer}
 
 
-def _body(annotation: Any) -> dict[str, Any]:
-    return {"contentType": BYTES_TYPE if annotation is bytes else JSON_TYPE}
+def _body(codec: AnyCodec | None) -> dict[str, Any]:
+    is_bytes = codec is not None and codec.annotation is bytes
+    return {"contentType": BYTES_TYPE if is_bytes else JSON_TYPE}
 
 
 _END: Final[Mapping[str, Any]] = {

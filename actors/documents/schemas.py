@@ -22,6 +22,8 @@ from dynbus.bus.errors import ConfigError
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
 COMPONENTS: Final = "#/components/schemas/"
+READ: Final = ("request", "event")
+"""The roles of what an actor reads."""
 _LOCAL: Final = "#/$defs/"
 _SCHEMA_LISTS: Final = ALTERNATIVES | {"prefixItems"}
 
@@ -31,7 +33,7 @@ class SchemaUse(NamedTuple):
 
     Attributes:
         address: `namespace.component`.
-        role: `request`, `reply` or `item`.
+        role: `request`, `event`, `reply` or `item`.
     """
 
     address: str
@@ -48,7 +50,7 @@ def whole_schema(codec: AnyCodec, place: SchemaUse) -> dict[str, Any]:
     Raises:
         ConfigError: it holds what JSON does not have.
     """
-    made = schema_of(codec, written=place.role != "request")
+    made = schema_of(codec, written=place.role not in READ)
     try:
         plain = cast("dict[str, Any]", _mapped(json.loads(json.dumps(made)), _public))
         json.dumps(plain, allow_nan=False)
@@ -74,7 +76,7 @@ def json_text(value: Any) -> str:
 
 
 def _side(place: SchemaUse) -> str:
-    return "Input" if place.role == "request" else "Output"
+    return "Input" if place.role in READ else "Output"
 
 
 _NAMINGS: Final[Sequence[Callable[[str, SchemaUse], str]]] = (

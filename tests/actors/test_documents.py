@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from dynbus import Actor, ConfigError, cron, every, handler
+from dynbus import Actor, ConfigError, Topic, cron, every, handler, subscribe
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.schemas import SchemaUse, schema_file
@@ -124,6 +124,22 @@ class Writer(Actor, namespace="told"):
         raise NotImplementedError
 
 
+ended = Topic("talk.ended", Point, retain="1h")
+tick = Topic("tick", int, retain=None, namespace="elsewhere")
+
+
+class Audience(Actor, namespace="told"):
+    @subscribe(ended)
+    async def leave(self, event: Point) -> None:
+        """Go home."""
+
+    @subscribe(ended, group="applause", from_="all", ordered=True, tries=3)
+    async def clap(self, event: Point) -> None: ...
+
+    @subscribe(tick)
+    async def count(self, event: int) -> None: ...
+
+
 def other_prompt() -> type[BaseModel]:
     class Prompt(BaseModel):
         words: int
@@ -163,7 +179,7 @@ def at(document: Any, reference: str) -> Any:
 
 
 def test_a_document_is_valid_asyncapi_and_each_of_its_references_leads_somewhere() -> None:
-    document = documented(Speaker, Other, Writer)
+    document = documented(Speaker, Other, Writer, Audience)
 
     OFFICIAL.validate(document)
     found = set(references(document))
@@ -281,6 +297,42 @@ def test_a_schedule_says_its_times() -> None:
 
 def test_a_document_without_jobs_says_nothing_of_them() -> None:
     assert "Job" not in json.dumps(documented(Other))
+
+
+def test_a_topic_is_a_channel_and_what_hears_it_an_operation() -> None:
+    document = documented(Audience)
+
+    channel = document["channels"]["told.talk.ended.events"]
+    assert channel["address"] == "told._topic.talk.ended._event.{key}"
+    assert "kept for 3600 s" in channel["description"]
+    plain = document["channels"]["elsewhere.tick.events"]
+    assert (plain["address"], plain["description"].partition(":")[0]) == (
+        "elsewhere._topic.tick._event.{key}",
+        "Events of plain NATS",
+    )
+    operations = document["operations"]
+    assert set(operations) == {f"told.Audience.{name}.hear" for name in ("leave", "clap", "count")}
+    assert operations["told.Audience.clap.hear"]["x-dynbus"] == {
+        "kind": "event",
+        "topic": "told.talk.ended",
+        "retain": 3600.0,
+        "stream": "DYNBUS_TOPIC_told+talk+ended",
+        "group": "applause",
+        "from": "all",
+        "ordered": True,
+        "tries": 3,
+        "backoff": 0.5,
+        "ack_wait": 30.0,
+        "max_age": None,
+    }
+    assert "group" not in operations["told.Audience.leave.hear"]["x-dynbus"]
+    message = at(document, channel["messages"]["event"]["$ref"])
+    assert message["payload"] == {"$ref": "#/components/schemas/Point"}
+    assert "traceparent" in at(document, message["headers"]["$ref"])["properties"]
+
+
+def test_a_document_without_topics_says_nothing_of_them() -> None:
+    assert "Event" not in json.dumps(documented(Other))
 
 
 def test_requests_have_headers_and_bytes_are_no_json() -> None:
