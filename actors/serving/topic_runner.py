@@ -18,7 +18,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.errors import DynbusError, InvalidRequest, Migrate, only_cause
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.topics import Event, GroupConfig, GroupStream, Listening, TopicStream
+from dynbus.bus.topics import Event, EventEnd, GroupConfig, GroupStream, Listening, TopicStream
 from dynbus.bus.work_queue import Job, Taker
 
 from .handler_runner import MIGRATE_DELAY, NOT_TRIED_AGAIN, HandlerRunner, TakingRunner
@@ -116,6 +116,7 @@ class Listener(HandlerRunner):
     def _hear(self, event: Event) -> None:
         if len(self._heard) >= MOST_WAITING:
             self._dropped += 1
+            self._topic.figures.count(EventEnd.DROPPED)
             if self._dropped == 1:
                 logger.error(
                     "%s is %d events behind, and does not get further ones: have it take them as a "
@@ -141,21 +142,32 @@ class Listener(HandlerRunner):
             await self._changed.wait()
 
     async def _run(self, event: Event) -> None:
+        figures = self._topic.figures
+        seen = figures.hearing(self._name, event.headers, event.event_id)
+        token = None if seen is None else seen.activate()
+        failure: BaseException | None = None
         try:
             called = self._context(dict(event.headers), event.event_id, 1)
-            request = self._endpoint.decode(event.data)
+            if seen is not None:
+                called.set_trace_headers(seen.trace_headers)
+            await self._invoke(self._endpoint.decode(event.data), called)
         except InvalidRequest as error:
+            failure = error
             logger.warning("event %s of %s: %s", event.event_id, self._topic.config, error)
-            return
-        try:
-            await self._invoke(request, called)
-        except Exception:
+        except Exception as error:
+            failure = error
             logger.exception("%s raised with event %s", self._hop, event.event_id)
+        finally:
+            if seen is not None:
+                seen.deactivate(token)
+                seen.end(failure)
+        figures.count(EventEnd.HEARD if failure is None else EventEnd.FAILED)
 
 
 def _stream(bus: Bus, instance: InstanceName, subscription: Subscription) -> TopicStream:
     topic = subscription.topic
-    return TopicStream(bus.data, topic.config(instance.namespace), topic.misfit)
+    config = topic.config(instance.namespace)
+    return TopicStream(bus.data, config, topic.misfit, bus.telemetry)
 
 
 def event_runner(

@@ -122,10 +122,7 @@ class Topic(Generic[E]):
             data = self._codec.encode(event)
         except Misfit as error:
             raise InvalidRequest(f"an event of {self.name}: {error}", started=False) from None
-        parent = Context.current()
-        fields = call_headers({}, parent)
-        if parent is not None:
-            fields |= parent.trace_headers()
+        fields = call_headers({}, Context.current())
         stream = self.stream_on(bus)
         await stream.publish(data, key, random_id(), fields, PUBLISH_TIMEOUT)
 
@@ -135,7 +132,7 @@ class Topic(Generic[E]):
         streams = self._streams.setdefault(bus, {})
         stream = streams.get(config.namespace)
         if stream is None:
-            made = TopicStream(bus.data, config, self.misfit)
+            made = TopicStream(bus.data, config, self.misfit, bus.telemetry)
             stream = streams[config.namespace] = made
         return stream
 

@@ -269,6 +269,14 @@ class Telemetry:
         profile = self._profile(queue, "client", "put")
         return self._sent(profile, profile.attributes, job_id, parent, counted=False)
 
+    def publish_event(
+        self, topic: EndpointName, *, event_id: str, parent: Context | None
+    ) -> CallObservation:
+        """Begin to observe that an event is published; metrics of calls do not count it. Its trace
+        headers go with the event."""
+        profile = self._profile(topic, "client", "publish")
+        return self._sent(profile, profile.attributes, event_id, parent, counted=False)
+
     def attempt(
         self, queue: EndpointName, incoming: Mapping[str, str], *, job_id: str, tries: int
     ) -> CallObservation:

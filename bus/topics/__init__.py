@@ -1,6 +1,7 @@
 """Topics: events that are published once and heard by every instance, and once by each group."""
 
 from .group_stream import GroupConfig, GroupStream, forget_group
+from .observing import EventEnd
 from .replaying import GroupPlace, find_group, replay
 from .topic_stream import (
     DEFAULT_MAX_BYTES,
@@ -15,6 +16,7 @@ from .topic_stream import (
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "Event",
+    "EventEnd",
     "GroupConfig",
     "GroupPlace",
     "GroupStream",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import MAX_ID_LENGTH
@@ -30,6 +30,11 @@ from dynbus.bus.transport import (
     Subscription,
 )
 from dynbus.bus.work_queue import ORDERED_LANES, is_reserved, store
+
+from .observing import TopicFigures
+
+if TYPE_CHECKING:
+    from dynbus.bus.telemetry.telemetry import Telemetry
 
 SCHEMA: Final = "dynbus.schema"
 """The type of the events, in the metadata of a stream."""
@@ -139,9 +144,14 @@ class TopicStream:
     """
 
     def __init__(
-        self, connection: Connection, config: TopicConfig, misfit: Callable[[str], str]
+        self,
+        connection: Connection,
+        config: TopicConfig,
+        misfit: Callable[[str], str],
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.config = config
+        self.figures = TopicFigures(telemetry, config.namespace, config.name)
         self._connection = connection
         self._jetstream: JetStream = connection.jetstream
         self._misfit = misfit
@@ -181,8 +191,14 @@ class TopicStream:
             PayloadTooLarge: it does not fit into a message.
             Unavailable: the server did not confirm it in time; it may be there.
         """
+        with self.figures.publishing(event_id) as trace:
+            fields = {**trace, **fields, header_names.JOB: event_id}
+            await self._publish(data, key, event_id, fields, timeout)
+
+    async def _publish(
+        self, data: bytes, key: str, event_id: str, fields: Mapping[str, str], timeout: float
+    ) -> None:
         subject = topic_subject(self.config.namespace, self.config.name, topic_key(key))
-        fields = {**fields, header_names.JOB: event_id}
         room = self._jetstream.max_payload - LETTER_ROOM
         size = len(data) + sum(len(name) + len(value) + 4 for name, value in fields.items())
         if size > room:
