@@ -176,8 +176,7 @@ class JobRunner(TakingRunner):
     async def _carry_out(self, job: Job) -> None:
         token = job_token(job.job_id)
         if self._may_have_ended(job, token) and await self._log.result(job.job_id) is not None:
-            await job.ack()
-            await self._jobs.queue.forget(job.job_id)
+            await self._leave_ended(job)
             return
         run = await self._begin(job)
         if run is None:
@@ -199,7 +198,9 @@ class JobRunner(TakingRunner):
                 failure = error
             finally:
                 del self._running[token]
-        if run.is_lost:
+        if run.has_ended:
+            await self._leave_ended(job)
+        elif run.is_lost:
             # Who has it keeps it alive; if nobody has, it comes back.
             await job.give_back(delay=self._options.ack_wait)
         elif run.delay is not None:
@@ -214,10 +215,16 @@ class JobRunner(TakingRunner):
             await self._end(job, run, JobResult(Outcome.DONE, data))
             await job.ack()
 
+    async def _leave_ended(self, job: Job) -> None:
+        """Drop a message of a job that has ended elsewhere, and what its tries may have left."""
+        await job.ack()
+        await self._log.forget_steps(job.job_id)
+        await self._jobs.queue.forget(job.job_id)
+
     async def _begin(self, job: Job) -> JobRun | None:
         """Make this message of a job the one that runs it; None where another one does."""
         is_copy = is_copy_subject(job.delivery.message.subject)
-        if job.tries == 1 and not job.returns and not is_copy:
+        if not job.may_have_begun and not is_copy:
             return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=True)
         own = job.delivery.message.sequence
         while True:
@@ -252,7 +259,7 @@ class JobRunner(TakingRunner):
 
     def _may_have_ended(self, job: Job, token: str) -> bool:
         """True if the job may have ended before, elsewhere or by a cancel."""
-        if job.tries > 1 or job.returns or token in self._cancelled:
+        if job.may_have_begun or token in self._cancelled:
             return True
         return headers.KEYED in job.headers or job.waited >= ASKS_AFTER
 

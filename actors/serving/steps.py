@@ -48,6 +48,7 @@ class JobRun:
         scope: of the handler; cancelled when it is to wait outside.
         delay: seconds for which it is to wait; None where it is not.
         is_lost: whether another message of the job runs it, or another taker.
+        has_ended: whether the job has ended elsewhere.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class JobRun:
         self.scope = anyio.CancelScope()
         self.delay: float | None = None
         self.is_lost = False
+        self.has_ended = False
         self._bus = bus
         self._jobs = jobs
         self._job = job
@@ -91,13 +93,21 @@ class JobRun:
         """See `StepHistory.reach`."""
         history = await self._loaded()
         place, step = history.reach(kind, name)
-        if step is None and not self._is_first:
-            # What was read came from any replica; the last of it may have been missing there.
-            data = await self._jobs.log.step(self.job_id, place)
-            if data is not None:
-                history.finish(place, _read_step(data))
-                step = history.finished(place, kind, name)
+        if step is None and (not self._is_first or self._job.is_doubtful):
+            await self._look_for(place, history)
+            step = history.finished(place, kind, name)
         return place, step
+
+    async def _look_for(self, place: int, history: StepHistory) -> None:
+        """Learn whether another try has finished the step at a place, now or a moment ago."""
+        # What was read came from any replica; the last of it may have been missing there.
+        data = await self._jobs.log.step(self.job_id, place)
+        if data is not None:
+            history.finish(place, _read_step(data))
+        elif await self._jobs.log.result(self.job_id) is not None:
+            # Who has ended the job has dropped its steps.
+            self.has_ended = True
+            await self._lose()
 
     async def finish(self, place: int, step: FinishedStep) -> None:
         """Have a step stored: no other try does it again."""

@@ -138,6 +138,8 @@ class JobStream:
         self._asked_at = 0.0
         # When takers last had a reason to connect again.
         self.outage_at = -math.inf
+        # Since when no server can have forgotten, unnoticed here, what it had handed out.
+        self.watched_since = math.inf
         self._watches_outages = False
         self._depth = QueueDepth(0, 0)
         self._measured = -1e9
@@ -162,6 +164,7 @@ class JobStream:
         if self._watches_outages:
             return
         self._watches_outages = True
+        self.watched_since = monotonic()
         if self.connection.has_peers:
             # Who comes to a cluster that has just lost a server is there before others.
             self._note_outage()
@@ -169,7 +172,7 @@ class JobStream:
         self.connection.on_state(lambda _: self._note_outage())
 
     def _note_outage(self) -> None:
-        self.outage_at = monotonic()
+        self.outage_at = self.watched_since = monotonic()
 
     async def ensure(self) -> None:
         """Make the stream and its consumers where they are missing.

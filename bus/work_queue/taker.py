@@ -88,6 +88,8 @@ class Job:
         waited: seconds since then, by the server's clock and ours.
         end: what became of it; None until it is settled.
         has_place: whether it counts among the jobs that its taker holds at a time.
+        may_have_begun: whether another taker may have begun it before: it was handed out before, or
+            was put before this taker was connected, and a server that is killed may forget that.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class Job:
         self.lane = lane
         self.returns = returns
         self.created = created
-        self.heard = monotonic()
+        self.heard = self._handed_at = monotonic()
+        put_here = self._handed_at - waited > taker.watched_since
+        self.may_have_begun = self.tries > 1 or returns > 0 or not put_here
         self._taker = taker
         self._is_settled = False
         self._is_doubted = False
@@ -132,10 +136,11 @@ class Job:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if another taker may have the job: the server was not heard for so long, or another
-        taker took this one for dead.
+        """True if another taker may have the job: the server was away since it was handed out, or
+        not heard for so long, or another taker took this one for dead.
         """
-        return self._is_doubted or monotonic() - self.heard > self._taker.ack_wait
+        was_away = self._taker.watched_since > self._handed_at
+        return self._is_doubted or was_away or monotonic() - self.heard > self._taker.ack_wait
 
     def doubt(self) -> None:
         """Another taker has given it back in the place of this one."""
@@ -315,6 +320,11 @@ class Taker:
     def ack_wait(self) -> float:
         """Seconds after which a job of which nothing is heard goes to another taker."""
         return self._jobs.ack_wait
+
+    @property
+    def watched_since(self) -> float:
+        """When this taker was last connected, on the library's monotonic clock."""
+        return self._jobs.watched_since
 
     @property
     def held(self) -> int:

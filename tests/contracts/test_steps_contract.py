@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -35,9 +35,18 @@ from dynbus.actors.serving import steps
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
-from dynbus.bus.protocol.names import EndpointName, dead_letter_stream, job_log_stream, work_stream
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    dead_letter_stream,
+    holder_subject,
+    job_log_stream,
+    work_stream,
+)
+from dynbus.bus.transport import AckKind
+from dynbus.bus.work_queue import JobLog, JobResult, Outcome
+from dynbus.bus.work_queue.holders import read_holders
 
-from .conftest import Bus
+from .conftest import Bus, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -59,13 +68,17 @@ class Notes:
     Attributes:
         renamed: whether a new version of the handler has another first step.
         broken: orders whose first try has failed.
-        held: instances whose handlers stand still before their second step.
+        waiting: what stands still where, and at which instance.
+        gates: of the instances that stand still, by their ids.
     """
 
     done: Counter[str] = field(default_factory=Counter[str])
     renamed: bool = False
     broken: set[int] = field(default_factory=set[int])
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: Counter[str] = field(default_factory=Counter[str])
+    gates: defaultdict[str, asyncio.Event] = field(
+        default_factory=lambda: defaultdict(asyncio.Event)
+    )
 
 
 class Billing(Actor, abstract=True):
@@ -78,20 +91,27 @@ class Billing(Actor, abstract=True):
 
 
 class Shop(Actor, abstract=True):
-    """Two steps, one of them a call; orders above 1000 wait between them."""
+    """Two steps, one of them a call; orders above 1000 wait between them, those above 2000 before
+    both."""
 
     notes: Notes
     billing = depends(Billing)
 
     @handler(durable=True, tries=4, backoff=0.01)
     async def sell(self, order: Order) -> list[str]:
+        if order.number > 2000:
+            await self._wait("before charge")
         paid = await step("refund" if self.notes.renamed else "charge", self.billing.charge, order)
         self._break_after("charge", order)
-        if order.number > 1000:
-            await self.notes.gate.wait()
+        if 1000 < order.number <= 2000:
+            await self._wait("before send")
         sent = await step("send", self.send, order.number, express=True)
         self._break_after("send", order)
         return [paid.key, sent]
+
+    async def _wait(self, where: str) -> None:
+        self.notes.waiting[f"{where} at {self.instance_id}"] += 1
+        await self.notes.gates[self.instance_id].wait()
 
     async def send(self, number: int, *, express: bool) -> str:
         self.notes.done[f"send {number}"] += 1
@@ -208,26 +228,69 @@ async def test_a_step_that_is_finished_is_not_called_again(fleet: Fleet, breaks_
 async def test_another_instance_goes_on_after_the_last_finished_step(fleet: Fleet) -> None:
     first = await fleet.start(fleet.shop)
     job = await fleet.client.sell.submit(Order(1001))
-    async with asyncio.timeout(PATIENCE):
-        while not fleet.notes.done["charge 1001"]:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
-    await fleet.start(fleet.shop)
+    await eventually(lambda: fleet.notes.waiting[f"before send at {first.id}"])
+    second = await fleet.start(fleet.shop)
 
     await first.stop(0.0)
-    fleet.notes.gate.set()
+    fleet.notes.gates[second.id].set()
 
     assert (await job.result(PATIENCE))[1] == "parcel 1001!"
     assert fleet.notes.done == {"charge 1001": 1, "send 1001": 1}
 
 
+async def handed_out_again(fleet: Fleet, runtime: Runtime, queue: EndpointName) -> None:
+    """Have the server hand out once more what a process holds, as after an outage of its own."""
+    js = fleet.runtime.bus.data.jetstream
+    async with asyncio.timeout(PATIENCE):
+        while not (told := await js.read("KV_dynbus_jobs", holder_subject(queue, "*"))):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    await fleet.bus.break_connection(runtime.bus.data)
+    for one in read_holders(told, ""):
+        for job in one.holder.jobs:
+            await js.acknowledge(job.token, AckKind.NAK)
+
+
+async def test_a_step_that_another_instance_has_finished_meanwhile_is_not_called(
+    fleet: Fleet,
+) -> None:
+    first = await fleet.start(fleet.shop)
+    cut_off = fleet.runtimes[-1]
+    job = await fleet.client.sell.submit(Order(1003))
+    await eventually(lambda: fleet.notes.waiting[f"before send at {first.id}"])
+    second = await fleet.start(fleet.shop)
+    fleet.notes.gates[second.id].set()
+
+    await handed_out_again(fleet, cut_off, EndpointName.parse(job.id.rpartition(".")[0]))
+    assert (await job.result(PATIENCE))[1] == "parcel 1003!"
+    fleet.notes.gates[first.id].set()
+    await first.stop(PATIENCE)
+
+    assert fleet.notes.waiting[f"before send at {second.id}"] == 1
+    assert fleet.notes.done == {"charge 1003": 1, "send 1003": 1}
+
+
+async def test_no_step_is_called_of_a_job_that_has_ended_elsewhere_meanwhile(fleet: Fleet) -> None:
+    instance = await fleet.start(fleet.shop)
+    job = await fleet.client.sell.submit(Order(2001))
+    await eventually(lambda: fleet.notes.waiting[f"before charge at {instance.id}"])
+    queue, _, name = job.id.rpartition(".")
+    log = JobLog(fleet.runtime.bus.data.jetstream, EndpointName.parse(queue))
+    await fleet.bus.break_connection(fleet.runtimes[-1].bus.data)
+
+    # As another instance does: it has all steps, ends the job, and drops them.
+    await log.end(name, JobResult(Outcome.DONE, b'["", "elsewhere"]'), 3600.0)
+    fleet.notes.gates[instance.id].set()
+    await instance.stop(PATIENCE)
+
+    assert await job.result(PATIENCE) == ["", "elsewhere"]
+    assert fleet.notes.done == {}
+    assert not await fleet.runtime.bus.data.jetstream.read(log.stream, log.subject(name, "log.>"))
+
+
 async def test_another_order_of_steps_is_refused_by_name(fleet: Fleet) -> None:
     instance = await fleet.start(fleet.shop)
     job = await fleet.client.sell.submit(Order(1002))
-    async with asyncio.timeout(PATIENCE):
-        while not fleet.notes.done["charge 1002"]:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: fleet.notes.waiting[f"before send at {instance.id}"])
     await instance.stop(0.0)
     fleet.notes.renamed = True
 

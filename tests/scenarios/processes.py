@@ -104,11 +104,9 @@ class Processes:
             options += ["--ttl", str(ttl)]
         return self._start("worker", url, *options, *(actors or ("Source",)))
 
-    async def job_shop(self, url: str) -> Process:
-        """A process that does the jobs of `job_shop`, once it takes them."""
-        process = self._start("job_shop", url)
-        await process.says("takes jobs")
-        return process
+    def begin_job_shop(self, url: str) -> Process:
+        """A process that does the jobs of `job_shop`, from when it says "takes jobs" on."""
+        return self._start("job_shop", url)
 
     async def event_shop(self, url: str) -> Process:
         """A process with members of the groups of `event_shop`, once they hear events."""

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from dynbus.bus.commands.diagnosis import diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.connection import NatsConnection, connect_as
-from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import StoredMessage
 from dynbus.llm.commands.setting_up import needed_in, set_up
 from dynbus.llm.resumable.records import Begun, StreamLog
 from dynbus.llm.resumable.store import StreamStore
 
+from .cluster import Cluster, three_servers
 from .observation import leftovers
 from .processes import Processes
 from .workload import Count, Done, Source, payload
@@ -38,48 +37,10 @@ WORKS_WITHIN = 2.0
 """Seconds until a new client has an answer, whichever server was killed."""
 
 
-class Cluster:
-    """Three servers that know each other."""
-
-    def __init__(self, servers: list[RunningServer]) -> None:
-        self.servers = servers
-
-    @property
-    def url(self) -> str:
-        """What a process connects to: any of them."""
-        return ",".join(server.url for server in self.servers)
-
-    def server_of(self, runtime: Runtime) -> RunningServer:
-        """The server that carries the requests and results of a process."""
-        connection = runtime.bus.data
-        assert isinstance(connection, NatsConnection)
-        name = connection.server_name
-        return next(server for server in self.servers if name.endswith(f":{server.port}"))
-
-
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     """A cluster with JetStream, once it can store records."""
-    ports = [free_port() for _ in range(3)]
-    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
-    servers = [
-        RunningServer(
-            free_port(),
-            store_dir=tmp_path / str(port),
-            config=f"""
-            lame_duck_duration: "30s"
-            lame_duck_grace_period: "1s"
-            cluster {{ name: "c", listen: "127.0.0.1:{port}", routes: [{routes}] }}
-            """,
-        )
-        for port in ports
-    ]
-    async with AsyncExitStack() as stack:
-        for server in servers:
-            await stack.enter_async_context(server)
-        running = Cluster(servers)
-        async with Runtime.connect(running.url) as runtime:
-            await runtime.discovery.wait_synchronized(60.0)
+    async with three_servers(tmp_path) as running:
         yield running
 
 
