@@ -35,10 +35,12 @@ from dynbus.bus.protocol.names import (
     check_token,
     job_cancel_subject,
     job_token,
+    lane_of_subject,
 )
 from dynbus.bus.protocol.random_ids import random_id
-from dynbus.bus.transport import Message
+from dynbus.bus.transport import Message, StoredMessage
 from dynbus.bus.work_queue import (
+    ORDERED_LANES,
     DeadLetter,
     DeadLetters,
     JobLog,
@@ -337,13 +339,17 @@ class JobQueue:
         """Have a job end as cancelled; see `JobHandle.cancel`."""
         error = Cancelled("the job was cancelled")
         result = JobResult.failed(error, Outcome.CANCELLED)
-        if not await self.queue.find(name):
+        queued = await self.queue.find(name)
+        if not queued:
             ended = await self.log.result(name)
             if ended is None:
                 await self._end_without_record(name)
             return False
         if not await self.log.end(name, result, self.options.result_age):
             return False
+        if lane_of_subject(queued[0].subject) in ORDERED_LANES:
+            # Others of its lane wait for it.
+            await self._wake(name, queued[0])
         self._bus.data.publish(job_cancel_subject(self.endpoint), job_token(name).encode())
         return True
 
@@ -367,12 +373,25 @@ class JobQueue:
             )
         await self.log.ensure()
         await self.log.send_signal(name, signal, data)
+        await self._wake(name, queued[0])
+
+    async def _wake(self, name: str, queued: StoredMessage) -> None:
+        """Have a job that waits outside of its process run now."""
         state, last = await self.log.run_state(name)
         if state is None or state.phase is not RunPhase.WAITING:
             return
-        woken = msgspec.structs.replace(state, phase=RunPhase.WOKEN)
-        if await self.log.store_run_state(name, woken, last) is not None:
-            await self.queue.wake(queued[0], name)
+        is_ordered = lane_of_subject(queued.subject) in ORDERED_LANES
+        if is_ordered and not state.token:
+            # Who gave it back looks for signals once the server has it.
+            return
+        woken = msgspec.structs.replace(state, phase=RunPhase.WOKEN, token="")
+        if await self.log.store_run_state(name, woken, last) is None:
+            return
+        if is_ordered:
+            # A copy would come behind others of its key.
+            await self.queue.hand_out(state.token)
+        else:
+            await self.queue.wake(queued, name)
 
 
 class BusJob(JobHandle[T]):

@@ -205,6 +205,8 @@ class JobRunner(TakingRunner):
             await job.give_back(delay=self._options.ack_wait)
         elif run.delay is not None:
             await job.give_back(delay=run.delay)
+            if self._options.ordered_by is not None:
+                await run.wait_in_order()
         elif run.scope.cancelled_caught:
             cancelled = Cancelled("the job was cancelled while it ran")
             await self._end(job, run, JobResult.failed(cancelled, Outcome.CANCELLED))

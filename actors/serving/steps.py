@@ -74,6 +74,7 @@ class JobRun:
         self._last = last
         self._is_first = is_first
         self._history: StepHistory | None = None
+        self._awaited: tuple[str, int] | None = None
         self._loading = anyio.Lock()
 
     def __repr__(self) -> str:
@@ -171,8 +172,28 @@ class JobRun:
             # Its sender may have looked before the job waited.
             await self._store_run(RunState(RunPhase.RUNNING, own, self._waits))
             return
-        self.delay = delay
+        self.delay, self._awaited = delay, signal
         await self._leave()
+
+    async def wait_in_order(self) -> None:
+        """Have a signal hand out the job, which waits and was given back to an ordered queue.
+
+        Only now does the server heed that: before, what gave the job back would have undone it.
+        """
+        log = self._jobs.log
+        delivery = self._job.delivery
+        waiting = RunState(RunPhase.WAITING, delivery.message.sequence, self._waits, delivery.token)
+        stored = await log.store_run_state(self.job_id, waiting, self._last)
+        if stored is None:
+            return
+        has_come = await log.result(self.job_id) is not None
+        if self._awaited is not None and not has_come:
+            name, taken = self._awaited
+            has_come = await log.last_signal(self.job_id, name) > taken
+        if has_come:
+            woken = RunState(RunPhase.WOKEN, waiting.sequence, self._waits)
+            if await log.store_run_state(self.job_id, woken, stored) is not None:
+                await self._jobs.queue.hand_out(delivery.token)
 
     async def _store_run(self, state: RunState) -> None:
         stored = await self._jobs.log.store_run_state(self.job_id, state, self._last)

@@ -106,17 +106,19 @@ class RunPhase(StrEnum):
     """By a signal: it runs by another message than that."""
 
 
-class RunState(msgspec.Struct, frozen=True):
+class RunState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a job that has waited: the message in the queue that runs it.
 
     Attributes:
         sequence: of the message.
         waits: how often the job has waited so: deliveries that were no failures.
+        token: of a message that waits in an ordered queue: where to have it handed out at once.
     """
 
     phase: RunPhase
     sequence: int
     waits: int
+    token: str = ""
 
 
 def job_log_config(queue: EndpointName) -> StreamConfig:

@@ -21,6 +21,7 @@ from dynbus.bus.errors import (
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
     EndpointName,
+    is_safe_reply,
     job_log_stream,
     job_log_subject,
     job_of_subject,
@@ -283,6 +284,11 @@ class JobStream:
         """See `WorkQueue.wake`."""
         with suppress(SubjectTaken):
             await self._publish_copy(job, job_id, WOKEN, random_id(), put_at(job), 0.0)
+
+    async def hand_out(self, token: str) -> None:
+        """See `WorkQueue.hand_out`."""
+        if is_safe_reply(token, (f"$JS.ACK.{self.stream}.",)):
+            await self.jetstream.acknowledge(token, AckKind.NAK)
 
     def queued(self, delivery: Delivery, now: float) -> float:
         """The time at which a job was put, on the own monotonic clock: by what the server says that

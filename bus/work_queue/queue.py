@@ -199,6 +199,14 @@ class WorkQueue:
         """
         await self._jobs.wake(job, job_id)
 
+    async def hand_out(self, token: str) -> None:
+        """Have a job of an ordered queue that is to be handed out again later handed out now.
+
+        Raises:
+            Unavailable: the server does not answer; it may have heard it.
+        """
+        await self._jobs.hand_out(token)
+
     async def forget(self, job_id: str) -> None:
         """Drop what the queue has of a job that has ended."""
         await self._jobs.forget(job_id)

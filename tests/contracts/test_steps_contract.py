@@ -43,7 +43,7 @@ from dynbus.bus.protocol.names import (
     work_stream,
 )
 from dynbus.bus.transport import AckKind
-from dynbus.bus.work_queue import JobLog, JobResult, Outcome
+from dynbus.bus.work_queue import Job, JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.holders import read_holders
 
 from .conftest import Bus, eventually
@@ -132,6 +132,11 @@ class Shop(Actor, abstract=True):
         second = await signal("sealed", str)
         return f"{name} and {second}"
 
+    @handler(durable=True, ordered_by="number")
+    async def lend(self, order: Order) -> str:
+        await step("hand", self.send, order.number, express=False)
+        return await signal("returned", str)
+
     @handler(durable=True)
     async def remind(self, seconds: float) -> float:
         begun = datetime.fromtimestamp(unix_time(), UTC)
@@ -198,7 +203,7 @@ async def fleet(bus: Bus) -> AsyncIterator[Fleet]:
     js = made.runtime.bus.data.jetstream
     for runtime in made.runtimes[:0:-1]:
         await runtime.stop(0.0)
-    for name in ("sell", "approve", "remind", "rest"):
+    for name in ("sell", "approve", "lend", "remind", "rest"):
         queue = EndpointName(namespace, "Shop", name)
         await js.delete_stream(work_stream(queue))
         await js.delete_stream(job_log_stream(queue))
@@ -332,6 +337,62 @@ async def test_a_job_that_waits_for_long_has_no_place_at_an_instance(
     async with asyncio.timeout(PATIENCE):
         while (await js.stream_info(work_stream(queue))).messages:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def lent_twice(fleet: Fleet) -> tuple[JobHandle[str], JobHandle[str]]:
+    """Two jobs of one key, of which the first waits for a signal without a place."""
+    await fleet.start(fleet.shop)
+    first = await fleet.client.lend.submit(Order(1))
+    second = await fleet.client.lend.submit(Order(1))
+    await eventually(lambda: fleet.notes.done["send 1"])
+    await comes_to(first, "waiting")
+    return first, second
+
+
+async def test_a_signal_has_a_job_of_an_ordered_queue_run_at_once_and_before_those_behind_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    first, second = await lent_twice(fleet)
+    await second.signal("returned", "second")
+
+    await first.signal("returned", "first")
+
+    assert await first.result(PATIENCE) == "first"
+    assert await second.result(PATIENCE) == "second"
+    assert fleet.notes.done == {"send 1": 2}
+    assert (await first.state()).failures == (await second.state()).failures == ()
+
+
+async def test_a_signal_that_comes_while_a_job_goes_back_to_its_ordered_queue_is_noticed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    give_back = Job.give_back
+    jobs: list[JobHandle[str]] = []
+
+    async def with_signal(self: Job, *, delay: float = 0.0) -> None:
+        await jobs.pop().signal("returned", "just now")
+        await give_back(self, delay=delay)
+
+    jobs.append(await fleet.client.lend.submit(Order(1)))
+    (job,) = jobs
+    monkeypatch.setattr(Job, "give_back", with_signal)
+    await fleet.start(fleet.shop)
+
+    assert await job.result(PATIENCE) == "just now"
+
+
+async def test_a_job_that_is_cancelled_while_it_waits_makes_way_for_those_behind_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    first, second = await lent_twice(fleet)
+
+    assert await first.cancel()
+    await second.signal("returned", "second")
+
+    assert await second.result(PATIENCE) == "second"
 
 
 async def test_a_signal_that_does_not_come_times_out(
