@@ -607,6 +607,17 @@ class JetStream(Protocol):
         """
         ...
 
+    async def pause_consumer(
+        self, stream: str, consumer: str, paused: bool, *, timeout: float = 5.0
+    ) -> None:
+        """Deliver nothing to the readers of a pull consumer, or deliver again. What was delivered
+        is acknowledged as ever.
+
+        Raises:
+            NoStream: the stream or the consumer does not exist.
+        """
+        ...
+
     def pull(
         self,
         stream: str,

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NEVER: Final = "2200-01-01T00:00:00Z"
-"""The time until which the server pauses a queue that nobody resumes."""
 
 
 class QueueFilter(NamedTuple):
@@ -239,7 +237,7 @@ def pause(name: str, nats: str | None) -> None:
     The server keeps it, in the consumers of the queue: takers that begin later get none either.
     Jobs that run go on, and jobs may be put.
     """
-    _run(nats, lambda jetstream: _pause(jetstream, name, NEVER))
+    _run(nats, lambda jetstream: _pause(jetstream, name, True))
     click.echo(f"paused: {name}")
 
 
@@ -248,17 +246,16 @@ def pause(name: str, nats: str | None) -> None:
 @terminal.nats_option
 def resume(name: str, nats: str | None) -> None:
     """Hand out jobs of a queue again."""
-    _run(nats, lambda jetstream: _pause(jetstream, name, None))
+    _run(nats, lambda jetstream: _pause(jetstream, name, False))
     click.echo(f"resumed: {name}")
 
 
-async def _pause(jetstream: NatsJetStream, name: str, until: str | None) -> None:
+async def _pause(jetstream: NatsJetStream, name: str, paused: bool) -> None:
     from .queue_report import consumers_of
 
     stream = _stream_of(name)
-    asked = {} if until is None else {"pause_until": until}
     for consumer in await consumers_of(jetstream, stream):
-        await jetstream.api(f"CONSUMER.PAUSE.{stream}.{consumer}", asked, timeout=API_SECONDS)
+        await jetstream.pause_consumer(stream, consumer, paused, timeout=API_SECONDS)
 
 
 @queue.command()

@@ -331,6 +331,13 @@ class JetStreamServer:
         pull_consumer = self._pull_consumers.get((stream, consumer))
         return NoStream("consumer not found") if pull_consumer is None else pull_consumer.info()
 
+    def pause(self, stream: str, consumer: str, paused: bool) -> None | NoStream:
+        pull_consumer = self._pull_consumers.get((stream, consumer))
+        if pull_consumer is None:
+            return NoStream("consumer not found")
+        pull_consumer.pause(paused)
+        return None
+
     def want(self, reader: MemoryPullReader) -> None:
         """Deliver to a reader of a pull consumer what it wants."""
         if self.stalled:
@@ -505,6 +512,12 @@ class MemoryJetStream:
     ) -> ConsumerInfo:
         call = f"CONSUMER.INFO.{stream}.{consumer}"
         return await self._api(call, partial(self._server.consumer_info, stream, consumer), timeout)
+
+    async def pause_consumer(
+        self, stream: str, consumer: str, paused: bool, *, timeout: float = 5.0
+    ) -> None:
+        call = f"CONSUMER.PAUSE.{stream}.{consumer}"
+        await self._api(call, partial(self._server.pause, stream, consumer, paused), timeout)
 
     def pull(
         self,

@@ -117,6 +117,7 @@ class MemoryPullConsumer:
         self._unsettled: dict[int, _Unsettled] = {}
         self._owed: dict[MemoryPullReader, int] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._is_paused = False
 
     def __repr__(self) -> str:
         return f"<MemoryPullConsumer {self.stream.config.name} [unsettled: {len(self._unsettled)}]>"
@@ -154,6 +155,8 @@ class MemoryPullConsumer:
 
     def serve(self) -> None:
         """Deliver what there is to those who want it."""
+        if self._is_paused:
+            return
         now = asyncio.get_running_loop().time()
         while self._owed:
             sequence = self._next(now)
@@ -166,6 +169,11 @@ class MemoryPullConsumer:
                 self._owed[reader] = owed - 1
             self._deliver(reader, sequence, now)
         self._set_timer(now)
+
+    def pause(self, paused: bool) -> None:
+        """Deliver nothing, or deliver again."""
+        self._is_paused = paused
+        self.serve()
 
     def acknowledge(self, sequence: int, kind: AckKind, delay: float) -> None:
         """Carry out what a reader says of a message; one that is settled stays so."""

@@ -49,6 +49,8 @@ ROLLUP_REFUSED: Final = 10111
 NO_PEERS: Final = 10005
 ONE_SERVER: Final = 10074
 NO_ROOM: Final = (10023, 10047)
+NO_LEADER: Final = (10008, 10009)
+"""A cluster that elects a leader, or a server of it that is not it any more."""
 REFUSED: Final = 10051
 
 
@@ -262,6 +264,8 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise StreamFull(text)
     if code in NO_ROOM or (code == NOT_STORED and "creating store" in text):
         raise NoRoom(text)
+    if code in NO_LEADER:
+        raise Unavailable(text)
     raise JetStreamError(text, code)
 
 

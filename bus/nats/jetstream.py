@@ -61,6 +61,8 @@ _NO_SUCH_MESSAGE: Final = ("no message found", "stream store EOF", "message dele
 
 SETUP: Final = "`dynbus setup NAMESPACE`"
 
+NEVER: Final = "2200-01-01T00:00:00Z"
+"""The time until which the server pauses a consumer that nobody resumes."""
 MAX_WAITING_PULLS: Final = 16_384
 """Requests for messages of a consumer that may wait at a time: one for each idle reader."""
 
@@ -373,6 +375,12 @@ class NatsJetStream:
     async def delete_consumer(self, stream: str, consumer: str, *, timeout: float = 5.0) -> None:
         with suppress(NoStream):
             await self.api(f"CONSUMER.DELETE.{stream}.{consumer}", {}, timeout=timeout)
+
+    async def pause_consumer(
+        self, stream: str, consumer: str, paused: bool, *, timeout: float = 5.0
+    ) -> None:
+        asked = {"pause_until": NEVER} if paused else {}
+        await self.api(f"CONSUMER.PAUSE.{stream}.{consumer}", asked, timeout=timeout)
 
     def pull(
         self,

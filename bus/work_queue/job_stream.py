@@ -200,6 +200,13 @@ class JobStream:
         self.waiting = [info.pending for info in infos]
         return infos[0]
 
+    async def pause(self, paused: bool) -> None:
+        """See `WorkQueue.pause` and `WorkQueue.resume`."""
+        await self.ensure()
+        await self._of_each(
+            lambda one: self.jetstream.pause_consumer(self.stream, one.name, paused)
+        )
+
     async def _infos(self, timeout: float = 5.0) -> list[ConsumerInfo]:
         """The progress of the takers of each lane."""
         return await self._of_each(

@@ -174,6 +174,19 @@ class WorkQueue:
         """
         await self._jobs.ensure()
 
+    async def pause(self) -> None:
+        """Hand out no more jobs, to takers that begin later neither, until `resume`. Jobs that are
+        held go on, and jobs may be put.
+
+        Raises:
+            ConfigError, PermissionDenied, NoRoom, Unavailable: as of `ensure`.
+        """
+        await self._jobs.pause(True)
+
+    async def resume(self) -> None:
+        """Hand out jobs again; see `pause`."""
+        await self._jobs.pause(False)
+
     async def now(self) -> float:
         """Unix seconds by the server's clock.
 

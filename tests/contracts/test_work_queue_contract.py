@@ -270,6 +270,31 @@ async def test_a_taker_that_begins_later_takes_the_jobs_of_those_that_are_gone(
     assert [job.tries for job in jobs] == [2, 2, 2]
 
 
+async def test_a_queue_that_is_paused_hands_out_nothing_to_takers_of_now_and_later(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    await queue.put(b"", job_id="one")
+    async with queue.take(limit=2) as taker:
+        held = await next_job(taker)
+        await queue.pause()
+        await queue.put(b"", job_id="two")
+        await held.nak(delay=0.0)
+        async with queue.take(limit=2) as later:
+            for one in (taker, later):
+                with anyio.move_on_after(0.3) as waiting:
+                    await anext(one)
+                assert waiting.cancelled_caught
+            await later.drain()
+        assert (await queue.depth(max_age=0.0)).jobs == 2
+
+        await queue.resume()
+
+        jobs = [await next_job(taker) for _ in range(2)]
+        for job in jobs:
+            await job.ack()
+    assert {job.job_id: job.tries for job in jobs} == {"one": 2, "two": 1}
+
+
 async def test_a_taker_that_another_takes_for_dead_doubts_its_jobs(
     queue: WorkQueue, here: Presence, name: EndpointName
 ) -> None:

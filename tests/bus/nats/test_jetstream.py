@@ -127,6 +127,22 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_the_name_of_what_w
 
 
 @pytest.mark.anyio
+async def test_a_cluster_that_elects_a_leader_is_asked_again_later(
+    connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def request(*_: object, **__: object) -> Message:
+        error = b'{"code": 503, "err_code": 10008, "description": "temporarily unavailable"}'
+        return Message("", "", b"", b'{"error": ' + error + b"}")
+
+    monkeypatch.setattr(connection, "request", request)
+
+    with pytest.raises(Unavailable, match="temporarily unavailable") as raised:
+        await connection.jetstream.consumer_info(stream, "takers")
+
+    assert raised.value.retryable
+
+
+@pytest.mark.anyio
 async def test_a_message_that_cannot_be_read_is_an_error_too(
     connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
