@@ -365,20 +365,22 @@ async def test_jobs_of_a_customer_are_done_in_order_and_one_at_a_time(
         await story.run(runtime, submit)
         notes = await story.check(runtime, EndpointName.of("shop", "Shop", "ship"))
 
-    at_once, most = dict[int, Note](), 0
-    worked: set[int] = set()
+    running: defaultdict[int, set[Note]] = defaultdict(set)
+    worked, twice, most = set[int](), 0, 0
     for one in notes:
-        customer = one.number % CUSTOMERS
+        of = running[one.number % CUSTOMERS]
+        of -= {other for other in of if story.killed.get(other.pid, one.when) < one.when}
         if one.what == "worked":
             worked.add(one.number)
-            at_once.pop(customer, None)
+            of -= {other for other in of if (other.number, other.pid) == (one.number, one.pid)}
             continue
-        other = at_once.get(customer)
-        assert other is None or story.killed.get(other.pid, one.when) < one.when, (other, one)
+        # A server that is killed as it hands a job out may hand the same one out again.
+        assert {other.number for other in of} <= {one.number}, (of, one)
         assert one.number < CUSTOMERS or one.number - CUSTOMERS in worked, one
         assert one.number + CUSTOMERS not in worked, one
-        at_once[customer] = one
-        alive = [of for of in at_once.values() if story.killed.get(of.pid, one.when) >= one.when]
-        most = max(most, len(alive))
-    print(f"customers served at a time: {most}")
+        twice += bool(of)
+        of.add(one)
+        most = max(most, sum(map(bool, running.values())))
+    print(f"customers served at a time: {most}; jobs that ran twice at once: {twice}")
     assert most > 1
+    assert twice <= size.server_kills * SHOPS
