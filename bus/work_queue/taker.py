@@ -443,7 +443,8 @@ class Taker:
             self._background.start(self._withdraw, reader, name="ask a lane no more")
         if asks.counts:
             self._heard_at = monotonic()
-            self._be_patient(PATIENCE)
+        # Also where nothing more is asked: others may have taken what a lane was said to have.
+        self._be_patient(PATIENCE)
 
     def _be_patient(self, seconds: float) -> None:
         """See whether a job comes of lanes that are said to have one."""
