@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .queue_report import QueueReport, Rates
 
 T = TypeVar("T")
-
 
 
 class QueueFilter(NamedTuple):

@@ -255,7 +255,16 @@ def soak(*size: int) -> Any:
 
 @pytest.mark.parametrize("size", [Size(300, 4, 2), soak(100_000, 200, 100)], ids=str)
 @pytest.mark.parametrize(
-    "kind", ["one server", pytest.param("a cluster", marks=pytest.mark.nightly)]
+    "kind",
+    [
+        "one server",
+        pytest.param(
+            "a cluster",
+            marks=pytest.mark.nightly(
+                "tests/scenarios/test_jobs_under_kills.py::test_no_job_is_lost_or_begun_after_its_end_and_each_key_has_one_result"
+            ),
+        ),
+    ],
 )
 async def test_no_job_is_lost_or_begun_after_its_end_and_each_key_has_one_result(
     own_server: RunningServer,
