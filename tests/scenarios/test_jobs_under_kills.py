@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -183,7 +184,7 @@ class Story:
         random.shuffle(kills)
         for number, kill in enumerate(kills, 1):
             due = self.size.jobs * number // (len(kills) + 1)
-            await eventually(lambda due=due: len(self.confirmed) >= due, 600.0, what="jobs end")
+            await eventually(partial(self._has_confirmed, due), 600.0, what="jobs end")
             await asyncio.sleep(random.uniform(0.0, 0.1))
             if kill == "server":
                 await self._servers.kill_one(runtime)
@@ -193,6 +194,9 @@ class Story:
                 self._shops[at].kill()
                 self.killed[self._shops[at].pid] = time.monotonic()
                 self._shops[at] = self._processes.begin_job_shop(self._servers.url)
+
+    def _has_confirmed(self, jobs: int) -> bool:
+        return len(self.confirmed) >= jobs
 
     def _taking(self) -> list[int]:
         return [at for at, shop in enumerate(self._shops) if "takes jobs" in shop.output]
