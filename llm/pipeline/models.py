@@ -131,6 +131,7 @@ class Models:
         self._reconciled = asyncio.Event()
         self._is_followed = asyncio.Event()
         self._there: list[str] = []
+        self._awaited: set[str] = set()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
         self._reachability = Reachability(runtime, self._instance_names)
         self._routers = SharedRouters(runtime, self._background, router or RouterConfig())
@@ -223,6 +224,10 @@ class Models:
         """
         # What the catalog knows already is taken in before.
         await self._is_followed.wait()
+        if wait and self._serving(name, wanted) is None and name not in self._awaited:
+            # Once for all that wait: their callers see nothing until it is there.
+            self._awaited.add(name)
+            logger.info("%s; waiting for it, for %g s", self.unknown(name).message, wait)
         with anyio.move_on_after(wait):
             while self._serving(name, wanted) is None:
                 await self._reconciled.wait()
@@ -326,6 +331,7 @@ class Models:
             if not isinstance(error, DynbusError | ValueError | OSError):
                 logger.exception("the model %s failed to open", card.name)
         else:
+            self._awaited.discard(card.name)
             logger.info("the model %s is served from %s", card.name, card.endpoint)
             self._opened(serving.model)
 

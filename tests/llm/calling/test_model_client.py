@@ -293,6 +293,22 @@ async def test_a_model_that_starts_later_is_waited_for() -> None:
         assert (await asked).text == "late"
 
 
+async def test_a_process_says_once_that_it_waits_for_a_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with TestKit() as kit:
+        client = Model("qwen", wait=60.0).client(kit.caller)
+        with caplog.at_level("INFO", "dynbus.llm.pipeline.models"):
+            asked = [asyncio.ensure_future(client.chat("hi")) for _ in range(2)]
+            await eventually(lambda: caplog.messages)
+            await FakeModel.start(kit, "qwen", ["late"] * 2)
+            await asyncio.gather(*asked)
+
+    assert [text for text in caplog.messages if "waiting" in text] == [
+        "there is no model 'qwen'; the models are: none at present; waiting for it, for 60 s"
+    ]
+
+
 async def test_errors_of_the_engine_and_of_requests_are_raised() -> None:
     async with TestKit() as kit:
         await FakeModel.start(kit, "qwen", [Overloaded("full", retry_after=2.0), "no JSON"])
