@@ -54,7 +54,7 @@ def event_message(topic: TopicConfig, body: Mapping[str, Any]) -> dict[str, Any]
 def event_operation(
     topic: TopicConfig, subscription: Subscription, described: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a method that hears a topic does.
+    """The operation of a method that hears a topic.
 
     Args:
         described: what is said of the method.
@@ -70,13 +70,13 @@ def event_operation(
 
 
 def _extension(topic: TopicConfig, subscription: Subscription) -> dict[str, Any]:
-    told: dict[str, Any] = {"topic": str(topic), "retain": topic.retain}
+    fields: dict[str, Any] = {"topic": str(topic), "retain": topic.retain}
     if topic.retain is not None:
-        told["stream"] = topic.stream
+        fields["stream"] = topic.stream
     if not subscription.group:
-        return told
+        return fields
     start, options = subscription.start, subscription.options
-    return told | {
+    return fields | {
         "group": subscription.group,
         "from": start.isoformat() if isinstance(start, datetime) else start,
         "ordered": options.ordered,

@@ -231,8 +231,8 @@ async def _tries_held(jetstream: NatsJetStream, name: EndpointName) -> list[list
         records = await jetstream.read(HOLDERS_STREAM.name, holder_subject(name, "*"))
     except NoStream:
         return []
-    found = [[job.tries for job in one.holder.jobs] for one in read_holders(records, "")]
-    return [tries for tries in found if tries]
+    tries_of_holders = [[job.tries for job in one.holder.jobs] for one in read_holders(records, "")]
+    return [tries for tries in tries_of_holders if tries]
 
 
 async def _count_dead(jetstream: NatsJetStream, name: EndpointName) -> int:
