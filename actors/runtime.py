@@ -261,7 +261,7 @@ class ActorInstance(ServedInstance):
             self.actor = actor.__dynbus_construct__(runtime, name, built)
             self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
-            passing = _Passing(self.actor, name)
+            passing = self._passing = _Passing(self.actor, name)
             endpoints = [passing.behind(self.actor.__dynbus_endpoint__(one)) for one in made]
         runners = _job_runners(runtime.bus, name, actor, endpoints)
         self.schedules = _schedules(runtime.bus, name, actor)
@@ -307,7 +307,8 @@ class ActorInstance(ServedInstance):
         return address or address_of(called, node=dependency.node, namespace=own)
 
     async def add_endpoints(self, functions: Mapping[str, Any]) -> None:
-        """Serve functions beside the actor's handlers, from its start on or while it runs.
+        """Serve functions beside the actor's handlers, and behind its middleware, from its start on
+        or while it runs.
 
         Args:
             functions: see `Runtime.serve_endpoints`.
@@ -317,7 +318,8 @@ class ActorInstance(ServedInstance):
             RuntimeError: it neither starts nor runs.
             Unavailable: the bus does not answer.
         """
-        await self.serve_also(endpoints_of_functions(functions))
+        made = endpoints_of_functions(functions)
+        await self.serve_also([self._passing.behind(one) for one in made])
 
 
 def _job_runners(
@@ -376,9 +378,14 @@ class _Passing:
             kind: of what runs it; a handler says it itself.
         """
         if kind is None:
-            is_durable = self._specs[endpoint.name].durable is not None
-            kind = "job" if is_durable else "stream" if endpoint.streaming else "unary"
+            spec = self._specs.get(endpoint.name)
+            is_durable = spec is not None and spec.durable is not None
+            kind = "job" if is_durable else _kind_of(endpoint)
         return behind_middleware(endpoint, self._middleware, self._component, kind)
+
+
+def _kind_of(endpoint: Endpoint) -> Kind:
+    return "stream" if endpoint.streaming else "unary"
 
 
 class _Endpoints:
@@ -677,6 +684,7 @@ class Runtime(ClientSide):
         endpoints: Mapping[str, Any],
         *,
         metadata: Mapping[str, str] | None = None,
+        middleware: Sequence[Middleware] = (),
         instance_id: str = "",
         grace: float | None = None,
     ) -> AsyncGenerator[ServedInstance]:
@@ -690,6 +698,7 @@ class Runtime(ClientSide):
                 that are bound to an object. They take a request and `context` and are annotated
                 like handlers; `@handler(...)` gives them options.
             metadata: what the instance says of itself, see `Actor.instance_metadata`.
+            middleware: what is done around their calls, the first outermost.
             instance_id: a name of your own instead of a random one.
             grace: seconds; None for the configured ones.
 
@@ -698,17 +707,23 @@ class Runtime(ClientSide):
             ended.
 
         Raises:
-            ConfigError: a name, a function or the metadata is not usable, or the id is taken.
+            ConfigError: a name, a function, a middleware or the metadata is not usable, or the id
+                is taken.
             Unavailable: the runtime is closed.
         """
         self._check_open()
         if instance_id:
             check_token("instance_id", instance_id)
+        address = ComponentName.of(namespace, component)
+        around = checked_middleware(middleware, "serve_endpoints(middleware=...)")
         instance = ServedInstance(
             self.bus,
             self.background,
-            ComponentName.of(namespace, component).instance(instance_id or new_instance_id()),
-            endpoints_of_functions(endpoints),
+            address.instance(instance_id or new_instance_id()),
+            [
+                behind_middleware(one, around, address, _kind_of(one))
+                for one in endpoints_of_functions(endpoints)
+            ],
             _Endpoints({} if metadata is None else metadata),
             id_was_given=bool(instance_id),
             has_other=self.has_other,

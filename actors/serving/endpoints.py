@@ -40,9 +40,14 @@ def endpoints_of_functions(functions: Mapping[str, Callable[..., Any]]) -> list[
                 f"endpoint {name!r}: {brief_repr(function)} is no function: write `async def`, or "
                 "give a method that is bound to an object"
             )
-    return [
-        make_endpoint(function, spec_of(name, function)) for name, function in functions.items()
-    ]
+    specs = {name: spec_of(name, function) for name, function in functions.items()}
+    for name, spec in specs.items():
+        if spec.durable is not None:
+            raise ConfigError(
+                f"endpoint {name!r} is durable, and the jobs of a function are done by nobody: put "
+                "it into a class Name(Actor, namespace=...), or leave out what makes it durable"
+            )
+    return [make_endpoint(functions[name], spec) for name, spec in specs.items()]
 
 
 def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:

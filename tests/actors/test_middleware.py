@@ -30,6 +30,7 @@ from dynbus import (
     with_options,
 )
 from dynbus.actors.middleware.passing import Proceed
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.testing import TestKit, run
 
 
@@ -140,6 +141,56 @@ def test_the_first_is_outermost_at_a_handler() -> None:
         "handler",
         "b out",
         "a out",
+    ]
+
+
+async def spell(word: str) -> AsyncGenerator[str, None]:
+    for letter in word:
+        yield letter
+
+
+async def shout(word: str) -> str:
+    return word.upper()
+
+
+def test_functions_without_a_class_and_those_beside_one_pass_too() -> None:
+    told: list[str] = []
+
+    class Behind(Plain, namespace="middle"):
+        middleware = (Told("actor", told),)
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            functions = {"shout": shout, "spell": spell}
+            alone = Told("alone", told)
+            serving = kit.caller.serve_endpoints("middle", "Alone", functions, middleware=(alone,))
+            async with serving:
+                endpoint = await kit.caller.endpoint("middle.Alone.shout").client()
+                assert await endpoint.round_robin("a") == "A"
+                endpoint = await kit.caller.endpoint("middle.Alone.spell").client()
+                assert [letter async for letter in endpoint.round_robin("ab")] == ["a", "b"]
+            instance = await kit.start(Behind)
+            await instance.add_endpoints({"shout": shout})
+            await eventually(
+                lambda: any(
+                    "shout" in one.record.endpoints
+                    for one in kit.caller.known_instances(ComponentName("middle", "Behind"))
+                )
+            )
+            endpoint = await kit.caller.endpoint("middle.Behind.shout").client()
+            assert await endpoint.round_robin("b") == "B"
+            wrong: Any = "audit"
+            with pytest.raises(ConfigError, match=r"^serve_endpoints\(middleware=...\)='audit': "):
+                async with kit.caller.serve_endpoints("a", "B", functions, middleware=wrong):
+                    pass
+
+    run(story())
+    assert [line for line in told if "before" in line or "item" in line] == [
+        "alone before handler unary shout",
+        "alone before handler stream spell",
+        "alone item a",
+        "alone item b",
+        "actor before handler unary shout",
     ]
 
 

@@ -21,6 +21,7 @@ from dynbus import (
     InvalidRequest,
     NoInstances,
     Runtime,
+    every,
     handler,
 )
 from dynbus.bus.nats.server_process import RunningServer
@@ -216,6 +217,19 @@ async def two_requests(one: int, other: int) -> int:
     return one + other
 
 
+async def job() -> int:
+    return 1
+
+
+async def tick() -> int:
+    return 1
+
+
+# Type checkers refuse them for functions that are no methods.
+durable: Any = handler(durable=True)
+hourly: Any = every("1h")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "there is no endpoint to serve"),
     ({"a.b": ping}, "endpoint 'a.b' is not a valid name"),
@@ -223,6 +237,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"number": 3}, "endpoint 'number': 3 is no function"),
     ({"untyped": untyped_request}, "untyped_request: annotate 'prompt'"),
     ({"two": two_requests}, "two_requests takes 2 requests"),
+    ({"job": durable(job)}, "endpoint 'job' is durable, .* put it into a class"),
+    ({"tick": hourly(tick)}, "endpoint 'tick' is durable, .* put it into a class"),
 ]
 
 

@@ -369,6 +369,12 @@ class Desk(Actor, namespace="demo"):
         await sleep_until(timedelta(hours=1))
         return Word(text=prompt.text)
 
+    @handler(
+        durable=True, ordered_by="text", backoff=1.0, ack_wait=5.0, max_age=3600.0, result_age=600.0
+    )
+    async def ordered(self, prompt: Prompt) -> Word:
+        return Word(text=prompt.text)
+
     @handler(durable=True)
     async def nightly(self) -> int:
         return 1
@@ -396,7 +402,12 @@ async def have_jobs_done(runtime: Runtime) -> None:
     assert_type(await job.state(), JobState)
     assert_type(await job.cancel(), bool)
     await job.signal("approved", Prompt(text="yes"))
+    later = datetime.now(UTC) + timedelta(hours=1)
+    await desk.summarise.submit(Prompt(text="a"), at=later, deadline=60.0, priority=-1)
+    await desk.summarise.submit(Prompt(text="a"), idempotency_key=None, deadline=None)
+    assert_type(await desk.ordered.submit(Prompt(text="a")), JobHandle[Word])
     assert_type(await (await desk.nightly.submit()).result(), int)
+    assert_type(await (await desk.nightly.submit(delay=1.0, priority=2)).result(), int)
     assert_type(await runtime.job(job.id, Desk.summarise).result(), Word)
     assert_type(await desk.tick(), int)
     assert_type(await desk.report(datetime.now(UTC)), Word)

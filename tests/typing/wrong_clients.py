@@ -50,6 +50,26 @@ class Splitter(Actor, namespace="demo"):
         return len(prompt.text)
 
 
+class Desk(Actor, namespace="demo"):
+    @handler(durable=True)
+    async def write(self, prompt: Prompt) -> Word:
+        return Word(text=prompt.text)
+
+
+async def wrong_jobs(runtime: Runtime) -> None:
+    desk = runtime.client(Desk)
+    await desk.write.submit("a")  # type: ignore
+    await desk.write.submit()  # type: ignore
+    await desk.write.submit(Prompt(text="a"), dely=1.0)  # type: ignore
+    await desk.write.submit(Prompt(text="a"), delay="1s")  # type: ignore
+    await desk.write.submit(Prompt(text="a"), at="2030-01-01")  # type: ignore
+    await desk.write.submit(Prompt(text="a"), idempotency_key=5)  # type: ignore
+    await desk.write.submit(Prompt(text="a"), priority="high")  # type: ignore
+    await runtime.client(Splitter).count.submit(Prompt(text="a"))  # type: ignore
+    print((await desk.write(Prompt(text="a"))).number)  # type: ignore
+    print((await (await desk.write.submit(Prompt(text="a"))).result()).number)  # type: ignore
+
+
 class Plain:
     pass
 
@@ -206,6 +226,9 @@ def wrong_options() -> None:
     handler(concurrency="many")  # type: ignore
     handler(timeout="60s")  # type: ignore
     handler(resume=1)  # type: ignore
+    handler(durable=True, ordered_by=1)  # type: ignore
+    handler(durable=True, tries="3")  # type: ignore
+    handler(durable=True, backoff="1s")  # type: ignore
     handler(resume="replay", migration_limit="3")  # type: ignore
 
 
