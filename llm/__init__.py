@@ -12,22 +12,37 @@ if TYPE_CHECKING:
     from .calling.fake import FakeModel, tool_call
     from .calling.model import Model
     from .calling.stream import ModelStream
+    from .disaggregated.roles import RoleChange, RoleState
     from .disaggregated.worker import DisaggregatedWorker
     from .embedding import Embedded, EmbedRequest
     from .engine.interface import (
+        BlockTier,
         Engine,
         EngineLimits,
         EngineLoad,
+        Held,
+        Listener,
         LoadMetrics,
+        Prefill,
         RequestTooLong,
         RunningEngine,
         Step,
         StepFailed,
+        Stepper,
+        TransferringEngine,
     )
     from .engine.model import Chunk, EmbeddingModel, PagedModel
     from .engine.model_engine import ModelEngine
     from .engine.worker import EngineWorker
-    from .generation import Generated, GenerateRequest, Sampling, StructuredOutput
+    from .generation import (
+        DefaultSampling,
+        Generated,
+        GenerateRequest,
+        Sampling,
+        StructuredOutput,
+        Thinking,
+        TokenLogprob,
+    )
     from .hand_over.sink import Limits
     from .http.frontend import Frontend
     from .mock.worker import MockWorker
@@ -35,21 +50,30 @@ if TYPE_CHECKING:
     from .models.catalog import Catalog
     from .models.origins import ModelUnavailable
     from .models.register import register_adapter, register_llm
+    from .models.source import LocalModel
+    from .openai.typed import Chat, Completion, EmbeddedTexts, Message
     from .pipeline.processor import Processor
     from .proxy.worker import OpenAiWorker
     from .served_model import ServedModel, ServedModelOptions
     from .small.engine import SmallConfig, SmallEngine
     from .text.text_model import TextModel
-    from .vllm.worker import AdapterAt, VllmWorker
+    from .text.tokenizer import Tokenizer
+    from .vllm.worker import Adapter, AdapterAt, VllmWorker
     from .worker import ModelWorker, SmallWorker
 
 __all__ = [
+    "Adapter",
     "AdapterAt",
+    "BlockTier",
     "Catalog",
+    "Chat",
     "Chunk",
+    "Completion",
+    "DefaultSampling",
     "DisaggregatedWorker",
     "EmbedRequest",
     "Embedded",
+    "EmbeddedTexts",
     "EmbeddingModel",
     "Engine",
     "EngineLimits",
@@ -59,8 +83,12 @@ __all__ = [
     "Frontend",
     "GenerateRequest",
     "Generated",
+    "Held",
     "Limits",
+    "Listener",
     "LoadMetrics",
+    "LocalModel",
+    "Message",
     "MockWorker",
     "Model",
     "ModelCard",
@@ -73,8 +101,11 @@ __all__ = [
     "ModelWorker",
     "OpenAiWorker",
     "PagedModel",
+    "Prefill",
     "Processor",
     "RequestTooLong",
+    "RoleChange",
+    "RoleState",
     "RunningEngine",
     "Sampling",
     "ServedModel",
@@ -84,8 +115,13 @@ __all__ = [
     "SmallWorker",
     "Step",
     "StepFailed",
+    "Stepper",
     "StructuredOutput",
     "TextModel",
+    "Thinking",
+    "TokenLogprob",
+    "Tokenizer",
+    "TransferringEngine",
     "VllmWorker",
     "register_adapter",
     "register_llm",
@@ -99,6 +135,18 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         homes={
+            "text.tokenizer": ("Tokenizer",),
+            "openai.typed": (
+                "Chat",
+                "Completion",
+                "EmbeddedTexts",
+                "Message",
+            ),
+            "disaggregated.roles": (
+                "RoleChange",
+                "RoleState",
+            ),
+            "models.source": ("LocalModel",),
             "calling.client": ("ModelClient",),
             "calling.fake": ("FakeModel", "tool_call"),
             "calling.model": ("Model",),
@@ -106,13 +154,33 @@ if not TYPE_CHECKING:
             "disaggregated.worker": ("DisaggregatedWorker",),
             "embedding": ("EmbedRequest", "Embedded"),
             "engine.interface": (
-                *("Engine", "EngineLimits", "EngineLoad", "LoadMetrics", "RequestTooLong"),
-                *("RunningEngine", "Step", "StepFailed"),
+                "BlockTier",
+                "Engine",
+                "EngineLimits",
+                "EngineLoad",
+                "Held",
+                "Listener",
+                "LoadMetrics",
+                "Prefill",
+                "RequestTooLong",
+                "RunningEngine",
+                "Step",
+                "StepFailed",
+                "Stepper",
+                "TransferringEngine",
             ),
             "engine.model": ("Chunk", "EmbeddingModel", "PagedModel"),
             "engine.model_engine": ("ModelEngine",),
             "engine.worker": ("EngineWorker",),
-            "generation": ("GenerateRequest", "Generated", "Sampling", "StructuredOutput"),
+            "generation": (
+                "DefaultSampling",
+                "GenerateRequest",
+                "Generated",
+                "Sampling",
+                "StructuredOutput",
+                "Thinking",
+                "TokenLogprob",
+            ),
             "hand_over.sink": ("Limits",),
             "http.frontend": ("Frontend",),
             "mock.worker": ("MockWorker",),
@@ -125,7 +193,14 @@ if not TYPE_CHECKING:
             "served_model": ("ServedModel", "ServedModelOptions"),
             "small.engine": ("SmallConfig", "SmallEngine"),
             "text.text_model": ("TextModel",),
-            "vllm.worker": ("AdapterAt", "VllmWorker"),
-            "worker": ("ModelWorker", "SmallWorker"),
+            "vllm.worker": (
+                "Adapter",
+                "AdapterAt",
+                "VllmWorker",
+            ),
+            "worker": (
+                "ModelWorker",
+                "SmallWorker",
+            ),
         },
     )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tests.test_docs import BLOCKS
@@ -27,7 +31,7 @@ FACES = (
     "dynbus.testing",
     "dynbus.transfer",
 )
-LAB = ("dynbus.llm.replay",)
+LAB = ("dynbus.llm.replay", "dynbus.kvrouter.stream.history")
 """What experiments are made with, which no service needs."""
 PROGRAMS = sorted(
     path
@@ -82,6 +86,26 @@ def test_the_guides_import_faces_only() -> None:
     }
 
     assert taken == set()
+
+
+def test_the_words_of_the_guides_name_no_module_but_faces() -> None:
+    named = {
+        f"{path.name} names {module}"
+        for folder in ("guides", "tutorial")
+        for path in (ROOT / "docs" / folder).glob("*.md")
+        for module in re.findall(r"`(dynbus(?:\.\w+)+)`", path.read_text())
+        if module not in (*FACES, *LAB) and is_module(module)
+    }
+
+    assert named == set()
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module, rather than a metric or a name of one."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def test_what_dynbus_exports_is_what_programs_are_written_with() -> None:
@@ -146,3 +170,81 @@ def test_a_name_brings_no_more_than_it_needs(name: str, unwanted: list[str]) -> 
     )
 
     assert done.stdout == "[]\n"
+
+
+PACKAGES = ("dynbus.kvrouter", "dynbus.llm", "dynbus.transfer")
+MADE_BY_DYNBUS = frozenset(
+    f"{module}.{name}"
+    for module, names in {
+        "kvrouter.engine_events.bridge": "RankStream",
+        "kvrouter.engine_events.messages": "EngineCleared EngineRemoved EngineStored Quarantined",
+        "kvrouter.engine_events.status": "BridgeStatus",
+        "kvrouter.events": "CacheDigest EventBatch",
+        "kvrouter.radix.index": "Applied IndexStatistics RankState",
+        "kvrouter.routing.queue": "Ticket",
+        "kvrouter.stream.cache_mirror": "HeldBlock Stretch",
+        "kvrouter.stream.loop_sink": "LoopSink",
+        "kvrouter.stream.snapshot_writer": "Due",
+        "kvrouter.stream.snapshots": "Coverage SnapshotInfo",
+        "llm.calling.client": "ChatWishes CompletionWishes",
+        "llm.calling.fake": "Kit",
+        "llm.engine.interface": "CachedBlock",
+        "llm.engine.runner": "EventSink",
+        "llm.hand_over.messages": "LendRequest Lent Offer OfferAnswer PrefillRequest Prefilled",
+        "llm.mock.engine": "MockEngine",
+        "llm.models.catalog": "ServedModel",
+        "llm.models.origins": "Progress",
+        "llm.openai.typed": "ToolCall",
+        "llm.text.detokenizer": "Detokenizer",
+        "llm.vllm.engine": "VllmEngine",
+        "llm.vllm.handing_over": "HandOver HandedOver KvIdentity",
+        "llm.vllm.worker": "Sleep WakeUp",
+        "llm.weights.config": "ModelConfig",
+        "llm.worker": "ModelEngineOptions",
+        "transfer.links": "Link",
+        "transfer.states": "State",
+    }.items()
+    for name in names.split()
+)
+"""Classes of signatures that nobody constructs and whose names nobody needs: what they have is used
+where it comes from. Some are messages between instances."""
+
+
+def classes_of(annotation: object) -> Iterator[type]:
+    """The classes of dynbus in an annotation."""
+    if isinstance(annotation, type) and annotation.__module__.partition(".")[0] == "dynbus":
+        yield annotation
+    parts = annotation if isinstance(annotation, list) else typing.get_args(annotation)
+    for part in parts:
+        yield from classes_of(part)
+
+
+def functions_of(value: object) -> Iterator[Any]:
+    """A function, or the public methods and properties of a class, inherited ones included."""
+    if inspect.isfunction(value):
+        yield value
+    elif inspect.isclass(value):
+        for base in value.__mro__:
+            if base.__module__.partition(".")[0] == "dynbus":
+                for name, member in vars(base).items():
+                    found = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                    if not name.startswith("_") and inspect.isfunction(found):
+                        yield found
+
+
+def test_a_class_in_a_signature_of_a_face_is_on_a_face() -> None:
+    faces = [importlib.import_module(name) for name in FACES]
+    exported = {id(value_of(face, name)) for face in faces for name in face.__all__}
+
+    missing = {
+        f"{kind.__module__.removeprefix('dynbus.')}.{kind.__qualname__}"
+        for package in PACKAGES
+        for name in importlib.import_module(package).__all__
+        for function in functions_of(value_of(importlib.import_module(package), name))
+        for annotation in typing.get_type_hints(function).values()
+        for kind in classes_of(annotation)
+        if id(kind) not in exported and not kind.__name__.startswith("_")
+    }
+
+    assert missing - MADE_BY_DYNBUS == set()
+    assert MADE_BY_DYNBUS - missing == set(), "these are exported, or in no signature any more"
