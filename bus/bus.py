@@ -108,12 +108,15 @@ class Bus:
         """Open both connections, to one server.
 
         Raises:
+            ConfigError: the file of its credentials cannot be used.
             PermissionDenied: the server refuses the credentials or a reply subject.
             Unavailable: no server can be reached.
         """
+        from .identity.credentials import identified
         from .nats.connection import choose_server, connect_as
         from .telemetry.telemetry import Telemetry
 
+        config = identified(config)
         replies = ReplySubjects(config.principal, random_id())
         choice = await choose_server(config)
         data = await connect_as(config, name=name, inbox=replies.server_api, choice=choice)

@@ -69,8 +69,10 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             One on this machine is preferred, then those of our zone, then any. `NATS_URL` is
             understood too, and `HOST:PORT` or `USER:PASSWORD@HOST:PORT` without a scheme.
         zone: where this process is: servers of the same zone are preferred; empty for nowhere.
-        principal: the credential's name as permissions spell it in `_R.{principal}.>`.
-        credentials: path of a NATS credentials file; needs the extra `nkeys`.
+        principal: the credential's name as permissions spell it in `_R.{principal}.>`; of an NKEY
+            the name of its file unless given.
+        credentials: path of a file with an NKEY, `NAME.nk`, or of a NATS credentials file; for
+            `dynbus run` also of a folder with a file for each component. Needs the extra `nkeys`.
         connect_timeout: seconds for the first connection.
         max_request_bytes: larger requests are refused.
         max_item_bytes: larger items and results are refused.

@@ -23,6 +23,7 @@ from .background import Background
 from .drops import DropReason
 from .errors import DynbusError, Unavailable
 from .protocol import headers
+from .protocol.names import follow_subjects, look_up_subjects, read_subjects
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,21 @@ class StreamConfig(NamedTuple):
     description: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
     lanes: int = 0
+
+    @property
+    def to_look_up(self) -> tuple[str, ...]:
+        """What who looks up single messages of it publishes to."""
+        return look_up_subjects(self.name)
+
+    @property
+    def to_read(self) -> tuple[str, ...]:
+        """What who reads what it holds now publishes to."""
+        return read_subjects(self.name)
+
+    @property
+    def to_follow(self) -> tuple[str, ...]:
+        """What who reads it, and what is stored from then on, publishes to."""
+        return follow_subjects(self.name)
 
     def differences(self, existing: StreamConfig, *fields: str) -> list[str]:
         """The limits of a stream that are others than these, as `name = value, not value`.

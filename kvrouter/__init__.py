@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .engine_events.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
     from .hashing import SEED, block_hashes, sequence_hashes, token_bytes
+    from .permissions import event_grants, routing_grants
     from .radix import Overlap, RadixIndex, Rank
     from .routing import (
         COST_FUNCTIONS,
@@ -117,12 +118,14 @@ __all__ = [
     "encode_events",
     "events",
     "follow_engine",
+    "event_grants",
     "hashing",
     "kv_streams",
     "open_router",
     "profiles",
     "read_profile",
     "requests",
+    "routing_grants",
     "sequence_hashes",
     "token_bytes",
     "token_rule",
@@ -150,4 +153,5 @@ if not TYPE_CHECKING:
         "engine_events",
         "engine_events.of_actor",
         "engine_events.zmq_subscriber",
+        "permissions",
     )

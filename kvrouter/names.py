@@ -11,6 +11,7 @@ from dynbus.spi import check_token
 EVENTS: Final = "_kv"
 RESYNC: Final = "_kv_resync"
 LOAD: Final = "_kv_load"
+WHY: Final = "_kv_why"
 ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 
 PUBLISHED: Final = "Dynbus-Published"

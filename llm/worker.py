@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from dynbus import ConfigError, Option, handler, takes
+from dynbus.spi import ComponentName
 from dynbus.transfer import KvMemory, Mover, Settled, Settlement, open_agent
 
 from .engine.interface import Engine, EngineLimits
@@ -194,6 +195,19 @@ class ModelWorker(EngineWorker, abstract=True):
         self._small = options.small
         self._mock = options.mock
         self._temporary = ExitStack()
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        # Only `dynbus auth` needs it.
+        from dynbus.llm.permissions import lending_blocks, registering_models
+
+        return [
+            *super().__dynbus_grants__(address, namespaces),
+            *registering_models(address),
+            *lending_blocks(address),
+        ]
 
     async def find_model(self) -> LocalModel | None:
         """The files of the model; None for `stand_in` to take their place.

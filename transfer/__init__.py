@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         TransferError,
         TransferFailed,
     )
-    from .exchange import AGENTS_STREAM, DESCRIPTIONS
+    from .exchange import AGENTS_STREAM, DESCRIPTIONS, transfer_grants
     from .layout import Axis, BlockLayout, KvMemory, Pieces, Region, check_convertible, copy, plan
     from .leases import Lease, LeaseTable, Ticket
     from .mover import Mover, Moving
@@ -63,6 +63,7 @@ __all__ = [
     "copy",
     "open_agent",
     "plan",
+    "transfer_grants",
     "vouch",
     "wanted",
 ]

@@ -30,7 +30,7 @@ from dynbus.spi import (
     check_token,
     monotonic,
 )
-from dynbus.transfer.names import BUCKET, transfer_agent_subject
+from dynbus.transfer.names import BUCKET, transfer_agent_subject, transfer_subject
 
 from .descriptors import AgentDescription, decode, encode
 from .errors import BadDescription, PeerRestarted, TransferFailed
@@ -256,3 +256,27 @@ async def _look(jetstream: JetStream, agent: str) -> AgentDescription | None:
     if description.agent != agent:
         raise BadDescription(f"the record of agent {agent} describes {description.agent}")
     return description
+
+
+def transfer_grants(agents: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """The uses that a process makes of the bus, for `dynbus auth`, that moves blocks between its
+    memory and that of its peers.
+
+    Args:
+        agents: the names that its agents and their peers may have, with wildcards.
+    """
+    descriptions = DESCRIPTIONS.stream
+    return [
+        (
+            f"moves blocks as {agents}",
+            (
+                transfer_agent_subject(agents),
+                *AGENTS_STREAM.to_look_up,
+                *descriptions.subjects,
+                *descriptions.to_follow,
+                f"$JS.API.STREAM.PURGE.{descriptions.name}",
+                transfer_subject(agents, "*"),
+            ),
+            (transfer_subject(agents, "*"),),
+        )
+    ]

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, describe_exception
-from dynbus.bus.protocol.names import ComponentName, check_token
+from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 from dynbus.bus.topics import TopicConfig
 from dynbus.bus.work_queue import WorkQueueConfig
 
@@ -24,6 +24,8 @@ A = TypeVar("A", bound="DeclaredActor")
 L = TypeVar("L", bound="DeclaredActor")
 
 SUBSCRIPTION: Final = "__dynbus_subscription__"
+GrantFields = tuple[str, tuple[str, ...], tuple[str, ...]]
+
 PUBLIC_ATTRIBUTES: Final = (
     "broadcast",
     "instance_id",
@@ -88,6 +90,7 @@ class DeclaredActor:
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
     __dynbus_uses__: ClassVar[dict[str, Used]] = {}
     __dynbus_links__: ClassVar[frozenset[str]] = frozenset()
+    __dynbus_calls_all__: ClassVar[bool] = False
 
     def __init_subclass__(
         cls,
@@ -140,6 +143,25 @@ class DeclaredActor:
         if not abstract:
             for spec in cls.__dynbus_handlers__.values():
                 spec.resume_function(cls)
+
+    @classmethod
+    def __dynbus_also__(cls, address: ComponentName) -> Iterable[ComponentName | EndpointName]:
+        """The components as which an instance is found beside its own, and the endpoints whose
+        jobs it puts and takes beside those of durable handlers, for `dynbus auth`."""
+        return ()
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> Iterable[GrantFields]:
+        """The uses that an instance makes of the bus beside its handlers and dependencies, for
+        `dynbus auth`: a phrase for each purpose, the subjects that it publishes to, and those that
+        it subscribes to. A subclass that has some adds those of its base.
+
+        Args:
+            namespaces: in which it may find what it calls.
+        """
+        return [row for used in cls.__dynbus_uses__.values() for row in used.grants(namespaces)]
 
     @classmethod
     def link(cls, other: type[L], /) -> type[L]:
@@ -286,6 +308,12 @@ class Used:
 
     def __str__(self) -> str:
         return str(self._used)
+
+    def grants(self, namespaces: Sequence[str]) -> Iterable[GrantFields]:
+        """The uses that who has this makes of the bus, as `__dynbus_grants__` of what is used says
+        them."""
+        used: Any = self._used
+        return used.__dynbus_grants__(namespaces) if hasattr(used, "__dynbus_grants__") else ()
 
 
 def kept_dependencies(cls: type[DeclaredActor]) -> dict[str, Dependency[Any]]:

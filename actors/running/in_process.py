@@ -33,6 +33,7 @@ from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.blocked_loop import OWN_FOLDERS
 from dynbus.bus.clock import monotonic
+from dynbus.bus.config import load_config
 from dynbus.bus.errors import (
     ConfigError,
     DynbusError,
@@ -41,6 +42,7 @@ from dynbus.bus.errors import (
     describe_exception,
     only_cause,
 )
+from dynbus.bus.identity.credentials import own_credentials
 from dynbus.bus.protocol.names import ComponentName
 
 from .graph import dependency_depth, dependents_first
@@ -188,8 +190,10 @@ async def serve(
     name = served[0] if len(served) == 1 else "dynbus-run"
 
     async def connect_and_serve() -> None:
+        given = load_config(bus, unknown_variables="warn").credentials
+        settings: dict[str, Any] = {**bus, "credentials": own_credentials(given, served)}
         with ending.cuts_short() as connecting:
-            runtime = await Runtime.connect(name=name, **bus)
+            runtime = await Runtime.connect(name=name, **settings)
         if connecting.cancelled_caught:
             return
         runtime.bus.on_failure(ending.stop)

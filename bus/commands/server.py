@@ -123,8 +123,10 @@ async def connected(config: BusConfig, name: str) -> AsyncGenerator[Server]:
         Unavailable: no server can be reached.
     """
     # Only those who connect need what connects, which takes long to import.
+    from dynbus.bus.identity.credentials import identified
     from dynbus.bus.nats.connection import connect_as
 
+    config = identified(config)
     replies = ReplySubjects(config.principal, random_id())
     connection = await connect_as(config, name=name, inbox=replies.server_api)
     try:

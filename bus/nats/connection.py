@@ -30,6 +30,7 @@ from dynbus.bus.errors import (
     PermissionDenied,
     Unavailable,
 )
+from dynbus.bus.identity.credentials import credential_options
 from dynbus.bus.protocol.headers import OF_STREAM
 from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import REPLICAS, Callback, ConnectionState, Message, WatchedConnection
@@ -631,6 +632,7 @@ async def connect_as(
         choice: that it shares with other connections of the process.
 
     Raises:
+        ConfigError: the file of its credentials cannot be used.
         PermissionDenied: the server refuses the credentials.
         Unavailable: no server could be reached.
     """
@@ -639,6 +641,6 @@ async def connect_as(
         name=name,
         inbox=inbox,
         timeout=config.connect_timeout,
-        options={"user_credentials": config.credentials} if config.credentials else {},
+        options=credential_options(config.credentials),
         replicas=config.replicas,
     )

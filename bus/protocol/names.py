@@ -237,8 +237,12 @@ def job_log_subject(queue: EndpointName, job: str, record: str = ">") -> str:
 
 
 def job_cancel_subject(queue: EndpointName) -> str:
-    """The subject where the takers of an endpoint's jobs hear of cancelled ones."""
-    return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}"
+    """The subject where the takers of an endpoint's jobs hear of cancelled ones.
+
+    It has a token more than any subject that callers may publish to, so that who only calls ends
+    nobody's job.
+    """
+    return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}.cancelled"
 
 
 def job_log_stream(queue: EndpointName) -> str:
@@ -336,6 +340,28 @@ def topic_of_stream(stream: str) -> tuple[str, str] | None:
     if not stream.startswith(_TOPIC_STREAM) or not plus:
         return None
     return namespace, topic.replace("+", ".")
+
+
+def look_up_subjects(stream: str) -> tuple[str, ...]:
+    """The subjects by which it is asked whether a stream is there, and for the last message of a
+    subject."""
+    return (f"$JS.API.STREAM.INFO.{stream}", f"$JS.API.STREAM.MSG.GET.{stream}")
+
+
+def read_subjects(stream: str) -> tuple[str, ...]:
+    """The subjects by which what a stream holds now is read."""
+    return (*look_up_subjects(stream), f"$JS.API.DIRECT.GET.{stream}")
+
+
+def follow_subjects(stream: str) -> tuple[str, ...]:
+    """The subjects by which a stream is read, and what is stored from then on, through a consumer
+    of one's own."""
+    return (
+        *look_up_subjects(stream),
+        f"$JS.API.CONSUMER.CREATE.{stream}.*.>",
+        f"$JS.API.CONSUMER.DELETE.{stream}.*",
+        f"$JS.FC.{stream}.>",
+    )
 
 
 class ReplySubjects:

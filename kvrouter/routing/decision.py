@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dynbus.kvrouter.names import WHY
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.spi import check_token, monotonic, unix_time
 
@@ -307,7 +308,7 @@ class DecisionLog:
 
 def why_subject(namespace: str, component: str) -> str:
     """The subject at which the routers of a component are asked for their decisions."""
-    return f"{check_token('namespace', namespace)}.{check_token('component', component)}._kv_why"
+    return f"{check_token('namespace', namespace)}.{check_token('component', component)}.{WHY}"
 
 
 class Question(msgspec.Struct, frozen=True):

@@ -24,7 +24,8 @@ from dynbus import (
     handler,
     takes,
 )
-from dynbus.spi import Endpoint, RelayedStream, ReplyPort, ResumeRule, monotonic
+from dynbus.kvrouter.permissions import routing_grants
+from dynbus.spi import ComponentName, Endpoint, RelayedStream, ReplyPort, ResumeRule, monotonic
 
 from . import token_rule
 from .config import RouterConfig
@@ -82,6 +83,14 @@ class RouterActor(Actor, abstract=True):
     Raises:
         ConfigError: a value is not usable.
     """
+
+    __dynbus_calls_all__ = True
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        return [*super().__dynbus_grants__(address, namespaces), *routing_grants(namespaces)]
 
     @takes(RouterActorOptions)
     def __init__(self, options: RouterActorOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -48,6 +49,15 @@ class Model:
 
     def __str__(self) -> str:
         return f"model {self.name}"
+
+    @staticmethod
+    def __dynbus_grants__(
+        namespaces: Sequence[str],
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        # Only `dynbus auth` needs it.
+        from dynbus.llm.permissions import asking_models
+
+        return asking_models(namespaces)
 
     def client(self, runtime: Runtime, /) -> ModelClient:
         """A client, made at once; the model's tokenizer and routers are had ready meanwhile.

@@ -38,6 +38,7 @@ from dynbus.spi import (
     read_latest,
     suggestion,
 )
+from dynbus.transfer import transfer_grants
 
 logger = logging.getLogger(__name__)
 
@@ -457,3 +458,13 @@ async def follow_settings(
     finally:
         with anyio.CancelScope(shield=True):
             await work.end()
+
+
+def handing_over(address: ComponentName) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """The uses that a worker makes of the bus, for `dynbus auth`, whose prompts are computed
+    elsewhere."""
+    subjects = (*SETTINGS_STREAM.to_follow, f"$JS.API.DIRECT.GET.{SETTINGS_STREAM.name}")
+    return [
+        ("follows settings of disaggregated serving", subjects, ()),
+        *transfer_grants(f"{address.namespace}.*"),
+    ]

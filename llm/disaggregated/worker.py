@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
@@ -62,6 +62,7 @@ from .settings import (
     LiveSettings,
     announced_settings,
     follow_settings,
+    handing_over,
 )
 
 _SERVED: Final[Mapping[Duty, tuple[str, ...]]] = {
@@ -122,6 +123,23 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     _limits_of_engine: EngineLimits
     _first_role: Role
     _ids: RoleIds
+
+    @classmethod
+    def __dynbus_also__(cls, address: ComponentName) -> list[ComponentName | EndpointName]:
+        space = address.namespace
+        nodes = (cls.prefill_node, cls.decode_node, cls.control_node)
+        queue = EndpointName(space, cls.prefill_node, "prefill")
+        return [*(ComponentName(space, node) for node in nodes), queue]
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        served = ComponentName(address.namespace, cls.decode_node)
+        inherited = super().__dynbus_grants__(served, namespaces)
+        return [*inherited, *handing_over(served)]
+
+    __dynbus_calls_all__ = True
 
     @takes(DisaggregatedOptions)
     def __init__(self, options: DisaggregatedOptions) -> None:

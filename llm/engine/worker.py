@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from itertools import count
@@ -13,11 +13,12 @@ import anyio
 import anyio.to_thread
 
 from dynbus import Actor, Cancelled, Reply, Unavailable, context, handler
-from dynbus.kvrouter import KvEventPublisher, profiles
+from dynbus.kvrouter import KvEventPublisher, event_grants, profiles
 from dynbus.llm.continuing import resume
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.spi import ComponentName
 
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
@@ -63,6 +64,12 @@ class EngineWorker(Actor, abstract=True):
     _engine_runner: EngineRunner | None = None
     _engine_exits: AsyncExitStack | None = None
     _engine_numbers: Iterator[int]
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        return [*super().__dynbus_grants__(address, namespaces), *event_grants(address)]
 
     def make_engine(self) -> Engine | RunningEngine:
         """The engine, ready for its first request. Called once, in a thread: it may take its time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -20,7 +20,7 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
-from dynbus.spi import Openable
+from dynbus.spi import ComponentName, Openable
 
 from .application import Application, Page, Response
 from .server import HttpServer
@@ -130,11 +130,25 @@ class Frontend(Actor, abstract=True):
         ConfigError: a value is not usable.
     """
 
+    __dynbus_calls_all__ = True
+
     @takes(FrontendOptions)
     def __init__(self, options: FrontendOptions) -> None:
         self._options = options
         self._front_end: HttpFrontEnd | None = None
         self._exits = AsyncExitStack()
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        # Only `dynbus auth` needs it.
+        from dynbus.llm.permissions import asking_models
+        from dynbus.llm.resumable.store import stream_grants
+
+        asks = ("asks whether instances answer", ("$SRV.PING.>",), ())
+        inherited = super().__dynbus_grants__(address, namespaces)
+        return [*inherited, *asking_models(namespaces), *stream_grants(), asks]
 
     @property
     def url(self) -> str:

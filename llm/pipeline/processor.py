@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import chat_of, completion_of
 from dynbus.llm.text.text_model import TextModel
-from dynbus.spi import random_id
+from dynbus.spi import ComponentName, random_id
 
 from . import RoutingChoice
 from .models import Models
@@ -51,6 +51,8 @@ class Processor(Actor, abstract=True):
         ConfigError: both names are the same.
     """
 
+    __dynbus_calls_all__ = True
+
     def __init__(self, model: str, serve_as: str, routing: RoutingChoice = "auto") -> None:
         if model == serve_as:
             raise ConfigError(
@@ -63,6 +65,19 @@ class Processor(Actor, abstract=True):
         self._catalog: Catalog | None = None
         self._models: Models | None = None
         self._exits = AsyncExitStack()
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        # Only `dynbus auth` needs it.
+        from dynbus.llm.permissions import asking_models, registering_models
+
+        return [
+            *super().__dynbus_grants__(address, namespaces),
+            *asking_models(namespaces),
+            *registering_models(address),
+        ]
 
     async def on_start(self) -> None:
         async with AsyncExitStack() as exits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
@@ -28,7 +28,7 @@ from dynbus import (
     handler,
     takes,
 )
-from dynbus.kvrouter import DP_RANK_KEY, profiles
+from dynbus.kvrouter import DP_RANK_KEY, event_grants, profiles
 from dynbus.llm.models.card import (
     MAX_NAME,
     ModelCard,
@@ -39,7 +39,7 @@ from dynbus.llm.models.card import (
 )
 from dynbus.llm.models.register import register_adapter, register_llm
 from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
-from dynbus.spi import ResumeRule, Work, monotonic
+from dynbus.spi import ComponentName, ResumeRule, Work, monotonic
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
 from .events import EventReader
@@ -171,6 +171,16 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._doubt = anyio.Event()
         self._following: Work | None = None
         self._exits = AsyncExitStack()
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        # Only `dynbus auth` needs it.
+        from dynbus.llm.permissions import registering_models
+
+        inherited = super().__dynbus_grants__(address, namespaces)
+        return [*inherited, *event_grants(address), *registering_models(address)]
 
     async def on_start(self) -> None:
         async with AsyncExitStack() as exits:

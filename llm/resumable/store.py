@@ -366,3 +366,9 @@ class StreamStore:
             watch.bounced()
         else:
             watch.answered(owns=message.data == YES)
+
+
+def stream_grants() -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """The uses that a front end makes of the bus, for `dynbus auth`, whose streams are resumed."""
+    logs, owners = stream_log_subject("*"), stream_owner_subject("*")
+    return [("keeps resumable streams", (logs, owners, *LOGS_STREAM.to_follow, "_R.>"), (owners,))]

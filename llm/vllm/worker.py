@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
@@ -230,6 +230,15 @@ class VllmWorker(EngineWorker, namespace="llm"):
         if role == "prefill" and self._lora_modules:
             raise ConfigError("lora_modules: a prefill engine serves no adapters, decode ones do")
         return role
+
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        # Only `dynbus auth` needs it.
+        from dynbus.llm.permissions import registering_models
+
+        return [*super().__dynbus_grants__(address, namespaces), *registering_models(address)]
 
     def make_engine(self) -> VllmEngine:
         started = monotonic()

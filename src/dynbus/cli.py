@@ -54,6 +54,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "lab": "Measure, break on purpose, simulate.",
     },
     "Operate": {
+        "auth": "Write the users of nats-server.",
         "doctor": "Check the server and this machine.",
         "setup": "Make the streams of a namespace.",
         "version": "Print the versions that matter.",

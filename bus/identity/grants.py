@@ -1,0 +1,261 @@
+"""The permissions of a credential, each part of them with what it is for.
+
+This is where permissions are spelled: `dynbus auth` renders the server's configuration of it, and
+`docs/permissions.md` is made of it. Packages above the kernel add what is theirs, as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from dynbus.bus.protocol.names import (
+    CANCEL,
+    CONTROL,
+    DEFAULT_REPLY_PREFIXES,
+    HOLDERS_BUCKET,
+    INSTANCES_BUCKET,
+    REPLY_ROOT,
+    SCHEMA,
+    ComponentName,
+    EndpointName,
+    dead_letter_stream,
+    dead_letter_subject,
+    follow_subjects,
+    holder_subject,
+    job_cancel_subject,
+    job_log_stream,
+    job_log_subject,
+    look_up_subjects,
+    read_subjects,
+    work_stream,
+    work_subject,
+)
+
+SERVICES: Final = ("PING", "INFO", "STATS")
+_INSTANCES: Final = f"KV_{INSTANCES_BUCKET}"
+_HOLDERS: Final = f"KV_{HOLDERS_BUCKET}"
+
+
+class Grant(NamedTuple):
+    """Subjects that a credential may use for one purpose.
+
+    Attributes:
+        purpose: a phrase, such as `calls hello.Greeter`.
+        publish, subscribe: subjects, with wildcards.
+    """
+
+    purpose: str
+    publish: tuple[str, ...] = ()
+    subscribe: tuple[str, ...] = ()
+
+    def may_publish(self, subject: str) -> bool:
+        """Whether it allows to publish to a subject."""
+        return any(covers(one, subject) for one in self.publish)
+
+    def may_subscribe(self, subject: str) -> bool:
+        """Whether it allows to subscribe to a subject, which may have wildcards."""
+        return any(covers(one, subject) for one in self.subscribe)
+
+
+def covers(wide: str, narrow: str) -> bool:
+    """Whether who is given `wide` may use `narrow`, as nats-server finds it.
+
+    It takes `>` for a token like any other: who may subscribe to `a.*` may subscribe to `a.>`. So
+    what ends with `*` is given only where all that is below is meant.
+    """
+    wides, narrows = wide.split("."), narrow.split(".")
+    for place, token in enumerate(wides):
+        if token == ">":
+            return len(narrows) > place
+        if place >= len(narrows):
+            return False
+        if token not in ("*", narrows[place]):
+            return False
+    return len(wides) == len(narrows)
+
+
+# Each process ------------------------------------------------------------------------------
+
+
+def hears_replies(principal: str) -> Grant:
+    """Replies, which only the credential of that name hears."""
+    return Grant("hears its own replies", subscribe=(f"{REPLY_ROOT}.{principal}.>",))
+
+
+def finds_instances() -> Grant:
+    """The instances that there are, with what they announce."""
+    return Grant(
+        "finds instances", (*follow_subjects(_INSTANCES), f"$JS.API.DIRECT.GET.{_INSTANCES}")
+    )
+
+
+def hears_cancels(namespace: str) -> Grant:
+    """Cancels of operators."""
+    return Grant(f"hears cancels in {namespace}", subscribe=(f"{namespace}.{CANCEL}",))
+
+
+# Calls -------------------------------------------------------------------------------------
+
+
+def calls(component: ComponentName, endpoints: Iterable[str] = ("*",)) -> Grant:
+    """Requests to the endpoints of a component, and what goes with them.
+
+    Args:
+        endpoints: all unless given.
+    """
+    return Grant(
+        f"calls {component}",
+        (
+            *(f"{component}.{one}{each}" for one in endpoints for each in ("", ".*")),
+            f"{component}.{CONTROL}.*",
+            f"{component}.{SCHEMA}.*",
+        ),
+    )
+
+
+def calls_all(namespace: str) -> Grant:
+    """Requests to whatever is in a namespace, and what goes with them."""
+    return Grant(f"calls all of {namespace}", (f"{namespace}.*.*", f"{namespace}.*.*.*"))
+
+
+def serves(component: ComponentName) -> list[Grant]:
+    """What an instance of a component needs to be called.
+
+    Replies go to whatever inbox the caller has, so it may publish to all of them.
+    """
+    names = f"{component.namespace}_{component.component}"
+    return [
+        Grant(
+            f"serves {component}",
+            tuple(f"{prefix}>" for prefix in DEFAULT_REPLY_PREFIXES[:2]),
+            (
+                f"{component}.*",
+                f"{component}.*.*",
+                *(
+                    f"$SRV.{verb}{which}"
+                    for verb in SERVICES
+                    for which in ("", f".{names}", f".{names}.*")
+                ),
+            ),
+        ),
+        Grant(
+            f"holds leases of {component}",
+            (f"$KV.{INSTANCES_BUCKET}.{component}.*", *look_up_subjects(_INSTANCES)),
+        ),
+        hears_cancels(component.namespace),
+    ]
+
+
+# Jobs --------------------------------------------------------------------------------------
+
+
+def submits(queue: EndpointName) -> Grant:
+    """Jobs for an endpoint, how they ended, and cancels and signals for them.
+
+    Who may cancel a job may say how it ended: the record is the same.
+    """
+    stream, log = work_stream(queue), job_log_stream(queue)
+    dead = dead_letter_stream(queue.namespace)
+    return Grant(
+        f"submits jobs of {queue}",
+        (
+            work_subject(queue, "*", "*"),
+            work_subject(queue, "*.woken", "*"),
+            *read_subjects(stream),
+            f"$JS.API.CONSUMER.INFO.{stream}.*",
+            job_log_subject(queue, "*", "end"),
+            job_log_subject(queue, "*", "log.run"),
+            job_log_subject(queue, "*", "log.signal.*"),
+            job_cancel_subject(queue),
+            *read_subjects(log),
+            *read_subjects(dead),
+        ),
+        (job_log_subject(queue, "*", "end"),),
+    )
+
+
+def takes(queue: EndpointName, *, durable: bool = True) -> Grant:
+    """Jobs of an endpoint, taken, done, and what is said of them.
+
+    Args:
+        durable: the jobs are those of a durable handler, which keeps a log of them.
+    """
+    stream, log = work_stream(queue), job_log_stream(queue)
+    dead = dead_letter_stream(queue.namespace)
+    heard = (
+        job_cancel_subject(queue),
+        job_log_subject(queue, "*", "end"),
+        job_log_subject(queue, "*", "log.signal.*"),
+    )
+    of_log = (
+        job_log_subject(queue, "*"),
+        *read_subjects(log),
+        f"$JS.API.STREAM.PURGE.{log}",
+    )
+    return Grant(
+        f"takes jobs of {queue}",
+        (
+            work_subject(queue, ">", "*"),
+            *read_subjects(stream),
+            f"$JS.API.STREAM.MSG.DELETE.{stream}",
+            f"$JS.API.CONSUMER.INFO.{stream}.*",
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
+            f"$JS.ACK.{stream}.*.>",
+            dead_letter_subject(queue.namespace, queue.component, queue.endpoint),
+            *read_subjects(dead),
+            holder_subject(queue, "*"),
+            *read_subjects(_HOLDERS),
+            f"{REPLY_ROOT}.>",
+            *(of_log if durable else ()),
+        ),
+        (
+            work_subject(queue, ">", "high"),
+            *(heard if durable else ()),
+        ),
+    )
+
+
+# People ------------------------------------------------------------------------------------
+
+
+def operates(namespaces: Sequence[str]) -> list[Grant]:
+    """What decides over everything that is stored, and ends what others asked for."""
+    return [
+        Grant(
+            "decides over all that is stored",
+            ("$JS.API.>", "$KV.>", "$O.>", "$JS.FC.>", "$JS.ACK.>"),
+        ),
+        Grant("asks instances how they are", tuple(f"$SRV.{verb}.>" for verb in SERVICES)),
+        Grant("asks instances how they are, all at once", tuple(f"$SRV.{v}" for v in SERVICES)),
+        *(
+            Grant(
+                f"operates {namespace}",
+                (f"{namespace}.>",),
+                (f"{namespace}.{CANCEL}",),
+            )
+            for namespace in namespaces
+        ),
+    ]
+
+
+def observes(namespaces: Sequence[str]) -> list[Grant]:
+    """What is there and how it is; nothing is changed, and no content of a request is seen."""
+    return [
+        finds_instances(),
+        Grant(
+            "asks instances how they are",
+            tuple(f"$SRV.{verb}{which}" for verb in SERVICES for which in ("", ".>")),
+        ),
+        Grant(
+            "asks how full streams are",
+            (
+                "$JS.API.INFO",
+                "$JS.API.STREAM.NAMES",
+                "$JS.API.STREAM.INFO.*",
+                "$JS.API.CONSUMER.NAMES.*",
+                "$JS.API.CONSUMER.INFO.*.*",
+            ),
+        ),
+        *(hears_cancels(namespace) for namespace in namespaces),
+    ]

@@ -1,0 +1,67 @@
+"""The uses that publishers of KV-cache events and routers make of the bus, for `dynbus auth`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynbus.spi import ComponentName
+
+from .names import (
+    WHY,
+    kv_election_subject,
+    kv_event_subject,
+    kv_load_subject,
+    kv_resync_subject,
+)
+from .stream.election import ELECTION_STREAM
+from .stream.event_stream import EventStream
+from .stream.snapshots import snapshot_bucket
+
+
+def event_grants(
+    address: ComponentName,
+) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Those of an instance that says what its cache holds."""
+    stream = EventStream(address.namespace).config
+    return [
+        (
+            f"publishes KV events of {address}",
+            (kv_event_subject(*address, "*", "*"), *stream.to_look_up),
+            (kv_resync_subject(*address, "*", "*"),),
+        )
+    ]
+
+
+def routing_grants(namespaces: Sequence[str]) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Those of who routes by the caches of whatever is in namespaces."""
+    return [row for namespace in namespaces for row in _routing(namespace)]
+
+
+def _routing(namespace: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    snapshots = snapshot_bucket(namespace).stream
+    events = EventStream(namespace).config
+    loads = kv_load_subject(namespace, "*", "*")
+    return [
+        (
+            f"routes by the caches of {namespace}",
+            (
+                kv_resync_subject(namespace, "*", "*", "*"),
+                *events.to_follow,
+                loads,
+                "_R.>",
+                "_INBOX.>",
+            ),
+            (loads, f"{namespace}.*.{WHY}"),
+        ),
+        (
+            f"keeps snapshots of the caches of {namespace}",
+            (
+                kv_election_subject(namespace, "*"),
+                *ELECTION_STREAM.to_look_up,
+                *snapshots.subjects,
+                *snapshots.to_follow,
+                f"$JS.API.STREAM.PURGE.{snapshots.name}",
+            ),
+            (),
+        ),
+    ]

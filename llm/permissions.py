@@ -1,0 +1,51 @@
+"""The uses that workers, and who asks models, make of the bus, for `dynbus auth`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynbus.kvrouter import routing_grants
+from dynbus.spi import ComponentName
+from dynbus.transfer import transfer_grants
+
+from .models.artefacts import ARTEFACTS_STREAM
+from .models.names import NAMES_BUCKET, NAMES_STREAM
+from .models.records import CARDS_BUCKET, CARDS_STREAM
+
+Rows = list[tuple[str, tuple[str, ...], tuple[str, ...]]]
+
+
+def listing_models() -> Rows:
+    """Those of who knows which models are served."""
+    streams = (CARDS_STREAM, NAMES_STREAM, ARTEFACTS_STREAM)
+    return [("finds models", tuple(one for each in streams for one in each.to_follow), ())]
+
+
+def registering_models(address: ComponentName) -> Rows:
+    """Those of a worker that serves a model."""
+    return [
+        (
+            f"registers models of {address}",
+            (
+                f"$KV.{CARDS_BUCKET}.{address}.>",
+                f"$KV.{NAMES_BUCKET}.*.{address}",
+                f"_models.{address}.*.*",
+            ),
+            (),
+        ),
+        *listing_models(),
+    ]
+
+
+def asking_models(namespaces: Sequence[str]) -> Rows:
+    """Those of who asks models that are served in namespaces."""
+    return [*listing_models(), *routing_grants(namespaces)]
+
+
+def lending_blocks(address: ComponentName) -> Rows:
+    """Those of a worker that reads blocks of others of its component, and lends them its own."""
+    calls = (f"{address}.*", f"{address}.*.*")
+    return [
+        (f"reads blocks of others of {address}", calls, ()),
+        *transfer_grants(f"{address}.*.blocks"),
+    ]

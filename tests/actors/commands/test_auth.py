@@ -1,0 +1,195 @@
+"""`dynbus auth` writes the users of a server, and starts nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.actors.commands.conftest import MakeFolder
+
+from dynbus import cli
+from dynbus.bus import exit_codes
+from dynbus.bus.identity.registry import Registry
+
+ACTORS = """
+from dynbus import Actor, depends, handler
+
+class Printer(Actor, namespace="shop"):
+    @handler(durable=True)
+    async def print(self, text: str) -> int:
+        return len(text)
+
+class Front(Actor, namespace="shop"):
+    printer = depends(Printer)
+
+    @handler
+    async def order(self, text: str) -> int:
+        return 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(folder_with: MakeFolder) -> Path:
+    """A working directory with actors, and with users that have been initialised."""
+    made = folder_with("authorised_actors", ACTORS)
+    assert auth("init") == exit_codes.OK
+    return made / "auth"
+
+
+def auth(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["auth", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_each_component_of_a_run_becomes_a_user(folder: Path) -> None:
+    assert auth("add", "authorised_actors.py") == exit_codes.OK
+
+    registry = Registry(folder)
+    assert sorted(registry.users) == ["operator", "shop_Front", "shop_Printer"]
+    purposes = [grant.purpose for grant in registry.user("shop_Front").grants]
+    assert "submits jobs of shop.Printer.print" in purposes
+    assert registry.seed_file("shop_Front").is_file()
+
+
+def test_what_was_done_is_told_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert auth("add", "authorised_actors.py", "--json") == exit_codes.OK
+    assert auth("add", "authorised_actors.py", "--json") == exit_codes.OK
+
+    decoder, text = json.JSONDecoder(), capsys.readouterr().out
+    first, end = decoder.raw_decode(text)
+    second, _ = decoder.raw_decode(text[end:].lstrip())
+    assert first == {
+        "users": [
+            {"name": "shop_Front", "done": "added"},
+            {"name": "shop_Printer", "done": "added"},
+        ],
+        "server_file": "auth/nats-users.conf",
+    }
+    assert [user["done"] for user in second["users"]] == ["there", "there"]
+
+
+def test_a_run_in_another_namespace_has_users_of_its_own(folder: Path) -> None:
+    assert auth("add", "authorised_actors.py", "--namespace", "blue") == exit_codes.OK
+
+    assert sorted(Registry(folder).users) == ["blue_Front", "blue_Printer", "operator"]
+
+
+def test_a_user_in_a_role_has_what_it_needs_in_its_namespaces(folder: Path) -> None:
+    assert auth("add", "billing", "--role", "caller", "--namespace", "shop,blue") == exit_codes.OK
+
+    user = Registry(folder).user("billing")
+    assert user.what == "caller of shop, blue"
+    assert [grant.purpose for grant in user.grants] == [
+        "hears its own replies",
+        "finds instances",
+        "calls all of shop",
+        "hears cancels in shop",
+        "calls all of blue",
+        "hears cancels in blue",
+    ]
+
+
+def test_a_client_calls_the_actors_of_a_run_and_submits_their_jobs(folder: Path) -> None:
+    assert auth("add", "authorised_actors.py", "--client", "billing") == exit_codes.OK
+
+    user = Registry(folder).user("billing")
+    assert user.what == "client of shop.Front, shop.Printer"
+    assert [grant.purpose for grant in user.grants] == [
+        "hears its own replies",
+        "finds instances",
+        "calls shop.Front",
+        "hears cancels in shop",
+        "submits jobs of shop.Printer.print",
+    ]
+
+
+def test_the_front_end_of_a_package_above_is_a_role(folder: Path) -> None:
+    pytest.importorskip("dynbus.llm")
+
+    assert auth("add", "web", "--role", "frontend", "--namespace", "shop") == exit_codes.OK
+
+    purposes = [grant.purpose for grant in Registry(folder).user("web").grants]
+    assert "serves dynbus.http" in purposes
+    assert "finds models" in purposes
+
+
+def test_a_role_that_there_is_not_is_told_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert auth("add", "x", "--role", "caler", "--namespace", "shop") == exit_codes.CONFIG_ERROR
+
+    told = capsys.readouterr().err
+    assert "no role 'caler' (did you mean caller?)" in told
+    assert "observer, operator" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["a", "b", "--role", "caller", "--namespace", "shop"], "--role makes one user"),
+        (["a", "--role", "caller"], "--role needs --namespace"),
+    ],
+)
+def test_a_role_takes_one_name_and_a_namespace(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert auth("add", *arguments) == exit_codes.USAGE
+
+    assert problem in capsys.readouterr().err
+
+
+def test_a_key_is_rotated_and_the_one_before_revoked(folder: Path) -> None:
+    auth("add", "billing", "--role", "caller", "--namespace", "shop")
+
+    assert auth("rotate", "billing") == exit_codes.OK
+    assert len(Registry(folder).user("billing").keys) == 2
+    assert auth("revoke", "billing", "--previous") == exit_codes.OK
+    assert len(Registry(folder).user("billing").keys) == 1
+    assert auth("revoke", "billing") == exit_codes.OK
+    assert "billing" not in Registry(folder).users
+
+
+def test_users_and_their_subjects_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    auth("add", "billing", "--role", "caller", "--namespace", "shop")
+    capsys.readouterr()
+
+    assert auth("show") == exit_codes.OK
+    assert "caller of shop" in capsys.readouterr().out
+    assert auth("show", "billing") == exit_codes.OK
+    assert "shop.*.*.*" in capsys.readouterr().out
+    assert auth("show", "billing", "--json") == exit_codes.OK
+    assert json.loads(capsys.readouterr().out)["grants"][0]["subscribe"] == ["_R.billing.>"]
+
+
+def test_without_init_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    code = auth("add", "x", "--role", "caller", "--namespace", "shop", "--folder", "none")
+
+    assert code == exit_codes.CONFIG_ERROR
+    assert "dynbus auth init" in capsys.readouterr().err
+    assert not Path("none").exists()
+
+
+def test_two_components_of_one_name_are_refused(
+    folder_with: MakeFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+from dynbus import Actor, handler
+
+class C(Actor, namespace="a_b"):
+    @handler
+    async def x(self) -> int:
+        return 1
+
+class D(Actor, namespace="a", component="b_C"):
+    @handler
+    async def x(self) -> int:
+        return 1
+"""
+    folder_with("alike_actors", source)
+    auth("init")
+
+    assert auth("add", "alike_actors.py") == exit_codes.CONFIG_ERROR
+    assert "a_b.C and a.b_C would both be the user a_b_C" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""What the declarations of actors need on the bus, and not more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from dynbus import Actor, ConfigError, Topic, depends, handler, subscribe
+from dynbus.actors.documents.permissions import grants_of
+from dynbus.bus.protocol.names import ComponentName, EndpointName
+
+
+class Printer(Actor, namespace="demo"):
+    @handler(durable=True)
+    async def print(self, text: str) -> int:
+        return len(text)
+
+    @handler
+    async def ink(self) -> int:
+        return 1
+
+
+class Shop(Actor, namespace="demo"):
+    printer = depends(Printer)
+
+    @handler
+    async def order(self, text: str) -> int:
+        return await self.printer.print(text)
+
+
+class Cached(Actor, namespace="demo"):
+    @classmethod
+    def __dynbus_grants__(
+        cls, address: ComponentName, namespaces: Sequence[str]
+    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        subject = f"{address}._own.*"
+        return [("says what it holds", (subject,), ()), (f"of {namespaces}", (), (subject,))]
+
+    @classmethod
+    def __dynbus_also__(cls, address: ComponentName) -> list[ComponentName | EndpointName]:
+        other = ComponentName(address.namespace, "Other")
+        return [other, other.endpoint("work")]
+
+    @handler
+    async def get(self) -> int:
+        return 1
+
+
+class Searching(Actor, namespace="demo"):
+    __dynbus_calls_all__ = True
+
+    @handler
+    async def find(self) -> int:
+        return 1
+
+
+class Listening(Actor, namespace="demo"):
+    @subscribe(Topic("orders", int))
+    async def hear(self, order: int) -> None: ...
+
+
+def purposes_of(
+    actor: type[Actor], *called: type[Actor], namespaces: Sequence[str] = ()
+) -> list[str]:
+    grants = grants_of(
+        ComponentName("demo", actor.__name__),
+        actor,
+        {ComponentName("demo", one.__name__): one for one in called},
+        principal="p",
+        namespaces=namespaces,
+    )
+    return [grant.purpose for grant in grants]
+
+
+def test_an_actor_that_calls_nothing_publishes_to_nobody() -> None:
+    assert purposes_of(Printer) == [
+        "hears its own replies",
+        "serves demo.Printer",
+        "holds leases of demo.Printer",
+        "hears cancels in demo",
+        "finds instances",
+        "takes jobs of demo.Printer.print",
+    ]
+
+
+def test_an_actor_calls_its_dependencies_and_durable_ones_by_their_queue() -> None:
+    assert purposes_of(Shop, Printer) == [
+        "hears its own replies",
+        "serves demo.Shop",
+        "holds leases of demo.Shop",
+        "hears cancels in demo",
+        "finds instances",
+        "calls demo.Printer",
+        "submits jobs of demo.Printer.print",
+    ]
+    (grant,) = [
+        one
+        for one in grants_of(
+            ComponentName("demo", "Shop"),
+            Shop,
+            {ComponentName("demo", "Printer"): Printer},
+            principal="p",
+        )
+        if one.purpose == "calls demo.Printer"
+    ]
+    assert grant.may_publish("demo.Printer.ink.i")
+    assert not grant.may_publish("demo.Printer.print.i")
+
+
+def test_a_class_says_what_it_uses_besides_and_as_whom_it_is_found() -> None:
+    assert purposes_of(Cached) == [
+        "hears its own replies",
+        "serves demo.Cached",
+        "holds leases of demo.Cached",
+        "hears cancels in demo",
+        "finds instances",
+        "serves demo.Other",
+        "holds leases of demo.Other",
+        "takes jobs of demo.Other.work",
+        "says what it holds",
+        "of ('demo',)",
+    ]
+
+
+def test_who_calls_what_it_finds_calls_into_the_namespaces_that_are_given() -> None:
+    assert purposes_of(Searching, namespaces=["demo", "other"])[5:] == [
+        "calls all of demo",
+        "calls all of other",
+        "hears cancels in other",
+    ]
+
+
+def test_an_actor_that_hears_topics_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"demo\.Listening hears the topics orders: there are no"):
+        purposes_of(Listening)

@@ -1,0 +1,151 @@
+"""The users of a server in files, and what nats-server reads of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.identity.grants import Grant
+from dynbus.bus.identity.registry import Registry, User, server_config
+
+CALLS = Grant("calls demo.A", ("demo.A.x",), ())
+HEARS = Grant("hears its own replies", (), ("_R.one.>",))
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    """One with the user `one`."""
+    made = Registry.make(tmp_path / "auth")
+    made.put("one", "caller", "demo", [HEARS, CALLS])
+    made.save()
+    return made
+
+
+def test_the_server_reads_each_user_with_the_purpose_of_each_subject() -> None:
+    user = User("one", "caller", "demo", ("UOLD", "UNEW"), (HEARS, CALLS, CALLS))
+
+    assert server_config([user]) == (
+        """\
+# Written by `dynbus auth`, from users.json. In the configuration of nats-server:
+# include "nats-users.conf"
+authorization {
+  users: [
+    # one: caller of demo
+    { nkey: "UNEW", permissions: {
+      publish: { allow: [
+        # calls demo.A
+        "demo.A.x"
+      ] }
+      subscribe: { allow: [
+        # hears its own replies
+        "_R.one.>"
+      ] }
+    } }
+    # Its key before the last one.
+    { nkey: "UOLD", permissions: {
+      publish: { allow: [
+        # calls demo.A
+        "demo.A.x"
+      ] }
+      subscribe: { allow: [
+        # hears its own replies
+        "_R.one.>"
+      ] }
+    } }
+  ]
+}
+"""
+    )
+
+
+def test_who_may_publish_nothing_is_denied_everything() -> None:
+    config = server_config([User("one", "caller", "demo", ("U",), (HEARS,))])
+
+    assert 'publish: { deny: [">"] }' in config
+
+
+def test_the_same_users_make_the_same_files(registry: Registry) -> None:
+    before = {path: path.read_bytes() for path in registry.folder.iterdir() if path.is_file()}
+
+    again = Registry(registry.folder)
+    assert again.put("one", "caller", "demo", [HEARS, CALLS]) == "there"
+    again.save()
+
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_keys_are_kept_from_repositories(registry: Registry) -> None:
+    assert (registry.folder / "seeds" / ".gitignore").read_text() == "*\n"
+    seed = registry.seed_file("one").read_text().strip()
+    assert seed not in (registry.folder / "users.json").read_text()
+    assert seed not in registry.server_file.read_text()
+
+
+def test_a_user_that_needs_something_else_keeps_its_key(registry: Registry) -> None:
+    keys = registry.user("one").keys
+
+    assert registry.put("one", "caller", "demo, other", [HEARS]) == "changed"
+    assert registry.user("one").keys == keys
+    assert registry.user("one").what == "caller of demo, other"
+
+
+def test_a_user_of_another_role_is_not_replaced(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="is caller of demo, and no actor: revoke it first"):
+        registry.put("one", "actor", "demo.One", [HEARS])
+
+
+def test_a_rotated_key_is_taken_beside_the_one_before_until_that_is_revoked(
+    registry: Registry,
+) -> None:
+    (before,) = registry.user("one").keys
+    seed = registry.seed_file("one").read_text()
+
+    registry.rotate("one")
+    _, after = registry.user("one").keys
+    assert registry.seed_file("one").read_text() != seed
+    with pytest.raises(ConfigError, match="revoke one --previous"):
+        registry.rotate("one")
+    registry.revoke("one", previous=True)
+
+    assert before != after
+    assert registry.user("one").keys == (after,)
+    with pytest.raises(ConfigError, match="has one key: leave --previous out"):
+        registry.revoke("one", previous=True)
+
+
+def test_a_user_that_is_revoked_is_gone_with_its_key(registry: Registry) -> None:
+    registry.revoke("one")
+    registry.save()
+
+    assert Registry(registry.folder).users == {}
+    assert not registry.seed_file("one").exists()
+    with pytest.raises(ConfigError, match="there is no user 'one'"):
+        registry.user("one")
+
+
+def test_a_folder_is_made_once(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="is there already"):
+        Registry.make(registry.folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "cannot be read"), ('{"version": 2, "users": []}', "is of version 2")],
+)
+def test_a_file_that_cannot_be_used_is_refused(registry: Registry, text: str, problem: str) -> None:
+    (registry.folder / "users.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=problem):
+        Registry(registry.folder)
+
+
+def test_a_folder_without_users_is_told_how_to_become_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make it with `dynbus auth init`"):
+        Registry(tmp_path)
+
+
+def test_a_name_that_is_no_token_is_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"user 'a\.b' is not a valid name"):
+        registry.put("a.b", "caller", "demo", [])

@@ -1,0 +1,300 @@
+"""Roles by what they may do on the bus: rows with who may, measured at a server, and their page.
+
+`python -m tests.scenarios.permission_matrix` prints `docs/permissions.md`.
+"""
+
+# A row of the table is a line, and so is a paragraph of the page.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from nats.aio.client import Client
+
+from dynbus import Actor, depends, handler
+from dynbus.actors.commands.auth import grants_of_role
+from dynbus.actors.documents.permissions import grants_of
+from dynbus.bus.identity.credentials import NewKey, new_key
+from dynbus.bus.identity.grants import Grant
+from dynbus.bus.identity.registry import User, server_config
+from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.protocol.names import ComponentName
+from dynbus.kvrouter import RouterActor
+from dynbus.llm import ModelWorker
+from dynbus.llm.commands.setting_up import needed_in, set_up
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "permissions.md"
+
+
+class Printer(Actor, namespace="demo"):
+    @handler(durable=True)
+    async def print(self, text: str) -> int:
+        return len(text)
+
+    @handler
+    async def ink(self) -> int:
+        return 1
+
+
+class Shop(Actor, namespace="demo"):
+    printer = depends(Printer)
+
+    @handler
+    async def order(self, text: str) -> int:
+        return await self.printer.print(text)
+
+
+class Engine(ModelWorker, namespace="demo"):
+    """Serves a model."""
+
+
+class Router(RouterActor, namespace="demo"):
+    """Routes to engines."""
+
+
+def _actors() -> dict[str, list[Grant]]:
+    def of(actor: type[Actor], called: Mapping[ComponentName, type[Actor]] | None = None) -> None:
+        name = actor.__name__
+        address = ComponentName("demo", name)
+        found[name] = grants_of(address, actor, called or {}, principal=name)
+
+    found: dict[str, list[Grant]] = {}
+    of(Shop, {ComponentName("demo", "Printer"): Printer})
+    of(Printer)
+    of(Engine)
+    of(Router)
+    return found
+
+
+GRANTS: Final[Mapping[str, list[Grant]]] = {
+    **_actors(),
+    "frontend": grants_of_role("frontend", ["demo"], "frontend"),
+    "caller": grants_of_role("caller", ["demo"], "caller"),
+    "stranger": grants_of_role("caller", ["other"], "stranger"),
+    "observer": grants_of_role("observer", ["demo"], "observer"),
+    "operator": grants_of_role("operator", ["demo"], "operator"),
+}
+ROLES: Final = tuple(GRANTS)
+EVERYBODY: Final = frozenset(ROLES)
+SERVING: Final = frozenset({"Shop", "Printer", "Engine", "Router", "frontend"})
+
+
+class Row(NamedTuple):
+    """Something that might be done with a subject.
+
+    Attributes:
+        what: a phrase.
+        verb: `publish` or `subscribe`.
+        allowed: the roles that may.
+    """
+
+    what: str
+    verb: str
+    subject: str
+    allowed: frozenset[str]
+
+
+def may(what: str, verb: str, subject: str, roles: str | frozenset[str] = "") -> Row:
+    return Row(what, verb, subject, frozenset(roles.split()) if isinstance(roles, str) else roles)
+
+
+INSTANCES: Final = "KV_dynbus_instances"
+WORK: Final = "DYNBUS_WORK_demo+Printer+print"
+LOG: Final = "DYNBUS_JOBS_demo+Printer+print"
+
+SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
+    "Calls": [
+        may("call a method of Printer", "publish", "demo.Printer.ink.i", "Shop Router frontend caller operator"),
+        may("call a method of Shop", "publish", "demo.Shop.order", "Router frontend caller operator"),
+        may("call another engine of the component", "publish", "demo.Engine.lend_prefix.i", "Engine Router frontend caller operator"),
+        may("control a call of Printer", "publish", "demo.Printer._ctl.i", "Shop Router frontend caller operator"),
+        may("call in another namespace", "publish", "other.Printer.ink", "stranger"),
+        may("cancel requests of all", "publish", "demo._cancel", "operator"),
+        may("hear cancels", "subscribe", "demo._cancel", EVERYBODY - {"stranger"}),
+        may("answer a caller", "publish", "_R.caller.c.f", SERVING),
+        may("answer a plain client", "publish", "_INBOX.x", SERVING),
+        may("serve Printer", "subscribe", "demo.Printer.ink", "Printer"),
+        may("serve a Shop", "subscribe", "demo.Shop.order.i", "Shop"),
+        may("take the control of another's calls", "subscribe", "demo.Printer._ctl.i", "Printer"),
+        may("hear all requests of the namespace", "subscribe", "demo.>"),
+        may("hear requests to any component", "subscribe", "demo.*.*"),
+        may("hear the answers of caller", "subscribe", "_R.caller.>", "caller"),
+        may("hear the answers of all", "subscribe", "_R.>"),
+        may("hear the answers of plain clients", "subscribe", "_INBOX.>"),
+        may("hear everything", "subscribe", ">"),
+    ],
+    "Instances": [
+        may("find instances", "publish", f"$JS.API.CONSUMER.CREATE.{INSTANCES}.c.$KV.dynbus_instances.>", EVERYBODY),
+        may("announce a Printer", "publish", "$KV.dynbus_instances.demo.Printer.i", "Printer operator"),
+        may("announce a Shop", "publish", "$KV.dynbus_instances.demo.Shop.i", "Shop operator"),
+        may("announce an instance of another namespace", "publish", "$KV.dynbus_instances.other.Shop.i", "operator"),
+        may("watch records as they are stored", "subscribe", "$KV.dynbus_instances.>"),
+        may("be listed", "subscribe", "$SRV.PING", SERVING),
+        may("be listed as a Printer", "subscribe", "$SRV.INFO.demo_Printer", "Printer"),
+        may("hear who is listed", "subscribe", "$SRV.>"),
+        may("ask whether an instance answers", "publish", "$SRV.PING.demo_Printer", "frontend observer operator"),
+        may("ask instances what they do", "publish", "$SRV.STATS", "observer operator"),
+    ],
+    "Jobs": [
+        may("submit a job", "publish", "demo.Printer._work.print.normal.j", "Shop Printer operator"),
+        may("wake a job that waits", "publish", "demo.Printer._work.print.normal.j.woken", "Shop Printer operator"),
+        may("take a job", "publish", f"$JS.API.CONSUMER.MSG.NEXT.{WORK}.takers-normal", "Printer operator"),
+        may("say that a job is done", "publish", f"$JS.ACK.{WORK}.takers-normal.1.1.1.1.0", "Printer operator"),
+        may("drop a job", "publish", f"$JS.API.STREAM.MSG.DELETE.{WORK}", "Printer operator"),
+        may("say how a job ended, or cancel it", "publish", "demo.Printer._jobs.print.j.end", "Shop Printer operator"),
+        may("have a job that runs end", "publish", "demo.Printer._jobs.print.cancelled", "Shop operator"),
+        may("send a signal to a job", "publish", "demo.Printer._jobs.print.j.log.signal.s", "Shop Printer operator"),
+        may("forge a step of a job", "publish", "demo.Printer._jobs.print.j.log.step.0", "Printer operator"),
+        may("move a schedule on", "publish", "demo.Printer._jobs.print.=schedule.last", "Printer operator"),
+        may("hear how a job ended", "subscribe", "demo.Printer._jobs.print.j.end", "Shop Printer"),
+        may("hear the jobs of Printer as they are put", "subscribe", "demo.Printer._work.>", "Printer"),
+        may("hear the jobs of all", "subscribe", "demo.*._work.>"),
+        may("read jobs that wait", "publish", f"$JS.API.DIRECT.GET.{WORK}", "Shop Printer operator"),
+        may("forge a dead letter", "publish", "demo.Printer._dead.print.l", "Printer operator"),
+        may("say who holds a job", "publish", "$KV.dynbus_jobs.demo.Printer.print.t", "Printer operator"),
+        may("pause a queue", "publish", f"$JS.API.CONSUMER.PAUSE.{WORK}.takers-normal", "operator"),
+        may("empty a queue", "publish", f"$JS.API.STREAM.PURGE.{WORK}", "operator"),
+        may("drop what became of jobs", "publish", f"$JS.API.STREAM.PURGE.{LOG}", "Printer operator"),
+    ],
+    "Models and caches": [
+        may("publish what the cache of an Engine holds", "publish", "demo.Engine._kv.i.0", "Engine operator"),
+        may("publish for another component", "publish", "demo.Printer._kv.i.0", "operator"),
+        may("ask a cache to say again what it holds", "publish", "demo.Engine._kv_resync.i.0", "Router frontend operator"),
+        may("speak for a router", "publish", "demo.Engine._kv_load.r.all", "Router frontend operator"),
+        may("write a snapshot of an index", "publish", "$O.DYNBUS_SNAPSHOTS_demo.C.x", "Router frontend operator"),
+        may("register a model of Engine", "publish", "$KV.dynbus_models.demo.Engine.generate.m.o", "Engine operator"),
+        may("register a model of another", "publish", "$KV.dynbus_models.demo.Shop.generate.m.o", "operator"),
+        may("take a name for Engine", "publish", "$KV.dynbus_model_names.m.demo.Engine", "Engine operator"),
+        may("give a name to a component", "publish", "$KV.dynbus_model_names.m._bound", "operator"),
+        may("store a tokenizer of another", "publish", "_models.demo.Shop.d.0"),
+        may("read requests of resumable streams", "publish", "$JS.API.STREAM.MSG.GET.DYNBUS_STREAMS", "frontend operator"),
+        may("write the log of a resumable stream", "publish", "_streams.log.k", "frontend"),
+        may("describe memory of an Engine", "publish", "$KV.dynbus_transfer_agents.demo.Engine.i.blocks", "Engine operator"),
+        may("ask an Engine for its blocks", "publish", "demo.Engine.i.blocks._transfer.e", "Engine operator"),
+        may("hear what is asked of its blocks", "subscribe", "demo.Engine.i.blocks._transfer.e", "Engine"),
+    ],
+    "Escalations": [
+        may("make a stream, with sources or a republish", "publish", "$JS.API.STREAM.CREATE.mine", "operator"),
+        may("make the stream of dead letters first", "publish", "$JS.API.STREAM.CREATE.DYNBUS_DEAD_demo", "operator"),
+        may("have a stream republished or transformed", "publish", f"$JS.API.STREAM.UPDATE.{INSTANCES}", "operator"),
+        may("have the takers' consumer deliver elsewhere", "publish", f"$JS.API.CONSUMER.CREATE.{WORK}.takers-normal.demo.Printer._work.print.normal.>", "operator"),
+        may("make a durable consumer", "publish", f"$JS.API.CONSUMER.DURABLE.CREATE.{INSTANCES}.mine", "operator"),
+        may("make a consumer of all of a stream", "publish", f"$JS.API.CONSUMER.CREATE.{INSTANCES}", "operator"),
+        may("restore a stream from a snapshot", "publish", "$JS.API.STREAM.RESTORE.mine", "operator"),
+        may("copy a stream away", "publish", f"$JS.API.STREAM.SNAPSHOT.{WORK}", "operator"),
+        may("remove a record of another", "publish", f"$JS.API.STREAM.MSG.DELETE.{INSTANCES}", "operator"),
+        may("remove all records", "publish", f"$JS.API.STREAM.PURGE.{INSTANCES}", "operator"),
+        may("delete a stream", "publish", f"$JS.API.STREAM.DELETE.{INSTANCES}", "operator"),
+        may("acknowledge for another reader's flow", "publish", "$JS.FC.DYNBUS_EVENTS_demo.x.y", "Router frontend operator"),
+        may("ask the server who is connected", "publish", "$SYS.REQ.SERVER.PING.CONNZ"),
+        may("hear what happens at the server", "subscribe", "$SYS.>"),
+        may("hear JetStream's advisories", "subscribe", "$JS.EVENT.ADVISORY.>"),
+    ],
+}  # fmt: skip
+ALL_ROWS: Final = [row for rows in SECTIONS.values() for row in rows]
+
+
+def granted(role: str, row: Row) -> int:
+    """The place of the grant by which a role may do it, from 1; 0 where it may not."""
+    for place, grant in enumerate(GRANTS[role], 1):
+        if row.verb == "publish" and grant.may_publish(row.subject):
+            return place
+        if row.verb == "subscribe" and grant.may_subscribe(row.subject):
+            return place
+    return 0
+
+
+def config_of(keys: Mapping[str, NewKey]) -> str:
+    """The configuration of a server with a user in each role, and one who makes its streams."""
+    users = [User(role, role, "demo", (keys[role].public,), tuple(GRANTS[role])) for role in ROLES]
+    everything = Grant("makes the streams", (">",), (">",))
+    users.append(User("maker", "maker", "all", (keys["maker"].public,), (everything,)))
+    return server_config(users)
+
+
+async def measured(folder: Path) -> dict[str, set[Row]]:
+    """The rows that a server allows, by role; a role at a time, the operator last."""
+    keys = {name: new_key() for name in (*ROLES, "maker")}
+    server = await run_server(store_dir=folder, config=config_of(keys))
+    try:
+        maker = await connect([server.url], options={"nkeys_seed_str": keys["maker"].seed})
+        try:
+            await set_up(maker.jetstream, needed_in("demo", [], durable=["Printer.print"]))
+        finally:
+            await maker.close()
+        return {role: await _allowed(server, keys[role]) for role in ROLES}
+    finally:
+        await server.stop()
+
+
+async def _allowed(server: RunningServer, key: NewKey) -> set[Row]:
+    refused: set[tuple[str, str]] = set()
+
+    async def note(error: Exception) -> None:
+        found = re.search(r'(publish|subscription) to "([^"]+)"', str(error), re.IGNORECASE)
+        assert found is not None, error
+        verb = "publish" if found[1].lower() == "publish" else "subscribe"
+        refused.add((verb, found[2].lower()))
+
+    client = Client()
+    await client.connect(server.url, nkeys_seed_str=key.seed, error_cb=note, allow_reconnect=False)
+    for row in ALL_ROWS:
+        if row.verb == "publish":
+            await client.publish(row.subject, b"{}")
+        else:
+            await client.subscribe(row.subject)  # pyright: ignore[reportUnknownMemberType]
+    # A pong comes after every refusal, and callbacks run in their order.
+    await client.flush()
+    await client.flush()
+    await client.close()
+    return {row for row in ALL_ROWS if (row.verb, row.subject.lower()) not in refused}
+
+
+def page(allowed: Mapping[str, set[Row]]) -> str:
+    """`docs/permissions.md`."""
+    lines = [INTRODUCTION]
+    for section, rows in SECTIONS.items():
+        lines += [f"### {section}", "", f"| to | | subject | {' | '.join(ROLES)} |"]
+        lines.append(f"|---|---|---|{'---|' * len(ROLES)}")
+        for row in rows:
+            cells = [str(granted(role, row)) if row in allowed[role] else "-" for role in ROLES]
+            lines.append(f"| {row.what} | {row.verb} | `{row.subject}` | {' | '.join(cells)} |")
+        lines.append("")
+    lines += ["## What each may, and for what", ""]
+    for role in ROLES:
+        lines += [f"### {role}", "", "| | for | publish | subscribe |", "|---|---|---|---|"]
+        for place, grant in enumerate(GRANTS[role], 1):
+            cells = [", ".join(f"`{one}`" for one in each) for each in grant[1:]]
+            lines.append(f"| {place} | {grant.purpose} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+INTRODUCTION: Final = """# Permissions
+
+What the users that [`dynbus auth`](guides/identity.md) writes may do, in a namespace `demo`. Shop depends on Printer, whose handler `print` is durable; Engine serves a model, and Router routes to it. `stranger` calls in another namespace. This page is
+made by a test that tries each cell at a server; a cell has the number of the grant that allows it, of those [below](#what-each-may-and-for-what), or `-` where the server refuses it, since none does.
+
+## Matrix
+
+Permissions are about subjects. What they leave open is closed where it arrives:
+
+- **A consumer that delivers elsewhere.** Who finds instances makes a consumer of its own, and the server delivers to whatever subject that names. Receivers drop what a stream delivered to them ([decision 33](decisions/0033-streams-by-operators.md)).
+- **Roll-ups.** A write with `Nats-Rollup: all` clears a stream that takes them: of those that actors write to, the buckets with markers of what expired, `dynbus_instances`, `dynbus_transfer_agents`, `dynbus_jobs` and `dynbus_kv_snapshots`, and the logs of resumable streams. Records are back
+  with their next renewal, a third of their TTL later. Jobs, their logs, cards and names of models take none.
+- **`>` behind `*`.** nats-server lets who may subscribe to `a.*` subscribe to `a.>`. So an instance hears all that is below its own component, and users hear nothing by this that is another's.
+- **Instances of one component** are one trust domain: each may take the others' requests and write their records.
+- **Who submits jobs** may read those that wait in that queue, and say how one ended, which is how it is cancelled.
+"""
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print(page(asyncio.run(measured(Path(folder)))), end="")
