@@ -22,6 +22,7 @@ pytestmark = pytest.mark.anyio
 CUSTOMERS = 10
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kills",
     [
