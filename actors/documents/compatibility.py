@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .contracts import EndpointContract
+from .contracts import EVENT, EndpointContract
 from .schema_difference import NO_FIELD, Difference, Fit, compare
 
 KEEP: Final = "keep it until no caller of the old version is left"
@@ -44,7 +44,9 @@ def changes(
     """
     listed: list[Change] = []
     for endpoint in sorted({*before, *after}):
-        if endpoint not in after:
+        if endpoint not in after and before[endpoint].kind == EVENT:
+            listed.append(Change(endpoint, Fit.COMPATIBLE, "is heard no longer"))
+        elif endpoint not in after:
             listed.append(Change(endpoint, Fit.INCOMPATIBLE, "is gone", KEEP))
         elif endpoint not in before:
             listed.append(Change(endpoint, Fit.COMPATIBLE, "is new"))

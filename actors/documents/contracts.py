@@ -15,13 +15,15 @@ from .asyncapi import MAY_BE_EMPTY, NOTHING, DocumentedActor
 from .schemas import COMPONENTS
 
 EXTENSION: Final = "x-dynbus"
+EVENT: Final = "event"
+"""The kind of a contract of subscribers: the events of a topic that they read."""
 
 
 class EndpointContract(NamedTuple):
     """The messages that an endpoint reads and writes.
 
     Attributes:
-        kind: `unary` or `stream`.
+        kind: `unary`, `stream` or `event`.
         schema_hash: the same for contracts that are the same; empty where it is not known.
         request: the canonical schema of what it reads; None where it takes nothing.
         may_be_empty: whether the request may be left out.
@@ -81,11 +83,16 @@ def contracts_of_document(document: Any) -> dict[str, EndpointContract]:
         rest = json.dumps(components["schemas"]).replace(COMPONENTS, "#/$defs/")
         shared = {name: _modern(one) for name, one in json.loads(rest).items()}
         contracts: dict[str, EndpointContract] = {}
+        messages = components["messages"]
         for subject, operation in document["operations"].items():
+            extension = operation[EXTENSION]
+            if extension["kind"] == EVENT:
+                event = f"{extension['topic']}.event"
+                read = _schema(messages[event], shared)
+                contracts[event] = EndpointContract(EVENT, "", read, False, None)
+                continue
             if subject.count(".") != 2:
                 continue  # of one instance, or of jobs
-            extension = operation[EXTENSION]
-            messages = components["messages"]
             request = messages[f"{subject}.request"]
             result = messages[f"{subject}.{'item' if extension['kind'] == 'stream' else 'reply'}"]
             contracts[subject] = EndpointContract(

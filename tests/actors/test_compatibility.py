@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from dynbus import Actor, ConfigError, handler
+from dynbus import Actor, ConfigError, Topic, handler, subscribe
 from dynbus.actors.commands.schema import as_yaml
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.declaring.schemas import encode_schemas
@@ -286,6 +286,31 @@ def test_jobs_that_wait_are_requests_that_must_be_read_too(in_a_document: bool) 
     assert other.remedy == "read the old form too: jobs that wait have the old form"
     # Its calls are jobs, and are answered as before.
     assert between(Calls, Jobs) == []
+
+
+class Hearing(Actor, namespace="documents", component="Ear"):
+    @subscribe(Topic("closed", Part))
+    async def hear(self, part: Part) -> None: ...
+
+
+class HearingOther(Actor, namespace="documents", component="Ear"):
+    @subscribe(Topic("closed", OtherPart))
+    async def hear(self, part: OtherPart) -> None: ...
+
+
+class Deaf(Actor, namespace="documents", component="Ear"):
+    @handler
+    async def rest(self) -> None: ...
+
+
+def test_events_of_publishers_that_run_must_be_read_too() -> None:
+    other = max(changed(documented(Hearing), documented(HearingOther)), key=lambda one: one.verdict)
+
+    assert (other.endpoint, other.verdict) == ("documents.closed.event", Fit.INCOMPATIBLE)
+    assert other.what.startswith("field 'size' of the request has another type")
+    assert changed(documented(Hearing), documented(Hearing)) == []
+    deaf = changed(documented(Hearing), documented(Deaf))
+    assert {one.verdict for one in deaf} == {Fit.COMPATIBLE}
 
 
 @pytest.mark.parametrize("which", ["old", "new"])
