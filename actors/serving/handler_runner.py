@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Final
 
 import anyio
@@ -22,6 +22,7 @@ from dynbus.bus.errors import (
     InvalidRequest,
     InvalidResponse,
     PayloadTooLarge,
+    Unavailable,
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MIGRATE_DELAY: Final = 0.2
 """Seconds before what a method asked to have run elsewhere is handed out again."""
+RETRY_PAUSE: Final = 0.5
+"""Seconds after which a server that was lost is asked again."""
 NOT_TRIED_AGAIN: Final = (
     InvalidRequest,
     InvalidResponse,
@@ -178,8 +181,23 @@ class TakingRunner(HandlerRunner):
         if self._taker is not None:
             await self._taker.drain()
 
+    async def _open(self, exits: AsyncExitStack) -> Taker | None:
+        """The taker, open until the stack is left; None where a drain begins before."""
+        while not self._is_draining:
+            try:
+                return await exits.enter_async_context(self._taking())
+            except Unavailable as error:
+                # What it takes from was there at the start: a server was lost since.
+                logger.warning("%r takes nothing yet: %s", self, error)
+            await anyio.sleep(RETRY_PAUSE)
+        return None
+
     async def _run_all(self) -> None:
-        async with self._taking() as taker, anyio.create_task_group() as tasks:
+        async with AsyncExitStack() as exits:
+            taker = await self._open(exits)
+            if taker is None:
+                return
+            tasks = await exits.enter_async_context(anyio.create_task_group())
 
             def dropped(job_id: str, end: JobEnd) -> None:
                 self._note_dropped(tasks, job_id, end)

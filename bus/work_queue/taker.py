@@ -323,7 +323,7 @@ class Taker:
 
     @property
     def watched_since(self) -> float:
-        """The time when this taker was last connected, on the library's monotonic clock."""
+        """The time at which this taker was last connected, on the library's monotonic clock."""
         return self._jobs.watched_since
 
     @property

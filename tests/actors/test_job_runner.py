@@ -6,8 +6,9 @@ import pytest
 from tests.conditions import eventually
 from tests.story import on_a_kit
 
-from dynbus import Actor, Topic, context, handler, subscribe
+from dynbus import Actor, Topic, Unavailable, context, handler, subscribe
 from dynbus.bus.context import current_instance
+from dynbus.bus.work_queue.job_stream import JobStream
 from dynbus.testing import TestKit
 
 asked = Topic("asked", str, namespace="runners")
@@ -60,3 +61,26 @@ def test_a_job_and_an_event_publish_on_the_bus_of_their_instance(
     heard, teller = on_a_kit(story)
 
     assert heard == [f"hello runners.Teller.{method} {teller}" for method in methods]
+
+
+def test_a_server_that_is_lost_while_an_instance_starts_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ensure = JobStream.ensure
+    asked_for: list[JobStream] = []
+
+    async def ensure_later(self: JobStream) -> None:
+        if self.name.endpoint == "job":
+            asked_for.append(self)
+            if len(asked_for) in (2, 3):
+                raise Unavailable("the connection to the server broke")
+        await ensure(self)
+
+    async def story(kit: TestKit) -> None:
+        monkeypatch.setattr(JobStream, "ensure", ensure_later)
+        await kit.start(Teller)
+        await (await kit.client(Teller).job.submit("hello")).result(30.0)
+
+    on_a_kit(story)
+
+    assert caplog.text.count("takes nothing yet: the connection to the server broke") == 2
