@@ -139,17 +139,19 @@ class StreamConfig(NamedTuple):
 
     @property
     def to_look_up(self) -> tuple[str, ...]:
-        """What who looks up single messages of it publishes to."""
+        """The subjects that a client publishes to in order to look up single messages of it."""
         return look_up_subjects(self.name)
 
     @property
     def to_read(self) -> tuple[str, ...]:
-        """What who reads what it holds now publishes to."""
+        """The subjects that a client publishes to in order to read its present content."""
         return read_subjects(self.name)
 
     @property
     def to_follow(self) -> tuple[str, ...]:
-        """What who reads it, and what is stored from then on, publishes to."""
+        """The subjects that a client publishes to in order to read it and all that is stored from
+        then on.
+        """
         return follow_subjects(self.name)
 
     def differences(self, existing: StreamConfig, *fields: str) -> list[str]:

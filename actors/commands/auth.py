@@ -53,7 +53,7 @@ folder_option = click.option(
 
 
 def caller(namespaces: Sequence[str]) -> list[Grant]:
-    """Who calls whatever is in namespaces."""
+    """The grants to call everything in the namespaces."""
     grants = [finds_instances()]
     for namespace in namespaces:
         grants += [calls_all(namespace), hears_cancels(namespace)]

@@ -102,7 +102,7 @@ def identified(config: BusConfig) -> BusConfig:
 
 
 def credential_options(credentials: str) -> dict[str, Any]:
-    """What a connection takes of a file with a credential, as options of nats-py's `connect`.
+    """The options of nats-py's `connect` for a file with a credential.
 
     Raises:
         ConfigError: the file cannot be read or used.

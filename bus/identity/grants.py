@@ -50,16 +50,16 @@ class Grant(NamedTuple):
     subscribe: tuple[str, ...] = ()
 
     def may_publish(self, subject: str) -> bool:
-        """Whether it allows to publish to a subject."""
+        """True if it allows to publish to a subject."""
         return any(covers(one, subject) for one in self.publish)
 
     def may_subscribe(self, subject: str) -> bool:
-        """Whether it allows to subscribe to a subject, which may have wildcards."""
+        """True if it allows to subscribe to a subject, which may have wildcards."""
         return any(covers(one, subject) for one in self.subscribe)
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether who is given `wide` may use `narrow`, as nats-server finds it.
+    """True if a user with the permission `wide` may use `narrow`, as nats-server finds it.
 
     It takes `>` for a token like any other: who may subscribe to `a.*` may subscribe to `a.>`. So
     what ends with `*` is given only where all that is below is meant.
@@ -120,7 +120,7 @@ def calls_all(namespace: str) -> Grant:
 
 
 def serves(component: ComponentName) -> list[Grant]:
-    """What an instance of a component needs to be called.
+    """The grants by which an instance of a component can be called.
 
     Replies go to whatever inbox the caller has, so it may publish to all of them.
     """
@@ -220,7 +220,7 @@ def takes(queue: EndpointName, *, durable: bool = True) -> Grant:
 
 
 def operates(namespaces: Sequence[str]) -> list[Grant]:
-    """What decides over everything that is stored, and ends what others asked for."""
+    """The grants to decide over everything that is stored, and to end the calls of others."""
     return [
         Grant(
             "decides over all that is stored",
@@ -240,7 +240,9 @@ def operates(namespaces: Sequence[str]) -> list[Grant]:
 
 
 def observes(namespaces: Sequence[str]) -> list[Grant]:
-    """What is there and how it is; nothing is changed, and no content of a request is seen."""
+    """The grants to see everything and its state; nothing is changed, and no content of a request
+    is seen.
+    """
     return [
         finds_instances(),
         Grant(

@@ -53,7 +53,7 @@ class User(msgspec.Struct, frozen=True):
 
 
 class _Users(msgspec.Struct, frozen=True):
-    """What is in `users.json`."""
+    """The content of `users.json`."""
 
     version: int
     users: list[User]
@@ -196,7 +196,7 @@ class Registry:
 
 
 def server_config(users: Sequence[User]) -> str:
-    """What nats-server reads of users: the same text for the same users."""
+    """The part of nats-server's configuration on users: the same text for the same users."""
     lines = [
         "# Written by `dynbus auth`, from users.json. In the configuration of nats-server:",
         f'# include "{SERVER_FILE}"',
@@ -214,7 +214,7 @@ def server_config(users: Sequence[User]) -> str:
 
 
 def _rules(user: User, verb: str) -> list[str]:
-    """What a user may do, each subject once, below what it is for."""
+    """The permissions of a user, each subject once, below its purpose."""
     seen: set[str] = set()
     lines: list[str] = []
     for grant in user.grants:
