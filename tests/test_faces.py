@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -210,11 +210,14 @@ MADE_BY_DYNBUS = frozenset(
 where it comes from. Some are messages between instances."""
 
 
-def classes_of(annotation: object) -> Iterator[type]:
+def classes_of(annotation: Any) -> Iterator[type]:
     """The classes of dynbus in an annotation."""
     if isinstance(annotation, type) and annotation.__module__.partition(".")[0] == "dynbus":
         yield annotation
-    parts = annotation if isinstance(annotation, list) else typing.get_args(annotation)
+    parts: Iterable[Any] = typing.get_args(annotation)
+    if isinstance(annotation, list):
+        # The parameters of a `Callable`.
+        parts = typing.cast("list[Any]", annotation)
     for part in parts:
         yield from classes_of(part)
 
