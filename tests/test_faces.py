@@ -214,10 +214,9 @@ def classes_of(annotation: Any) -> Iterator[type]:
     """The classes of dynbus in an annotation."""
     if isinstance(annotation, type) and annotation.__module__.partition(".")[0] == "dynbus":
         yield annotation
-    parts: Iterable[Any] = typing.get_args(annotation)
-    if isinstance(annotation, list):
-        # The parameters of a `Callable`.
-        parts = typing.cast("list[Any]", annotation)
+    # The parameters of a `Callable` are a list.
+    listed: Iterable[Any] | None = annotation if type(annotation) is list else None
+    parts = typing.get_args(annotation) if listed is None else listed
     for part in parts:
         yield from classes_of(part)
 
