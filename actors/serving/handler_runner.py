@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Final
 
 import anyio
-from anyio.abc import TaskGroup
 
 from dynbus.bus.background import Background, Work
 from dynbus.bus.bus import Bus, enter_bus
@@ -34,6 +34,8 @@ from .step_history import StepMismatch
 
 logger = logging.getLogger(__name__)
 
+STOP_TIMEOUT: Final = 5.0
+"""Seconds for which methods that were cancelled are waited for."""
 MIGRATE_DELAY: Final = 0.2
 """Seconds before what a method asked to have run elsewhere is handed out again."""
 RETRY_PAUSE: Final = 0.5
@@ -151,6 +153,8 @@ class HandlerRunner(ABC):
         """
         leave = entered(called)
         try:
+            if self._endpoint.timeout is None:
+                return await self._endpoint.invoke(request)
             with anyio.move_on_after(self._endpoint.timeout):
                 return await self._endpoint.invoke(request)
         finally:
@@ -165,6 +169,8 @@ class TakingRunner(HandlerRunner):
     def __init__(self, bus: Bus, instance: InstanceName, endpoint: Endpoint) -> None:
         super().__init__(bus, instance, endpoint)
         self._taker: Taker | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
 
     @abstractmethod
     def _taking(self) -> AbstractAsyncContextManager[Taker]:
@@ -174,7 +180,7 @@ class TakingRunner(HandlerRunner):
     async def _carry_out(self, job: Job) -> None:
         """Run the method with one, and settle it."""
 
-    def _note_dropped(self, tasks: TaskGroup, job_id: str, end: JobEnd) -> None:
+    def _note_dropped(self, job_id: str, end: JobEnd) -> None:
         """One has left without having begun."""
 
     async def _take_no_more(self) -> None:
@@ -197,18 +203,43 @@ class TakingRunner(HandlerRunner):
             taker = await self._open(exits)
             if taker is None:
                 return
-            tasks = await exits.enter_async_context(anyio.create_task_group())
-
-            def dropped(job_id: str, end: JobEnd) -> None:
-                self._note_dropped(tasks, job_id, end)
-
             self._taker = taker
-            taker.on_dropped = dropped
+            taker.on_dropped = self._note_dropped
             if self._is_draining:
                 await taker.drain()
-            while jobs := await taker.begin():
-                for job in jobs:
-                    tasks.start_soon(self._run, job)
+            try:
+                while jobs := await taker.begin():
+                    for job in jobs:
+                        self._start(self._run(job))
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+            finally:
+                await self._end_tasks()
+                if self._failure is not None:
+                    raise self._failure
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        # Not a task group's: entering a scope costs each job more than its bookkeeping here.
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_ended)
+
+    def _note_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._stopping.cancel()
+
+    async def _end_tasks(self) -> None:
+        """Cancel what still runs, and wait until it has given its jobs back."""
+        if not self._tasks:
+            return
+        for task in self._tasks:
+            task.cancel()
+        with anyio.CancelScope(shield=True):
+            _, stuck = await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
+            for task in stuck:
+                logger.error("a handler ignores its cancellation: %r", task)
 
     async def _run(self, job: Job) -> None:
         try:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Final
 
 import anyio
-from anyio.abc import TaskGroup
 
 from dynbus.actors.calling.jobs import JobQueue, error_line
 from dynbus.actors.declaring.durable import DurableOptions, order_key_of
@@ -146,7 +145,7 @@ class JobRunner(TakingRunner):
             called.kill()
             scope.cancel()
 
-    def _note_dropped(self, tasks: TaskGroup, job_id: str, end: JobEnd) -> None:
+    def _note_dropped(self, job_id: str, end: JobEnd) -> None:
         """A job left the queue without having begun."""
         if end is JobEnd.EXPIRED:
             error: DynbusError = DeadlineExceeded("the job was not begun by its deadline")
@@ -156,7 +155,7 @@ class JobRunner(TakingRunner):
             result = JobResult.failed(error, Outcome.CANCELLED)
         else:
             return
-        tasks.start_soon(self._store_end, job_id, result)
+        self._start(self._store_end(job_id, result))
 
     def _cancel_requests(self, namespace: str, ids: AbstractSet[str]) -> list[EndedCall]:
         """End the jobs that run here of requests which an operator has cancelled."""
@@ -299,6 +298,8 @@ class JobRunner(TakingRunner):
 
     async def _end(self, job: Job, run: JobRun, result: JobResult) -> None:
         """Store how a job ended that is not tried again, and drop what it had for its tries."""
+        # What follows are answers of the server: the next job can begin meanwhile.
+        job.leave_place()
         await self._store_end(job.job_id, result)
         if run.has_steps:
             await self._log.forget_steps(job.job_id)

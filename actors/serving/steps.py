@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import typing
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -75,7 +76,7 @@ class JobRun:
         self._is_first = is_first
         self._history: StepHistory | None = None
         self._awaited: tuple[str, int] | None = None
-        self._loading = anyio.Lock()
+        self._loading = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<JobRun {self._job.job_id} {self._history!r}>"

@@ -263,7 +263,7 @@ def ack_position(reply: str) -> AckPosition | None:
     if tokens[:2] != ["$JS", "ACK"] or len(tokens) not in (9, 11, 12):
         return None
     numbers = tokens[4:9] if len(tokens) == 9 else tokens[6:11]
-    if not all(number.isdecimal() for number in numbers):
+    if not all(map(str.isdecimal, numbers)):
         return None
     return AckPosition(*map(int, numbers))
 

@@ -247,8 +247,9 @@ class Job:
 class Taker:
     """Takes jobs of a queue: iterate over it, or call `begin`. `WorkQueue.take` makes one.
 
-    At most `limit` jobs are held at a time; no other is asked for before one of them is settled,
-    so a job never waits behind others at a taker while another taker is idle.
+    At most `limit` jobs are held at a time, beside as many that have left their places. No other is
+    asked for before one of them is settled or has left its place, so a job never waits behind
+    others at a taker while another taker is idle.
 
     Attributes:
         ended: how many jobs left it, by how they did; shared by the takers of a queue.

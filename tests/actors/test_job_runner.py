@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 from tests.conditions import eventually
 from tests.story import on_a_kit
 
-from dynbus import Actor, Topic, Unavailable, context, handler, subscribe
+from dynbus import Actor, DeadlineExceeded, Topic, Unavailable, context, handler, subscribe
 from dynbus.bus.context import current_instance
 from dynbus.bus.work_queue.job_stream import JobStream
 from dynbus.testing import TestKit
@@ -84,3 +85,41 @@ def test_a_server_that_is_lost_while_an_instance_starts_ends_nothing(
     on_a_kit(story)
 
     assert caplog.text.count("takes nothing yet: the connection to the server broke") == 2
+
+
+class Till(Actor, namespace="runners"):
+    running = most = 0
+
+    @handler(durable=True, concurrency=2)
+    async def charge(self, cents: int) -> int:
+        Till.running += 1
+        Till.most = max(Till.most, Till.running)
+        await anyio.sleep(0.01)
+        Till.running -= 1
+        return cents
+
+    @handler(durable=True, timeout=0.5, tries=1)
+    async def think(self) -> None:
+        await anyio.sleep_forever()
+
+
+def test_no_more_jobs_of_an_instance_run_at_a_time_than_its_concurrency() -> None:
+    async def story(kit: TestKit) -> list[int]:
+        charge = kit.client(Till).charge
+        jobs = [await charge.submit(cents) for cents in range(12)]
+        await kit.start(Till)
+        return [await job.result() for job in jobs]
+
+    results = on_a_kit(story)
+
+    assert (results, Till.most) == (list(range(12)), 2)
+
+
+def test_a_job_that_takes_longer_than_its_handler_may_fails() -> None:
+    async def story(kit: TestKit) -> None:
+        await kit.start(Till)
+        job = await kit.client(Till).think.submit()
+        with pytest.raises(DeadlineExceeded, match=r"longer than its 0\.5 s"):
+            await job.result()
+
+    on_a_kit(story)

@@ -160,6 +160,45 @@ async def test_a_taker_holds_no_more_than_its_limit(queue: WorkQueue) -> None:
     assert await jobs_left(queue) == 2
 
 
+async def test_a_job_that_has_left_its_place_has_the_next_begin_before_it_is_settled(
+    queue: WorkQueue,
+) -> None:
+    for number in range(3):
+        await queue.put(b"", job_id=f"job-{number}")
+
+    async with queue.take(limit=1) as taker:
+        (first,) = await taker.begin()
+        first.leave_place()
+        (second,) = await taker.begin()
+        second.leave_place()
+        # As many as it may hold have left their places, and no more.
+        with anyio.move_on_after(0.3) as waiting:
+            await taker.begin()
+        assert waiting.cancelled_caught
+        assert await queue.depth(max_age=0.0) == (1, 2)
+        await first.ack()
+        (third,) = await taker.begin()
+        await second.ack()
+        await third.ack()
+        assert taker.held == 0
+
+    assert [job.job_id for job in (first, second, third)] == ["job-0", "job-1", "job-2"]
+    assert await jobs_left(queue) == 0
+
+
+async def test_all_jobs_for_which_there_are_places_begin_at_once(queue: WorkQueue) -> None:
+    begun: list[str] = []
+    for number in range(5):
+        await queue.put(b"", job_id=f"job-{number}")
+
+    async with queue.take(limit=3) as taker:
+        while len(begun) < 3:
+            begun.extend(job.job_id for job in await taker.begin())
+        assert await queue.depth(max_age=0.0) == (2, 3)
+
+    assert begun == ["job-0", "job-1", "job-2"]
+
+
 async def test_a_held_job_is_kept_alive_and_one_of_a_frozen_taker_goes_to_another(
     here: Presence, name: EndpointName, bus: Bus
 ) -> None:
