@@ -215,8 +215,9 @@ def classes_of(annotation: Any) -> Iterator[type]:
     if isinstance(annotation, type) and annotation.__module__.partition(".")[0] == "dynbus":
         yield annotation
     # The parameters of a `Callable` are a list.
-    listed: Iterable[Any] | None = annotation if type(annotation) is list else None
-    parts = typing.get_args(annotation) if listed is None else listed
+    parts: Iterable[Any] = typing.get_args(annotation)
+    if isinstance(annotation, list):
+        parts = typing.cast("Iterable[Any]", annotation)
     for part in parts:
         yield from classes_of(part)
 
