@@ -1,5 +1,7 @@
 """Events that programs with nats-py alone publish and read."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
