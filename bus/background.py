@@ -77,7 +77,7 @@ class Work:
             with self._scope:
                 await function(*args)
         except asyncio.CancelledError as error:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             # A task group would take it for its own end, and end all other work without a word.
             raise RuntimeError(f"what {self.name} waited for was cancelled") from error
@@ -85,7 +85,7 @@ class Work:
             self._ended.set()
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """True if this task itself is cancelled, rather than what it has waited for."""
     task = asyncio.current_task()
     by_loop = task is not None and task.cancelling() > 0

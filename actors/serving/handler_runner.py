@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import anyio
 
-from dynbus.bus.background import Background, Work
+from dynbus.bus.background import Background, Work, is_cancelled
 from dynbus.bus.bus import Bus, enter_bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, entered, inside_instance
@@ -149,6 +149,7 @@ class HandlerRunner(ABC):
 
         Raises:
             DeadlineExceeded: it took longer than it may.
+            RuntimeError: what it waited for was cancelled, and it did not expect that.
             Exception: what the method raised.
         """
         leave = entered(called)
@@ -157,6 +158,11 @@ class HandlerRunner(ABC):
                 return await self._endpoint.invoke(request)
             with anyio.move_on_after(self._endpoint.timeout):
                 return await self._endpoint.invoke(request)
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            # Taken for the end of its instance, it would be handed out at once, for ever.
+            raise RuntimeError(f"what {self._name} waited for was cancelled") from error
         finally:
             leave()
         called.kill()

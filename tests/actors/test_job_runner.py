@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import pytest
 from tests.conditions import eventually
 from tests.story import on_a_kit
 
-from dynbus import Actor, DeadlineExceeded, Topic, Unavailable, context, handler, subscribe
+from dynbus import (
+    Actor,
+    DeadlineExceeded,
+    HandlerError,
+    Topic,
+    Unavailable,
+    context,
+    handler,
+    subscribe,
+)
 from dynbus.bus.context import current_instance
 from dynbus.bus.work_queue.job_stream import JobStream
 from dynbus.testing import TestKit
@@ -123,3 +134,55 @@ def test_a_job_that_takes_longer_than_its_handler_may_fails() -> None:
             await job.result()
 
     on_a_kit(story)
+
+
+class Porter(Actor, namespace="runners"):
+    """One whose first word each method waits for somebody who is cancelled."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    @handler(durable=True, tries=2, backoff=0.01)
+    async def carry(self, word: str) -> None:
+        await self.wait("carry", word)
+
+    @subscribe(asked)
+    async def hear(self, word: str) -> None:
+        await self.wait("hear", word)
+
+    @subscribe(asked, group="porters", tries=2, backoff=0.01)
+    async def take(self, word: str) -> None:
+        await self.wait("take", word)
+
+    async def wait(self, method: str, word: str) -> None:
+        self.heard.append(f"{method} {word}")
+        assert len(self.heard) < 20, "it is handed out for ever"
+        if word == "first":
+            other = asyncio.get_running_loop().create_future()
+            other.cancel()
+            await other
+
+
+def test_a_job_that_waits_for_what_is_cancelled_is_tried_as_often_as_any_other() -> None:
+    async def story(kit: TestKit) -> list[str]:
+        porter = (await kit.start(Porter)).actor
+        assert isinstance(porter, Porter)
+        job = await kit.client(Porter).carry.submit("first")
+        with pytest.raises(HandlerError, match=r"what runners\.Porter\.carry waited for was"):
+            await job.result(10.0)
+        return porter.heard
+
+    assert on_a_kit(story) == ["carry first", "carry first"]
+
+
+def test_events_are_heard_after_one_that_waited_for_what_is_cancelled() -> None:
+    async def story(kit: TestKit) -> list[str]:
+        porter = (await kit.start(Porter)).actor
+        assert isinstance(porter, Porter)
+        for word in ("first", "second"):
+            await asked.publish(word, runtime=kit.caller)
+        await eventually(lambda: len(porter.heard) == 5)
+        return sorted(porter.heard)
+
+    wanted = ["hear first", "hear second", "take first", "take first", "take second"]
+    assert on_a_kit(story) == wanted
