@@ -37,6 +37,11 @@ class OfInvocation:
         return self._invocation.instance_id
 
     @property
+    def hop(self) -> str:
+        """The handler that serves the call, as `DynbusError.hop` names it."""
+        return self._invocation.endpoint.hop(self.instance_id)
+
+    @property
     def instance_ids(self) -> list[str]:
         """The instances that serve it now: several where a stream goes on in parts."""
         return self._invocation.instance_ids

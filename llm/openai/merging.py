@@ -16,17 +16,21 @@ from .fields import fields_of
 _WHOLE: Final = "chat.completion"
 """The name of a whole answer of a chat; that of a completion is its only chunk too."""
 
-_SAYS_WHOLE: Final = re.compile(rb'"object"\s*:\s*"chat\.completion"')
+_MAY_BE_WHOLE: Final = re.compile(rb'"object"\s*:\s*"chat\.completion"|"message"\s*:')
 
 
 def as_chunk(item: bytes) -> bytes:
-    """A chunk of a stream as it is, and a whole answer of a chat as a chunk."""
+    """A chunk of a stream as it is, and a whole answer of a chat as a chunk.
+
+    Raises:
+        InvalidResponse: it calls itself a chunk, and has a whole message.
+    """
     # Most items are chunks, which are not decoded.
-    if _SAYS_WHOLE.search(item) is None:
+    if _MAY_BE_WHOLE.search(item) is None:
         return item
     try:
         answer: Any = msgspec.json.decode(item)
-        if answer.get("object") != _WHOLE:
+        if not _is_whole(answer):
             return item
         answer["object"] = f"{_WHOLE}.chunk"
         choices: list[dict[str, Any]] = answer.get("choices") or []
@@ -70,9 +74,9 @@ class MergedAnswer:
         return msgspec.json.encode({**self._head, "choices": choices, "usage": self._usage})
 
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
-        kind = chunk.get("object", "")
-        if kind == _WHOLE:
-            self._whole = chunk
+        kind = chunk.get("object") or ""
+        if _is_whole(chunk):
+            self._whole = {**chunk, "object": _WHOLE}
             return
         if not self._head:
             self._head = {name: chunk[name] for name in ("id", "created", "model") if name in chunk}
@@ -106,6 +110,27 @@ class MergedAnswer:
                 message[name] += value
             elif value is not None:
                 message[name] = value
+
+
+def _is_whole(answer: dict[str, Any]) -> bool:
+    """True if an item is the whole answer of a chat: it says so, or it does not say what it is and
+    has a message in place of a delta.
+
+    Raises:
+        InvalidResponse: it calls itself something else, and has a message.
+    """
+    kind = answer.get("object")
+    if kind == _WHOLE:
+        return True
+    choices: list[dict[str, Any]] = answer.get("choices") or []
+    if not any("message" in choice and "delta" not in choice for choice in choices):
+        return False
+    if kind:
+        raise InvalidResponse(
+            f"an item with object={kind!r:.80} has `message` in choices, which would be read as "
+            f"nothing: have it say object={_WHOLE!r}, or give pieces as `delta`"
+        )
+    return True
 
 
 def _join_calls(known: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> None:

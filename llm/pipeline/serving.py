@@ -406,6 +406,7 @@ class TextCompletion(Completion):
                 for item in arrival.items:
                     self._merged.add(item)
         except DynbusError as error:
+            error.hop = error.hop or arrival.stream.hop
             self.end(error)
             return
         if not arrival.ended:

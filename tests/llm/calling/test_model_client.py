@@ -154,6 +154,25 @@ async def test_id_metadata_priority_and_tenant_of_the_call_reach_the_engine() ->
     assert fake.requests[0]["priority"] == 7
 
 
+class Misnaming(FakeModel):
+    """Gives a whole answer that calls itself a chunk."""
+
+    @handler(concurrency=None, idle_timeout=None)
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        message = {"content": "Yes."}
+        yield {"object": "chat.completion.chunk", "choices": [{"index": 0, "message": message}]}
+
+
+async def test_an_answer_that_cannot_be_read_is_told_with_the_actor_that_gave_it() -> None:
+    async with TestKit() as kit:
+        await Misnaming.start(kit, "qwen")
+
+        with pytest.raises(InvalidResponse, match="`delta`") as raised:
+            await Model("qwen").client(kit.caller).chat("hi")
+
+    assert ".generate@" in raised.value.hop
+
+
 class Engine(ModelWorker, namespace="shop"):
     """A mock of an engine that takes tokens, with the text of a model."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from dynbus.bus.errors import InvalidResponse
 from dynbus.llm.answers import Output, TokenText, Usage
 from dynbus.llm.generation import Generated
 from dynbus.llm.openai.answers import BARE, AnswerHead, ChatFormat
-from dynbus.llm.openai.merging import MergedAnswer
+from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 from dynbus.llm.openai.reading import read_answer
 from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
@@ -161,6 +162,31 @@ def test_chunks_that_do_not_say_what_they_are_come_to_an_answer_that_does(
     merged.add(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
 
     assert json.loads(merged.encode())["object"] == kind
+
+
+WHOLE: dict[str, Any] = {"choices": [{"index": 0, "message": {"content": "Yes."}}]}
+
+
+def test_a_whole_answer_that_does_not_say_what_it_is_is_read_by_its_message() -> None:
+    item = json.dumps(WHOLE).encode()
+    merged = MergedAnswer()
+
+    merged.add(item)
+
+    answer = json.loads(merged.encode())
+    assert answer == {**WHOLE, "object": "chat.completion"}
+    [choice] = json.loads(as_chunk(item))["choices"]
+    assert choice == {"index": 0, "delta": {"content": "Yes."}}
+
+
+@pytest.mark.parametrize("read", [as_chunk, MergedAnswer().add])
+def test_a_message_in_what_calls_itself_a_chunk_is_refused_by_name(
+    read: Callable[[bytes], object],
+) -> None:
+    item = json.dumps({**WHOLE, "object": "chat.completion.chunk"}).encode()
+
+    with pytest.raises(InvalidResponse, match=r"`message`.*object='chat.completion'"):
+        read(item)
 
 
 def test_pieces_of_tool_calls_come_to_whole_calls() -> None:
