@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from datetime import datetime, timedelta
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
 import anyio
@@ -18,6 +19,7 @@ from dynbus.actors.calling.jobs import JobQueue
 from dynbus.actors.calling.options import call_options, current_options
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import AnyCodec, codec_for
+from dynbus.actors.topics.topic import Topic
 from dynbus.bus.bus import Bus
 from dynbus.bus.errors import ConfigError, DeadlineExceeded, InvalidRequest, InvalidResponse
 from dynbus.bus.protocol.names import check_token
@@ -28,6 +30,8 @@ from .step_history import SIGNAL, SLEEP, STEP, FinishedStep, StepHistory
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_publish: Final[object] = Topic[Any].publish
 
 STAYS: Final = 5.0
 """Seconds for which a job waits in its process; one that waits longer waits in the queue."""
@@ -90,6 +94,11 @@ class JobRun:
     def job_id(self) -> str:
         """Its name in its queue."""
         return self._job.job_id
+
+    def event_id(self, place: int) -> str:
+        """The id of the event that the step at a place publishes, and no step of another job."""
+        name = f"{self._jobs.endpoint}.{self.job_id}.{place}"
+        return blake2b(name.encode(), digest_size=16).hexdigest()
 
     async def reach(self, kind: str, name: str) -> tuple[int, FinishedStep | None]:
         """See `StepHistory.reach`."""
@@ -233,9 +242,9 @@ async def step(
     """Call an async function once in the life of a job, in a durable handler; its result.
 
     The result is stored before this returns, so that a later try of the job, on any instance, gets
-    it without a call. What raises is called again by the next try. A method of a client is given an
-    idempotency key of the job and the step. Steps are known by their order: begin those that run
-    side by side always in the same one.
+    it without a call. What raises is called again by the next try. A method of a client, and
+    `publish` of a topic, are given an idempotency key of the job and the step. Steps are known by
+    their order: begin those that run side by side always in the same one.
 
     Args:
         name: 1 to 63 letters, digits, `_` or `-`.
@@ -255,6 +264,8 @@ async def step(
     if finished is not None:
         stored: T = codec.decode(bytes(finished.result))
         return stored
+    if getattr(function, "__func__", None) is _publish:
+        kwargs.setdefault("idempotency_key", run.event_id(place))
     with _keyed(function, f"{run.job_id}.{place}"):
         result = await function(*args, **kwargs)
     encode = codec.encoder(InvalidResponse)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from dynbus.actors.calling.jobs import call_headers
+from dynbus.actors.calling.options import checked_options
 from dynbus.actors.declaring.actor import Subscription, mark
 from dynbus.actors.declaring.codec import AnyCodec, Misfit, codec_for
 from dynbus.actors.declaring.durable import DEFAULT_JOBS, durable_options
@@ -92,7 +93,14 @@ class Topic(Generic[E]):
     def __repr__(self) -> str:
         return f"<Topic {self.name}>"
 
-    async def publish(self, event: E, *, key: str = "", runtime: HasBus | None = None) -> None:
+    async def publish(
+        self,
+        event: E,
+        *,
+        key: str = "",
+        idempotency_key: str | None = None,
+        runtime: HasBus | None = None,
+    ) -> None:
         """Publish an event: one message, which reaches everybody who hears the topic, or nobody.
 
         On return the server has it, where the topic retains its events. The trace, the metadata
@@ -100,11 +108,14 @@ class Topic(Generic[E]):
 
         Args:
             key: what it is about. 1 to 128 characters, or none.
+            idempotency_key: names the event: another one that is published under this key within
+                two minutes is left out. A step of a job gives one of its own. Nothing is left out
+                of a topic that retains nothing.
             runtime: where nothing of an actor runs, such as in a program beside them.
 
         Raises:
             ConfigError: nobody knows where: there is no namespace, or no runtime; or the topic has
-                events of another type.
+                events of another type; or `idempotency_key` is not usable.
             InvalidRequest: the event is not of the type, or the key is not usable.
             Overloaded: the topic is full; it says when to try again.
             PayloadTooLarge: the event does not fit into a message.
@@ -118,13 +129,14 @@ class Topic(Generic[E]):
                 f"{self.name}: key={key!r} is no text of {MAX_KEY} characters at most",
                 started=False,
             )
+        event_id = _event_id(idempotency_key)
         try:
             data = self._codec.encode(event)
         except Misfit as error:
             raise InvalidRequest(f"an event of {self.name}: {error}", started=False) from None
         fields = call_headers({}, Context.current())
         stream = self.stream_on(bus)
-        await stream.publish(data, key, random_id(), fields, PUBLISH_TIMEOUT)
+        await stream.publish(data, key, event_id, fields, PUBLISH_TIMEOUT)
 
     def stream_on(self, bus: Bus) -> TopicStream:
         """The events of the topic, on a bus."""
@@ -237,6 +249,15 @@ def subscribe(
         return method
 
     return decorate
+
+
+def _event_id(idempotency_key: str | None) -> str:
+    if idempotency_key is None:
+        return random_id()
+    if not idempotency_key:
+        raise ConfigError("idempotency_key='' names no event: give a key, or leave it out")
+    checked_options({"idempotency_key": idempotency_key}, "publish(...)")
+    return idempotency_key
 
 
 def _check_start(label: str, start: Any) -> None:

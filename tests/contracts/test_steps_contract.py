@@ -24,6 +24,7 @@ from dynbus import (
     NoJob,
     Runtime,
     StepMismatch,
+    Topic,
     context,
     depends,
     handler,
@@ -32,6 +33,7 @@ from dynbus import (
     step,
 )
 from dynbus.actors.serving import steps
+from dynbus.actors.serving.step_history import FinishedStep
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
@@ -40,6 +42,7 @@ from dynbus.bus.protocol.names import (
     dead_letter_stream,
     holder_subject,
     job_log_stream,
+    topic_stream,
     work_stream,
 )
 from dynbus.bus.transport import AckKind
@@ -290,6 +293,42 @@ async def test_no_step_is_called_of_a_job_that_has_ended_elsewhere_meanwhile(fle
     assert await job.result(PATIENCE) == ["", "elsewhere"]
     assert fleet.notes.done == {}
     assert not await fleet.runtime.bus.data.jetstream.read(log.stream, log.subject(name, "log.>"))
+
+
+async def test_an_event_that_a_lost_try_published_is_not_published_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = Topic("closed", int, namespace=f"n{secrets.token_hex(6)}")
+    lost: set[str] = set()
+    finish = steps.JobRun.finish
+
+    async def lose_first(run: steps.JobRun, place: int, finished: FinishedStep) -> None:
+        if run.tries == 1:
+            lost.add(run.job_id)
+            raise OSError("lost between the event and the record of its step")
+        await finish(run, place, finished)
+
+    monkeypatch.setattr(steps.JobRun, "finish", lose_first)
+
+    class Teller(Actor, namespace=closed.namespace):
+        @handler(durable=True, backoff=0.01)
+        async def tell(self, number: int) -> None:
+            await step("tell", closed.publish, number)
+
+    await fleet.start(Teller)
+    tell = fleet.runtime.client(Teller).tell
+
+    for number in (1, 2):
+        await (await tell.submit(number)).result(PATIENCE)
+
+    js = fleet.runtime.bus.data.jetstream
+    stream = topic_stream(closed.namespace, closed.name)
+    stored = (await js.stream_info(stream)).last_sequence
+    queue = EndpointName(closed.namespace, "Teller", "tell")
+    for name in (stream, work_stream(queue), job_log_stream(queue)):
+        await js.delete_stream(name)
+    assert len(lost) == 2
+    assert stored == 2
 
 
 async def test_another_order_of_steps_is_refused_by_name(fleet: Fleet) -> None:

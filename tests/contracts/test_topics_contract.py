@@ -106,6 +106,19 @@ async def hall(bus: Bus) -> AsyncIterator[Hall]:
         await runtime.close()
 
 
+async def test_an_event_under_the_key_of_an_earlier_one_is_left_out(hall: Hall) -> None:
+    closed = hall.topic()
+    await hall.start(hall.member(closed, "Every"))
+    runtime = await hall.runtime()
+
+    for number, key in ((1, "a"), (2, "a"), (3, "b")):
+        await closed.publish(Closed(number), idempotency_key=key, runtime=runtime)
+
+    assert await hall.hear("Every", 2) == [1, 3]
+    with pytest.raises(ConfigError, match="idempotency_key='' names no event"):
+        await closed.publish(Closed(4), idempotency_key="", runtime=runtime)
+
+
 async def test_instances_and_each_of_two_groups_hear_an_event_once(hall: Hall) -> None:
     closed = hall.topic()
     every = hall.member(closed, "Every")
