@@ -79,7 +79,9 @@ def _to_call(address: ComponentName, actor: type[DeclaredActor]) -> Iterable[Gra
     # A durable one is called by way of its queue.
     if direct := sorted(spec.name for spec in handlers if spec.durable is None):
         yield calls(address, direct)
-    yield from map(submits, _queues(address, actor))
+    for queue in _queues(address, actor):
+        options = actor.__dynbus_handlers__[queue.endpoint].durable
+        yield submits(queue, ordered=options is not None and options.ordered_by is not None)
     yield hears_cancels(address.namespace)
 
 

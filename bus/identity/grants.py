@@ -150,10 +150,14 @@ def serves(component: ComponentName) -> list[Grant]:
 # Jobs --------------------------------------------------------------------------------------
 
 
-def submits(queue: EndpointName) -> Grant:
+def submits(queue: EndpointName, *, ordered: bool = False) -> Grant:
     """Jobs for an endpoint, how they ended, and cancels and signals for them.
 
     Who may cancel a job may say how it ended: the record is the same.
+
+    Args:
+        ordered: the queue is an ordered one: a job of it that waits for a signal is given out
+            again in its place, by who signals or cancels it.
     """
     stream, log = work_stream(queue), job_log_stream(queue)
     dead = dead_letter_stream(queue.namespace)
@@ -170,6 +174,7 @@ def submits(queue: EndpointName) -> Grant:
             job_cancel_subject(queue),
             *read_subjects(log),
             *read_subjects(dead),
+            *((f"$JS.ACK.{stream}.*.>",) if ordered else ()),
         ),
         (job_log_subject(queue, "*", "end"),),
     )

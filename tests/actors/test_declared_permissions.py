@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from dynbus import Actor, ConfigError, Topic, depends, handler, subscribe
@@ -19,6 +20,16 @@ class Printer(Actor, namespace="demo"):
     @handler
     async def ink(self) -> int:
         return 1
+
+
+class Page(msgspec.Struct):
+    book: str
+
+
+class Orderly(Actor, namespace="demo"):
+    @handler(durable=True, ordered_by="book")
+    async def print(self, page: Page) -> int:
+        return len(page.book)
 
 
 class Shop(Actor, namespace="demo"):
@@ -134,3 +145,15 @@ def test_who_calls_what_it_finds_calls_into_the_namespaces_that_are_given() -> N
 def test_an_actor_that_hears_topics_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"demo\.Listening hears the topics orders: there are no"):
         purposes_of(Listening)
+
+
+@pytest.mark.parametrize(("actor", "may"), [(Orderly, True), (Printer, False)])
+def test_a_job_in_its_order_is_given_out_again_by_who_signals_it(
+    actor: type[Actor], may: bool
+) -> None:
+    place = ComponentName("demo", "Printer")
+
+    grants = grants_of(ComponentName("demo", "Shop"), Shop, {place: actor}, principal="Shop")
+
+    given_back = "$JS.ACK.DYNBUS_WORK_demo+Printer+print.takers-3.1.1.1.1.0"
+    assert any(one.may_publish(given_back) for one in grants) is may

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    """A server whose users have what the page lists, each for its own role."""
+    """A server whose users have the grants of their roles."""
     server = await run_server(store_dir=tmp_path / "nats-server", config=users())
     try:
         await make_streams(server, "scenario")

@@ -1,60 +1,52 @@
-"""The users of a guarded server, with the permissions that the protocol's page lists for each."""
+"""The users of a guarded server, each with the grants of its role."""
 
 from __future__ import annotations
 
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
+from dynbus.bus.identity.grants import (
+    Grant,
+    calls_all,
+    finds_instances,
+    hears_cancels,
+    hears_replies,
+    serves,
+)
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.instance_records import INSTANCES_STREAM
+from dynbus.bus.protocol.names import ComponentName
 
 from .stream_maker import OPERATOR
 
-BUCKET = INSTANCES_STREAM.name
+CLIENT = [finds_instances(), calls_all("scenario"), hears_cancels("scenario")]
+GRANTS: dict[str, list[Grant]] = {
+    "serving": [hears_replies("serving"), *serves(ComponentName("scenario", "Source"))],
+    "relaying": [hears_replies("relaying"), *serves(ComponentName("scenario", "Relay")), *CLIENT],
+    "calling": [hears_replies("calling"), *CLIENT],
+}
 
 
-def instance(component: str) -> list[str]:
-    """What an instance of a component may publish."""
-    return [
-        "_R.>",
-        "_INBOX.>",
-        f"$KV.dynbus_instances.scenario.{component}.*",
-        f"$JS.API.STREAM.INFO.{BUCKET}",
-        f"$JS.API.STREAM.MSG.GET.{BUCKET}",
+def users(*, hearing_cancels: bool = True) -> str:
+    """The configuration of a server with these users."""
+    entries = [
+        entry(name, [one for one in grants if hearing_cancels or "cancels" not in one.purpose])
+        for name, grants in GRANTS.items()
     ]
+    return "authorization { users = [\n" + "\n".join([OPERATOR, *entries]) + "\n] }"
 
 
-CLIENT = [
-    "scenario.*.*",
-    "scenario.*.*.*",
-    f"$JS.API.STREAM.INFO.{BUCKET}",
-    f"$JS.API.CONSUMER.CREATE.{BUCKET}.*.>",
-    f"$JS.API.CONSUMER.DELETE.{BUCKET}.>",
-    f"$JS.API.DIRECT.GET.{BUCKET}",
-    "$JS.FC.>",
-]
-PUBLISH = {
-    "serving": instance("Source"),
-    "relaying": instance("Relay") + CLIENT,
-    "calling": CLIENT,
-}
-SUBSCRIBE = {
-    "serving": ["scenario.Source.>", "scenario._cancel", "$SRV.>", "_R.serving.>"],
-    "relaying": ["scenario.Relay.>", "scenario._cancel", "$SRV.>", "_R.relaying.>"],
-    "calling": ["_R.calling.>", "scenario._cancel"],
-}
+def entry(name: str, grants: list[Grant]) -> str:
+    """A user, among those of a server's configuration, with the password `secret`."""
+    publish = sorted({subject for grant in grants for subject in grant.publish})
+    subscribe = sorted({subject for grant in grants for subject in grant.subscribe})
 
-
-def users(subscribe: dict[str, list[str]] = SUBSCRIBE) -> str:
     def quoted(subjects: list[str]) -> str:
         return ", ".join(f'"{subject}"' for subject in subjects)
 
-    entries = [
+    return (
         f'{{ user: "{name}", password: "secret", permissions: {{ '
-        f"publish: {{ allow: [{quoted(PUBLISH[name])}] }}, "
-        f"subscribe: {{ allow: [{quoted(subscribe[name])}] }} }} }}"
-        for name in PUBLISH
-    ]
-    return "authorization { users = [\n" + "\n".join([OPERATOR, *entries]) + "\n] }"
+        f"publish: {{ allow: [{quoted(publish)}] }}, "
+        f"subscribe: {{ allow: [{quoted(subscribe)}] }} }} }}"
+    )
 
 
 def url_of(server: RunningServer, user: str) -> str:

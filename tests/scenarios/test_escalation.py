@@ -1,4 +1,4 @@
-"""With the permissions that the page lists, nobody speaks where these do not let them.
+"""With the grants of its role, nobody speaks where these do not let them.
 
 The server delivers what a stream holds to whatever subject its reader names, and answers wherever
 whoever asks wants it: with its own rights, not with theirs.

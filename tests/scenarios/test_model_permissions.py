@@ -1,13 +1,11 @@
-"""The names of models under attack by a worker of another component, which has what the page of the
-protocol gives to every worker."""
+"""The names of models under attack by a worker of another component, which has the grants of every
+worker."""
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,14 @@ from tests.llm.models.tiny_model import tiny_folder
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.identity.grants import (
+    Grant,
+    calls_all,
+    finds_instances,
+    hears_cancels,
+    hears_replies,
+    serves,
+)
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.llm import ModelInput, ModelType, register_llm
@@ -29,77 +35,47 @@ from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.names import NAMES_STREAM, Names
 from dynbus.llm.models.publishing import add_model
 from dynbus.llm.models.records import CARDS_STREAM, card_subject, read_cards
+from dynbus.llm.permissions import listing_models, registering_models
 
+from .permissions import entry
 from .stream_maker import OPERATOR, make_streams
 
 pytestmark = pytest.mark.anyio
 
-PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 NAME = "big-model"
 TOKEN = model_token(NAME)
 
 
-def listed(beginning: str) -> list[str]:
-    """The subjects of a paragraph of the page."""
-    paragraph = PAGE.partition(beginning)[2].partition("\n\n")[0]
-    return [one for each in re.findall(r"`([^`]+)`", paragraph) for one in expanded(each)]
+CALLING = [finds_instances(), calls_all("demo"), hears_cancels("demo")]
+LISTING = [Grant(*one) for one in listing_models()]
+BINDING = Grant(
+    "binds names",
+    ("$KV.dynbus_model_names.>", "$JS.API.STREAM.PURGE.KV_dynbus_model_names"),
+)
 
 
-def expanded(subject: str) -> list[str]:
-    """The subjects that braces stand for."""
-    parts = [part.strip("{}").split(",") for part in re.split(r"(\{[^}]*\})", subject)]
-    return ["".join(one) for one in product(*parts)]
+def of_worker(component: str) -> list[Grant]:
+    address = ComponentName("demo", component)
+    registering = [Grant(*one) for one in registering_models(address)]
+    return [*serves(address), *registering, *CALLING]
 
 
-def of_table(column: int) -> list[str]:
-    """What the table of permissions lets an instance (1) or a client (2) publish."""
-    table = PAGE.partition("## Permissions")[2].splitlines()
-    rows = [line.split("|") for line in table if line.startswith("| publish")]
-    # Cancels are for operators, whose row has both columns empty but for a remark.
-    return [
-        subject
-        for row in rows
-        if "cancels" not in row[1]
-        for subject in re.findall(r"`([^`]+)`", row[column + 1])
-    ]
-
-
-CALLING = [
-    *of_table(2),
-    "$JS.API.STREAM.INFO.KV_dynbus_instances",
-]
-REGISTERING = listed("Beyond the table below: who registers a model of `demo.Engine` publishes")
-BINDING = ["$KV.dynbus_model_names.>", "$JS.API.STREAM.PURGE.KV_dynbus_model_names"]
-LISTING = [one for one in REGISTERING if one.startswith("$JS.")]
-
-
-def of_component(subjects: list[str], component: str) -> list[str]:
-    return [re.sub(r"demo\.Engine", f"demo.{component}", subject) for subject in subjects]
-
-
-PUBLISH = {
-    "owner": of_component([*of_table(1), *REGISTERING, *CALLING], "Owner"),
-    "thief": of_component([*of_table(1), *REGISTERING, *CALLING], "Thief"),
-    "front": [*CALLING, *LISTING, "_R.>"],
-    "operator": [*CALLING, *LISTING, *BINDING],
+GRANTS = {
+    "owner": of_worker("Owner"),
+    "thief": of_worker("Thief"),
+    "front": [*serves(ComponentName("demo", "Front")), *CALLING, *LISTING],
+    "operator": [*CALLING, *LISTING, BINDING],
 }
 
 
 def users() -> str:
-    entries = [OPERATOR]
-    for name, publish in PUBLISH.items():
-        subscribe = [f"_R.{name}.>", f"demo.{name.capitalize()}.>", "demo._cancel", "$SRV.>"]
-        entries.append(
-            f'{{ user: "{name}", password: "secret", permissions: {{ '
-            f"publish: {{ allow: {json.dumps(publish)} }}, "
-            f"subscribe: {{ allow: {json.dumps(subscribe)} }} }} }}"
-        )
-    return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+    entries = [entry(name, [hears_replies(name), *grants]) for name, grants in GRANTS.items()]
+    return "authorization { users = [\n" + "\n".join([OPERATOR, *entries]) + "\n] }"
 
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    """A server whose users have what the page lists, each for its own role."""
+    """A server whose users have the grants of their roles."""
     server = await run_server(store_dir=tmp_path / "nats-server", config=users())
     try:
         await make_streams(server, "demo")

@@ -1,11 +1,10 @@
-"""The permissions that the page of the protocol lists: enough for every call, and not more."""
+"""The grants of who serves, relays and calls: enough for every call, and not more."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,14 @@ from tests.conditions import eventually
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import PermissionDenied, Unavailable
+from dynbus.bus.identity.grants import (
+    Grant,
+    calls_all,
+    hears_cancels,
+    hears_replies,
+    submits,
+    takes,
+)
 from dynbus.bus.nats.connection import connect as connect_plainly
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.protocol.names import EndpointName
@@ -23,13 +30,12 @@ from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import JobEnd, WorkQueue
 
 from .observation import begun_at, leftovers, no_handler_runs
-from .permissions import PUBLISH, SUBSCRIBE, connect, url_of, users
+from .permissions import GRANTS, connect, entry, url_of, users
 from .stream_maker import OPERATOR, make_streams
 from .workload import Count, Relay, Source, Text, Wait
 
 pytestmark = pytest.mark.anyio
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BUCKET = INSTANCES_STREAM.name
 
 
@@ -70,19 +76,6 @@ FOREIGN_PUBLICATIONS = [
 OF_INSTANCES_ALONE = ["_R.serving.forged.f", "_INBOX.forged", f"{STORE}.scenario.Source.forged"]
 
 
-def test_these_are_the_permissions_that_the_page_lists() -> None:
-    section = PAGE.read_text().partition("## Permissions")[2]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    listed = set(re.findall(r"`([^`]+)`", table))
-
-    mine = {*PUBLISH["relaying"], *SUBSCRIBE["serving"], *SUBSCRIBE["calling"]}
-    spelled = {re.sub(r"\bscenario\b", "demo", subject) for subject in mine}
-    spelled = {re.sub(r"\b(Source|Relay)\b", "Engine", subject) for subject in spelled}
-    spelled = {re.sub(r"_R\.(serving|calling)", "_R.p", subject) for subject in spelled}
-
-    assert spelled == listed
-
-
 async def test_they_are_enough_to_serve_to_call_to_relay_and_to_drain(
     guarded: RunningServer,
 ) -> None:
@@ -120,8 +113,8 @@ async def test_they_are_enough_to_serve_to_call_to_relay_and_to_drain(
 
 async def test_who_may_not_hear_of_cancels_calls_all_the_same(tmp_path: Path) -> None:
     """As with files that are older than the subject of operators."""
-    older = {name: [s for s in heard if "_cancel" not in s] for name, heard in SUBSCRIBE.items()}
-    server = await run_server(store_dir=tmp_path / "nats-server", config=users(older))
+    config = users(hearing_cancels=False)
+    server = await run_server(store_dir=tmp_path / "nats-server", config=config)
     try:
         await make_streams(server, "scenario")
         async with connect(server, "relaying") as relaying, connect(server, "calling") as calling:
@@ -146,23 +139,7 @@ async def test_who_finds_no_streams_is_told_who_makes_them(tmp_path: Path) -> No
         await server.stop()
 
 
-def test_nobody_on_the_page_makes_or_changes_more_than_a_consumer_of_their_own() -> None:
-    """Who made a stream could give it subjects of others, and who changes one have it republished;
-    the one consumer that takers share could be made to deliver elsewhere."""
-    page = PAGE.read_text()
-    listed = re.findall(r"`(\$JS\.API\.[^`]+)`", page.partition("## Requests")[2])
-
-    made = {subject for subject in listed if "CREATE" in subject or "UPDATE" in subject}
-    # Words of the sentence that says so.
-    made.remove("$JS.API.STREAM.CREATE")
-
-    assert made
-    assert [
-        one for one in made if not re.match(r"\$JS\.API\.CONSUMER\.[^.]+\.[^.]+\..*>$", one)
-    ] == []
-
-
-@pytest.mark.parametrize("user", PUBLISH)
+@pytest.mark.parametrize("user", GRANTS)
 async def test_nothing_else_may_be_heard(guarded: RunningServer, user: str) -> None:
     other = "calling" if user == "serving" else "serving"
     subjects = [subject.format(other=other) for subject in FOREIGN_SUBSCRIPTIONS]
@@ -174,7 +151,7 @@ async def test_nothing_else_may_be_heard(guarded: RunningServer, user: str) -> N
     assert refused == set(subjects)
 
 
-@pytest.mark.parametrize("user", PUBLISH)
+@pytest.mark.parametrize("user", GRANTS)
 async def test_nothing_else_may_be_said(guarded: RunningServer, user: str) -> None:
     subjects = list(FOREIGN_PUBLICATIONS)
     if user == "calling":
@@ -221,37 +198,32 @@ async def refusals(
 
 
 QUEUE = EndpointName("demo", "Printer", "print")
-SUBJECTS = ("$JS.", "$KV.", "demo.Printer._", "_R.>")
 
 
-def of_queues(role: str) -> list[str]:
-    """What the page allows beside the table to who uses the queue of `demo.Printer.print`."""
-    section = PAGE.read_text().partition("Who puts jobs into the queue of")[2].partition("\n\n")[0]
-    putting, taking = section.partition("A taker publishes")[::2]
-    listed = re.findall(r"`([^`]+)`", putting if role == "putting" else putting + taking)
-    stream = "DYNBUS_WORK_demo+Printer+print"
-    subjects = [subject for subject in listed if subject.startswith(SUBJECTS)]
-    # What the client's column of the table has.
-    return ["demo.*.*.*", *(re.sub(r"\bQ\b", stream, subject) for subject in subjects)]
+def of_queues(role: str) -> list[Grant]:
+    """The grants of who uses the queue `demo.Printer.print`."""
+    uses = submits(QUEUE) if role == "putting" else takes(QUEUE, durable=False)
+    return [hears_replies(role), hears_cancels("demo"), calls_all("demo"), uses]
 
 
-def config_of(roles: Mapping[str, Sequence[str]]) -> str:
-    """A server's configuration for users of queues, by what each may publish."""
-    entries = [OPERATOR] + [
-        f'{{ user: "{role}", password: "secret", permissions: {{ '
-        f"publish: {{ allow: [{', '.join(map(json.dumps, subjects))}] }}, "
-        f'subscribe: {{ allow: ["_R.{role}.>", "demo._cancel", '
-        '"demo.Printer._work.print.high.>"] } } }'
-        for role, subjects in roles.items()
-    ]
+def config_of(roles: Mapping[str, list[Grant]]) -> str:
+    """A server's configuration for users of queues."""
+    entries = [OPERATOR, *(entry(role, grants) for role, grants in roles.items())]
     return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
 
 
 async def test_a_taker_that_may_not_store_what_it_holds_says_so_and_takes_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subjects = [subject for subject in of_queues("taking") if "dynbus_jobs" not in subject]
-    config = config_of({"taking": subjects})
+    grants = [
+        Grant(
+            one.purpose,
+            tuple(subject for subject in one.publish if "dynbus_jobs" not in subject),
+            one.subscribe,
+        )
+        for one in of_queues("taking")
+    ]
+    config = config_of({"taking": grants})
     server = await run_server(store_dir=tmp_path / "nats-server", config=config)
     await make_streams(server, "demo", ["Printer.print"])
     bus = await Bus.connect(BusConfig(servers=(url_of(server, "taking"),), principal="taking"))
@@ -268,7 +240,7 @@ async def test_a_taker_that_may_not_store_what_it_holds_says_so_and_takes_all_th
     assert "its jobs wait for ack_wait (30 s): who holds which cannot be stored" in caplog.text
 
 
-async def test_jobs_are_put_and_taken_with_what_the_page_lists_for_queues(tmp_path: Path) -> None:
+async def test_jobs_are_put_and_taken_with_the_grants_of_queues(tmp_path: Path) -> None:
     roles = {"putting": of_queues("putting"), "taking": of_queues("taking")}
     config = config_of(roles)
     server = await run_server(store_dir=tmp_path / "nats-server", config=config)
