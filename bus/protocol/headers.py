@@ -63,6 +63,8 @@ NO_RESPONDERS: Final = "503"
 NOBODY: Final = PREAMBLE + b" " + NO_RESPONDERS.encode()
 """The beginning of the header block by which the server says that a subject has no subscriber."""
 
+_PRINTABLE: Final = "".join(map(chr, range(ord(" "), ord("~") + 1)))
+
 # Few names are ever written, each very often.
 _is_key = lru_cache(1024)(re.compile(r"[!-9;-~]+").fullmatch)
 
@@ -102,6 +104,16 @@ def decode(block: bytes) -> dict[str, str]:
         if colon and key:
             fields[key] = value.strip()
     return fields
+
+
+def carried(fields: Mapping[str, str]) -> dict[str, str]:
+    """Fields that were read, as a copy of their message can carry them: what is no printable ASCII
+    is percent-encoded.
+    """
+    in_names = _PRINTABLE.replace(" ", "").replace(":", "")
+    return {
+        quote(name, safe=in_names): quote(value, safe=_PRINTABLE) for name, value in fields.items()
+    }
 
 
 def status(block: bytes) -> str:

@@ -125,5 +125,5 @@ async def _give(jetstream: JetStream, message: StoredMessage, below: str, name: 
         f"{below}.{job_token(event.event_id)}.{name}",
         message.data,
         message_id=f"{event.event_id} {name}{below}",
-        headers={**event.headers, header_names.JOB: event.event_id},
+        headers={**header_names.carried(event.headers), header_names.JOB: event.event_id},
     )

@@ -138,7 +138,9 @@ class DeadLetters:
         Raises:
             Unavailable: the server did not confirm it in time.
         """
-        own = {name: value for name, value in message.headers.items() if not is_reserved(name)}
+        own = header_names.carried(
+            {name: value for name, value in message.headers.items() if not is_reserved(name)}
+        )
         fields = {
             **own,
             header_names.JOB: error_text(job_id),

@@ -483,11 +483,13 @@ class JobStream:
             repeat_id: the same for a repeat, which is not put again in two minutes.
             put: when the job was put, in Unix seconds by the server's clock.
         """
-        fields = {
-            name: value
-            for name, value in message.headers.items()
-            if not is_reserved(name) or name in KEPT_BY_COPIES
-        }
+        fields = header_names.carried(
+            {
+                name: value
+                for name, value in message.headers.items()
+                if not is_reserved(name) or name in KEPT_BY_COPIES
+            }
+        )
         fields[header_names.JOB] = job_id
         # What counts from the put counts from the first one.
         fields[header_names.JOB_AGE] = milliseconds(await self.now() - put)

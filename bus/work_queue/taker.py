@@ -233,7 +233,12 @@ class Job:
         left = None
         if Context.current() is None:
             request_id = self.headers.get(header_names.REQUEST_ID) or self.job_id
-            left = entered(Context(request_id[:MAX_ID_LENGTH], trace_headers=fields))
+            try:
+                called = Context(request_id[:MAX_ID_LENGTH], trace_headers=fields)
+            except ConfigError:
+                # Of a plain client. A block that is not entered would never settle its job.
+                called = Context(self.job_id, trace_headers=fields)
+            left = entered(called)
 
         def leave() -> None:
             if left is not None:

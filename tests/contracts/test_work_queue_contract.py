@@ -798,6 +798,26 @@ async def test_plain_nats_clients_may_put_jobs_and_bad_ones_are_dead_letters(
     ]
 
 
+async def test_a_job_whose_headers_are_no_ascii_is_begun_and_settled_as_any_other(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    await queue.depth()
+    for field in ("Dynbus-Request-Id", "X-Name"):
+        block = f"NATS/1.0\r\n{field}: Zo\u00eb\r\n\r\n".encode()
+        here.data.publish(work_subject(name, field), b"plain", headers=block)
+
+    async with queue.take() as taker:
+        for _ in range(2):
+            async with await next_job(taker) as job:
+                await job.bury("no such person")
+
+    letters = await DeadLetters(here.data.jetstream, name.namespace).find()
+    assert sorted((letter.job_id, *letter.headers.items()) for letter in letters) == [
+        ("Dynbus-Request-Id", ("Dynbus-Request-Id", "Zo%C3%AB")),
+        ("X-Name", ("X-Name", "Zo%C3%AB")),
+    ]
+
+
 async def test_takers_go_on_when_somebody_deletes_the_queue(
     queue: WorkQueue, here: Presence, name: EndpointName
 ) -> None:
