@@ -150,8 +150,8 @@ if not TYPE_CHECKING:
         "radix",
         "stream",
         "routing",
+        "permissions",
         "engine_events",
         "engine_events.of_actor",
         "engine_events.zmq_subscriber",
-        "permissions",
     )

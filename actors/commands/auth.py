@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from dynbus.actors.declaring.actor import address_of
-from dynbus.actors.documents.permissions import grants_of, grants_of_client
+from dynbus.actors.permissions import grants_of, grants_of_client
 from dynbus.actors.running.graph import Node
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import load_run

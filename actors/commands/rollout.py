@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dynbus.actors.documents.compatibility import Change, changes
-from dynbus.actors.documents.contracts import EndpointContract
-from dynbus.actors.documents.running import RunningVersion, running_versions
-from dynbus.actors.documents.schema_difference import Fit
+from dynbus.actors.compatibility.changes import Change, changes
+from dynbus.actors.compatibility.endpoint_contract import EndpointContract
+from dynbus.actors.compatibility.running import RunningVersion, running_versions
+from dynbus.actors.compatibility.schema_difference import Fit
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import Misfit
 from dynbus.actors.running.plan import PlannedNode

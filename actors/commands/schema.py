@@ -11,11 +11,11 @@ from typing import Any, Final
 import click
 import msgspec
 
+from dynbus.actors.compatibility.changes import Change, changes
+from dynbus.actors.compatibility.running import running_versions
+from dynbus.actors.compatibility.schema_difference import Fit
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
-from dynbus.actors.documents.compatibility import Change, changes
 from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
-from dynbus.actors.documents.running import running_versions
-from dynbus.actors.documents.schema_difference import Fit
 from dynbus.actors.documents.schemas import json_text, schema_file
 from dynbus.actors.running.planning import LoadedRun, load_run
 from dynbus.bus import exit_codes

@@ -1,58 +1,19 @@
-"""The contract of an endpoint, read from where it is said: a document, a class, an instance."""
+"""Contracts of endpoints, read from classes and from documents of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
-import msgspec
-
-from dynbus.actors.declaring.schemas import ToldSchemas, canonical_schema
+from dynbus.actors.compatibility.endpoint_contract import EVENT, EndpointContract
+from dynbus.actors.declaring.schemas import canonical_schema
 from dynbus.bus.errors import ConfigError
 
 from .asyncapi import MAY_BE_EMPTY, NOTHING, DocumentedActor
 from .schemas import COMPONENTS
 
 EXTENSION: Final = "x-dynbus"
-EVENT: Final = "event"
-"""The kind of a contract of subscribers: the events of a topic that they read."""
-
-
-class EndpointContract(NamedTuple):
-    """The messages that an endpoint reads and writes.
-
-    Attributes:
-        kind: `unary`, `stream` or `event`.
-        schema_hash: the same for contracts that are the same; empty where it is not known.
-        request: the canonical schema of what it reads; None where it takes nothing.
-        may_be_empty: whether the request may be left out.
-        result: the canonical schema of what it writes.
-        durable: whether each call is a job, which may wait in its queue.
-    """
-
-    kind: str
-    schema_hash: str
-    request: Any
-    may_be_empty: bool
-    result: Any
-    durable: bool = False
-
-    @classmethod
-    def of_told(cls, kind: str, answer: bytes) -> EndpointContract:
-        """The contract in an answer of an instance, as `encode_schemas` writes it.
-
-        Raises:
-            ConfigError: it says something else.
-        """
-        try:
-            known = msgspec.json.decode(answer, type=ToldSchemas)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ConfigError(f"it does not say what it reads and writes: {error}") from None
-        return cls(
-            *(kind, known.hash, known.request, known.request_has_default, known.reply),
-            durable=known.durable,
-        )
 
 
 def contracts_of_actors(actors: Iterable[DocumentedActor]) -> dict[str, EndpointContract]:

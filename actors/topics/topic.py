@@ -12,12 +12,12 @@ import msgspec
 
 from dynbus.actors.calling.jobs import call_headers
 from dynbus.actors.calling.options import checked_options
+from dynbus.actors.compatibility.schema_difference import Fit, compare
 from dynbus.actors.declaring.actor import Subscription, mark
 from dynbus.actors.declaring.codec import AnyCodec, Misfit, codec_for
 from dynbus.actors.declaring.durable import DEFAULT_JOBS, durable_options
 from dynbus.actors.declaring.handlers import HandlerSpec, declare
 from dynbus.actors.declaring.schemas import canonical_schema, schema_of
-from dynbus.actors.documents.schema_difference import Fit, compare
 from dynbus.bus.bus import Bus, current_bus
 from dynbus.bus.context import Context, current_instance
 from dynbus.bus.errors import ConfigError, InvalidRequest

@@ -14,16 +14,13 @@ from pydantic import BaseModel, Field
 
 from dynbus import Actor, ConfigError, Topic, handler, subscribe
 from dynbus.actors.commands.schema import as_yaml
+from dynbus.actors.compatibility.changes import Change, changes
+from dynbus.actors.compatibility.endpoint_contract import EndpointContract
+from dynbus.actors.compatibility.schema_difference import Fit
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.declaring.schemas import encode_schemas
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
-from dynbus.actors.documents.compatibility import Change, changes
-from dynbus.actors.documents.contracts import (
-    EndpointContract,
-    contracts_of_actors,
-    contracts_of_document,
-)
-from dynbus.actors.documents.schema_difference import Fit
+from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
 
 
 class Part(BaseModel):

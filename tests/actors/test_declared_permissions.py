@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynbus import Actor, ConfigError, Topic, depends, handler, subscribe
-from dynbus.actors.documents.permissions import grants_of
+from dynbus.actors.permissions import grants_of
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.actors.declaring.schemas import canonical_schema
-from dynbus.actors.documents.schema_difference import (
+from dynbus.actors.compatibility.schema_difference import (
     MAX_DIFFERENCES,
     Difference,
     Fit,
     compare,
     worst,
 )
+from dynbus.actors.declaring.schemas import canonical_schema
 
 INTEGER = {"type": "integer"}
 NUMBER = {"type": "number"}

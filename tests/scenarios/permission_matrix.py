@@ -19,7 +19,7 @@ from nats.aio.client import Client
 
 from dynbus import Actor, depends, handler
 from dynbus.actors.commands.auth import grants_of_role
-from dynbus.actors.documents.permissions import grants_of
+from dynbus.actors.permissions import grants_of
 from dynbus.bus.identity.credentials import NewKey, new_key
 from dynbus.bus.identity.grants import Grant
 from dynbus.bus.identity.registry import User, server_config

@@ -10,11 +10,11 @@ import pytest
 
 from dynbus import Actor, Runtime, handler
 from dynbus.actors.commands.rollout import Rollout, rollout_misfits
+from dynbus.actors.compatibility.running import RunningVersion, running_versions
 from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.declaring.schemas import encode_schemas
 from dynbus.actors.documents.asyncapi import DocumentedActor
 from dynbus.actors.documents.contracts import contracts_of_actors
-from dynbus.actors.documents.running import RunningVersion, running_versions
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import Misfit
 from dynbus.actors.running.plan import PlannedNode

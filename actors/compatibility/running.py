@@ -19,7 +19,7 @@ from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.instance_records import read_instances
 from dynbus.bus.transport import NoStream
 
-from .contracts import EndpointContract
+from .endpoint_contract import EndpointContract
 
 READ_SECONDS: Final = 3.0
 """Seconds within which all records must have been read."""

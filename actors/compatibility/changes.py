@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .contracts import EVENT, EndpointContract
+from .endpoint_contract import EVENT, EndpointContract
 from .schema_difference import NO_FIELD, Difference, Fit, compare
 
 KEEP: Final = "keep it until no caller of the old version is left"
