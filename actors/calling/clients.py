@@ -11,7 +11,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from inspect import Parameter
 from typing import Any, Final, Generic, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
@@ -43,7 +45,7 @@ from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
 from .broadcast import Broadcast, call_each
 from .client_side import ClientSide
-from .continuation import Replay, Resume, resume_by
+from .continuation import Replay, Restarting, Resume, resume_by
 from .invocation import Invocation, Terms
 from .jobs import BusJob, JobRequest, Submission
 from .options import (
@@ -177,7 +179,12 @@ class EndpointClient:
         return f"<EndpointClient {self.endpoint} [{len(self.instance_ids())} instances]>"
 
     def generate(
-        self, request: Any = None, *, routed_as: Any = None, after: Sequence[bytes] = ()
+        self,
+        request: Any = None,
+        *,
+        routed_as: Any = None,
+        after: Sequence[bytes] = (),
+        restart: Callable[[], object] | None = None,
     ) -> Call:
         """Call the endpoint on the instance that the client's routing picks.
 
@@ -186,11 +193,14 @@ class EndpointClient:
                 text; None for the request itself.
             after: encoded items of the stream that came to somebody else before: what is left is
                 asked for, as the client's `resume` says.
+            restart: called where a stream is lost, as often as the client's `migration_limit` says:
+                what came of it counts no more, and all of it comes again from another instance. For
+                a reader that waits for the whole; the handler must be idempotent.
 
         Raises:
             ConfigError: there is something to go on after, and nothing says how.
         """
-        return self._call(request, self._router, routed_as=routed_as, after=after)
+        return self._call(request, self._router, routed_as=routed_as, after=after, restart=restart)
 
     def random(self, request: Any = None) -> Call:
         """Call any instance."""
@@ -259,7 +269,11 @@ class EndpointClient:
         instance: str = "",
         routed_as: Any = None,
         after: Sequence[bytes] = (),
+        restart: Callable[[], object] | None = None,
     ) -> Call:
+        terms = self._terms
+        if restart is not None:
+            terms = replace(terms, resume=partial(Restarting, drop=restart))
         options = combined(current_options(), self._options)
         if instance:
             options = combined({"instance": instance}, options)
@@ -269,7 +283,7 @@ class EndpointClient:
             router,
             request,
             encode_json(request),
-            self._terms,
+            terms,
             routed_as=routed_as,
             after=after,
             options=options,

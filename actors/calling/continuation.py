@@ -9,6 +9,8 @@ One object for each stream knows both, its `Continuation`; everybody else calls 
 - A handler or a client says by `resume=` how the next request is made: the same once more
   (`Replay`), or one for the rest (`Resuming`) by a function, which may give `ResumeParts`. A
   `ResumeRule` says of each request besides whether its stream goes on at all.
+- A reader that waits for the whole drops what it has, and the request is sent once more
+  (`Restarting`).
 - A stream that another process began is a call of `EndpointClient.generate(after=)`: the items that
   were accepted there are accepted here, before anything is sent.
 
@@ -23,7 +25,7 @@ from array import array
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from dynbus.actors.declaring.resume import ResumeParts, ResumeRule
 from dynbus.bus.errors import DynbusError, ResumeMismatch, StreamLost, describe_exception
@@ -54,7 +56,13 @@ class NextRequest(NamedTuple):
 
 
 class Continuation(Protocol):
-    """The state of one stream at its caller, from which it can go on elsewhere."""
+    """The state of one stream at its caller, from which it can go on elsewhere.
+
+    Attributes:
+        is_handed_on: whether its instance ends it early where it drains, since another goes on.
+    """
+
+    is_handed_on: ClassVar[bool]
 
     @property
     def accepted(self) -> int:
@@ -105,6 +113,8 @@ class Replay:
 
     Of the accepted items it keeps a running hash, not the items.
     """
+
+    is_handed_on: ClassVar = True
 
     __slots__ = (
         "_data",
@@ -192,6 +202,8 @@ class Resuming:
         accepted: items of the whole stream, where this is a part of one.
     """
 
+    is_handed_on: ClassVar = True
+
     __slots__ = ("_data", "_items", "_make", "_sizes", "accepted")
 
     def __init__(self, make: MakeRequests, data: bytes, accepted: int = 0) -> None:
@@ -236,6 +248,39 @@ class Resuming:
         if len(made) < 2:
             return made
         return [one._replace(part=Resuming(self._make, one.data, self.accepted)) for one in made]
+
+
+class Restarting:
+    """The same request once more, for a reader that waits for the whole: what came is dropped.
+
+    Args:
+        drop: has the reader drop what it has; called before the request is sent again.
+    """
+
+    # All that was computed would be lost: an instance that drains may finish it.
+    is_handed_on: ClassVar = False
+
+    __slots__ = ("_data", "_drop", "_request", "accepted")
+
+    def __init__(self, data: bytes, request: Any, drop: Callable[[], object]) -> None:
+        self._data = data
+        self._request = request
+        self._drop = drop
+        # Nothing of it was shown to the caller.
+        self.accepted = 0
+
+    def __repr__(self) -> str:
+        return "<Restarting>"
+
+    def accept(self, items: Sequence[bytes]) -> Sequence[bytes]:
+        return items
+
+    def check_end(self) -> None:
+        return
+
+    def next_requests(self) -> Sequence[NextRequest]:
+        self._drop()
+        return (NextRequest(self._data, self._request),)
 
 
 def resume_by(

@@ -267,8 +267,10 @@ class Invocation:
             side.schema_check.differs(self.endpoint, self.instance_id, own, theirs)
         if attempt.metadata is not None:
             fields = {**fields, headers.METADATA: attempt.metadata}
-        if self._continuation is not None and streaming and not self.options.get("instance"):
-            fields = {**fields, headers.CONTINUES: str(self._continuation.accepted)}
+        following = self._continuation
+        may_move = streaming and not self.options.get("instance")
+        if following is not None and may_move and following.is_handed_on:
+            fields = {**fields, headers.CONTINUES: str(following.accepted)}
         head = CallHead(
             self.endpoint, self.request_id, self._deadline, self._attempts, streaming, fields
         )

@@ -87,6 +87,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         kv_cache_block_size: tokens of a block of the engine's KV cache.
         migration_limit: how often a request moves to another instance when its own is lost, drains
             or asks for that; a stream of tokens goes on there.
+        idempotent: whether its handler, which takes text, may be asked again where it may have
+            begun.
         user_data: whatever the worker says beside.
         default_sampling: for what requests do not say.
         pooling: how embeddings are made of the states of tokens: `mean` or `last`; empty where
@@ -109,6 +111,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_length: int | None = None
     kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
     migration_limit: int = ResumeRule.MIGRATION_LIMIT
+    idempotent: bool = False
     user_data: dict[str, Any] | None = None
     default_sampling: DefaultSampling = DefaultSampling()
     pooling: str = ""
@@ -159,6 +162,8 @@ def differences(mine: ModelCard, other: ModelCard) -> list[str]:
 def _fields(card: ModelCard) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(card)
     fields.pop("created", None)
+    # Of two versions of a handler one may say it, while the one replaces the other.
+    fields.pop("idempotent", None)
     # Defaults are left out of what is sent.
     fields["kv_cache_block_size"] = card.kv_cache_block_size
     fields["migration_limit"] = card.migration_limit

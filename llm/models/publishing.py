@@ -52,6 +52,7 @@ class Target(NamedTuple):
         owner: see `StoredCard`.
         ended: of these one is set when the model is no longer served; none for one that is served
             for as long as the bus lives.
+        idempotent: whether its handler is declared so.
     """
 
     bus: Bus
@@ -59,6 +60,7 @@ class Target(NamedTuple):
     endpoint: EndpointName
     owner: str
     ended: tuple[asyncio.Event, ...] = ()
+    idempotent: bool = False
 
 
 _registered: Final[WeakKeyDictionary[Bus, dict[str, ModelCard]]] = WeakKeyDictionary()

@@ -110,7 +110,8 @@ async def register_llm(
         kv_cache_block_size: tokens of a block of the engine's KV cache; 16 unless given.
         migration_limit: how often a request moves to another instance when its own is lost, drains
             or raises `Migrate`. A stream of tokens goes on behind what has come; a request for text
-            begins again, where nothing has come of it. 0 for never.
+            begins again, where nothing has come of it, and a whole answer where its handler is
+            `idempotent`, whatever has come. 0 for never.
         user_data: whatever else the worker says of itself, as JSON.
         default_sampling: how tokens are drawn where a request does not say it, by the names of
             `DefaultSampling`; what is not named is as the model's files recommend. "openai" takes
@@ -159,6 +160,7 @@ async def register_llm(
         context_length=context_length,
         kv_cache_block_size=kv_cache_block_size or DEFAULT_BLOCK_SIZE,
         migration_limit=migration_limit,
+        idempotent=target.idempotent and model_input is ModelInput.Text,
         user_data=check_user_data(user_data),
         created=unix_time(),
     )
@@ -330,8 +332,10 @@ def _target(endpoint: object) -> Target:
         )
     runtime, instance = actor.runtime, actor.__dynbus_instance__
     namespace, component, instance_id = instance.name
-    name = EndpointName(namespace, component, handlers[attribute].name)
-    return Target(runtime.bus, runtime.discovery, name, instance_id, (instance.stopped,))
+    spec = handlers[attribute]
+    name = EndpointName(namespace, component, spec.name)
+    ended = (instance.stopped,)
+    return Target(runtime.bus, runtime.discovery, name, instance_id, ended, spec.idempotent)
 
 
 def _name_of(model_path: str | os.PathLike[str]) -> str:

@@ -117,6 +117,7 @@ class OpenModel:
                 streams=request.streams,
                 format=inquiry.format,
                 routed_as=routed_as,
+                restarts=self.card.idempotent,
             )
         prepared = await prepare(
             self._text,

@@ -357,9 +357,10 @@ class TextCompletion(Completion):
     Args:
         request: as JSON.
         routed_as: what a router looks at in place of it; None where none goes by its tokens.
+        restarts: whether a whole answer begins again elsewhere where its engine is lost.
     """
 
-    __slots__ = ("_frame", "_merged", "_outputs", "_request", "_routed_as", "_usage")
+    __slots__ = ("_frame", "_merged", "_outputs", "_request", "_restarts", "_routed_as", "_usage")
 
     why_not_elsewhere = "its engine takes text"
 
@@ -372,8 +373,10 @@ class TextCompletion(Completion):
         streams: bool,
         format: AnswerFormat,
         routed_as: object = None,
+        restarts: bool = False,
     ) -> None:
         super().__init__(format, sink, timing, streams=streams)
+        self._restarts = restarts and not streams
         self._request = request
         self._routed_as = routed_as
         self._frame = format.frame
@@ -390,8 +393,12 @@ class TextCompletion(Completion):
         return self._usage
 
     async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
-        call = client.generate(self._request, routed_as=self._routed_as).raw()
+        restart = self._restart if self._restarts else None
+        call = client.generate(self._request, routed_as=self._routed_as, restart=restart).raw()
         await self.open(relay, call, 0)
+
+    def _restart(self) -> None:
+        self._merged = MergedAnswer()
 
     def receive(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:
@@ -414,7 +421,7 @@ class TextCompletion(Completion):
         ending = arrival.error
         if ending is None:
             self._finish()
-        elif isinstance(ending, StreamLost):
+        elif isinstance(ending, StreamLost) and not self._restarts:
             ending = StreamLost(
                 f"{ending.message}; the engine takes text, and only a stream of tokens can be "
                 "continued: ask again",

@@ -218,7 +218,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         return metadata
 
     # How long a chunk may take is the server's to say.
-    @handler(concurrency=None, idle_timeout=None)
+    @handler(concurrency=None, idle_timeout=None, idempotent=True)
     async def generate(self, request: msgspec.Raw, reply: Reply[msgspec.Raw]) -> None:
         """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for."""
         body = bytes(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -23,6 +23,7 @@ from dynbus import (
     InvalidRequest,
     InvalidResponse,
     Overloaded,
+    StreamLost,
     call_options,
     context,
     depends,
@@ -231,6 +232,55 @@ async def test_streams_go_on_at_another_engine_when_theirs_is_killed() -> None:
 
     assert loads[0] > 0
     assert counts == [200] * len(questions)
+
+
+class Slow(FakeModel, abstract=True):
+    """Counts the words that it has said."""
+
+    said = 0
+
+    async def words(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        async for chunk in FakeModel.generate(self, request):
+            self.said += 1
+            yield chunk
+
+
+class Repeated(Slow):
+    @handler(concurrency=None, idempotent=True)
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        async for chunk in self.words(request):
+            yield chunk
+
+
+class Once(Slow):
+    @handler(concurrency=None)
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        async for chunk in self.words(request):
+            yield chunk
+
+
+@pytest.mark.parametrize("engine", [Repeated, Once])
+async def test_a_whole_answer_begins_again_elsewhere_where_its_handler_is_idempotent(
+    engine: type[Slow],
+) -> None:
+    async with TestKit() as kit:
+        started = [
+            await kit.start(engine, model="qwen", answers=[text], pause=0.1)
+            for text in ("one two three four", "five six seven eight")
+        ]
+        fakes = [cast("Slow", one.actor) for one in started]
+        asked = asyncio.ensure_future(Model("qwen").client(kit.caller).chat("hi"))
+        await eventually(lambda: any(one.said > 1 for one in fakes))
+        place = next(at for at, one in enumerate(fakes) if one.said)
+        await kit.kill(started[place])
+
+        if engine is Once:
+            with pytest.raises(StreamLost, match="only a stream of tokens"):
+                await asked
+        else:
+            other = ("five six seven eight", "one two three four")[place]
+            assert (await asked).text == other
+            assert [len(one.requests) for one in fakes] == [1, 1]
 
 
 async def test_the_engine_works_in_the_trace_of_the_call() -> None:
