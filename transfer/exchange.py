@@ -54,7 +54,8 @@ AGENTS_STREAM: Final = StreamConfig(
         max_bytes=256 * 1024 * 1024,
         max_message_size=MAX_RECORD_BYTES + 1024,
     ),
-    marker_ttl=MARKER_TTL,
+    # Markers of what expired would let who writes here clear all by a roll-up.
+    marker_ttl=0.0,
     description="dynbus: the memory that agents of transfers offer",
 )
 DESCRIPTIONS: Final = ObjectBucket(

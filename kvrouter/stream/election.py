@@ -33,7 +33,8 @@ ELECTION_STREAM: Final = StreamConfig(
     name=f"KV_{ELECTION_BUCKET}",
     subjects=(f"$KV.{ELECTION_BUCKET}.>",),
     limits=StreamLimits(max_messages_per_subject=1, max_bytes=8 * 1024 * 1024),
-    marker_ttl=MARKER_TTL,
+    # Markers of what expired would let who writes here clear all by a roll-up.
+    marker_ttl=0.0,
     description="dynbus: which router takes the snapshots of a component",
 )
 

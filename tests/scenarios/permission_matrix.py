@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,25 @@ from dynbus.bus.identity.grants import Grant
 from dynbus.bus.identity.registry import User, server_config
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, run_server
-from dynbus.bus.protocol.names import ComponentName
+from dynbus.bus.nats.stream_config import stream_request
+from dynbus.bus.protocol.names import ComponentName, EndpointName
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
+from dynbus.bus.transport import StreamConfig
+from dynbus.bus.work_queue.holders import HOLDERS_STREAM
+from dynbus.bus.work_queue.job import WorkQueueConfig
+from dynbus.bus.work_queue.job_log import job_log_config
+from dynbus.bus.work_queue.job_stream import queue_config
 from dynbus.kvrouter import RouterActor
+from dynbus.kvrouter.stream.election import ELECTION_STREAM
+from dynbus.kvrouter.stream.event_stream import EventStream
+from dynbus.kvrouter.stream.snapshots import snapshot_bucket
 from dynbus.llm import ModelWorker
 from dynbus.llm.commands.setting_up import needed_in, set_up
+from dynbus.llm.models.artefacts import ARTEFACTS_STREAM
+from dynbus.llm.models.names import NAMES_STREAM
+from dynbus.llm.models.records import CARDS_STREAM
+from dynbus.llm.resumable.store import LOGS_STREAM
+from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "permissions.md"
 
@@ -93,18 +109,31 @@ class Row(NamedTuple):
         what: a phrase.
         verb: `publish` or `subscribe`.
         allowed: the roles that may.
+        stream: where it is stored, for a message that asks for a roll-up of all of it.
     """
 
     what: str
     verb: str
     subject: str
     allowed: frozenset[str]
+    stream: StreamConfig | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """True if what is published is taken by the stream that it is for."""
+        return self.stream is None or bool(stream_request(self.stream)["allow_rollup_hdrs"])
 
 
 def may(what: str, verb: str, subject: str, roles: str | frozenset[str] = "") -> Row:
     return Row(what, verb, subject, frozenset(roles.split()) if isinstance(roles, str) else roles)
 
 
+def clears(what: str, subject: str, stream: StreamConfig, roles: str = "") -> Row:
+    """A row of a message by which all of a stream would go."""
+    return Row(f"clear {what}", "publish", subject, frozenset(roles.split()), stream)
+
+
+QUEUE: Final = EndpointName("demo", "Printer", "print")
 INSTANCES: Final = "KV_dynbus_instances"
 WORK: Final = "DYNBUS_WORK_demo+Printer+print"
 LOG: Final = "DYNBUS_JOBS_demo+Printer+print"
@@ -197,12 +226,29 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("hear what happens at the server", "subscribe", "$SYS.>"),
         may("hear JetStream's advisories", "subscribe", "$JS.EVENT.ADVISORY.>"),
     ],
+    "Roll-ups": [
+        clears("the records of instances", "$KV.dynbus_instances.demo.Printer.i", INSTANCES_STREAM, "Printer operator"),
+        clears("a queue", "demo.Printer._work.print.normal.r", queue_config(QUEUE, WorkQueueConfig())),
+        clears("what became of jobs", "demo.Printer._jobs.print.r.end", job_log_config(QUEUE)),
+        clears("who holds jobs", "$KV.dynbus_jobs.demo.Printer.print.r", HOLDERS_STREAM),
+        clears("the cards of models", "$KV.dynbus_models.demo.Engine.generate.m.r", CARDS_STREAM),
+        clears("the names of models", "$KV.dynbus_model_names.r.demo.Engine", NAMES_STREAM),
+        clears("the files of models", "_models.demo.Engine.r.0", ARTEFACTS_STREAM),
+        clears("KV events", "demo.Engine._kv.r.0", EventStream("demo").config),
+        clears("who takes snapshots", "$KV.dynbus_kv_snapshots.demo.Engine", ELECTION_STREAM),
+        clears("snapshots", "$O.DYNBUS_SNAPSHOTS_demo.M.r", snapshot_bucket("demo").stream, "Router frontend operator"),
+        clears("the descriptions of memory", "$KV.dynbus_transfer_agents.demo.Engine.r.blocks", AGENTS_STREAM),
+        clears("the large descriptions of memory", "$O.dynbus_transfer_agents.M.r", DESCRIPTIONS.stream, "Engine operator"),
+        clears("the logs of resumable streams", "_streams.log.r", LOGS_STREAM, "frontend"),
+    ],
 }  # fmt: skip
 ALL_ROWS: Final = [row for rows in SECTIONS.values() for row in rows]
 
 
 def granted(role: str, row: Row) -> int:
     """The place of the grant by which a role may do it, from 1; 0 where it may not."""
+    if not row.is_taken:
+        return 0
     for place, grant in enumerate(GRANTS[role], 1):
         if row.verb == "publish" and grant.may_publish(row.subject):
             return place
@@ -229,12 +275,12 @@ async def measured(folder: Path) -> dict[str, set[Row]]:
             await set_up(maker.jetstream, needed_in("demo", [], durable=["Printer.print"]))
         finally:
             await maker.close()
-        return {role: await _allowed(server, keys[role]) for role in ROLES}
+        return {role: await _allowed(server, role, keys[role]) for role in ROLES}
     finally:
         await server.stop()
 
 
-async def _allowed(server: RunningServer, key: NewKey) -> set[Row]:
+async def _allowed(server: RunningServer, role: str, key: NewKey) -> set[Row]:
     refused: set[tuple[str, str]] = set()
 
     async def note(error: Exception) -> None:
@@ -244,17 +290,43 @@ async def _allowed(server: RunningServer, key: NewKey) -> set[Row]:
         refused.add((verb, found[2].lower()))
 
     client = Client()
-    await client.connect(server.url, nkeys_seed_str=key.seed, error_cb=note, allow_reconnect=False)
-    for row in ALL_ROWS:
+    await client.connect(
+        server.url,
+        nkeys_seed_str=key.seed,
+        error_cb=note,
+        allow_reconnect=False,
+        inbox_prefix=f"_R.{role}".encode(),
+    )
+    # Before the operator deletes streams.
+    cleared: set[Row] = set()
+    for row in SECTIONS["Roll-ups"]:
+        await client.publish(row.subject, b"{}")
+        await _settle(client)
+        if (row.verb, row.subject.lower()) in refused:
+            continue
+        answer = await client.request(
+            row.subject, b"{}", timeout=10.0, headers={"Nats-Rollup": "all"}
+        )
+        told = json.loads(answer.data)
+        if "error" not in told:
+            cleared.add(row)
+        else:
+            assert told["error"]["description"] == "rollup not permitted", (row, told)
+    others = [row for row in ALL_ROWS if row.stream is None]
+    for row in others:
         if row.verb == "publish":
             await client.publish(row.subject, b"{}")
         else:
             await client.subscribe(row.subject)  # pyright: ignore[reportUnknownMemberType]
-    # A pong comes after every refusal, and callbacks run in their order.
-    await client.flush()
-    await client.flush()
+    await _settle(client)
     await client.close()
-    return {row for row in ALL_ROWS if (row.verb, row.subject.lower()) not in refused}
+    return cleared | {row for row in others if (row.verb, row.subject.lower()) not in refused}
+
+
+async def _settle(client: Client) -> None:
+    """Wait for what the server refuses: a pong comes after it, and callbacks run in their order."""
+    await client.flush()
+    await client.flush()
 
 
 def page(allowed: Mapping[str, set[Row]]) -> str:
@@ -265,7 +337,10 @@ def page(allowed: Mapping[str, set[Row]]) -> str:
         lines.append(f"|---|---|---|{'---|' * len(ROLES)}")
         for row in rows:
             cells = [str(granted(role, row)) if row in allowed[role] else "-" for role in ROLES]
-            lines.append(f"| {row.what} | {row.verb} | `{row.subject}` | {' | '.join(cells)} |")
+            how = "" if row.stream is None else " (`Nats-Rollup: all`)"
+            lines.append(
+                f"| {row.what} | {row.verb} | `{row.subject}`{how} | {' | '.join(cells)} |"
+            )
         lines.append("")
     lines += ["## What each may, and for what", ""]
     for role in ROLES:
@@ -287,8 +362,10 @@ made by a test that tries each cell at a server; a cell has the number of the gr
 Permissions are about subjects. What they leave open is closed where it arrives:
 
 - **A consumer that delivers elsewhere.** Who finds instances makes a consumer of its own, and the server delivers to whatever subject that names. Receivers drop what a stream delivered to them ([decision 33](decisions/0033-streams-by-operators.md)).
-- **Roll-ups.** A write with `Nats-Rollup: all` clears a stream that takes them: of those that actors write to, the buckets with markers of what expired, `dynbus_instances`, `dynbus_transfer_agents`, `dynbus_jobs` and `dynbus_kv_snapshots`, and the logs of resumable streams. Records are back
-  with their next renewal, a third of their TTL later. Jobs, their logs, cards and names of models take none.
+- **Roll-ups.** JetStream looks at the right to publish the subject of a message alone, and one with `Nats-Rollup: all` clears its whole stream where that takes them, [below](#roll-ups) as tried. Four do, for what they are:
+  - the records of instances: the server's markers of what expired, by which everybody hears at once that an instance is gone, are roll-ups. Records are back with their next renewal, a third of their TTL later, and who knew an instance keeps it;
+  - snapshots and large descriptions of memory: object buckets of ADR-20 replace by roll-ups. A router without a snapshot starts from the stream. An agent whose large description is gone is not read from: only descriptions above 48 KiB are there;
+  - the logs of resumable streams, which front ends alone write.
 - **`>` behind `*`.** nats-server lets who may subscribe to `a.*` subscribe to `a.>`. So an instance hears all that is below its own component, and users hear nothing by this that is another's.
 - **Instances of one component** are one trust domain: each may take the others' requests and write their records.
 - **Who submits jobs** may read those that wait in that queue, and say how one ended, which is how it is cancelled.

@@ -22,7 +22,7 @@ async def allowed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Row
 
 def test_there_are_500_cells() -> None:
     assert len(ROLES) * len(ALL_ROWS) >= 500
-    assert len({(row.verb, row.subject) for row in ALL_ROWS}) == len(ALL_ROWS)
+    assert len({(row.verb, row.subject, row.stream) for row in ALL_ROWS}) == len(ALL_ROWS)
 
 
 @pytest.mark.parametrize("role", ROLES)
