@@ -174,10 +174,11 @@ class JobRunner(TakingRunner):
 
     async def _carry_out(self, job: Job) -> None:
         token = job_token(job.job_id)
-        if self._may_have_ended(job, token) and await self._log.result(job.job_id) is not None:
+        is_known = self._may_be_known(job, token) and await self._log.knows(job.job_id)
+        if is_known and await self._log.result(job.job_id) is not None:
             await self._leave_ended(job)
             return
-        run = await self._begin(job)
+        run = await self._begin(job, is_known=is_known)
         if run is None:
             return
         try:
@@ -222,11 +223,16 @@ class JobRunner(TakingRunner):
         await self._log.forget_steps(job.job_id)
         await self._jobs.queue.forget(job.job_id)
 
-    async def _begin(self, job: Job) -> JobRun | None:
-        """Make this message of a job the one that runs it; None where another one does."""
+    async def _begin(self, job: Job, *, is_known: bool) -> JobRun | None:
+        """Make this message of a job the one that runs it; None where another one does.
+
+        Args:
+            is_known: whether the log has a record of the job.
+        """
         is_copy = is_copy_subject(job.delivery.message.subject)
-        if not job.may_have_begun and not is_copy:
-            return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=True)
+        if not is_copy and not (job.may_have_begun and is_known):
+            is_first = not job.may_have_begun
+            return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=is_first)
         own = job.delivery.message.sequence
         while True:
             state, last = await self._log.run_state(job.job_id)
@@ -238,7 +244,7 @@ class JobRunner(TakingRunner):
             if state is None:
                 failed = len(await self._log.failures(job.job_id)) if is_copy else 0
                 tries = max(job.tries, failed + 1)
-                return JobRun(self._bus, self._jobs, job, None, 0, tries, is_first=False)
+                return self._again(job, None, 0, tries)
             if how is Begin.CLAIM:
                 state = RunState(RunPhase.RUNNING, own, state.waits)
                 stored = await self._log.store_run_state(job.job_id, state, last)
@@ -251,15 +257,22 @@ class JobRunner(TakingRunner):
                 await self._log.note_failure(job.job_id, lost)
             # Deliveries count its waits, too.
             tries = len(await self._log.failures(job.job_id)) + 1
-            run = JobRun(self._bus, self._jobs, job, state, last, tries, is_first=False)
+            run = self._again(job, state, last, tries)
             if tries > self._options.tries:
                 error = HandlerError(f"its instance was lost in try {tries - 1}")
                 await self._fail(job, run, error, is_last=True)
                 return None
             return run
 
-    def _may_have_ended(self, job: Job, token: str) -> bool:
-        """True if the job may have ended before, elsewhere or by a cancel."""
+    def _again(self, job: Job, state: RunState | None, last: int, tries: int) -> JobRun:
+        return JobRun(
+            *(self._bus, self._jobs, job, state, last, tries), is_first=False, has_records=True
+        )
+
+    def _may_be_known(self, job: Job, token: str) -> bool:
+        """True if the log may have a record of the job: it may have begun before, or ended by a
+        cancel.
+        """
         if job.may_have_begun or token in self._cancelled:
             return True
         return headers.KEYED in job.headers or job.waited >= ASKS_AFTER

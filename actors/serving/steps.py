@@ -45,6 +45,7 @@ class JobRun:
 
     Args:
         is_first: whether nothing of the job can have run before.
+        has_records: whether the log had records of the job when this try began.
         state: who runs it, where it has waited outside of its process before; None otherwise.
         last: the sequence of that record; 0 for none.
 
@@ -66,6 +67,7 @@ class JobRun:
         tries: int,
         *,
         is_first: bool,
+        has_records: bool = False,
     ) -> None:
         self.tries = tries
         self.scope = anyio.CancelScope()
@@ -78,6 +80,7 @@ class JobRun:
         self._waits = 0 if state is None else state.waits
         self._last = last
         self._is_first = is_first
+        self._has_records = has_records
         self._history: StepHistory | None = None
         self._awaited: tuple[str, int] | None = None
         self._loading = asyncio.Lock()
@@ -88,7 +91,7 @@ class JobRun:
     @property
     def has_steps(self) -> bool:
         """True if there may be records of its steps."""
-        return self._history is not None or not self._is_first
+        return self._history is not None or self._has_records
 
     @property
     def job_id(self) -> str:

@@ -168,6 +168,14 @@ class JobLog:
         """The subject of a record of a job."""
         return job_log_subject(self.queue, job_token(job_id), record)
 
+    async def knows(self, job_id: str) -> bool:
+        """True if there is any record of a job.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        return await self._last_message(job_id, ">") is not None
+
     async def result(self, job_id: str) -> JobResult | None:
         """The outcome of a job; None where it has not ended, or nobody knows it any more.
 
