@@ -311,7 +311,7 @@ class ConsumerInfo(NamedTuple):
         pending: messages that were not delivered yet.
         ack_pending: messages that were delivered and are not acknowledged, those that are to be
             delivered again counted in.
-        ack_wait: seconds; that of the consumer as it is.
+        ack_wait: seconds; that of the consumer as it is, 0 where nothing is acknowledged.
         delivered: the sequence of the message that was delivered last for the first time; 0 for
             none.
         description: of the consumer.

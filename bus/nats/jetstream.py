@@ -367,7 +367,8 @@ class NatsJetStream:
             return ConsumerInfo(
                 int(answer.get("num_pending") or 0),
                 int(answer.get("num_ack_pending") or 0),
-                int(answer["config"]["ack_wait"]) / NANOSECONDS,
+                # Consumers whose messages nobody acknowledges have none.
+                int(answer["config"].get("ack_wait") or 0) / NANOSECONDS,
                 int(answer["delivered"]["stream_seq"]),
                 str(answer["config"].get("description") or ""),
             )

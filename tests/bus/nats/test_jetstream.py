@@ -143,6 +143,22 @@ async def test_a_cluster_that_elects_a_leader_is_asked_again_later(
 
 
 @pytest.mark.anyio
+async def test_a_consumer_whose_messages_nobody_acknowledges_is_described_too(
+    connection: NatsConnection, stream: str
+) -> None:
+    jetstream = connection.jetstream
+    await jetstream.ensure_stream(StreamConfig(stream, (f"{stream}.>",)))
+    plain = {"name": "plain", "ack_policy": "none", "deliver_subject": f"_INBOX.{stream}"}
+    request = {"stream_name": stream, "action": "create", "config": plain}
+    await jetstream.api(f"CONSUMER.CREATE.{stream}.plain", request, timeout=5.0)
+
+    info = await jetstream.consumer_info(stream, "plain")
+
+    await jetstream.delete_stream(stream)
+    assert info.ack_wait == 0.0
+
+
+@pytest.mark.anyio
 async def test_a_message_that_cannot_be_read_is_an_error_too(
     connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
