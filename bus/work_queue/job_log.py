@@ -221,18 +221,9 @@ class JobLog:
         writer = random_id()
         while True:
             try:
-                await self.jetstream.publish(
-                    subject,
-                    data,
-                    timeout=LOG_TIMEOUT,
-                    expected_last_subject_sequence=0,
-                    ttl=kept_for,
-                    headers={**fields, header_names.JOB_WRITER: writer},
+                return await self._store_once(
+                    subject, data, {**fields, header_names.JOB_WRITER: writer}, kept_for
                 )
-                return True
-            except WrongLastSequence:
-                # It may be our own, of a try that was not answered.
-                return await self._is_from(writer, subject)
             except NoStream:
                 await self._make_again()
             except DynbusError as error:
@@ -242,9 +233,24 @@ class JobLog:
             await anyio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
-    async def _is_from(self, writer: str, subject: str) -> bool:
-        stored = await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
-        return stored is not None and stored.headers.get(header_names.JOB_WRITER) == writer
+    async def _store_once(
+        self, subject: str, data: bytes, fields: Mapping[str, str], kept_for: float
+    ) -> bool:
+        try:
+            await self.jetstream.publish(
+                subject,
+                data,
+                timeout=LOG_TIMEOUT,
+                expected_last_subject_sequence=0,
+                ttl=kept_for,
+                headers=fields,
+            )
+        except WrongLastSequence:
+            # It may be our own, of a try that was not answered.
+            stored = await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
+            writer = fields[header_names.JOB_WRITER]
+            return stored is not None and stored.headers.get(header_names.JOB_WRITER) == writer
+        return True
 
     async def _make_again(self) -> None:
         try:

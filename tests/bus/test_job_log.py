@@ -1,0 +1,45 @@
+"""The server's log of the jobs of a queue, where the server does not answer at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.work_queue.job_log import JobLog, JobResult, Outcome
+
+QUEUE = EndpointName("shop", "Till", "charge")
+
+
+@pytest.mark.anyio
+async def test_a_result_whose_storing_was_not_answered_is_known_again_over_another_silence() -> (
+    None
+):
+    jetstream = (await MemoryBus().connect()).jetstream
+    log = JobLog(jetstream, QUEUE)
+    await log.ensure()
+    publish, last = jetstream.publish, jetstream.last
+    silent: list[str] = ["publish", "last"]
+
+    async def publish_unheard(*given: Any, **named: Any) -> int:
+        sequence = await publish(*given, **named)
+        if "publish" in silent:
+            silent.remove("publish")
+            raise Unavailable("no answer")
+        return sequence
+
+    async def last_unheard(*given: Any, **named: Any) -> Any:
+        if "last" in silent:
+            silent.remove("last")
+            raise Unavailable("no answer")
+        return await last(*given, **named)
+
+    jetstream.publish = publish_unheard  # type: ignore[method-assign]
+    jetstream.last = last_unheard  # type: ignore[method-assign]
+
+    assert await log.end("one", JobResult(Outcome.DONE, b"1"), 60.0)
+    assert silent == []
+    assert not await log.end("one", JobResult(Outcome.DONE, b"2"), 60.0)
