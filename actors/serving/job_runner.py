@@ -302,6 +302,9 @@ class JobRunner(TakingRunner):
                 # The job has waited: not all of its deliveries were tries.
                 await job.give_back(delay=pause)
             return
+        if run.has_waited:
+            # Before its letter is there: who redrives that puts a message of the job.
+            await self._jobs.queue.forget(job.job_id, but=job.delivery.message.sequence)
         if job.tries >= self._options.tries:
             await job.nak(error)
         else:

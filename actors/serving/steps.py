@@ -94,6 +94,11 @@ class JobRun:
         return self._history is not None or self._has_records
 
     @property
+    def has_waited(self) -> bool:
+        """True if it has waited outside of its process: the queue may have several messages of it."""
+        return self._last > 0
+
+    @property
     def job_id(self) -> str:
         """Its name in its queue."""
         return self._job.job_id

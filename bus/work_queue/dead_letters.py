@@ -34,7 +34,7 @@ from dynbus.bus.transport import (
 )
 
 from .job import DeathReason, error_text, is_reserved, put_at
-from .job_log import END_RECORD
+from .job_log import END_RECORD, FAILURE_RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -215,12 +215,13 @@ class DeadLetters:
                 "came, and discard the letter"
             )
         fields = {**letter.headers, header_names.JOB: letter.job_id}
-        token = job_token(letter.job_id)
-        subject = work_subject(letter.queue, token, letter.lane)
+        # A copy: its taker looks for what the job has done before, the other groups of a topic do
+        # not get it, and no earlier message of the job is in its way.
+        copy = f"{job_token(letter.job_id)}.{letter.sequence}"
+        subject = work_subject(letter.queue, copy, letter.lane)
         if letter.group:
-            # A copy, which the other groups do not get.
-            subject = f"{letter.group}.{token}.{letter.sequence}"
-        await self._forget_end(letter)
+            subject = f"{letter.group}.{copy}"
+        await self._forget_tries(letter)
         try:
             await self._jetstream.publish(
                 subject,
@@ -236,11 +237,12 @@ class DeadLetters:
             raise StreamFull(f"the queue {letter.queue} is full: try again later") from None
         await self.discard(letter)
 
-    async def _forget_end(self, letter: DeadLetter) -> None:
-        """Drop the record of how the job ended, where there is one: it has not ended."""
-        subject = job_log_subject(letter.queue, job_token(letter.job_id), END_RECORD)
-        with suppress(NoStream):
-            await self._jetstream.purge(job_log_stream(letter.queue), subject)
+    async def _forget_tries(self, letter: DeadLetter) -> None:
+        """Drop the records of how the job and its tries ended: it has not, and has all of them."""
+        for record in (END_RECORD, FAILURE_RECORD):
+            subject = job_log_subject(letter.queue, job_token(letter.job_id), record)
+            with suppress(NoStream):
+                await self._jetstream.purge(job_log_stream(letter.queue), subject)
 
     async def discard(self, letter: DeadLetter) -> None:
         """Discard a letter; one that is gone is no error, and a later one of the same job stays."""

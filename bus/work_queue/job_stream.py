@@ -278,11 +278,12 @@ class JobStream:
             return []
         return copies if whole is None else [whole, *copies]
 
-    async def forget(self, job_id: str) -> None:
+    async def forget(self, job_id: str, but: int = 0) -> None:
         """See `WorkQueue.forget`."""
         try:
             for message in await self.find(job_id):
-                await self.jetstream.delete_message(self.stream, message.sequence)
+                if message.sequence != but:
+                    await self.jetstream.delete_message(self.stream, message.sequence)
         except DynbusError as error:
             # A taker that gets one finds that its job has ended.
             logger.debug("messages of job %s of %s stay: %s", job_id, self.name, error)

@@ -220,9 +220,9 @@ class WorkQueue:
         """
         await self._jobs.hand_out(token)
 
-    async def forget(self, job_id: str) -> None:
-        """Drop what the queue has of a job that has ended."""
-        await self._jobs.forget(job_id)
+    async def forget(self, job_id: str, *, but: int = 0) -> None:
+        """Drop what the queue has of a job that has ended, but for the message of a sequence."""
+        await self._jobs.forget(job_id, but)
 
     async def holding(self, job: StoredMessage) -> int:
         """The number of times that a job was handed out to the taker that holds it; 0 where none is

@@ -46,7 +46,7 @@ from dynbus.bus.protocol.names import (
     work_stream,
 )
 from dynbus.bus.transport import AckKind
-from dynbus.bus.work_queue import Job, JobLog, JobResult, Outcome
+from dynbus.bus.work_queue import DeadLetters, Job, JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.holders import read_holders
 
 from .conftest import Bus, eventually
@@ -127,7 +127,7 @@ class Shop(Actor, abstract=True):
 
     @handler(durable=True, tries=2, backoff=0.01)
     async def approve(self, seconds: float) -> str:
-        await step("ask", self.send, 1, express=False)
+        await step("beg" if self.notes.renamed else "ask", self.send, 1, express=False)
         try:
             name = await signal("approved", str, timeout=seconds)
         except DeadlineExceeded:
@@ -376,6 +376,34 @@ async def test_a_job_that_waits_for_long_has_no_place_at_an_instance(
     async with asyncio.timeout(PATIENCE):
         while (await js.stream_info(work_stream(queue))).messages:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def test_a_job_that_died_after_it_had_waited_goes_on_at_once_when_it_is_redriven(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0)
+    await eventually(lambda: fleet.notes.done["send 1"])
+    await comes_to(job, "waiting")
+    fleet.notes.renamed = True
+    await job.signal("approved", "the clerk")
+    with pytest.raises(StepMismatch):
+        await job.result(PATIENCE)
+    queue = EndpointName.parse(job.id.rpartition(".")[0])
+    js = fleet.runtime.bus.data.jetstream
+    async with asyncio.timeout(PATIENCE):
+        while (await js.stream_info(work_stream(queue))).messages:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    fleet.notes.renamed = False
+    letters = DeadLetters(js, queue.namespace)
+    (letter,) = await letters.find()
+
+    await letters.redrive(letter)
+    await job.signal("sealed", "the mayor")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
+    assert fleet.notes.done == {"send 1": 1}
 
 
 async def lent_twice(fleet: Fleet) -> tuple[JobHandle[str], JobHandle[str]]:
