@@ -99,6 +99,9 @@ def ls(where: str, as_json: bool, nats: str | None) -> None:
     HELD     jobs with a taker, or given back and to be tried again
     DEAD     jobs that failed for good
     OLDEST   how long ago the oldest job was stored
+
+    A method that hears a topic in a group has a line once it has dead letters: what it waits for is
+    in its topic, which `dynbus topic ls` lists.
     """
     wanted = QueueFilter.parse(where)
     queues = _run(nats, lambda jetstream: list_queues(jetstream, wanted))

@@ -147,9 +147,14 @@ async def read_queue(jetstream: NatsJetStream, name: EndpointName) -> QueueRepor
         if info.messages:
             oldest = await _oldest(jetstream, stream, info.first_sequence, info.now)
     except NoStream:
+        dead = await _count_dead(jetstream, name)
         raise ConfigError(
-            f"there is no queue {name}: `dynbus queue ls {name.namespace}` lists those that there "
-            "are"
+            f"{name} has no queue, only dead letters ({dead}): `dynbus queue dead {name}` lists "
+            "them; what a group of a topic waits for is in its topic, "
+            f"`dynbus topic ls {name.namespace}`"
+            if dead
+            else f"there is no queue {name}: `dynbus queue ls {name.namespace}` lists those that "
+            "there are"
         ) from None
     at = monotonic()
     held = await _tries_held(jetstream, name)

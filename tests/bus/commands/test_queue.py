@@ -66,6 +66,10 @@ async def test_dead_letters_are_listed_shown_redriven_and_discarded(
     rest = await command("discard", namespace, "--all")
     again = await command("redrive", namespace, one)
     [row] = (await command("ls", namespace)).output.splitlines()[1:]
+    async with queue.take() as taker:
+        await (await anext(taker)).bury("no paper")
+    await bus.data.jetstream.delete_stream(work_stream(queue.name))
+    only_dead = await command("show", str(queue.name))
 
     assert "has no dead letters" in nothing.output
     assert no_queue.output == f"{namespace} has no queue\n"
@@ -95,6 +99,8 @@ async def test_dead_letters_are_listed_shown_redriven_and_discarded(
     queue_name, *counts, age = row.split()
     assert (queue_name, counts) == (f"{namespace}.Printer.print", ["1", "0", "0"])
     assert age.endswith("s")
+    assert isinstance(only_dead.exception, ConfigError)
+    assert f"only dead letters (1): `dynbus queue dead {queue.name}`" in str(only_dead.exception)
     await bus.close()
 
 
