@@ -48,6 +48,7 @@ class TopicOfEvents(Protocol):
     def name(self) -> str: ...
     def config(self, namespace: str = "") -> TopicConfig: ...
     def misfit(self, kept: str) -> str: ...
+    def check_method(self, spec: HandlerSpec) -> None: ...
 
 
 class Subscription(NamedTuple):
@@ -407,6 +408,7 @@ def check_servable(cls: type[DeclaredActor]) -> None:
         spec.check()
     for subscription in cls.__dynbus_subscriptions__.values():
         subscription.spec.check()
+        subscription.topic.check_method(subscription.spec)
 
 
 def _prefixes(given: Any, source: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -14,6 +15,7 @@ from dynbus.actors.calling.jobs import call_headers
 from dynbus.actors.calling.options import checked_options
 from dynbus.actors.compatibility.schema_difference import Fit, compare
 from dynbus.actors.declaring.actor import Subscription, mark
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import AnyCodec, Misfit, codec_for
 from dynbus.actors.declaring.durable import DEFAULT_JOBS, durable_options
 from dynbus.actors.declaring.handlers import HandlerSpec, declare
@@ -181,6 +183,31 @@ class Topic(Generic[E]):
         wrong = [str(one) for one in differences if one.verdict is Fit.INCOMPATIBLE]
         return wrong[0] if wrong else ""
 
+    def check_method(self, spec: HandlerSpec) -> None:
+        """Refuse a method that can read no event of the topic.
+
+        A superclass passes, and so does a union or whatever else reads the events as they are
+        written.
+
+        Raises:
+            ConfigError: its parameter has another type, or an annotation that is no type.
+        """
+        reader = spec.request_codec
+        assert reader is not None, "a method that hears a topic takes the event"
+        written = canonical_schema(schema_of(self._codec, written=True))
+        read = canonical_schema(schema_of(reader))
+        if not written or not read:  # such as bytes, which are passed on as they are
+            return
+        differences = compare(written, read, "request")
+        if any(one.verdict is Fit.INCOMPATIBLE for one in differences):
+            parameter = spec.parameter
+            assert parameter is not None, "what has a codec has a parameter"
+            event, other = _type_name(self._event), _type_name(reader.annotation)
+            raise ConfigError(
+                f"{spec.label} takes {other}, which reads no event of {self.name}, of {event}: "
+                f"write `{parameter.name}: {event}`, or hear another topic"
+            )
+
 
 def subscribe(
     topic: Topic[E],
@@ -214,7 +241,8 @@ def subscribe(
         tries, backoff, ack_wait, max_age: of a group, as `handler(durable=True)` has them.
 
     Raises:
-        ConfigError: the method or an option is not usable; the message says what to do.
+        ConfigError: the method or an option is not usable, or the method's type cannot read the
+            events; the message says what to do.
     """
 
     def decorate(method: HearsEvent[Any, E]) -> HearsEvent[Any, E]:
@@ -242,6 +270,13 @@ def subscribe(
         if spec.streaming or spec.parameter is None:
             raise ConfigError(f"{label} must be async, take the event and return None")
         spec.check_declared()
+        try:
+            # Of a copy, which keeps nothing: a name may be given to another class later.
+            reader = replace(spec).request_codec
+        except Exception:  # noqa: BLE001 - what it names may be defined later; the start tells then
+            reader = None
+        if reader is not None:
+            topic.check_method(replace(spec))
         kept = durable_options(label, True, options)
         assert kept is not None, "what is asked for as durable has options"
         handed_out = kept.queue._replace(ordered=ordered)
@@ -258,6 +293,10 @@ def _event_id(idempotency_key: str | None) -> str:
         raise ConfigError("idempotency_key='' names no event: give a key, or leave it out")
     checked_options({"idempotency_key": idempotency_key}, "publish(...)")
     return idempotency_key
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else brief_repr(annotation)
 
 
 def _check_start(label: str, start: Any) -> None:

@@ -27,6 +27,7 @@ from dynbus import (
     handler,
     subscribe,
 )
+from dynbus.actors.declaring.actor import check_servable
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.config import BusConfig
 from dynbus.bus.protocol.names import dead_letter_stream, topic_stream, topic_subject
@@ -39,8 +40,11 @@ from .conftest import Bus, eventually
 pytestmark = pytest.mark.anyio
 
 
-class Closed(msgspec.Struct):
+class Numbered(msgspec.Struct):
     number: int
+
+
+class Closed(Numbered):
     fails: int = 0
 
 
@@ -511,6 +515,37 @@ def test_what_is_declared_is_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             bad()
+
+
+def hearing(type_of_event: Any) -> Any:
+    async def hear(self: object, event: object) -> None: ...
+
+    hear.__annotations__["event"] = type_of_event
+    return hear
+
+
+def test_a_method_that_reads_no_event_of_its_topic_is_refused() -> None:
+    closed = Topic("conversation.closed", Closed)
+
+    for wrong in (int, list[Closed], int | None):
+        with pytest.raises(ConfigError, match="write `event: Closed`"):
+            subscribe(closed)(hearing(wrong))
+    for reading in (Closed, Numbered, Closed | int, Any, dict[str, Any], msgspec.Raw):
+        subscribe(closed)(hearing(reading))
+
+
+def test_a_type_of_events_that_is_defined_later_is_checked_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = Topic("conversation.closed", Closed)
+
+    class Hearing(Actor, namespace="n"):
+        hear = subscribe(closed)(hearing("Later"))
+
+    monkeypatch.setitem(globals(), "Later", int)
+
+    with pytest.raises(ConfigError, match="write `event: Closed`"):
+        check_servable(Hearing)
 
 
 def test_two_methods_of_a_class_cannot_claim_a_group() -> None:
