@@ -37,7 +37,7 @@ def grants_of(
         namespaces: where it may find what it calls and does not name; its own unless given.
 
     Raises:
-        ConfigError: it hears topics, whose streams and groups no operator's command makes yet.
+        ConfigError: it hears topics, for which there are no permissions yet.
     """
     if actor.__dynbus_subscriptions__:
         heard = ", ".join(one.topic.name for one in actor.__dynbus_subscriptions__.values())

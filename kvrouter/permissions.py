@@ -18,10 +18,8 @@ from .stream.event_stream import EventStream
 from .stream.snapshots import snapshot_bucket
 
 
-def event_grants(
-    address: ComponentName,
-) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Those of an instance that says what its cache holds."""
+def event_grants(address: ComponentName) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """The grants of an instance that says what its cache holds."""
     stream = EventStream(address.namespace).config
     return [
         (
@@ -33,7 +31,7 @@ def event_grants(
 
 
 def routing_grants(namespaces: Sequence[str]) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Those of who routes by the caches of whatever is in namespaces."""
+    """The grants of who routes by the caches of whatever is in namespaces."""
     return [row for namespace in namespaces for row in _routing(namespace)]
 
 

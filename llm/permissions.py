@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from dynbus.kvrouter import routing_grants
 from dynbus.spi import ComponentName
@@ -12,17 +13,18 @@ from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_BUCKET, NAMES_STREAM
 from .models.records import CARDS_BUCKET, CARDS_STREAM
 
-Rows = list[tuple[str, tuple[str, ...], tuple[str, ...]]]
+Rows: TypeAlias = list[tuple[str, tuple[str, ...], tuple[str, ...]]]
+"""A purpose, what it publishes to, and what it subscribes to, for each grant."""
 
 
 def listing_models() -> Rows:
-    """Those of who knows which models are served."""
+    """The grants of who knows which models are served."""
     streams = (CARDS_STREAM, NAMES_STREAM, ARTEFACTS_STREAM)
     return [("finds models", tuple(one for each in streams for one in each.to_follow), ())]
 
 
 def registering_models(address: ComponentName) -> Rows:
-    """Those of a worker that serves a model."""
+    """The grants of a worker that serves a model."""
     return [
         (
             f"registers models of {address}",
@@ -38,12 +40,12 @@ def registering_models(address: ComponentName) -> Rows:
 
 
 def asking_models(namespaces: Sequence[str]) -> Rows:
-    """Those of who asks models that are served in namespaces."""
+    """The grants of who asks models that are served in namespaces."""
     return [*listing_models(), *routing_grants(namespaces)]
 
 
 def lending_blocks(address: ComponentName) -> Rows:
-    """Those of a worker that reads blocks of others of its component, and lends them its own."""
+    """The grants of a worker that reads blocks of its component, and lends its own."""
     calls = (f"{address}.*", f"{address}.*.*")
     return [
         (f"reads blocks of others of {address}", calls, ()),

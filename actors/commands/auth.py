@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -90,14 +90,23 @@ def grants_of_role(role: str, namespaces: Sequence[str], principal: str) -> list
     return grants_of(address_of(actor), actor, {}, principal=principal, namespaces=namespaces)
 
 
-def users_of_run(request: PlanRequest) -> list[tuple[str, str, str, list[Grant]]]:
-    """Name, role, component and grants of a user for each component of a run.
+class NeededUser(NamedTuple):
+    """A user as `Registry.put` takes it; see `User`."""
+
+    name: str
+    role: str
+    of: str
+    grants: list[Grant]
+
+
+def users_of_run(request: PlanRequest) -> list[NeededUser]:
+    """The users of a run, one for each component.
 
     Raises:
         ConfigError: the run is not usable, or two components would have one name.
     """
     addresses = _addresses(request)
-    users: list[tuple[str, str, str, list[Grant]]] = []
+    users: list[NeededUser] = []
     names: dict[str, ComponentName] = {}
     namespaces = sorted({address.namespace for address in addresses.values()})
     for node, address in addresses.items():
@@ -109,19 +118,19 @@ def users_of_run(request: PlanRequest) -> list[tuple[str, str, str, list[Grant]]
             )
         called = {addresses[each]: each.actor for each in node.edges.values()}
         grants = grants_of(address, node.actor, called, principal=name, namespaces=namespaces)
-        users.append((name, ACTOR, str(address), grants))
+        users.append(NeededUser(name, ACTOR, str(address), grants))
     return users
 
 
-def client_of_run(name: str, request: PlanRequest) -> tuple[str, str, str, list[Grant]]:
-    """Name, role, components and grants of a user that calls the actors of a run.
+def client_of_run(name: str, request: PlanRequest) -> NeededUser:
+    """The user that calls the actors of a run.
 
     Raises:
         ConfigError: the run is not usable.
     """
     called = {address: node.actor for node, address in _addresses(request).items()}
     grants = grants_of_client(called, principal=check_token("user", name))
-    return name, CLIENT, ", ".join(sorted(map(str, called))), grants
+    return NeededUser(name, CLIENT, ", ".join(sorted(map(str, called))), grants)
 
 
 def _addresses(request: PlanRequest) -> dict[Node, ComponentName]:
@@ -208,14 +217,14 @@ def add(
         users = users_of_run(plan_request(ctx, targets, config_files, namespace))
     else:
         users = [_user_in_role(role, targets, config_files, namespace)]
-    done = {user[0]: registry.put(*user) for user in users}
+    done = {user.name: registry.put(*user) for user in users}
     registry.save()
     _tell(registry, done, as_json)
 
 
 def _user_in_role(
     role: str, names: Sequence[str], files: Sequence[str], namespace: str | None
-) -> tuple[str, str, str, list[Grant]]:
+) -> NeededUser:
     if len(names) != 1 or files:
         raise click.UsageError("--role makes one user: give its name and no -f")
     if not namespace:
@@ -223,7 +232,7 @@ def _user_in_role(
     (name,) = names
     check_token("user", name)
     namespaces = [check_token("namespace", one.strip()) for one in namespace.split(",")]
-    return name, role, ", ".join(namespaces), grants_of_role(role, namespaces, name)
+    return NeededUser(name, role, ", ".join(namespaces), grants_of_role(role, namespaces, name))
 
 
 @auth.command()
@@ -315,11 +324,7 @@ def _tell(registry: Registry, done: dict[str, str], as_json: bool) -> None:
         )
         return
     rows = [
-        (
-            name,
-            how,
-            str(registry.seed_file(name)) if name in registry.users else "",
-        )
+        (name, how, str(registry.seed_file(name)) if name in registry.users else "")
         for name, how in sorted(done.items())
     ]
     terminal.print_table(("USER", "", "KEY"), rows)

@@ -184,10 +184,10 @@ class TakingRunner(HandlerRunner):
 
     @abstractmethod
     async def _carry_out(self, job: Job) -> None:
-        """Run the method with one, and settle it."""
+        """Run the method with a job, and settle it."""
 
     def _note_dropped(self, job_id: str, end: JobEnd) -> None:
-        """One has left without having begun."""
+        """Note that a job has left its queue without having begun."""
 
     async def _take_no_more(self) -> None:
         if self._taker is not None:

@@ -59,5 +59,5 @@ class NeededStream(NamedTuple):
 
     @staticmethod
     def of_kernel(namespace: str) -> list[StreamConfig]:
-        """Those of actors and their callers: leases, what takers hold, dead letters."""
+        """The streams of actors and their callers: leases, what takers hold, dead letters."""
         return [INSTANCES_STREAM, HOLDERS_STREAM, dead_letter_config(namespace)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.protocol.names import ANONYMOUS, ComponentName, check_token
+
+from .files import write_whole
 
 SUFFIX: Final = ".nk"
 _SEED_OF_USER: Final = "SU"
@@ -47,14 +48,7 @@ def write_seed(path: Path, seed: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{seed}\n")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    write_whole(path, f"{seed}\n", secret=True)
 
 
 def user_of(component: ComponentName) -> str:

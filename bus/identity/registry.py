@@ -20,6 +20,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
 from .credentials import SUFFIX, new_key, write_seed
+from .files import write_whole
 from .grants import Grant
 
 VERSION: Final = 1
@@ -103,8 +104,8 @@ class Registry:
             raise ConfigError(
                 f"{folder / USERS_FILE} is there already: add users to it with `dynbus auth add`"
             )
-        _write(folder / SEEDS / ".gitignore", "*\n", mode=0o700)
-        _write(folder / USERS_FILE, _encoded(()))
+        write_whole(folder / SEEDS / ".gitignore", "*\n", secret=True)
+        write_whole(folder / USERS_FILE, _encoded(()))
         registry = cls(folder)
         registry.save()
         return registry
@@ -191,8 +192,8 @@ class Registry:
             ConfigError: they cannot be written.
         """
         users = [self.users[name] for name in sorted(self.users)]
-        _write(self.folder / USERS_FILE, _encoded(users))
-        _write(self.server_file, server_config(users))
+        write_whole(self.folder / USERS_FILE, _encoded(users))
+        write_whole(self.server_file, server_config(users))
 
 
 def server_config(users: Sequence[User]) -> str:
@@ -233,13 +234,3 @@ def _rules(user: User, verb: str) -> list[str]:
 def _encoded(users: Sequence[User]) -> str:
     text = msgspec.json.encode(_Users(VERSION, list(users)))
     return msgspec.json.format(text, indent=1).decode() + "\n"
-
-
-def _write(path: Path, text: str, *, mode: int = 0o777) -> None:
-    try:
-        path.parent.mkdir(mode=mode, parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.new")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

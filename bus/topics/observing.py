@@ -55,13 +55,14 @@ class TopicFigures:
     def hearing(
         self, method: EndpointName, headers: Mapping[str, str], event_id: str
     ) -> CallObservation | None:
-        """A method begins with an event, in the trace that its headers carry."""
+        """Begin to observe a method with an event, in the trace that its headers carry; None
+        without telemetry."""
         if self._telemetry is None:
             return None
         return self._telemetry.attempt(method, trace_fields(headers), job_id=event_id, tries=1)
 
     def count(self, end: EventEnd) -> None:
-        """An event has come to an end here."""
+        """Count an event that has come to an end here."""
         if self._telemetry is not None and self._telemetry.metrics is not None:
             tally = self._telemetry.metrics.tally(
                 "topic.events", "{event}", "Events of topics, by what became of them here."

@@ -640,9 +640,9 @@ class Taker:
         if job.has_place and self._held.get(_key(job.delivery)) is job:
             job.has_place = False
             self._over += 1
-            self._place_is_free()
+            self._fill_place()
 
-    def _place_is_free(self) -> None:
+    def _fill_place(self) -> None:
         if self._ready:
             self._changed.set()
         else:
@@ -680,19 +680,19 @@ class Taker:
             else:
                 outcomes.append(None)
             finally:
-                self._is_settled(job)
+                self._note_settled(job)
 
         work = self._background.start(run, name=f"settle job {job.job_id}")
         self._settling += 1
         return work
 
-    def _is_settled(self, job: Job) -> None:
+    def _note_settled(self, job: Job) -> None:
         self._settling -= 1
         self._drop_held(job)
         if self._drained:
             self._changed.set()
         else:
-            self._place_is_free()
+            self._fill_place()
         self.on_change()
 
     def _unconfirmed(self, job: Job) -> UnknownOutcome:
@@ -722,7 +722,7 @@ class Taker:
                 self._start_settling(job, self._finish_in_time, [])
             raise
         self._note_finished(job)
-        self._is_settled(job)
+        self._note_settled(job)
 
     async def _finish_in_time(self, job: Job) -> None:
         if not await self._drop(job.delivery, job.created):
