@@ -189,6 +189,10 @@ class TakingRunner(HandlerRunner):
     def _note_dropped(self, job_id: str, end: JobEnd) -> None:
         """Note that a job has left its queue without having begun."""
 
+    async def _has_begun(self, job_id: str) -> bool:
+        """True if it is known that a try of one has begun."""
+        return False
+
     async def _take_no_more(self) -> None:
         if self._taker is not None:
             await self._taker.drain()
@@ -211,6 +215,7 @@ class TakingRunner(HandlerRunner):
                 return
             self._taker = taker
             taker.on_dropped = self._note_dropped
+            taker.has_begun = self._has_begun
             if self._is_draining:
                 await taker.drain()
             try:

@@ -145,6 +145,9 @@ class JobRunner(TakingRunner):
             called.kill()
             scope.cancel()
 
+    async def _has_begun(self, job_id: str) -> bool:
+        return await self._log.has_begun(job_id)
+
     def _note_dropped(self, job_id: str, end: JobEnd) -> None:
         """A job left the queue without having begun."""
         if end is JobEnd.EXPIRED:

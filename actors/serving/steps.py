@@ -95,7 +95,7 @@ class JobRun:
 
     @property
     def has_waited(self) -> bool:
-        """True if it has waited outside of its process: the queue may have several messages of it."""
+        """True if it has waited outside of its process, and may have several messages."""
         return self._last > 0
 
     @property

@@ -288,6 +288,15 @@ class JobLog:
             return None, 0
         return msgspec.json.decode(message.data, type=RunState), message.sequence
 
+    async def has_begun(self, job_id: str) -> bool:
+        """True if a job has waited, finished a step, or failed in a try.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        state, _ = await self.run_state(job_id)
+        return state is not None or bool(await self.steps(job_id) or await self.failures(job_id))
+
     async def _last(self, job_id: str, record: str) -> bytes | None:
         message = await self._last_message(job_id, record)
         return None if message is None else message.data

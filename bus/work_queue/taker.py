@@ -19,7 +19,7 @@ from dynbus.bus.context import MAX_ID_LENGTH, Context, entered
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, UnknownOutcome
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
-from dynbus.bus.protocol.names import work_subject
+from dynbus.bus.protocol.names import is_copy_subject, work_subject
 from dynbus.bus.telemetry.telemetry import CallObservation
 from dynbus.bus.telemetry.trace_context import trace_fields
 from dynbus.bus.transport import ConnectionState, Delivery, Message, PullReader, Subscription
@@ -63,6 +63,10 @@ class _Ready(NamedTuple):
     delivery: Delivery
     queued: float
     returns: int = 0
+
+
+async def _has_not_begun(_id: str) -> bool:
+    return False
 
 
 def _key(delivery: Delivery) -> JobKey:
@@ -259,6 +263,8 @@ class Taker:
     Attributes:
         ended: how many jobs left it, by how they did; shared by the takers of a queue.
         on_change: called when what it holds changes.
+        has_begun: asked about a job that was handed out before and whose deadline has passed: one
+            that has begun is not dropped. No job has unless given.
         on_dropped: called with the id of a job that left the queue without having begun, and how.
     """
 
@@ -275,6 +281,7 @@ class Taker:
             raise ConfigError(f"limit = {limit} is not usable: give 1 to {MAX_LIMIT} jobs")
         self.ended: Counter[JobEnd] = figures.ended
         self.on_change: Callable[[], None] = lambda: None
+        self.has_begun: Callable[[str], Awaitable[bool]] = _has_not_begun
         self.on_dropped: Callable[[str, JobEnd], None] = lambda _id, _end: None
         self._figures = figures
         self._cancelled = cancelled
@@ -559,6 +566,13 @@ class Taker:
                 # A taker that waits may be cancelled before this one is refused.
                 self._ready.insert(0, ready)
                 break
+            elif disposition.end is JobEnd.EXPIRED and await self._goes_on(
+                ready, disposition.facts
+            ):
+                if self._drained or self._places() <= 0:
+                    await self._return(ready.delivery, disposition.facts.job_id)
+                else:
+                    jobs.append(self._hold(ready, disposition.facts))
             else:
                 await self._refuse(ready.delivery, disposition)
         return jobs
@@ -571,6 +585,19 @@ class Taker:
         self._held[_key(delivery)] = job
         self._figures.taken(waited if delivery.tries == 1 else None)
         return job
+
+    async def _goes_on(self, ready: _Ready, facts: Facts) -> bool:
+        """True if a job has begun before, which its deadline does not end."""
+        delivery = ready.delivery
+        is_first = delivery.tries == 1 and not ready.returns
+        if is_first and not is_copy_subject(delivery.message.subject):
+            return False
+        try:
+            return await self.has_begun(facts.job_id)
+        except DynbusError as error:
+            # It begins: to drop what has begun loses more than to do what is late.
+            logger.info("job %s of %s is late: %s", facts.job_id, self._jobs.name, error)
+            return True
 
     async def _read_clock(self) -> None:
         try:

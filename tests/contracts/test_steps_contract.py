@@ -35,7 +35,7 @@ from dynbus import (
 from dynbus.actors.serving import steps
 from dynbus.actors.serving.step_history import FinishedStep
 from dynbus.bus.bus import Bus as Presence
-from dynbus.bus.clock import unix_time
+from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.config import BusConfig
 from dynbus.bus.protocol.names import (
     EndpointName,
@@ -404,6 +404,23 @@ async def test_a_job_that_died_after_it_had_waited_goes_on_at_once_when_it_is_re
 
     assert await job.result(PATIENCE) == "the clerk and the mayor"
     assert fleet.notes.done == {"send 1": 1}
+
+
+async def test_a_job_that_has_begun_is_not_dropped_by_its_deadline(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0, deadline=1.5)
+    begun = monotonic()
+    await eventually(lambda: fleet.notes.done["send 1"])
+    await comes_to(job, "waiting")
+    await eventually(lambda: monotonic() > begun + 1.5)
+
+    await job.signal("approved", "the clerk")
+    await job.signal("sealed", "the mayor")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
 
 
 async def lent_twice(fleet: Fleet) -> tuple[JobHandle[str], JobHandle[str]]:
