@@ -330,7 +330,12 @@ class JobQueue:
         failures = tuple(await self.log.failures(name))
         if queued:
             tries = max([await self.queue.holding(one) for one in queued])
-            return JobState("running" if tries else "waiting", tries or len(failures), failures)
+            status = "running" if tries else "waiting"
+            state, _ = await self.log.run_state(name)
+            if state is not None:
+                # It goes on with its try after each wait, which costs a delivery.
+                tries = len(failures) + 1
+            return JobState(status, tries or len(failures), failures)
         if result is None:
             result = await self._end_without_record(name)
         return JobState(result.outcome.value, len(failures) + 1, failures, error_line(result.error))

@@ -423,6 +423,18 @@ async def test_a_job_that_has_begun_is_not_dropped_by_its_deadline(
     assert await job.result(PATIENCE) == "the clerk and the mayor"
 
 
+async def test_a_job_that_waits_for_a_signal_is_in_its_first_try(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0)
+
+    async with asyncio.timeout(10.0):
+        while (await job.state())[:2] != ("waiting", 1):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+
+
 async def lent_twice(fleet: Fleet) -> tuple[JobHandle[str], JobHandle[str]]:
     """Two jobs of one key, of which the first waits for a signal without a place."""
     await fleet.start(fleet.shop)
