@@ -338,7 +338,12 @@ class JobQueue:
             return JobState(status, tries or len(failures), failures)
         if result is None:
             result = await self._end_without_record(name)
-        return JobState(result.outcome.value, len(failures) + 1, failures, error_line(result.error))
+        return JobState(
+            result.outcome.value,
+            result.tries or len(failures) + 1,
+            failures,
+            error_line(result.error),
+        )
 
     async def cancel(self, name: str) -> bool:
         """Have a job end as cancelled; see `JobHandle.cancel`."""

@@ -313,13 +313,14 @@ class JobRunner(TakingRunner):
         else:
             await job.bury(error)
         if job.end is JobEnd.DEAD:
-            await self._store_end(job.job_id, JobResult.failed(error))
+            result = JobResult.failed(error)._replace(tries=run.tries)
+            await self._store_end(job.job_id, result)
 
     async def _end(self, job: Job, run: JobRun, result: JobResult) -> None:
         """Store how a job ended that is not tried again, and drop what it had for its tries."""
         # What follows are answers of the server: the next job can begin meanwhile.
         job.leave_place()
-        await self._store_end(job.job_id, result)
+        await self._store_end(job.job_id, result._replace(tries=run.tries))
         if run.has_steps:
             await self._log.forget_steps(job.job_id)
             await self._jobs.queue.forget(job.job_id)
@@ -333,7 +334,9 @@ class JobRunner(TakingRunner):
                 f"for ({self._bus.data.max_payload}): put it elsewhere, and return its name"
             )
             is_first = await self._log.end(
-                job_id, JobResult.failed(error), self._options.result_age
+                job_id,
+                JobResult.failed(error)._replace(tries=result.tries),
+                self._options.result_age,
             )
         if not is_first:
             logger.info("job %s of %s had ended before: its result stays", job_id, self._name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -60,11 +61,13 @@ class JobResult(NamedTuple):
     Attributes:
         data: its encoded result; of one that is not done its error, as `Failed` keeps it.
         at: Unix seconds by the server's clock.
+        tries: the one in which it ended, from 1; 0 where that is not known.
     """
 
     outcome: Outcome
     data: bytes
     at: float = 0.0
+    tries: int = 0
 
     @classmethod
     def failed(cls, error: DynbusError, outcome: Outcome = Outcome.FAILED) -> JobResult:
@@ -203,6 +206,8 @@ class JobLog:
             PayloadTooLarge: the result does not fit into a message.
         """
         fields = {header_names.JOB_END: str(result.outcome)}
+        if result.tries:
+            fields[header_names.JOB_TRIES] = str(result.tries)
         return await self._store_first(self.end_subject(job_id), result.data, fields, kept_for)
 
     async def store_step(self, job_id: str, number: int, data: bytes) -> bool:
@@ -458,4 +463,6 @@ def _result_of(message: StoredMessage) -> JobResult | None:
     except ValueError:
         logger.warning("%s says of no job how it ended", message.subject)
         return None
-    return JobResult(outcome, message.data, message.time)
+    tries = message.headers.get(header_names.JOB_TRIES, "")
+    known = int(tries) if re.fullmatch("[0-9]{1,9}", tries) else 0
+    return JobResult(outcome, message.data, message.time, known)

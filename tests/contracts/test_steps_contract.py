@@ -243,6 +243,7 @@ async def test_another_instance_goes_on_after_the_last_finished_step(fleet: Flee
     fleet.notes.gates[second.id].set()
 
     assert (await job.result(PATIENCE))[1] == "parcel 1001!"
+    assert (await job.state()).tries == 2
     assert fleet.notes.done == {"charge 1001": 1, "send 1001": 1}
 
 
