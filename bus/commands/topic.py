@@ -142,20 +142,39 @@ async def list_topics(connection: NatsConnection, namespace: str, name: str = ""
     Raises:
         PermissionDenied, Unavailable: the server does not tell.
     """
-    from dynbus.bus.protocol.names import topic_of_stream
-    from dynbus.bus.topics import TopicConfig
     from dynbus.bus.transport import NoStream
 
     rows: list[TopicRow] = []
-    asked = {"subject": f"{namespace}._topic.>"}
-    async for page in pages(connection.jetstream, "STREAM.NAMES", asked):
-        for stream in page["streams"] or ():
-            names = topic_of_stream(stream)
-            if names is None or name not in ("", names[1]):
-                continue
+    for topic in await _kept_topics(connection, namespace):
+        if name in ("", topic.name):
             with suppress(NoStream):  # deleted meanwhile
-                rows.append(await _row(connection, TopicConfig(*names, None)))
-    return sorted(rows, key=lambda row: row.topic.name)
+                rows.append(await _row(connection, topic))
+    return rows
+
+
+async def _kept_topics(connection: NatsConnection, namespace: str) -> list[TopicConfig]:
+    """The topics of a namespace that keep their events, by name."""
+    from dynbus.bus.protocol.names import topic_of_stream
+    from dynbus.bus.topics import TopicConfig
+
+    asked = {"subject": f"{namespace}._topic.>"}
+    names = [
+        topic_of_stream(stream)
+        async for page in pages(connection.jetstream, "STREAM.NAMES", asked)
+        for stream in page["streams"] or ()
+    ]
+    return [TopicConfig(*one, None) for one in sorted(filter(None, names))]
+
+
+async def _near(connection: NatsConnection, topic: TopicConfig) -> str:
+    """The topic that keeps events and was maybe meant, as a remark; nothing where none is near."""
+    from dynbus.bus.config import suggestion
+    from dynbus.bus.errors import PermissionDenied
+
+    known: list[TopicConfig] = []
+    with suppress(PermissionDenied):
+        known = await _kept_topics(connection, topic.namespace)
+    return suggestion(str(topic), [str(one) for one in known])
 
 
 async def _row(connection: NatsConnection, topic: TopicConfig) -> TopicRow:
@@ -287,6 +306,8 @@ async def follow(
             raise ConfigError(
                 f"no event of {topic} is kept, so there are none of before: leave --from out"
             ) from None
+        near = await _near(connection, topic)
+        terminal.notice(f"no stream keeps {topic}{near}: waiting for what is published from now on")
         since = 0.0
         stop = (await TopicStream(connection, topic, lambda _: "").listen(heard.put_nowait)).stop
     else:
@@ -403,26 +424,36 @@ def forget(name: str, group: str, yes: bool, nats: str | None) -> None:
 
     wanted = parse_topic(name)
 
-    async def drop(connection: NatsConnection) -> None:
-        await _existing_group(connection, wanted, group)
-        await forget_group(connection.jetstream, wanted, group)
-
+    # Before it is asked, so that nobody confirms what cannot be done.
+    _run(nats, lambda connection: _existing_group(connection, wanted, group))
     if not yes:
         click.confirm(f"Drop the place of {group} in {name}?", abort=True)
-    _run(nats, drop)
+    _run(nats, lambda connection: forget_group(connection.jetstream, wanted, group))
     click.echo(f"forgotten: {group} of {name}")
 
 
 async def _existing_group(connection: NatsConnection, topic: TopicConfig, group: str) -> GroupPlace:
+    from dynbus.bus.config import suggestion
     from dynbus.bus.errors import ConfigError
     from dynbus.bus.protocol.names import check_token
     from dynbus.bus.topics import find_group
+    from dynbus.bus.transport import NoStream
 
     check_token("group", group)
     place = await find_group(connection.jetstream, topic.stream, group)
-    if place is None:
-        raise ConfigError(f"{topic} has no group {group!r}: dynbus topic ls {topic} names them")
-    return place
+    if place is not None:
+        return place
+    try:
+        known = [one.group for one in (await _row(connection, topic)).groups]
+    except NoStream:
+        raise ConfigError(
+            f"no stream keeps {topic}{await _near(connection, topic)}, so it has no group: "
+            f"dynbus topic ls {topic.namespace} names those that are kept"
+        ) from None
+    raise ConfigError(
+        f"{topic} has no group {group!r}{suggestion(group, known)}: dynbus topic ls {topic} names "
+        "them"
+    )
 
 
 def _run(nats: str | None, work: Callable[[NatsConnection], Awaitable[T]]) -> T:

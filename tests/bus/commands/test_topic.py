@@ -162,7 +162,9 @@ async def test_what_is_published_later_is_shown_also_where_nothing_is_kept(
             await office.publish(5)
             await asyncio.sleep(0)
 
-        assert (await tailing).output.split()[-2:] == ["k", "5"]
+        shown = (await tailing).output
+        assert shown.split()[-2:] == ["k", "5"]
+        assert ("waiting for what is published" in shown) == (office is not kept)
     assert "no stream keeps" in (await command("publish", office.name, "6")).output
 
 
@@ -181,6 +183,25 @@ async def test_the_place_of_a_group_is_forgotten(runtime: Runtime, command: Comm
     assert forgotten.output == f"forgotten: billing of {office.name}\n"
     assert isinstance(again.exception, ConfigError)
     assert "has no group 'billing'" in str(again.exception)
+
+
+async def test_a_name_that_nothing_has_is_told_before_anything_is_asked_with_the_nearest(
+    runtime: Runtime, command: Command
+) -> None:
+    office = Office(runtime)
+    await office.open()
+    misspelt = office.name.replace("closed", "closd")
+
+    no_group = await command("forget", office.name, "biling", code=1)
+    no_topic = await command("forget", misspelt, "billing", code=1)
+    tailing = asyncio.create_task(command("tail", misspelt, "--count", "1"))
+    while not tailing.done():
+        await command("publish", misspelt, "5")
+
+    assert "has no group 'biling' (did you mean billing?)" in str(no_group.exception)
+    assert f"{misspelt} (did you mean {office.name}?), so it has no" in str(no_topic.exception)
+    assert "Drop the place" not in no_group.output + no_topic.output
+    assert f"(did you mean {office.name}?): waiting for" in (await tailing).output
 
 
 async def test_what_is_no_topic_no_event_or_no_time_is_refused(command: Command) -> None:
