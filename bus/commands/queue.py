@@ -184,6 +184,9 @@ def show(name: str, interval: float, as_json: bool, nats: str | None) -> None:
     """Show a queue: what it holds, how old and how often tried that is, and how fast it moves.
 
     \b
+    waiting jobs that nobody has yet, by lanes: of priorities, or of keys where it is ordered
+    held    jobs with a taker, or that wait for their next try
+    takers  those that say which jobs they hold, as they do after a quarter of a second
     oldest  the job that was put first of those that are there
     tries   held jobs by the try that they are in, as far as their takers tell it: of those that
             they hold for longer than a quarter of a second
@@ -196,16 +199,19 @@ def show(name: str, interval: float, as_json: bool, nats: str | None) -> None:
     if as_json:
         terminal.print_json(report.to_json(rates))
         return
-    lanes = ", ".join(f"{lane} {one.waiting}" for lane, one in report.lanes.items() if one.waiting)
+    lanes = ", ".join(
+        f"{one.waiting} in lane {lane}" for lane, one in report.lanes.items() if one.waiting
+    )
     tries = ", ".join(f"{count} in try {one}" for one, count in sorted(report.tries.items()))
     oldest = report.oldest
     lines = {
         "queue": str(report.queue),
         "state": "paused" if report.is_paused else "open",
         "waiting": f"{report.waiting}" + (f" ({lanes})" if lanes else ""),
-        "held": f"{report.held} ({report.tried_before} tried before)",
+        "held": f"{report.held} with a taker or to be tried again "
+        f"({report.tried_before} tried before)",
         "tries": tries or "-",
-        "takers": f"{report.takers} hold jobs",
+        "takers": f"{report.takers} say that they hold jobs",
         "dead": f"{report.dead}",
         "oldest": f"{oldest.job}, {terminal.duration(oldest.age)}" if oldest else "-",
         "bytes": f"{report.size}",

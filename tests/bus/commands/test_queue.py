@@ -167,6 +167,9 @@ async def test_a_queue_shows_what_it_holds_how_old_and_how_often_tried_it_is_and
     assert age > 0.0
     assert rates == {"put": 0.0, "taken": 0.0, "left": 0.0}
     assert f"waiting: {waiting} (" in table
+    assert " in lane " in table
+    assert f"held: {held_now} with a taker or to be tried again (" in table
+    assert "takers: 1 say that they hold jobs\n" in table
     assert "\ntries: 1 in try 1, 1 in try 2\n" in table
     assert "oldest: first, " in table
     assert "rates: put 0.0/s, taken 0.0/s, left 0.0/s\n" in table
