@@ -11,6 +11,7 @@ import anyio
 from dynbus.actors.declaring.actor import DeclaredActor
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.handlers import HandlerSpec
+from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, DynbusError
 
 from .invocation import Invocation
@@ -92,7 +93,8 @@ class Broadcast(Generic[A]):
     def _refusal(self, name: str) -> str:
         spec, label = self._handlers.get(name), f"{self._actor.__name__}.{name}"
         if spec is None:
-            return f"{label} is not a handler; a broadcast has only: {self._known}"
+            near = suggestion(name, self._handlers)
+            return f"{label} is not a handler{near}; a broadcast has only: {self._known}"
         if spec.streaming:
             return (
                 f"{label} streams, and a broadcast has one result of each instance: iterate over "

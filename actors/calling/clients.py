@@ -39,6 +39,7 @@ from dynbus.actors.middleware.passing import (
     pass_items,
     pass_result,
 )
+from dynbus.bus.config import suggestion
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
@@ -466,7 +467,11 @@ class ActorClient:
         handlers = ", ".join(actor.__dynbus_handlers__)
         if name in actor.__dynbus_handlers__:
             return f"{actor.__name__}.{name} is a handler; a client has only: {handlers}"
-        where = "; it stays in the actor's own process" if hasattr(actor, name) else ""
+        where = (
+            "; it stays in the actor's own process"
+            if hasattr(actor, name)
+            else suggestion(name, actor.__dynbus_handlers__)
+        )
         return f"{actor.__name__}.{name} is not a handler{where}; a client has only: {handlers}"
 
 

@@ -257,6 +257,19 @@ def test_what_has_not_one_result_of_each_instance_is_refused(name: str, message:
     run(story())
 
 
+def test_a_misspelt_handler_is_told_with_the_nearest() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            client: Any = kit.client(Engine)
+            for place in (client, client.broadcast):
+                with pytest.raises(
+                    AttributeError, match=r"not a handler \(did you mean load\?\); "
+                ):
+                    _ = place.laod
+
+    run(story())
+
+
 def test_a_handler_of_another_class_is_refused_though_its_name_is_the_same() -> None:
     async def story() -> None:
         async with TestKit() as kit:
