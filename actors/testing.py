@@ -152,7 +152,8 @@ class TestKit:
 
         While no job is in a queue and no `sleep` or timeout outside of the library runs, the time
         of day is set forward to shortly before the next firing of a schedule. What is kept for a
-        stated time, as leases and results of jobs are, does not age by that.
+        stated time, as leases and results of jobs are, does not age by that. A firing that is due
+        at the very end runs as time goes on: pass a second more to have it too.
 
         Args:
             time: seconds, or text such as `"90m"` or `"7d"`.

@@ -133,3 +133,15 @@ def test_time_that_cannot_pass_is_refused() -> None:
 
     run(story())
     asyncio.run(real())
+
+
+def test_a_firing_at_the_end_of_the_time_is_had_with_a_second_more() -> None:
+    async def story() -> timedelta:
+        async with TestKit() as kit:
+            await started(kit)
+            to_full_hour = HOUR - timedelta(minutes=kit.now().minute, seconds=kit.now().second)
+            await kit.pass_time(to_full_hour.total_seconds() + 1.0)
+            return Reports.hourly[-1][0] - kit.now()
+
+    assert timedelta(seconds=-1.5) <= run(story()) <= timedelta(seconds=-0.5)
+    assert len(Reports.hourly) == 1
