@@ -14,9 +14,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -24,9 +21,8 @@ import msgspec
 import uvloop
 
 from dynbus import Actor, Runtime, Topic, subscribe
-from dynbus.testing import run_server
 
-from .jobs import PEERS, Child
+from .comparing import PEERS, Child, compare
 from .peers import GROUPS, HELD, SUBMITTERS, Tally, payload
 
 
@@ -118,16 +114,6 @@ def measure(system: str, python: str, url: str, events: int) -> dict[str, Any]:
     }
 
 
-async def measured(system: str, python: str, events: int) -> dict[str, Any]:
-    """Figures of one system on a server of its own."""
-    with TemporaryDirectory() as folder:
-        server = await run_server(store_dir=Path(folder))
-        try:
-            return await asyncio.to_thread(measure, system, python, server.url, events)
-        finally:
-            await server.stop()
-
-
 @click.command(help=__doc__)
 @click.option("--events", default=3000)
 @click.option("--runs", default=3)
@@ -138,15 +124,11 @@ def main(events: int, runs: int, python_peers: str, role: str, rest: tuple[str, 
     if role:
         uvloop.run((take if role == "take" else publish)(rest[0], int(rest[1])))
         return
-    systems = ["dynbus", *(("faststream",) if python_peers else ())]
-    found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-    for _ in range(runs):
-        for system in systems:
-            found[system].append(asyncio.run(measured(system, python_peers, events)))
-            click.echo(f"{system} {json.dumps(found[system][-1])}")
-    for system in systems:
-        row = {key: median(one[key] for one in found[system]) for key in found[system][0]}
-        click.echo(f"median of {runs}: {system} {json.dumps(row)}")
+    compare(
+        ["dynbus", *(("faststream",) if python_peers else ())],
+        runs,
+        lambda system, url: measure(system, python_peers, url, events),
+    )
 
 
 if __name__ == "__main__":

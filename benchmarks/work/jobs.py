@@ -13,9 +13,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -23,11 +20,10 @@ import msgspec
 import uvloop
 
 from dynbus import Actor, Runtime, handler
-from dynbus.testing import run_server
 
+from .comparing import PEERS, Child, compare
 from .peers import HELD, SUBMITTERS, Tally, payload
 
-PEERS = Path(__file__).parent / "peers.py"
 TRICKLE = 300
 
 
@@ -77,25 +73,6 @@ async def put(url: str, jobs: int, pause: float) -> None:
         print(json.dumps({"seconds": time.time() - begun}), flush=True)
 
 
-class Child:
-    """A process of one system."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def figures(self) -> dict[str, float]:
-        """What it tells at its end."""
-        line = self.line()
-        if self._process.wait(60) != 0 or not line:
-            raise SystemExit(f"{self._process.args!r} failed")
-        found: dict[str, float] = json.loads(line)
-        return found
-
-
 def measure(system: str, python: str, url: str, jobs: int) -> dict[str, Any]:
     """Figures of one system."""
 
@@ -122,16 +99,6 @@ def measure(system: str, python: str, url: str, jobs: int) -> dict[str, Any]:
     }
 
 
-async def measured(system: str, python: str, jobs: int) -> dict[str, Any]:
-    """Figures of one system on a server of its own."""
-    with TemporaryDirectory() as folder:
-        server = await run_server(store_dir=Path(folder))
-        try:
-            return await asyncio.to_thread(measure, system, python, server.url, jobs)
-        finally:
-            await server.stop()
-
-
 @click.command(help=__doc__)
 @click.option("--jobs", default=5000)
 @click.option("--runs", default=3)
@@ -143,15 +110,11 @@ def main(jobs: int, runs: int, python_peers: str, role: str, rest: tuple[str, ..
         url, count = rest[0], int(rest[1])
         uvloop.run(take(url, count) if role == "take" else put(url, count, 0.01 * (role != "put")))
         return
-    systems = ["dynbus", *(("bare", "faststream") if python_peers else ())]
-    found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-    for _ in range(runs):
-        for system in systems:
-            found[system].append(asyncio.run(measured(system, python_peers, jobs)))
-            click.echo(f"{system} {json.dumps(found[system][-1])}")
-    for system in systems:
-        row = {key: median(one[key] for one in found[system]) for key in found[system][0]}
-        click.echo(f"median of {runs}: {system} {json.dumps(row)}")
+    compare(
+        ["dynbus", *(("bare", "faststream") if python_peers else ())],
+        runs,
+        lambda system, url: measure(system, python_peers, url, jobs),
+    )
 
 
 if __name__ == "__main__":
