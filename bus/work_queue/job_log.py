@@ -185,12 +185,7 @@ class JobLog:
         Raises:
             Unavailable: the server does not answer.
         """
-        try:
-            message = await self.jetstream.last(
-                self.stream, self.end_subject(job_id), timeout=LOG_TIMEOUT
-            )
-        except NoStream:
-            return None
+        message = await self._last_message(job_id, END_RECORD)
         return None if message is None or message.is_marker else _result_of(message)
 
     async def end(self, job_id: str, result: JobResult, kept_for: float) -> bool:
