@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from .hand_over.sink import Limits
     from .http.frontend import Frontend
+    from .mock.tiny_model import write_tiny_model
     from .mock.worker import MockWorker
     from .models.card import ModelCard, ModelInput, ModelType
     from .models.catalog import Catalog
@@ -126,6 +127,7 @@ __all__ = [
     "register_adapter",
     "register_llm",
     "tool_call",
+    "write_tiny_model",
 ]
 
 if not TYPE_CHECKING:
@@ -183,6 +185,7 @@ if not TYPE_CHECKING:
             ),
             "hand_over.sink": ("Limits",),
             "http.frontend": ("Frontend",),
+            "mock.tiny_model": ("write_tiny_model",),
             "mock.worker": ("MockWorker",),
             "models.card": ("ModelCard", "ModelInput", "ModelType"),
             "models.catalog": ("Catalog",),

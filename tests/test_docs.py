@@ -2,7 +2,8 @@
 
 A code block that needs more than compiling is marked by a comment on the line above it:
 `<!-- python: PATH -->` is that file, `<!-- python: a program against examples/hello -->` is run
-while the hello example is served, `<!-- bash: KIND -->` says how its commands are checked.
+while the hello example is served, `<!-- python: tests the mover -->` beside the mover of its guide,
+`<!-- bash: KIND -->` says how its commands are checked.
 """
 
 from __future__ import annotations
