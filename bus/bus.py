@@ -96,6 +96,7 @@ class Bus:
         self.questions = Questions(data, replies, self.background, self.bounce_handlers)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
+        self._ends: list[Callable[[], None]] = []
         data.background.on_failure(self.fail)
         for background in (lane.background, lane.connection.background):
             background.on_failure(partial(self.to_main, self.fail))
@@ -171,7 +172,7 @@ class Bus:
         self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
         self.data.on_drop(self.drop)
         self.lane.connection.on_drop(partial(self.to_main, self.drop))
-        self._count_reconnects()
+        self._observe_connections()
         await self.data.barrier()
         self.lane.call(self.cancels.start)
         await self.lane.run(self.heartbeats.start())
@@ -201,7 +202,7 @@ class Bus:
             for listener in self._failure_listeners:
                 listener()
 
-    def _count_reconnects(self) -> None:
+    def _observe_connections(self) -> None:
         telemetry = self.telemetry
         if telemetry is None:
             return
@@ -210,8 +211,13 @@ class Bus:
             if state is ConnectionState.CONNECTED:
                 telemetry.reconnect(name)
 
-        self.data.on_state(partial(count, "data"))
-        self.lane.connection.on_state(partial(count, "control"))
+        connections: tuple[tuple[Literal["data", "control"], Connection], ...] = (
+            ("data", self.data),
+            ("control", self.lane.connection),
+        )
+        for name, connection in connections:
+            connection.on_state(partial(count, name))
+            self._ends.append(telemetry.follow_connection(name, connection))
 
     def drop(self, reason: DropReason) -> None:
         """Count a message that is dropped, and why."""
@@ -259,6 +265,8 @@ class Bus:
 
     async def close(self) -> None:
         """Close both connections; what was published before is sent first."""
+        for end in self._ends:
+            end()
         self.questions.close()
         try:
             await self.background.close()

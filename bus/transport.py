@@ -711,6 +711,11 @@ class Connection(Protocol):
         ...
 
     @property
+    def round_trip(self) -> float:
+        """Seconds that the last answered ping took; 0 before the first, and without a server."""
+        ...
+
+    @property
     def server_name(self) -> str:
         """The address connected to, without credentials."""
         ...

@@ -612,7 +612,7 @@ def test_every_field_of_a_record_is_documented() -> None:
 def test_every_metric_is_documented() -> None:
     documented = {row[0] for row in rows(page("docs/guides/observability.md"), "| metric")}
     source = inspect.getsource(metrics.Metrics)
-    named = re.findall(r'(?:tally|histogram)\(\s*"([\w.]+)"', source)
+    named = re.findall(r'(?:tally|histogram|gauge)\(\s*"([\w.]+)"', source)
 
     assert documented == {f"dynbus.{name}" for name in named} | {"dynbus.calls.in_flight"}
 

@@ -381,6 +381,8 @@ class ServedInstance:
         for one in self._beside:
             await one.start(self._background)
         await self._bus.lane.run(keeper.announce())
+        if self._bus.telemetry is not None:
+            self._end_listening.append(self._bus.telemetry.follow_lease(keeper.remaining))
 
     async def _describe(self, keeper: LeaseKeeper, metadata: dict[str, str]) -> None:
         """Have the record say what the instance has now; to be called on the control lane."""

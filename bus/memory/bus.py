@@ -325,6 +325,10 @@ class MemoryConnection(WatchedConnection):
         return self._backlog
 
     @property
+    def round_trip(self) -> float:
+        return 0.0
+
+    @property
     def server_name(self) -> str:
         return self._bus.name
 

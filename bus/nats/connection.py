@@ -199,6 +199,10 @@ class NatsConnection(WatchedConnection):
         return self._output.backlog
 
     @property
+    def round_trip(self) -> float:
+        return self._pings.round_trip
+
+    @property
     def server_name(self) -> str:
         return self._session.server_name if self._session is not None else ""
 

@@ -371,11 +371,15 @@ class Pings:
 
     A server is silent when nothing came for a while although it has a ping. Only time in which this
     process ran counts: what lies unread while its loop stands still says nothing.
+
+    Attributes:
+        round_trip: seconds from the last ping to its answer; 0 before the first of a session.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, output: NatsOutput) -> None:
         self._loop = loop
         self._output = output
+        self.round_trip = 0.0
         self._open: list[Ping] = []
         self._heard = False
         self._writes = 0
@@ -425,13 +429,15 @@ class Pings:
     def answered(self) -> None:
         """A pong arrived: the server answers pings in their order."""
         if self._open:
-            pong = self._open.pop(0).pong
+            pong, sent_at, _ = self._open.pop(0)
+            self.round_trip = monotonic() - sent_at
             if not pong.done():
                 pong.set_result(None)
 
     def lose(self) -> None:
         """The session has ended, and nothing that was asked in it is answered any more."""
         pings, self._open = self._open, []
+        self.round_trip = 0.0
         for ping in pings:
             if not ping.pong.done():
                 ping.pong.set_exception(ConnectionResetError())

@@ -193,6 +193,10 @@ class LeaseKeeper:
         """The sequence of the record in the bucket; 0 before its first write."""
         return self._leased.lease.revision
 
+    def remaining(self) -> float:
+        """Seconds for which the record lasts without a renewal; callable from any thread."""
+        return self._leased.lease.left(monotonic())
+
     async def other_holder(self) -> Holder | None:
         """Another process that holds the id, to be asked for before anything is served under it;
         None where there is none.

@@ -7,6 +7,7 @@ distribution is recorded through the SDK call by call.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -79,6 +80,8 @@ class Readings:
         self._combine = combine
         self.lasting = lasting
         self._values: dict[str, dict[Labels, float]] = {}
+        self._followed: dict[int, Callable[[], Mapping[Labels, float]]] = {}
+        self._numbers = itertools.count()
         self._gone: dict[Labels, float] = {}
         self._lock = threading.Lock()
 
@@ -95,15 +98,30 @@ class Readings:
                 for labels, value in last.items():
                     self._gone[labels] = self._gone.get(labels, 0) + value
 
+    def follow(self, read: Callable[[], Mapping[Labels, float]]) -> Callable[[], None]:
+        """Have `read()` called at each export, on the exporter's thread; what is returned ends
+        that."""
+        number = next(self._numbers)
+        with self._lock:
+            self._followed[number] = read
+
+        def end() -> None:
+            with self._lock:
+                self._followed.pop(number, None)
+
+        return end
+
     def observe(self, options: CallbackOptions) -> Iterable[Observation]:
         """The observations that the SDK reads at each export."""
         from opentelemetry.metrics import Observation
 
         together: dict[Labels, list[float]] = {}
         with self._lock:
-            for values in (self._gone, *self._values.values()):
-                for labels, value in values.items():
-                    together.setdefault(labels, []).append(value)
+            followed = list(self._followed.values())
+            sources = [dict(self._gone), *(dict(values) for values in self._values.values())]
+        for values in (*sources, *(read() for read in followed)):
+            for labels, value in values.items():
+                together.setdefault(labels, []).append(value)
         return [
             Observation(self._combine(values), dict(labels)) for labels, values in together.items()
         ]
@@ -126,6 +144,18 @@ class Metrics:
         )
         self.reconnects = tally("reconnects", "{reconnect}", "Times a connection came back.")
         self.drops = tally("drops", "{message}", "Messages dropped unanswered.")
+        self.connections = self.gauge(
+            "connections", "{connection}", "Connections to servers, by what they are at."
+        )
+        self.round_trip = self.gauge(
+            "connection.round_trip", "s", "Seconds of the last ping that was answered.", max
+        )
+        self.unsent = self.gauge(
+            "connection.unsent", "By", "Bytes published that the operating system has not taken."
+        )
+        self.lease = self.gauge(
+            "lease.remaining", "s", "Seconds for which records of instances last, the least.", min
+        )
         self.in_flight = Tally()
         meter.create_observable_up_down_counter(
             "dynbus.calls.in_flight",

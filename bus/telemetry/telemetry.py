@@ -12,7 +12,7 @@ nothing of OpenTelemetry is imported and calls pay nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context as OtelContext
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer, TracerProvider
+
+    from dynbus.bus.transport import Connection
 
 MAX_ENDPOINTS: Final = 1000
 """Endpoints with labels of their own per process; calls to further ones share one label."""
@@ -431,6 +433,40 @@ class Telemetry:
         if self.metrics is not None:
             self.metrics.reconnects.add((("dynbus.connection", connection),))
 
+    def follow_connection(
+        self, name: Literal["data", "control"], connection: Connection
+    ) -> Callable[[], None]:
+        """Measure a connection at each export; what is returned ends that."""
+        metrics = self.metrics
+        if metrics is None:
+            return _nothing
+        of_name = ("dynbus.connection", name)
+
+        def at_server() -> Labels:
+            return (of_name, ("server.address", connection.server_name))
+
+        ends = [
+            metrics.connections.follow(
+                lambda: {(*at_server(), ("dynbus.state", connection.state.value)): 1}
+            ),
+            metrics.round_trip.follow(
+                lambda: {at_server(): connection.round_trip} if connection.round_trip else {}
+            ),
+            metrics.unsent.follow(lambda: {at_server(): connection.backlog}),
+        ]
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
+    def follow_lease(self, remaining: Callable[[], float]) -> Callable[[], None]:
+        """Measure how long an instance's record lasts; what is returned ends that."""
+        if self.metrics is None:
+            return _nothing
+        return self.metrics.lease.follow(lambda: {(): remaining()})
+
     def drop(self, reason: DropReason) -> None:
         """Note a message that was dropped unanswered."""
         if self.metrics is not None:
@@ -495,6 +531,10 @@ class Telemetry:
         if message_id and span.is_recording():
             span.set_attribute("messaging.message.id", message_id)
         return span
+
+
+def _nothing() -> None:
+    """Without metrics there is nothing to end."""
 
 
 @lru_cache(1)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
@@ -14,6 +17,7 @@ from dynbus.bus.errors import Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol import headers
+from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.transport import ConnectionState
 from dynbus.testing import run
 
@@ -109,6 +113,44 @@ def test_closing_closes_both_connections() -> None:
         return [connection.state for connection in connections]
 
     assert run(story()) == [ConnectionState.CLOSED] * 2
+
+
+def test_its_connections_are_measured_until_it_is_closed() -> None:
+    reader = InMemoryMetricReader()
+
+    def measured() -> dict[str, set[tuple[Any, ...]]]:
+        data = reader.get_metrics_data()
+        return {
+            metric.name: {
+                (*sorted(map(str, (point.attributes or {}).values())), point.value)  # type: ignore[union-attr]
+                for point in metric.data.data_points
+            }
+            for resource in (data.resource_metrics if data else ())
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+    async def story() -> None:
+        server = MemoryBus()
+        bus = await Bus.over(
+            BusConfig(),
+            await server.connect(),
+            await server.connect(),
+            Telemetry(None, MeterProvider([reader], shutdown_on_exit=False)),
+        )
+        server.connections[1].disconnect()
+
+        assert measured() == {
+            "dynbus.connections": {
+                ("connected", "data", server.name, 1),
+                ("control", "disconnected", server.name, 1),
+            },
+            "dynbus.connection.unsent": {("data", server.name, 0), ("control", server.name, 0)},
+        }
+        await bus.close()
+        assert measured() == {}
+
+    run(story())
 
 
 @pytest.mark.anyio

@@ -167,3 +167,16 @@ def test_what_a_source_has_counted_stays_when_it_is_gone() -> None:
     counter.put("one", {LABELS: 4})
 
     assert [observation.value for observation in counter.observe(CallbackOptions())] == [7]
+
+
+def test_what_is_followed_is_read_at_each_export_until_that_is_ended() -> None:
+    gauge = Metrics(MeterProvider(shutdown_on_exit=False)).gauge("test.left", "s", "Runs.", min)
+    left = 3.0
+    gauge.put("put", {LABELS: 5.0})
+    end = gauge.follow(lambda: {LABELS: left})
+
+    assert [observation.value for observation in gauge.observe(CallbackOptions())] == [3.0]
+    left = 2.0
+    assert [observation.value for observation in gauge.observe(CallbackOptions())] == [2.0]
+    end()
+    assert [observation.value for observation in gauge.observe(CallbackOptions())] == [5.0]

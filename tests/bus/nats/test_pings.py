@@ -291,3 +291,18 @@ def test_a_pong_that_nobody_waits_for_is_no_error() -> None:
         return repr(pings)
 
     assert run(story()) == "<Pings [waiting: 0]>"
+
+
+def test_a_round_trip_is_that_of_the_last_ping_of_the_session() -> None:
+    async def story() -> tuple[float, float, float]:
+        session = Session(answer)
+        before = session.pings.round_trip
+        await session.pings.send()
+        measured = session.pings.round_trip
+        session.pings.lose()
+        return before, measured, session.pings.round_trip
+
+    before, measured, after = run(story())
+
+    assert (before, after) == (0.0, 0.0)
+    assert measured == pytest.approx(0.05)
