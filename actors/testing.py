@@ -68,6 +68,7 @@ class TestKit:
     ) -> None:
         self.bus = MemoryBus(seed=seed)
         self._telemetry = telemetry
+        self._settings = settings
         self._config = load_config(settings, environment={})
         self._caller: Runtime | None = None
         self._runtimes: list[Runtime] = []
@@ -98,10 +99,18 @@ class TestKit:
             raise RuntimeError("use the kit with `async with TestKit() as kit`")
         return self._caller
 
-    async def runtime(self) -> Runtime:
-        """One more process on the bus; closed with the kit."""
+    async def runtime(self, **settings: Any) -> Runtime:
+        """One more process on the bus; closed with the kit.
+
+        Args:
+            settings: of the bus, which go before those of the kit, such as its `zone`.
+
+        Raises:
+            ConfigError: there is no such setting, or a value is not usable.
+        """
+        config = load_config({**self._settings, **settings}, environment={})
         data, control = await self.bus.connect(), await self.bus.connect()
-        runtime = await Runtime.over(await Bus.over(self._config, data, control, self._telemetry))
+        runtime = await Runtime.over(await Bus.over(config, data, control, self._telemetry))
         self._runtimes.append(runtime)
         return runtime
 

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -29,6 +30,8 @@ MAX_BYTES: Final = 2**40
 """A terabyte: more than the memory of any machine that would hold it."""
 MAX_SERVERS: Final = 5
 SCHEMA_CHECKS: Final = ("warn", "off")
+ROUTINGS: Final = ("round_robin", "random", "least_loaded", "power_of_two", "local_first")
+"""The policies by which clients choose an instance; `actors/calling/routing.py` has them."""
 _PREFIX: Final = "DYNBUS_"
 GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
 """The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
@@ -68,7 +71,9 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         servers: NATS URLs; commas between several, and `?zone=NAME` behind one says where it is.
             One on this machine is preferred, then those of our zone, then any. `NATS_URL` is
             understood too, and `HOST:PORT` or `USER:PASSWORD@HOST:PORT` without a scheme.
-        zone: where this process is: servers of the same zone are preferred; empty for nowhere.
+        zone: where this process is: servers of the same zone are preferred, and instances of it by
+            the routing `local_first`; empty for nowhere.
+        host: the machine that this process is on, as instances say; the host name unless given.
         principal: the credential's name as permissions spell it in `_R.{principal}.>`; of an NKEY
             the name of its file unless given.
         credentials: path of a file with an NKEY, `NAME.nk`, or of a NATS credentials file; for
@@ -93,10 +98,12 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         debug: send a handler's traceback to its caller.
         schema_check: what a typed client does about an instance of another version of its class:
             `warn` of it in the log, or `off` for nothing.
+        routing: how clients choose an instance that are given no `routing` of their own.
     """
 
     servers: tuple[str, ...] = (DEFAULT_URL,)
     zone: str = ""
+    host: str = ""
     principal: str = ANONYMOUS
     credentials: str = ""
     connect_timeout: float = 5.0
@@ -114,6 +121,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     embedded_open: bool = False
     debug: bool = False
     schema_check: str = SCHEMA_CHECKS[0]
+    routing: str = ROUTINGS[0]
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "servers", tuple(map(_with_scheme, self.servers)))
@@ -121,6 +129,11 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if problem := _problem(name, value):
                 raise _misfit(name, name, value, problem)
+
+    @property
+    def own_host(self) -> str:
+        """The machine that this process is on, as its instances say."""
+        return self.host or socket.gethostname()
 
 
 class _Given(NamedTuple):
@@ -277,7 +290,7 @@ def _problem(name: str, value: Any) -> str:
         return _servers_problem(value)
     if name == "principal":
         return _principal_problem(value)
-    if name == "zone" and value and not _ZONE.fullmatch(f"zone={value}"):
+    if name in ("zone", "host") and value and not _ZONE.fullmatch(f"zone={value}"):
         return "write letters, digits, '-', '_' and '.'"
     if name in _BYTES and not 0 < value <= MAX_BYTES:
         return f"it must be greater than 0 and at most {MAX_BYTES} bytes"
@@ -291,6 +304,8 @@ def _problem(name: str, value: Any) -> str:
         return f"it must be 0 to {MAX_SECONDS:g} seconds"
     if name == "schema_check" and value not in SCHEMA_CHECKS:
         return f"write one of {', '.join(SCHEMA_CHECKS)}"
+    if name == "routing" and value not in ROUTINGS:
+        return f"write one of {', '.join(ROUTINGS)}"
     return ""
 
 

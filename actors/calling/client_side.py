@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Sequence, Set
 from contextlib import AsyncExitStack, contextmanager
+from typing import cast
 
 import anyio
 
@@ -21,6 +22,7 @@ from dynbus.bus.transport import ConnectionState
 
 from .jobs import JobQueue
 from .migration_line import Migrations
+from .routing import Router, Routing, RoutingName, make_router
 from .schema_check import SchemaCheck
 
 
@@ -104,6 +106,16 @@ class ClientSide:
                 scope.cancel()
                 ended.append(EndedCall(request_id))
         return ended
+
+    def router(self, routing: Routing | None) -> Router:
+        """The router of a client: as it says, or else as the process does.
+
+        Raises:
+            ConfigError: `routing` is not usable.
+        """
+        if routing is None:
+            routing = cast("RoutingName", self.bus.config.routing)
+        return make_router(routing)
 
     def jobs_of(self, endpoint: EndpointName, options: DurableOptions | None = None) -> JobQueue:
         """The jobs of a durable handler.

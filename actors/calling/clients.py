@@ -219,6 +219,10 @@ class EndpointClient:
         """Call the less loaded of two random instances."""
         return self._call(request, self._policy("power_of_two"))
 
+    def local_first(self, request: Any = None) -> Call:
+        """Call an instance of the own zone, unless those are full."""
+        return self._call(request, self._policy("local_first"))
+
     def direct(self, request: Any, instance_id: str) -> Call:
         """Call this very instance."""
         check_token("instance", instance_id)
@@ -369,7 +373,7 @@ class EndpointAddress:
         self.side.bus.cancels.hear(self.name.namespace)
         self.side.discovery.begin()
         client = EndpointClient(
-            self.side, self.name, make_router(routing), own, migration_limit, resume
+            self.side, self.name, self.side.router(routing), own, migration_limit, resume
         )
         await self.side.discovery.wait_synchronized(self.side.bus.config.connect_timeout)
         return client
@@ -516,7 +520,7 @@ def typed_client(
     """
     handlers = actor.__dynbus_handlers__.values()
     endpoints = {spec.name: address.endpoint(spec.name) for spec in handlers}
-    made = client_class(actor)(side, actor, address, endpoints, make_router(routing), options)
+    made = client_class(actor)(side, actor, address, endpoints, side.router(routing), options)
     side.bus.cancels.hear(address.namespace)
     side.discovery.begin()
     return cast(A, made)

@@ -121,7 +121,7 @@ class Router(Protocol):
         ...
 
 
-RoutingName = Literal["round_robin", "random", "least_loaded", "power_of_two"]
+RoutingName = Literal["round_robin", "random", "least_loaded", "power_of_two", "local_first"]
 Routing = RoutingName | Router
 
 
@@ -129,13 +129,16 @@ class Policy:
     """A router that neither waits nor fails, and looks at nothing but the instances' loads."""
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        return self.pick(instances, request.load).id
+        return self.pick(instances, request.load, request.endpoint.endpoint).id
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+    def pick(
+        self, instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+    ) -> Instance:
         """One of `instances`, which is never empty.
 
         Args:
             load: tells the load of an instance by id.
+            endpoint: the name of what is called there.
         """
         raise NotImplementedError
 
@@ -146,7 +149,9 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._next = jitter.randrange(1 << 16)
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+    def pick(
+        self, instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+    ) -> Instance:
         self._next += 1
         return instances[self._next % len(instances)]
 
@@ -154,14 +159,18 @@ class RoundRobin(Policy):
 class Random(Policy):
     """Any, each with the same chance."""
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+    def pick(
+        self, instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+    ) -> Instance:
         return jitter.choice(instances)
 
 
 class LeastLoaded(Policy):
     """The one with the fewest calls; ties are broken at random."""
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+    def pick(
+        self, instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+    ) -> Instance:
         loads = [load(instance.id).total for instance in instances]
         least = min(loads)
         return jitter.choice(
@@ -172,7 +181,9 @@ class LeastLoaded(Policy):
 class PowerOfTwo(Policy):
     """The less loaded of two random ones: nearly as even as the least loaded, without herding."""
 
-    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> Instance:
+    def pick(
+        self, instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+    ) -> Instance:
         if len(instances) == 1:
             return instances[0]
         first, second = jitter.sample(instances, 2)
@@ -181,23 +192,72 @@ class PowerOfTwo(Policy):
         return second
 
 
+class LocalFirst(Policy):
+    """One of the own zone, unless all there have as many calls as they run at a time and others
+    have not; any where none is of the own zone.
+
+    An instance that refuses a call is not offered to it again, so that goes elsewhere too.
+
+    Args:
+        within: picks among those of the zone, or of the others; power of two unless given.
+    """
+
+    def __init__(self, within: Policy | None = None) -> None:
+        self._within = within or PowerOfTwo()
+
+    def pick(
+        self, instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+    ) -> Instance:
+        near = [one for one in instances if one.near]
+        if not near:
+            return self._within.pick(instances, load, endpoint)
+        offered = _not_full(near, load, endpoint)
+        if not offered:
+            far = [one for one in instances if not one.near]
+            offered = _not_full(far, load, endpoint) or near
+        return self._within.pick(offered, load, endpoint)
+
+
+def _not_full(
+    instances: Sequence[Instance], load: Callable[[str], Load], endpoint: str
+) -> list[Instance]:
+    """Those that would run one more call at once, as far as is known."""
+    return [
+        one
+        for one in instances
+        if (most := one.record.limits.get(endpoint)) is None or load(one.id).total < most
+    ]
+
+
 POLICIES: dict[str, Callable[[], Router]] = {
     "round_robin": RoundRobin,
     "random": Random,
     "least_loaded": LeastLoaded,
     "power_of_two": PowerOfTwo,
+    "local_first": LocalFirst,
 }
 
-OWN_POLICIES: Final = frozenset((RoundRobin, Random, LeastLoaded, PowerOfTwo))
+OWN_POLICIES: Final = frozenset((RoundRobin, Random, LeastLoaded, PowerOfTwo, LocalFirst))
 """Routers that pick what they are offered, and do nothing else; a class derived from one may."""
 
 
-def make_router(routing: Routing | None) -> Router:
+def make_router(routing: Routing | None, *, within: RoutingName | None = None) -> Router:
     """The router for a name, or the given one; round robin for None.
+
+    Args:
+        within: of `local_first`, how it picks among the instances of the zone that it chose.
 
     Raises:
         ConfigError: an unknown name, or an object that is no router.
     """
+    if within is not None:
+        inner = make_router(within)
+        if routing != "local_first" or not isinstance(inner, Policy):
+            raise ConfigError(
+                f"routing {routing!r} within={within!r}: give `within` the name of a policy, and "
+                "to local_first alone"
+            )
+        return LocalFirst(inner)
     if routing is None:
         return RoundRobin()
     if isinstance(routing, str):

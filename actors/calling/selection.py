@@ -114,7 +114,8 @@ class Selection:
         instances = self._known()
         if not instances:
             return None
-        return router.pick(self._untried(instances) if self._tried else instances, self._load)
+        offered = self._untried(instances) if self._tried else instances
+        return router.pick(offered, self._load, self._endpoint.endpoint)
 
     async def choose(
         self,

@@ -391,6 +391,7 @@ class ServedInstance:
             metadata,
             {name: endpoint.kind for name, endpoint in endpoints.items()},
             _announced_schemas(endpoints.values()),
+            {name: one.places for name, one in endpoints.items() if one.places is not None},
         )
 
     async def _close(self) -> None:
@@ -513,6 +514,8 @@ class ServedInstance:
             endpoints={},  # those that there are when it is announced
             started=unix_time(),
             address=f"{socket.gethostname()}:{os.getpid()}",
+            zone=bus.config.zone,
+            host=bus.config.own_host,
         )
         connection = bus.lane.connection
         keeper = LeaseKeeper(

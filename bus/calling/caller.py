@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 PART_HEADER_BYTES: Final = 64
 SILENT_SECONDS: Final = 60.0
 """For which an instance is remembered that was not heard any more."""
+REPORT_SECONDS: Final = 1.0
+"""For which the load that an instance has reported is believed once nothing is open there."""
 DOUBT_SECONDS: Final = 1.0
 """For which a call waits, at most, for each word on whether its dead instance took it at all."""
 
@@ -156,9 +158,14 @@ class Caller:
         self._on_heard_again.append(listener)
 
     def load(self, instance: InstanceName) -> int:
-        """Calls that an instance last reported to run or wait there."""
+        """Calls that an instance last reported to run or wait there; 0 where that was long ago, and
+        nothing is open there that would bring a report."""
         remote = self._open.find_remote(instance)
-        return remote.load if remote is not None else 0
+        if remote is None:
+            return 0
+        if not remote.calls and remote.heard_at + REPORT_SECONDS < monotonic():
+            return 0
+        return remote.load
 
     def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
         """Send a request to one instance.

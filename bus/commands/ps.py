@@ -29,6 +29,7 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
            silent    it is listed and does not answer: frozen, cut off or just killed
            unlisted  it answers and has no record: just starting, or no JetStream
     LOAD   calls that run / that wait
+    ZONE   where it is, if any has a zone
     STATUS what the instance's process says of how it is, if any says something
 
     With --requests the oldest requests that run or wait at them, whose ids `dynbus cancel` takes.
@@ -131,9 +132,10 @@ def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None
         terminal.notice("no instance" + (f" in {namespace}" if namespace else ""))
         return
     says = any(row.status for row in rows)
+    has_zones = any(row.zone for row in rows)
     columns = ("COMPONENT", "INSTANCE", "STATE", "AGE", "LOAD", "ENDPOINTS", "ADDRESS")
     terminal.print_table(
-        (*columns, "STATUS") if says else columns,
+        (*columns, *(["ZONE"] if has_zones else []), *(["STATUS"] if says else [])),
         [
             (
                 terminal.plain(f"{row.namespace}.{row.component}"),
@@ -143,6 +145,7 @@ def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None
                 f"{row.running}/{row.waiting}" if row.answers else "-",
                 terminal.plain(", ".join(sorted(row.endpoints))),
                 terminal.plain(row.address or "-"),
+                *([terminal.plain(row.zone or "-")] if has_zones else []),
                 *([_status(row.status)] if says else []),
             )
             for row in rows

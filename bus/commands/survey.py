@@ -79,6 +79,7 @@ class InstanceReport(NamedTuple):
         counts: None without an answer.
         schemas: the schema hash of each endpoint that its record tells.
         requests: the oldest ones that it has; None where it does not tell, or was not asked.
+        zone, host: where it is, as its record says.
     """
 
     namespace: str
@@ -96,6 +97,8 @@ class InstanceReport(NamedTuple):
     counts: Counts | None = None
     schemas: Mapping[str, str] = NOTHING
     requests: tuple[Request, ...] | None = None
+    zone: str = ""
+    host: str = ""
 
     @classmethod
     def read(cls, data: bytes, now: float = 0.0) -> InstanceReport | None:
@@ -208,6 +211,8 @@ def join(
             address=record.address,
             metadata=record.metadata,
             schemas=record.schemas,
+            zone=record.zone,
+            host=record.host,
         )
     return sorted(rows.values(), key=lambda row: (row.namespace, row.component, row.started))
 

@@ -247,6 +247,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             that is not known.
         started: Unix time of the start, in seconds.
         address: host name and process id, for people.
+        zone, host: where it is; empty where it does not say.
+        limits: endpoint name to the calls that it runs at a time; without those that have no limit.
     """
 
     version: int = VERSION
@@ -261,6 +263,9 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     draining: bool = False
     metadata: dict[str, str] = {}
     schemas: dict[str, str] = {}
+    zone: str = ""
+    host: str = ""
+    limits: dict[str, int] = {}
 
     @property
     def name(self) -> InstanceName:

@@ -71,7 +71,7 @@ class Discovery:
         self._is_heard = is_heard
         self._silent_since = silent_since
         # Records are renewed three times in a lease.
-        self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2))
+        self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2), bus.config.zone)
         self.synchronized = asyncio.Event()
         self._changed: set[asyncio.Future[None]] = set()
         self._works: list[Work] = []

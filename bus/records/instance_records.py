@@ -266,11 +266,15 @@ class LeaseKeeper:
         self._work = self._background.start(self._keep, name=f"lease of {self._record.instance_id}")
 
     def describe(
-        self, metadata: dict[str, str], endpoints: dict[str, str], schemas: dict[str, str]
+        self,
+        metadata: dict[str, str],
+        endpoints: dict[str, str],
+        schemas: dict[str, str],
+        limits: dict[str, int],
     ) -> None:
         """Set what the instance says of itself, from the next write on, which comes at once."""
         self._record = msgspec.structs.replace(
-            self._record, metadata=metadata, endpoints=endpoints, schemas=schemas
+            self._record, metadata=metadata, endpoints=endpoints, schemas=schemas, limits=limits
         )
         if self._work is not None:
             self._now.set()

@@ -29,10 +29,12 @@ class Instance(NamedTuple):
     Attributes:
         started: Unix time of its start.
         renewed: Unix time of its last renewal, on the server's clock.
+        near: whether it is in the zone of the process that chooses.
     """
 
     record: InstanceRecord
     renewed: float
+    near: bool = False
 
     @property
     def id(self) -> str:
@@ -49,9 +51,10 @@ class InstanceView:
 
     Args:
         renewal_grace: seconds within which every living instance renews its record.
+        zone: of this process; empty for none.
     """
 
-    def __init__(self, renewal_grace: float = 0.0) -> None:
+    def __init__(self, renewal_grace: float = 0.0, zone: str = "") -> None:
         self._instances: dict[ComponentKey, dict[str, Instance]] = {}
         self._expired: dict[InstanceName, float] = {}
         self._suspect: dict[InstanceName, float] = {}
@@ -62,6 +65,7 @@ class InstanceView:
         self._grace_until = 0.0
         self._back_at = 0.0
         self._renewal_grace = renewal_grace
+        self._zone = zone
         self._choice: dict[ComponentKey, list[Instance]] = {}
 
     def __repr__(self) -> str:
@@ -80,7 +84,8 @@ class InstanceView:
         if before is None or renewed > before.renewed:
             # The same record read again is no renewal.
             self._believed_until[name] = believed_until
-        component[name.instance_id] = Instance(record, renewed)
+        near = self._zone != "" and record.zone == self._zone
+        component[name.instance_id] = Instance(record, renewed, near)
         self._choice.pop(name[:2], None)
         self._expired.pop(name, None)
         self._unseen.discard(name)

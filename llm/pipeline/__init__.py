@@ -10,7 +10,9 @@ from typing import Literal
 
 __all__ = ["RoutingChoice"]
 
-RoutingChoice = Literal["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]
+RoutingChoice = Literal[
+    "auto", "kv", "round_robin", "random", "least_loaded", "power_of_two", "local_first"
+]
 """The way in which requests find an instance; `auto` is `kv` where all instances tell the size of
 their blocks, and `least_loaded` elsewhere.
 """

@@ -7,16 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynbus import ConfigError, Load, Router, RouteRequest
 from dynbus.actors.calling.routing import (
     POLICIES,
     LeastLoaded,
+    LocalFirst,
     PowerOfTwo,
     Random,
     RoundRobin,
     make_router,
 )
+from dynbus.bus.config import ROUTINGS
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.instance_view import Instance
@@ -26,7 +30,7 @@ pytestmark = pytest.mark.anyio
 ENDPOINT = EndpointName("demo", "Splitter", "split")
 
 
-def instance(instance_id: str) -> Instance:
+def instance(instance_id: str, near: bool = False, limit: int | None = None) -> Instance:
     record = InstanceRecord(
         namespace="demo",
         component="Splitter",
@@ -34,8 +38,9 @@ def instance(instance_id: str) -> Instance:
         incarnation="i",
         endpoints={"split": "stream"},
         started=0.0,
+        limits={} if limit is None else {"split": limit},
     )
-    return Instance(record, 0.0)
+    return Instance(record, 0.0, near)
 
 
 THREE = [instance("a"), instance("b"), instance("c")]
@@ -48,7 +53,7 @@ def request(loads: Mapping[str, int] | None = None) -> RouteRequest:
     return RouteRequest(ENDPOINT, None, None, load)
 
 
-Policy = RoundRobin | Random | LeastLoaded | PowerOfTwo
+Policy = RoundRobin | Random | LeastLoaded | PowerOfTwo | LocalFirst
 
 
 async def picks(router: Policy, times: int, loads: Mapping[str, int] | None = None) -> Counter[str]:
@@ -87,6 +92,83 @@ async def test_power_of_two_takes_the_only_one() -> None:
     assert await PowerOfTwo().route(request(), THREE[:1]) == "a"
 
 
+NEAR_AND_FAR = [instance("n1", True, 2), instance("n2", True, 2), instance("f1", False, 2)]
+
+
+@pytest.mark.parametrize(
+    ("loads", "picked"),
+    [
+        ({}, {"n1", "n2"}),
+        ({"n1": 2}, {"n2"}),
+        ({"n1": 1, "n2": 2}, {"n1"}),
+        ({"n1": 2, "n2": 2}, {"f1"}),
+        # To wait there is no better than to wait here.
+        ({"n1": 2, "n2": 2, "f1": 2}, {"n1", "n2"}),
+    ],
+)
+async def test_local_first_picks_in_the_own_zone_until_that_is_full(
+    loads: Mapping[str, int], picked: set[str]
+) -> None:
+    router = LocalFirst(RoundRobin())
+
+    assert {await router.route(request(loads), NEAR_AND_FAR) for _ in range(20)} == picked
+
+
+async def test_local_first_without_anybody_in_the_own_zone_takes_any() -> None:
+    assert set(await picks(LocalFirst(RoundRobin()), 20)) == {"a", "b", "c"}
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.none() | st.integers(1, 4), st.integers(0, 6)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_local_first_leaves_the_zone_only_for_one_with_room_when_none_here_has_any(
+    known: list[tuple[bool, int | None, int]],
+) -> None:
+    instances = [instance(str(at), near, limit) for at, (near, limit, _) in enumerate(known)]
+    has_room = {str(at): limit is None or load < limit for at, (_, limit, load) in enumerate(known)}
+
+    picked = LocalFirst().pick(instances, lambda one: Load(known[int(one)][2], 0), "split")
+
+    rooms_here = [has_room[one.id] for one in instances if one.near]
+    if any(rooms_here):
+        assert picked.near
+        assert has_room[picked.id]
+    elif rooms_here and not picked.near:
+        assert has_room[picked.id]
+    elif rooms_here:
+        assert not any(has_room[one.id] for one in instances if not one.near)
+
+
+def test_local_first_picks_within_a_zone_as_it_is_told() -> None:
+    router = make_router("local_first", within="least_loaded")
+    assert isinstance(router, LocalFirst)
+
+    picked = {
+        router.pick(NEAR_AND_FAR, lambda one: Load(int(one == "n1"), 0), "split").id
+        for _ in range(20)
+    }
+
+    assert picked == {"n2"}
+
+
+def test_what_picks_within_a_zone_is_refused_for_other_routings() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_router("random", within="least_loaded")
+
+    assert str(caught.value) == (
+        "routing 'random' within='least_loaded': give `within` the name of a policy, and to "
+        "local_first alone"
+    )
+
+
+def test_the_setting_of_a_process_has_every_policy() -> None:
+    assert tuple(POLICIES) == ROUTINGS
+
+
 def test_the_load_is_the_larger_of_what_is_known() -> None:
     assert Load(in_flight=3, reported=1).total == 3
     assert Load(in_flight=0, reported=7).total == 7
@@ -118,7 +200,8 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         make_router(unknown)
 
     assert str(caught.value) == (
-        "routing 'fastest' is unknown: use one of round_robin, random, least_loaded, power_of_two"
+        "routing 'fastest' is unknown: use one of round_robin, random, least_loaded, power_of_two, "
+        "local_first"
     )
 
 

@@ -36,6 +36,8 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_DEBUG": "true",
         "DYNBUS_SCHEMA_CHECK": "warn",
         "DYNBUS_ZONE": "eu-1a",
+        "DYNBUS_HOST": "node-7",
+        "DYNBUS_ROUTING": "local_first",
     }
 
     config = load_config({}, environment)
@@ -61,6 +63,8 @@ def test_every_field_has_an_environment_variable() -> None:
         debug=True,
         schema_check="warn",
         zone="eu-1a",
+        host="node-7",
+        routing="local_first",
     )
 
 

@@ -165,11 +165,15 @@ RECORDS: list[tuple[msgspec.Struct, bytes]] = [
             draining=True,
             metadata={"zone": "a"},
             schemas={"generate": "0123456789abcdef"},
+            zone="eu-1a",
+            host="node-7",
+            limits={"count": 256},
         ),
         b'{"namespace":"demo","component":"Engine","instance_id":"i1","incarnation":"0123",'
         b'"endpoints":{"generate":"stream","count":"unary"},"started":12.5,"address":"host:7",'
         b'"counter":3,"draining":true,"metadata":{"zone":"a"},'
-        b'"schemas":{"generate":"0123456789abcdef"}}',
+        b'"schemas":{"generate":"0123456789abcdef"},"zone":"eu-1a","host":"node-7",'
+        b'"limits":{"count":256}}',
     ),
     (
         Holder("_R.-.0123.ctl.h.4567", [HeldJob(3, 1, TOKEN)]),

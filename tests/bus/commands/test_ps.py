@@ -55,6 +55,8 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
         "address": "host:1",
         "metadata": {},
         "schemas": {"greet": "1e5f"},
+        "zone": "",
+        "host": "",
         "status": {},
         "age": 60.0,
     }
