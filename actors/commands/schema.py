@@ -16,7 +16,7 @@ from dynbus.actors.compatibility.running import running_versions
 from dynbus.actors.compatibility.schema_difference import Fit
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
-from dynbus.actors.documents.schemas import json_text, schema_file
+from dynbus.actors.documents.schemas import json_text, schema_file, yaml_text
 from dynbus.actors.running.planning import LoadedRun, load_run
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
@@ -24,22 +24,6 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
-
-
-def as_yaml(document: Any) -> str:
-    """A document as YAML, in its own order and without anchors."""
-    import yaml
-
-    class Plain(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def text(dumper: Any, value: str) -> Any:
-        style = "|" if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Plain.add_representer(str, text)
-    return yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=100)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -125,7 +109,7 @@ def write(
     schemas = message_schemas(actors)
     names = ", ".join(sorted(str(one.address) for one in actors))
     document = asyncapi(actors, schemas, title=title or names, version=api_version)
-    text = (json_text if as_json else as_yaml)(document)
+    text = (json_text if as_json else yaml_text)(document)
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
 LAB: Final[Texts] = {
     "bench": "Measure calls over your own server.",
     "chaos": "Break what actors run on, and check.",
+    "monitoring": "Write alert rules and a dashboard.",
     "replay": "Compare routing policies on a trace.",
 }
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from dynbus import Actor, ConfigError, Topic, handler, subscribe
-from dynbus.actors.commands.schema import as_yaml
 from dynbus.actors.compatibility.changes import Change, changes
 from dynbus.actors.compatibility.endpoint_contract import EndpointContract
 from dynbus.actors.compatibility.schema_difference import Fit
@@ -21,6 +20,7 @@ from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.declaring.schemas import encode_schemas
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
+from dynbus.actors.documents.schemas import yaml_text
 
 
 class Part(BaseModel):
@@ -57,7 +57,7 @@ def documented(actor: type[DeclaredActor]) -> Any:
     """The document of an actor as it is read from a file."""
     actors = [DocumentedActor(address_of(actor), actor)]
     document = asyncapi(actors, message_schemas(actors), title="t", version="1")
-    return yaml.safe_load(as_yaml(document))
+    return yaml.safe_load(yaml_text(document))
 
 
 DOCUMENT = documented(Old)
