@@ -19,6 +19,14 @@ _CALLERS_FAULTS: Final = "|Cancelled|InvalidRequest|Overloaded"
 """Types of errors that do not speak of the instance, the first of none at all."""
 
 
+def _increase(by: str, selector: str, window: str) -> str:
+    """By how much counters have grown within a time, those included that came to be in it: of these
+    `increase` says 0, though each begins with what it counts first."""
+    grown = f"(increase({selector}[{window}]) and {selector} offset {window})"
+    begun = f"({selector} unless {selector} offset {window})"
+    return f"sum by ({by}) ({grown} or {begun})"
+
+
 class Alert(NamedTuple):
     """A condition that somebody is to look at; `docs/runbook.md` has a chapter for each.
 
@@ -64,7 +72,7 @@ ALERTS: Final = (
     Alert(
         "connections",
         "DynbusReconnectsOften",
-        f"sum by ({_PROCESS}) (increase(dynbus_reconnects_total[15m])) > 6",
+        _increase(_PROCESS, "dynbus_reconnects_total", "15m") + " > 6",
         "0s",
         "warning",
         f"{_OF_PROCESS} has connected again {{{{ $value | humanize }}}} times in 15 minutes",
@@ -97,8 +105,12 @@ ALERTS: Final = (
     Alert(
         "connections",
         "DynbusMessagesRefused",
-        f'sum by ({_PROCESS}, dynbus_reason) (increase(dynbus_drops_total{{dynbus_reason=~"'
-        f'{_REPORTED_DROPS}"}}[10m])) > 0',
+        _increase(
+            f"{_PROCESS}, dynbus_reason",
+            f'dynbus_drops_total{{dynbus_reason=~"{_REPORTED_DROPS}"}}',
+            "10m",
+        )
+        + " > 0",
         "0s",
         "warning",
         f"{_OF_PROCESS} drops messages: {{{{ $labels.dynbus_reason }}}}",
@@ -125,8 +137,12 @@ ALERTS: Final = (
     Alert(
         "calls",
         "DynbusInstancesLost",
-        f"sum by ({_ENDPOINT}, dynbus_reason) (increase(dynbus_migrations_total"
-        '{dynbus_reason!="Draining"}[5m])) > 10',
+        _increase(
+            f"{_ENDPOINT}, dynbus_reason",
+            'dynbus_migrations_total{dynbus_reason!="Draining"}',
+            "5m",
+        )
+        + " > 10",
         "0s",
         "warning",
         f"calls of {_OF_ENDPOINT} lost their instance: {{{{ $labels.dynbus_reason }}}}",
@@ -142,8 +158,7 @@ ALERTS: Final = (
     Alert(
         "jobs",
         "DynbusDeadLetters",
-        f"sum by ({_ENDPOINT}) "
-        '(increase(dynbus_work_queue_jobs_total{dynbus_result="dead"}[15m])) > 0',
+        _increase(_ENDPOINT, 'dynbus_work_queue_jobs_total{dynbus_result="dead"}', "15m") + " > 0",
         "0s",
         "warning",
         f"jobs of {_OF_ENDPOINT} have failed for good",
@@ -167,11 +182,10 @@ ALERTS: Final = (
     Alert(
         "engines",
         "DynbusEngineStalled",
-        f"sum by ({_PROCESS}, {_COMPONENT}) "
-        '(min_over_time(dynbus_engine_requests{dynbus_state="running"}[2m])) > 0 '
+        f"sum by ({_PROCESS}, {_COMPONENT}) (dynbus_engine_requests) > 0 "
         f"unless sum by ({_PROCESS}, {_COMPONENT}) "
-        "(increase(dynbus_engine_tokens_total[2m])) > 0",
-        "0s",
+        "(increase(dynbus_engine_tokens_total[1m])) > 0",
+        "1m",
         "critical",
         f"the engine of {_OF_COMPONENT} at {_OF_PROCESS} has requests and computes nothing",
     ),
@@ -188,8 +202,8 @@ ALERTS: Final = (
     Alert(
         "engines",
         "DynbusEngineFails",
-        f"sum by ({_PROCESS}, {_COMPONENT}) (increase(dynbus_engine_failed_requests_total[10m]))"
-        " > 0",
+        _increase(f"{_PROCESS}, {_COMPONENT}", "dynbus_engine_failed_requests_total", "10m")
+        + " > 0",
         "0s",
         "critical",
         f"the engine of {_OF_COMPONENT} at {_OF_PROCESS} fails",

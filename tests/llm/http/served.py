@@ -65,6 +65,8 @@ class ScriptedEngine(Actor, namespace="test"):
             raise Overloaded("the engine is full", retry_after=2.5)
         if word == "silent":
             await asyncio.sleep(600)
+        if word == "late":
+            await asyncio.sleep(6)
         most = request.max_tokens or 1000
         ids = tiny_tokenizer().encode(rest) or [5]
         if word in ("endless", "break"):
