@@ -104,6 +104,10 @@ class Side(Protocol[R]):
         called on the lane."""
         ...
 
+    def answered(self, remote: R, token: int, at: float) -> None:
+        """One answers a ping of this token that came with a heartbeat; called on the lane."""
+        ...
+
     def heard_while_blocked(self, batch: Batch, remote: R | None) -> None:
         """A message arrives that the main loop cannot hear soon; called on the lane."""
         ...
@@ -283,7 +287,10 @@ class Heartbeats:
         for frame in batch.frames:
             if type(frame) is Ping:
                 ping = frame
-            elif type(frame) is not Pong:
+            elif type(frame) is Pong:
+                if remote is not None:
+                    side.answered(remote, frame.token, now)
+            else:
                 cost = side.cost(frame, remote)
                 if isinstance(cost, DropReason):
                     dropped.add(cost)

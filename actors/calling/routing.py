@@ -38,6 +38,11 @@ class Load(NamedTuple):
         return max(self.in_flight, self.reported)
 
 
+def _not_measured(instance_id: str) -> float | None:
+    """The way to an instance, for those who make requests of routers themselves."""
+    return None
+
+
 class RouteRequest(NamedTuple):
     """The part of a call that a router may look at.
 
@@ -49,6 +54,8 @@ class RouteRequest(NamedTuple):
         attempt: 1 for the first request that is sent, one more for each further one.
         priority: as the caller gave it; larger is more urgent.
         metadata: what the handler will get; not to be changed.
+        round_trip: tells the seconds of the way to an instance and back, by id; None for one that
+            was not called lately, and where this process has no zone.
     """
 
     endpoint: EndpointName
@@ -59,6 +66,7 @@ class RouteRequest(NamedTuple):
     attempt: int = 1
     priority: int = 0
     metadata: Mapping[str, str] = NO_METADATA
+    round_trip: Callable[[str], float | None] = _not_measured
 
 
 class RouteObserver(Protocol):

@@ -154,6 +154,7 @@ class Selection:
             attempt,
             priority,
             metadata,
+            self._round_trip,
         )
         answer = await self._route(request, instances, left)
         if not isinstance(answer, Route):
@@ -336,6 +337,9 @@ class Selection:
         caller = self._side.caller
         instance = self._instance(instance_id)
         return Load(caller.in_flight(instance), caller.load(instance))
+
+    def _round_trip(self, instance_id: str) -> float | None:
+        return self._side.caller.round_trip(self._instance(instance_id))
 
     def _instance(self, instance_id: str) -> InstanceName:
         return InstanceName(self._endpoint.namespace, self._endpoint.component, instance_id)

@@ -45,6 +45,7 @@ from dynbus.bus.protocol.wire import (
     Item,
     Items,
     Part,
+    Ping,
     Unknown,
     decode_batch,
 )
@@ -65,6 +66,7 @@ SILENT_SECONDS: Final = 60.0
 """For which an instance is remembered that was not heard any more."""
 REPORT_SECONDS: Final = 1.0
 """For which the load that an instance has reported is believed once nothing is open there."""
+BEATS_PER_PING: Final = 10
 DOUBT_SECONDS: Final = 1.0
 """For which a call waits, at most, for each word on whether its dead instance took it at all."""
 
@@ -166,6 +168,12 @@ class Caller:
         if not remote.calls and remote.heard_at + REPORT_SECONDS < monotonic():
             return 0
         return remote.load
+
+    def round_trip(self, instance: InstanceName) -> float | None:
+        """Seconds of the way to an instance and back, over the server; None where it was not
+        measured."""
+        remote = self._open.find_remote(instance)
+        return remote.round_trip if remote is not None else None
 
     def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
         """Send a request to one instance.
@@ -407,8 +415,21 @@ class Caller:
         """It waits, like everything else that is read here."""
 
     def beat(self, remote: Remote, number: int) -> list[Frame]:
-        """The heartbeat of a number to an instance."""
-        return remote.beat(number)
+        """The heartbeat of a number to an instance, now and then with a ping that measures the way
+        there; only a process that says where it is measures.
+        """
+        frames = remote.beat(number)
+        if self.bus.config.zone and (remote.round_trip is None or number % BEATS_PER_PING == 0):
+            remote.pinged = number, monotonic()
+            frames.append(Ping(number))
+        return frames
+
+    def answered(self, remote: Remote, token: int, at: float) -> None:
+        """An instance answers a ping: the shortest way of late counts, whatever was busy."""
+        number, sent_at = remote.pinged
+        if token == number:
+            took, known = at - sent_at, remote.round_trip
+            remote.round_trip = took if known is None else min(took, known + (took - known) / 8)
 
     def returned(self, remote: Remote) -> None:
         """An instance that could not be reached is heard again."""

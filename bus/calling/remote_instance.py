@@ -38,6 +38,8 @@ class RemoteInstance(Generic[C]):
         calls: those that are open, by number.
         done: number and secret of those that have ended, which it need not keep any longer.
         load: calls that it last reported to run or wait there.
+        pinged: token of the latest ping of the control lane, and when it was sent.
+        round_trip: seconds of the way there and back; None where it was not measured.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class RemoteInstance(Generic[C]):
         self.calls: dict[int, C] = {}
         self.done: list[tuple[int, bytes]] = []
         self.load = 0
+        self.pinged = (-1, 0.0)
+        self.round_trip: float | None = None
         self._credits: list[Frame] = []
 
     def __repr__(self) -> str:

@@ -119,6 +119,9 @@ class ServerControl:
     def heard_stranger(self, batch: Batch) -> None:
         """Clients come and go."""
 
+    def answered(self, remote: RemoteClient, token: int, at: float) -> None:
+        """An instance measures no way: its pings ask whether anybody is there."""
+
     def heard_while_blocked(self, batch: Batch, remote: RemoteClient | None) -> None:
         """The requests of a client that is not known yet wait in front of the blocked main loop."""
         if remote is not None and remote.has_work():

@@ -190,9 +190,10 @@ def _print_candidates(decision: Mapping[str, Any]) -> None:
         "ADDED",
         "REQUESTS",
     )
+    has_hops = any(one.get("hop_ms") for one in decision["candidates"])
     chosen = _name(decision["chosen"])
     terminal.print_table(
-        columns,
+        (*columns, "HOP") if has_hops else columns,
         [
             (
                 terminal.plain(("> " if _name(one) == chosen else "  ") + _name(one)),
@@ -204,6 +205,7 @@ def _print_candidates(decision: Mapping[str, Any]) -> None:
                 f"{one['active_blocks']:g}",
                 str(one["added_blocks"]),
                 str(one["active_requests"]),
+                *([f"{one.get('hop_ms', 0.0):.3g}"] if has_hops else []),
             )
             for one in decision["candidates"]
         ],

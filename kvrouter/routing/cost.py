@@ -133,6 +133,8 @@ class Candidate(NamedTuple):
         max_batched_tokens: tokens that it computes in one step; None when it does not say.
         peer_blocks: blocks of the prompt beyond its overlap that it may fetch from another
             candidate, which holds them.
+        hop_ms: milliseconds of the way there and back, where it is in another zone than the router
+            and that was measured.
     """
 
     rank: Rank
@@ -144,6 +146,7 @@ class Candidate(NamedTuple):
     total_blocks: int | None = None
     max_batched_tokens: int | None = None
     peer_blocks: int = 0
+    hop_ms: float = 0.0
 
 
 CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence[float]]
@@ -163,6 +166,7 @@ class KvCost:
         blocks = those in use, with the ones that this request adds
         cost   = (active prefill tokens + work_weight * new) * (1 + slowdown * blocks / total)
                  + block size * (context_weight * blocks + max(0, blocks - full * total))
+                 + hop_weight * milliseconds of the way to another zone and back
 
     The prompts before it and its own are computed before its first token. All requests that
     come later pay for its work as well: therefore that counts more than waiting. Each step of
@@ -176,6 +180,8 @@ class KvCost:
 
     Attributes:
         full: the part of the cache from which on it counts as full.
+        hop_weight: tokens that an engine computes in a millisecond, which the first item waits for
+            its way.
 
     Raises:
         ValueError: a weight is negative or not finite.
@@ -190,6 +196,7 @@ class KvCost:
     external_credit: float = 0.5
     peer_credit: float = 0.5
     copy_weight: float = 0.0
+    hop_weight: float = 10.0
 
     def __post_init__(self) -> None:
         _check_weights(self)
@@ -201,7 +208,7 @@ class KvCost:
         wanted = self._wanted_blocks(request, candidates)
         costs: list[float] = []
         for candidate in candidates:
-            _, overlap, prefill_tokens, active, added, _, total, _, fetched = candidate
+            _, overlap, prefill_tokens, active, added, _, total, _, fetched, hop = candidate
             on_device, on_host, on_disk, elsewhere = overlap
             held = on_device + host * on_host + disk * on_disk + external * elsewhere
             held += peer * fetched
@@ -216,7 +223,7 @@ class KvCost:
                 cost *= 1.0 + self.slowdown * blocks / total
                 if blocks > self.full * total:
                     counted += blocks - self.full * total
-            costs.append(cost + block_size * counted)
+            costs.append(cost + block_size * counted + self.hop_weight * hop)
         return costs
 
     def _wanted_blocks(self, request: RequestShape, candidates: Sequence[Candidate]) -> int:

@@ -58,6 +58,7 @@ class InstanceProfile:
         model: the fingerprint of its model, without which its blocks are of no use; empty when it
             does not say.
         tokenizer_id: empty when it does not say.
+        zone: where it is; empty when it does not say.
     """
 
     instance: str
@@ -72,10 +73,11 @@ class InstanceProfile:
     tokenizer_id: str
     tags: frozenset[str]
     loras: frozenset[str]
+    zone: str = ""
 
 
-def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
-    """The profile of an instance, from its metadata.
+def read_profile(instance: str, metadata: Mapping[str, str], zone: str = "") -> InstanceProfile:
+    """The profile of an instance, from its metadata and the zone that its record tells.
 
     Raises:
         ConfigError: a value is not what its key is for, or a `kv_` key is none of those known.
@@ -105,6 +107,7 @@ def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
         metadata.get(TOKENIZER_KEY, ""),
         split_words(metadata.get(TAGS_KEY, "")),
         split_words(metadata.get(LORAS_KEY, "")),
+        zone,
     )
 
 
@@ -288,7 +291,7 @@ class Profiles:
 
     def _check(self, instance: Instance) -> InstanceProfile | ConfigError:
         try:
-            profile = read_profile(instance.id, instance.metadata)
+            profile = read_profile(instance.id, instance.metadata, instance.record.zone)
             self.agree([profile], self._agreed)
         except ConfigError as error:
             logger.error("instance %s gets no calls: %s", instance.id, error)

@@ -30,6 +30,7 @@ class SchedulingRequest:
         profiles: the instances that may be chosen.
         excluded: why others may not, by id.
         arrived: seconds of the scheduler's clock.
+        hops: milliseconds of the way to instances of other zones and back, by id.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class SchedulingRequest:
     session: str = ""
     constraints: Constraints = NO_CONSTRAINTS
     excluded: Mapping[str, str] = field(default_factory=dict[str, str])
+    hops: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def is_narrow(self) -> bool:

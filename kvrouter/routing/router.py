@@ -251,6 +251,7 @@ class KvRouter:
             request.metadata.get(SESSION_KEY, ""),
             read_constraints(request.metadata, lora_name=lora_name, lora=config.lora),
             excluded,
+            measured_hops(instances, request.round_trip),
         )
         decision = await self._decide(wanted, request)
         rank, peer = decision.chosen, decision.peer
@@ -512,6 +513,28 @@ class KvRouter:
             ConfigError: it cannot be loaded. The one before goes on.
         """
         self._scheduler.use_policy(policy)
+
+
+def measured_hops(
+    instances: Sequence[Instance], round_trip: Callable[[str], float | None]
+) -> dict[str, float]:
+    """Milliseconds of the way to each instance of another zone and back, by id.
+
+    One that was not measured counts as the nearest of its zone that was, and without any as near:
+    it is measured once it is called.
+
+    Args:
+        round_trip: as of a `RouteRequest`.
+    """
+    far = [(one.id, one.record.zone) for one in instances if not one.near and one.record.zone]
+    if not far:
+        return {}
+    known = {one: seconds for one, _ in far if (seconds := round_trip(one)) is not None}
+    nearest: dict[str, float] = {}
+    for one, zone in far:
+        if one in known:
+            nearest[zone] = min(known[one], nearest.get(zone, known[one]))
+    return {one: 1000 * known.get(one, nearest[zone]) for one, zone in far if zone in nearest}
 
 
 def _time_in_queue(request: RouteRequest, now: float) -> float | None:

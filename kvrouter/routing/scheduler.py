@@ -124,13 +124,17 @@ _Lender: TypeAlias = tuple[Rank | None, int]
 class Lenders(NamedTuple):
     """The candidates that can send the longest prefix to another one with the same model.
 
+    Those of one zone send to each other alone: from another zone a prefix comes later than it is
+    computed.
+
     Attributes:
-        models: of the instances that fetch, by their ids.
-        best: by model the best two instances, so that one of them is another than the fetching one.
+        models: those of the instances that fetch, with their zones, by their ids.
+        best: by model and zone the best two instances, so that one of them is another
+            than the fetching one.
     """
 
-    models: Mapping[str, str]
-    best: Mapping[str, tuple[_Lender, _Lender]]
+    models: Mapping[str, tuple[str, str]]
+    best: Mapping[tuple[str, str], tuple[_Lender, _Lender]]
 
     @classmethod
     def of(
@@ -142,14 +146,14 @@ class Lenders(NamedTuple):
         """Those among the ranks of the profiles, whose overlaps are in their order."""
         if not any(profile.fetches for profile in profiles):
             return NO_LENDERS
-        models: dict[str, str] = {}
-        lenders: dict[str, tuple[_Lender, _Lender]] = {}
+        models: dict[str, tuple[str, str]] = {}
+        lenders: dict[tuple[str, str], tuple[_Lender, _Lender]] = {}
         at = 0
         for profile in profiles:
             if not profile.fetches:
                 at += len(profile.ranks)
                 continue
-            models[profile.instance] = profile.model
+            model = models[profile.instance] = profile.model, profile.zone
             best = _NOBODY
             for rank in profile.ranks:
                 # What is only guessed may not be computed yet.
@@ -159,11 +163,11 @@ class Lenders(NamedTuple):
                     held = min(held, profile.lends)
                 if held > best[1]:
                     best = rank, held
-            first, second = lenders.get(profile.model, (_NOBODY, _NOBODY))
+            first, second = lenders.get(model, (_NOBODY, _NOBODY))
             if best[1] > first[1]:
-                lenders[profile.model] = best, first
+                lenders[model] = best, first
             elif best[1] > second[1]:
-                lenders[profile.model] = first, best
+                lenders[model] = first, best
         return cls(models, lenders)
 
     def other_than(self, rank: Rank) -> _Lender:
@@ -433,7 +437,7 @@ class KvScheduler:
         hashes = shape.sequence_hashes
         overlaps, predicted = self._caches.overlaps(request.profiles, shape, now)
         lenders = Lenders.of(request.profiles, overlaps, predicted)
-        load_of, added_blocks = self.load.of, self.load.added_blocks
+        load_of, added_blocks, hops = self.load.of, self.load.added_blocks, request.hops
         candidates: list[Candidate] = []
         held = iter(overlaps)
         for profile in request.profiles:
@@ -452,6 +456,7 @@ class KvScheduler:
                         profile.total_blocks,
                         profile.max_batched_tokens,
                         max(0, lent - overlap.total),
+                        hops.get(profile.instance, 0.0) if hops else 0.0,
                     )
                 )
         best = max(map(sum, overlaps), default=0)

@@ -13,6 +13,7 @@ import msgspec
 
 from dynbus import Actor, Runtime, call_options, handler
 from dynbus.bus.lane import new_event_loop
+from dynbus.bus.protocol.names import InstanceName
 
 PLACES = 4
 """Calls that a worker runs at a time."""
@@ -35,6 +36,7 @@ class Measured(msgspec.Struct, frozen=True):
         own, other: median of calls of the instance of its zone, and of the other one, by name.
         local: median of calls by `local_first`.
         local_at: who answered those by `local_first`.
+        way: to the other zone and back, as measured by heartbeats.
         spilled_at: who answered while the zone was full, of its own calls and one more.
         back_at: who answered after that.
     """
@@ -42,6 +44,7 @@ class Measured(msgspec.Struct, frozen=True):
     own: float
     other: float
     local: float
+    way: float | None
     local_at: dict[str, int]
     spilled_at: dict[str, int]
     back_at: dict[str, int]
@@ -87,7 +90,8 @@ async def call(runtime: Runtime, zone: str) -> None:
     held = [asyncio.ensure_future(client.where(HELD)) for _ in range(PLACES + 1)]
     spilled_at = Counter(await asyncio.gather(*held))
     await back.make(client, 20)
-    told = Measured(own.median, other.median, local.median, local.at, spilled_at, back.at)
+    way = runtime.caller.round_trip(InstanceName("hosts", "Zoned", there))
+    told = Measured(own.median, other.median, local.median, way, local.at, spilled_at, back.at)
     print("measured", msgspec.json.encode(told).decode(), flush=True)
     while True:
         print("at", await client.where(0.0), flush=True)

@@ -40,6 +40,7 @@ from dynbus.bus.protocol.wire import (
     Items,
     Open,
     Ping,
+    Pong,
     Resume,
     Unknown,
     encode_batch,
@@ -675,6 +676,40 @@ def test_closing_ends_every_call_and_says_so_to_the_far_side() -> None:
             assert [frame.number for frame in await side.far.heard(Cancel)] == [left.number]
             (beat,) = [frame for frame in await side.far.heard(Open) if frame.done]
             assert beat.done == [(done.number, done.secret)]
+
+    run(story())
+
+
+# The way to an instance ---------------------------------------------------------------------
+
+
+def test_a_process_with_a_zone_measures_the_way_to_an_instance_while_calls_are_open() -> None:
+    async def story() -> list[float | None]:
+        async with played(zone="east") as side:
+            side.begin(streaming=True)
+            [ping] = await side.far.heard(Ping)
+            measured = [side.caller.round_trip(ONE)]
+            await asyncio.sleep(0.25)
+
+            await side.far.send_control(Pong(ping.token + 1))
+            measured.append(side.caller.round_trip(ONE))
+            await side.far.send_control(Pong(ping.token))
+            return [*measured, side.caller.round_trip(ONE)]
+
+    before, of_another, measured = run(story())
+
+    assert (before, of_another) == (None, None)
+    assert measured == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_process_without_a_zone_measures_no_way() -> None:
+    async def story() -> None:
+        async with played() as side:
+            side.begin(streaming=True)
+            await side.far.heard(Open, 3)
+
+            assert side.far.all(Ping) == []
+            assert side.caller.round_trip(ONE) is None
 
     run(story())
 

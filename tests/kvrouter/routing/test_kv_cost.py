@@ -57,6 +57,16 @@ def test_blocks_that_a_peer_can_send_count_for_less_than_ones_own_and_more_than_
     assert fetched == pytest.approx(3 * (1000 - 0.5 * 400))
 
 
+def test_the_way_to_another_zone_counts_as_what_could_be_computed_meanwhile() -> None:
+    there = cost(overlap=Overlap(60, 0, 0, 0), hop_ms=160.0)
+
+    # 53 blocks of 10 tokens, whose work counts three times, are less than 1,600 tokens; 54 more.
+    assert there == pytest.approx(3 * 400 + 10 * 160)
+    assert cost(overlap=Overlap(53, 0, 0, 0), hop_ms=160.0) > cost()
+    assert cost(overlap=Overlap(54, 0, 0, 0), hop_ms=160.0) < cost()
+    assert cost(KvCost(hop_weight=0.0), hop_ms=160.0) == cost()
+
+
 def test_more_overlap_than_prompt_costs_nothing_more() -> None:
     assert cost(overlap=Overlap(200, 0, 0, 0)) == 0.0
 

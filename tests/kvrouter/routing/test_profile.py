@@ -21,7 +21,7 @@ def agree(
     return known.agree(profiles, block_size)
 
 
-def instance(name: str, metadata: dict[str, str]) -> Instance:
+def instance(name: str, metadata: dict[str, str], zone: str = "") -> Instance:
     record = InstanceRecord(
         namespace="test",
         component="engine",
@@ -30,6 +30,7 @@ def instance(name: str, metadata: dict[str, str]) -> Instance:
         endpoints={},
         started=0.0,
         metadata=metadata,
+        zone=zone,
     )
     return Instance(record, 0.0)
 
@@ -64,6 +65,14 @@ def test_a_profile_has_all_that_the_metadata_says() -> None:
     assert profile.tokenizer_id == "qwen"
     assert profile.tags == {"eu", "fast"}
     assert profile.loras == {"sql"}
+
+
+def test_an_instance_is_in_the_zone_of_its_record() -> None:
+    known = Profiles(block_size=16, tokenizer_id="", needs_events=False)
+
+    [profile], _ = known.of([instance("a", {}, "east")], 0.0)
+
+    assert profile.zone == "east"
 
 
 def test_an_instance_that_says_nothing_has_one_rank_and_no_events() -> None:

@@ -15,10 +15,12 @@ import pytest
 from dynbus import (
     ConfigError,
     Draining,
+    Instance,
     InvalidRequest,
     NoInstances,
     call_options,
 )
+from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes
@@ -26,7 +28,7 @@ from dynbus.kvrouter.names import kv_event_subject
 from dynbus.kvrouter.routing.cost import DynamoCost
 from dynbus.kvrouter.routing.decision import Reason
 from dynbus.kvrouter.routing.requests import RequestFields
-from dynbus.kvrouter.routing.router import KvRouter, open_router
+from dynbus.kvrouter.routing.router import KvRouter, measured_hops, open_router
 from dynbus.testing import TestKit, run
 
 from .routing_fixtures import BLOCK, HandIndex, until
@@ -74,6 +76,35 @@ def test_equal_prompts_go_to_one_instance_and_others_spread_without_events() -> 
 
     assert len(equal) == 1
     assert all(count == 3 for count in spread.values())
+
+
+def in_zone(name: str, zone: str, near: bool = False) -> Instance:
+    record = InstanceRecord(
+        namespace="llm",
+        component="Worker",
+        instance_id=name,
+        incarnation="1",
+        endpoints={},
+        started=0.0,
+        zone=zone,
+    )
+    return Instance(record, 0.0, near)
+
+
+def test_the_way_to_an_instance_that_was_not_measured_is_that_to_the_nearest_of_its_zone() -> None:
+    instances = [
+        in_zone("near", "east", near=True),
+        in_zone("w1", "west"),
+        in_zone("w2", "west"),
+        in_zone("w3", "west"),
+        in_zone("n1", "north"),
+        in_zone("nowhere", ""),
+    ]
+    measured = {"near": 0.5, "w1": 0.25, "w2": 0.125, "nowhere": 0.5}
+
+    hops = measured_hops(instances, measured.get)
+
+    assert hops == {"w1": 250.0, "w2": 125.0, "w3": 125.0}
 
 
 def test_a_closed_router_takes_no_call_and_cannot_be_opened_again() -> None:

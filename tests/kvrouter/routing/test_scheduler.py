@@ -137,6 +137,29 @@ def test_a_peer_with_another_model_is_named_to_nobody() -> None:
     assert [one.peer_blocks for one in decision.candidates] == [2, 0, 0]
 
 
+def test_a_peer_in_another_zone_is_named_to_nobody() -> None:
+    here, there, beside = (
+        replace(fetching(name), zone=zone) for name, zone in (("a", "e"), ("b", "w"), ("c", "e"))
+    )
+    scheduler = KvScheduler(follower=HandIndex(b=4, c=2))
+
+    decision = decide(scheduler, request("r", [here, there, beside]))
+
+    assert [one.peer_blocks for one in decision.candidates] == [2, 0, 0]
+
+
+def test_a_request_stays_in_its_zone_unless_more_is_saved_elsewhere_than_the_way_takes() -> None:
+    scheduler = KvScheduler(follower=HandIndex(b=40))
+
+    far, farther = (
+        decide(scheduler, replace(request(str(ms), [A, B], blocks=40), hops={"b": ms}))
+        for ms in (100.0, 200.0)
+    )
+
+    assert (far.chosen.instance, farther.chosen.instance) == ("b", "a")
+    assert [one.hop_ms for one in farther.candidates] == [0.0, 200.0]
+
+
 def test_no_more_is_expected_of_a_peer_than_it_lends() -> None:
     mine, generous = fetching("a"), replace(fetching("b"), lends=3)
     scheduler = KvScheduler(follower=HandIndex(b=4, c=4))
