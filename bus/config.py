@@ -78,6 +78,14 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             the name of its file unless given.
         credentials: path of a file with an NKEY, `NAME.nk`, or of a NATS credentials file; for
             `dynbus run` also of a folder with a file for each component. Needs the extra `nkeys`.
+        tls_ca: file of the authorities, PEM, that may have signed the certificates of the servers;
+            the system's unless given. Where this or the next is set, nothing is said without TLS,
+            as with `tls://` in a URL.
+        tls_cert: file of this process's own certificate with its chain, PEM, for servers that want
+            one. Files are read again for each new connection.
+        tls_key: file of its key, PEM, without a password.
+        tls_handshake_first: whether TLS begins before the server says anything, which it has as
+            `handshake_first`.
         connect_timeout: seconds for the first connection.
         max_request_bytes: larger requests are refused.
         max_item_bytes: larger items and results are refused.
@@ -106,6 +114,10 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     host: str = ""
     principal: str = ANONYMOUS
     credentials: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_handshake_first: bool = False
     connect_timeout: float = 5.0
     max_request_bytes: int = 32 * 1024 * 1024
     max_item_bytes: int = 32 * 1024 * 1024
@@ -129,6 +141,26 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if problem := _problem(name, value):
                 raise _misfit(name, name, value, problem)
+        self._check_tls()
+
+    @property
+    def demands_tls(self) -> bool:
+        """True if nothing is said to any server without TLS, whatever its URL."""
+        return bool(self.tls_ca or self.tls_cert or self.tls_handshake_first)
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("cert", "key") if self.tls_cert else ("key", "cert")
+            raise ConfigError(
+                f"tls_{given} = {self.tls_cert or self.tls_key!r} needs tls_{missing} as well: the "
+                "same file where it has both"
+            )
+        for server in self.servers:
+            if self.demands_tls and server.startswith("ws://"):
+                raise ConfigError(
+                    f"servers = {redact_url(server)} has no TLS, which tls_ca, tls_cert and "
+                    "tls_handshake_first are for: write wss://"
+                )
 
     @property
     def own_host(self) -> str:

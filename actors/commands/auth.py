@@ -28,7 +28,7 @@ from dynbus.bus.identity.grants import (
     observes,
     operates,
 )
-from dynbus.bus.identity.registry import ACTOR, Registry, User
+from dynbus.bus.identity.registry import ACTOR, Registry, ServerTls, User
 from dynbus.bus.protocol.names import ComponentName, check_token
 
 if TYPE_CHECKING:
@@ -154,17 +154,42 @@ def auth() -> None:
 
 
 @auth.command()
+@click.option("--tls-cert", metavar="FILE", help="The server's certificate with its chain, PEM.")
+@click.option("--tls-key", metavar="FILE", help="Its key.")
+@click.option(
+    "--tls-client-ca",
+    metavar="FILE",
+    help="Want certificates of clients, signed by the authorities in FILE.",
+)
 @folder_option
 @terminal.json_option
-def init(folder: Path, as_json: bool) -> None:
+def init(
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_client_ca: str | None,
+    folder: Path,
+    as_json: bool,
+) -> None:
     """Make the files, with an operator.
 
-    The operator may do everything: it makes the streams of namespaces with `dynbus setup`.
+    The operator may do everything: it makes the streams of namespaces with `dynbus setup`. The
+    files of TLS are paths on the machine of the server.
+
+    \b
+    dynbus auth init --tls-cert /etc/nats/server.pem --tls-key /etc/nats/server.key
     """
-    registry = Registry.make(folder)
+    registry = Registry.make(folder, _server_tls(tls_cert, tls_key, tls_client_ca))
     registry.put("operator", "operator", "all", _operator())
     registry.save()
     _tell(registry, {"operator": "added"}, as_json)
+
+
+def _server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise click.UsageError("TLS needs both: give --tls-cert and --tls-key")
+    return ServerTls(cert, key, client_ca or "")
 
 
 def _operator() -> list[Grant]:

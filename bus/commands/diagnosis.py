@@ -308,7 +308,8 @@ async def _check_server(config: BusConfig) -> list[Check]:
 
 def _how_to_start(config: BusConfig) -> str:
     with suppress(ConfigError):
-        if Address.parse(config.servers[0]).is_loopback:
+        is_plain = not config.demands_tls and not config.servers[0].startswith("tls:")
+        if is_plain and Address.parse(config.servers[0]).is_loopback:
             return "`dynbus run` starts one here by itself, or name another with --nats URL"
     return "is it running, and the URL right? Give another with --nats URL or NATS_URL"
 

@@ -147,7 +147,7 @@ async def embedded_if_local(config: BusConfig, *, fresh: bool) -> AsyncGenerator
     from dynbus.bus.nats.embedded import embedded_server
 
     url = config.servers[0]
-    if len(config.servers) > 1 or not _is_local(url):
+    if len(config.servers) > 1 or config.demands_tls or not _is_local(url):
         if fresh:
             where = redact_url(", ".join(config.servers))
             raise ConfigError(

@@ -53,11 +53,33 @@ class User(msgspec.Struct, frozen=True):
         return f"{self.role} {self.of}" if self.role == ACTOR else f"{self.role} of {self.of}"
 
 
-class _Users(msgspec.Struct, frozen=True):
+class ServerTls(msgspec.Struct, frozen=True):
+    """The files of nats-server's TLS, as paths on its machine.
+
+    Attributes:
+        cert, key: its own certificate, and its key.
+        client_ca: the authorities of the certificates that it wants of clients; empty for none.
+    """
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+    def __post_init__(self) -> None:
+        for path in (self.cert, self.key, self.client_ca or "/"):
+            if not path.startswith("/"):
+                raise ConfigError(
+                    f"{path} is no absolute path, which nats-server needs, since it looks for "
+                    "others from the folder that it was started in: begin it with /"
+                )
+
+
+class _Users(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of `users.json`."""
 
     version: int
     users: list[User]
+    tls: ServerTls | None = None
 
 
 class Registry:
@@ -73,6 +95,7 @@ class Registry:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.users: dict[str, User] = {}
+        self._tls: ServerTls | None = None
         path = folder / USERS_FILE
         try:
             read = msgspec.json.decode(path.read_bytes(), type=_Users)
@@ -89,13 +112,17 @@ class Registry:
                 "one that wrote it"
             )
         self.users = {user.name: user for user in read.users}
+        self._tls = read.tls
 
     def __repr__(self) -> str:
         return f"<Registry {self.folder} [{len(self.users)} users]>"
 
     @classmethod
-    def make(cls, folder: Path) -> Registry:
+    def make(cls, folder: Path, tls: ServerTls | None = None) -> Registry:
         """An empty one in a folder.
+
+        Args:
+            tls: what the server's configuration is to say of it.
 
         Raises:
             ConfigError: there is one already, or the files cannot be written.
@@ -105,7 +132,7 @@ class Registry:
                 f"{folder / USERS_FILE} is there already: add users to it with `dynbus auth add`"
             )
         write_whole(folder / SEEDS / ".gitignore", "*\n", secret=True)
-        write_whole(folder / USERS_FILE, _encoded(()))
+        write_whole(folder / USERS_FILE, _encoded((), tls))
         registry = cls(folder)
         registry.save()
         return registry
@@ -192,11 +219,11 @@ class Registry:
             ConfigError: they cannot be written.
         """
         users = [self.users[name] for name in sorted(self.users)]
-        write_whole(self.folder / USERS_FILE, _encoded(users))
-        write_whole(self.server_file, server_config(users))
+        write_whole(self.folder / USERS_FILE, _encoded(users, self._tls))
+        write_whole(self.server_file, server_config(users, self._tls))
 
 
-def server_config(users: Sequence[User]) -> str:
+def server_config(users: Sequence[User], tls: ServerTls | None = None) -> str:
     """The part of nats-server's configuration on users: the same text for the same users."""
     lines = [
         "# Written by `dynbus auth`, from users.json. In the configuration of nats-server:",
@@ -211,7 +238,16 @@ def server_config(users: Sequence[User]) -> str:
                 lines.append("    # Its key before the last one.")
             lines += [f'    {{ nkey: "{key}", permissions: {{', *_rules(user, "publish")]
             lines += [*_rules(user, "subscribe"), "    } }"]
-    return "\n".join([*lines, "  ]", "}", ""])
+    return "\n".join([*lines, "  ]", "}", *_tls_lines(tls), ""])
+
+
+def _tls_lines(tls: ServerTls | None) -> list[str]:
+    if tls is None:
+        return []
+    lines = [f"  cert_file: {json.dumps(tls.cert)}", f"  key_file: {json.dumps(tls.key)}"]
+    if tls.client_ca:
+        lines += [f"  ca_file: {json.dumps(tls.client_ca)}", "  verify: true"]
+    return ["tls {", *lines, "}"]
 
 
 def _rules(user: User, verb: str) -> list[str]:
@@ -231,6 +267,6 @@ def _rules(user: User, verb: str) -> list[str]:
     return [f"      {verb}: {{ allow: [", *lines, "      ] }"]
 
 
-def _encoded(users: Sequence[User]) -> str:
-    text = msgspec.json.encode(_Users(VERSION, list(users)))
+def _encoded(users: Sequence[User], tls: ServerTls | None) -> str:
+    text = msgspec.json.encode(_Users(VERSION, list(users), tls))
     return msgspec.json.format(text, indent=1).decode() + "\n"

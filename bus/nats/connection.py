@@ -41,6 +41,7 @@ from .own_host import find_own_hosts, is_own_address
 from .protocol import ProtocolViolation, ServerReader, heard_by
 from .server_choice import ServerAddress, ServerChoice
 from .session import NatsOutput, NatsSession, Pings, open_session
+from .tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
@@ -166,10 +167,12 @@ class NatsConnection(WatchedConnection):
         inbox: str,
         options: Mapping[str, Any],
         replicas: int = REPLICAS,
+        tls: ClientTls | None = None,
     ) -> None:
         super().__init__(name, ConnectionState.CONNECTING)
         self._choice = choice
         self._options = dict(options)
+        self._tls = tls
         self.inbox = inbox
         self._session: NatsSession | None = None
         self._subscriptions: dict[int, NatsSubscription] = {}
@@ -343,6 +346,7 @@ class NatsConnection(WatchedConnection):
         """Open the first session and keep the connection open from then on.
 
         Raises:
+            ConfigError: a file with a certificate cannot be used.
             PermissionDenied: the server refuses the credentials.
             Unavailable: no server could be reached within `timeout` seconds.
         """
@@ -363,14 +367,19 @@ class NatsConnection(WatchedConnection):
         with the one that they are to follow to.
 
         Raises:
-            PermissionDenied, Unavailable: as `open_session`.
+            ConfigError, PermissionDenied, Unavailable: as `open_session`.
         """
         choice = self._choice
         avoided: set[str] = set()
         while True:
             plan = choice.plan(monotonic(), avoided)
             session = await open_session(
-                plan.urls, name=self.name, timeout=timeout, options=self._options
+                plan.urls,
+                name=self.name,
+                timeout=timeout,
+                options=self._options,
+                tls=self._tls,
+                tls_name=choice.tls_name,
             )
             place = ServerAddress(session.url, session.server_id)
             is_last = avoided.issuperset(plan.urls)
@@ -447,7 +456,8 @@ class NatsConnection(WatchedConnection):
                     logger.error("%s: %s; trying again", self.name, error)
                 is_refusal_logged = True
                 delay = REFUSED_RECONNECT_DELAY
-            except Unavailable as error:
+            except (Unavailable, ConfigError) as error:
+                # A certificate that is being replaced may have the key of the last for a moment.
                 now = monotonic()
                 if outage.is_report_due(now):
                     text = "%s: not connected again for %.0f s: %s"
@@ -591,6 +601,7 @@ async def connect(
     timeout: float = 5.0,
     options: Mapping[str, Any] | None = None,
     replicas: int = REPLICAS,
+    tls: ClientTls | None = None,
 ) -> NatsConnection:
     """Open a connection to one of `servers`.
 
@@ -599,11 +610,13 @@ async def connect(
             others.
         inbox: the subject under which replies of server APIs arrive.
         timeout: seconds for each server; they are tried side by side.
-        options: credentials and TLS as nats-py's `connect` takes them: `user`, `password`,
-            `token`, `user_credentials`, `nkeys_seed`, `tls`, `tls_hostname`.
+        options: credentials as nats-py's `connect` takes them: `user`, `password`, `token`,
+            `user_credentials`, `nkeys_seed`.
         replicas: how many servers of a cluster keep a stream that does not say so itself.
+        tls: the certificates; without them the system's authorities are trusted.
 
     Raises:
+        ConfigError: a file with a certificate cannot be used.
         PermissionDenied: the server refuses the credentials.
         Unavailable: no server could be reached.
     """
@@ -613,6 +626,7 @@ async def connect(
         inbox=inbox or f"_INBOX.{secrets.token_hex(16)}",
         options=options or {},
         replicas=replicas,
+        tls=tls,
     )
     await connection.open(timeout)
     return connection
@@ -636,9 +650,9 @@ async def connect_as(
         choice: that it shares with other connections of the process.
 
     Raises:
-        ConfigError: the file of its credentials cannot be used.
-        PermissionDenied: the server refuses the credentials.
-        Unavailable: no server could be reached.
+        ConfigError: a file with its credentials or certificates cannot be used.
+        PermissionDenied: the server refuses the credentials, or the certificate.
+        Unavailable: no server could be reached, or trusted.
     """
     return await connect(
         choice or await choose_server(config),
@@ -647,4 +661,5 @@ async def connect_as(
         timeout=config.connect_timeout,
         options=credential_options(config.credentials),
         replicas=config.replicas,
+        tls=ClientTls(config),
     )

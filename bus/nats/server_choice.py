@@ -8,6 +8,7 @@ threads, and each asks and tells under a lock.
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
@@ -107,6 +108,16 @@ class ServerChoice:
         ]
         with self._lock:
             self._advertised = [self._placed(url, "") for url in urls]
+
+    def tls_name(self, url: str) -> str | None:
+        """The name that the certificate of a server is to have; None for the host in its URL.
+
+        Servers tell of each other by address, and certificates have names.
+        """
+        first = urlsplit(self._configured[0].url).hostname or ""
+        known = any(server.url == url for server in self._configured)
+        host = urlsplit(url).hostname or ""
+        return first if not known and _is_address(host) and not _is_address(first) else None
 
     def plan(self, now: float, avoid: Collection[str] = ()) -> Plan:
         """The servers to try: that of the process's other connections, then the nearest ones in
@@ -243,6 +254,14 @@ def split_zone(server: str) -> tuple[str, str]:
     """The URL of a server, and the zone that it names behind `?zone=`; empty for none."""
     url, _, query = server.partition("?")
     return url, parse_qs(query).get("zone", [""])[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _address(url: str) -> str:

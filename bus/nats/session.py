@@ -29,11 +29,12 @@ import nats.errors
 
 from dynbus.bus.background import run_apart
 from dynbus.bus.clock import monotonic
-from dynbus.bus.config import is_loopback
+from dynbus.bus.config import BusConfig, is_loopback
 from dynbus.bus.errors import PermissionDenied, Unavailable
 
 from .neighbours import with_credential
 from .server_process import DEFAULT_PORT
+from .tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,17 @@ _RESET: Final = struct.pack("ii", 1, 0)
 class NatsSession(nats.aio.client.Client):
     """One TCP session: nats-py up to the end of the handshake, raw bytes after it.
 
+    Args:
+        encrypted: whether nothing is said without TLS, whatever the server says of it.
+
     Attributes:
         url: that it was opened with.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, encrypted: bool = False) -> None:
         super().__init__()
         self.url = url
+        self._encrypted = encrypted
         self.handshaken: asyncio.Event = asyncio.Event()
         # Of a plain TCP connection, once the handshake is over.
         self._plain: asyncio.Transport | None = None
@@ -79,6 +84,18 @@ class NatsSession(nats.aio.client.Client):
             self._plain = writer.transport
             self._socket_number = writer.get_extra_info("socket").fileno()
         self.handshaken.set()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # Called before anything is written. nats-py goes on in the clear where the server, or
+        # who stands between, says nothing of TLS.
+        if self._encrypted and not info.get("tls_required"):
+            if not info.get("tls_available"):
+                raise nats.errors.Error(
+                    "the server offers no TLS, which is wanted of it: give it a block tls, or "
+                    "write nats:// and set no tls_ca, tls_cert or tls_handshake_first"
+                )
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
 
     async def _ping_interval(self) -> None:
         # The connection sends its own pings, through its own buffer.
@@ -187,6 +204,15 @@ class NatsSession(nats.aio.client.Client):
             number = writer.get_extra_info("socket").fileno()
             waiting += struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)))[0]
         return waiting
+
+    def first_fault(self, error: Exception) -> Exception:
+        """The reason why a handshake failed, where `error` may tell only that the socket is closed.
+
+        A server refuses a certificate by an alert that comes after its own part of the handshake,
+        when we write already.
+        """
+        reader = getattr(self._transport, "_io_reader", None)
+        return (reader.exception() if reader is not None else None) or error
 
     def abort(self) -> None:
         """Drop the socket, and whatever it holds: what a dead link would deliver once it is back
@@ -485,7 +511,13 @@ class Pings:
 
 
 async def open_session(
-    servers: Sequence[str], *, name: str, timeout: float, options: Mapping[str, Any]
+    servers: Sequence[str],
+    *,
+    name: str,
+    timeout: float,
+    options: Mapping[str, Any],
+    tls: ClientTls | None = None,
+    tls_name: Callable[[str], str | None] = lambda _: None,
 ) -> NatsSession:
     """A session with the first of `servers` that takes one; they are tried side by side, each with
     a head start before the next.
@@ -493,12 +525,19 @@ async def open_session(
     Args:
         timeout: seconds for each server.
         options: further arguments of nats-py's `connect`.
+        tls: the certificates; the system's authorities where they are wanted and it is None.
+        tls_name: the name in the certificate of the server at a URL; None for its host.
 
     Raises:
-        PermissionDenied: a server refuses the credentials.
-        Unavailable: no server could be reached.
+        ConfigError: a file of `tls` cannot be used.
+        PermissionDenied: a server refuses the credentials, or the certificate.
+        Unavailable: no server could be reached, or trusted.
     """
-    race = _Race(name, timeout, options)
+    tls = tls or ClientTls(BusConfig())
+    if any(map(tls.is_for, servers)):
+        # Before there is any socket: what is wrong with a file is no fault of a server.
+        tls.context()
+    race = _Race(name, timeout, options, tls, tls_name)
     try:
         async with anyio.create_task_group() as group:
             for server in servers:
@@ -515,8 +554,11 @@ async def open_session(
         return race.won
     if race.error is not None:
         raise race.error
+    why = "; ".join(race.failures)
+    if race.is_distrusted:
+        raise Unavailable(f"no NATS server can be trusted: {why}")
     raise Unavailable(
-        f"no NATS server can be reached ({'; '.join(race.failures)}): start one there, or name "
+        f"no NATS server can be reached ({why}): start one there, or name "
         "another by its URL, for example nats://127.0.0.1:4222"
     )
 
@@ -528,19 +570,30 @@ class _Race:
         won: the session of the first that took one.
         error: what ended the race in place of that.
         failures: what became of each server that could not be reached.
+        is_distrusted: whether one of them was, and has a certificate that is not taken.
     """
 
-    def __init__(self, name: str, timeout: float, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        timeout: float,
+        options: Mapping[str, Any],
+        tls: ClientTls,
+        tls_name: Callable[[str], str | None],
+    ) -> None:
         self._name = name
         self._timeout = timeout
         self._options = options
+        self._tls = tls
+        self._tls_name = tls_name
+        self.is_distrusted = False
         self.won: NatsSession | None = None
         self.error: Exception | None = None
         self.failures: list[str] = []
 
     async def run(self, server: str, over: anyio.Event, race: anyio.CancelScope) -> None:
         """Try one server; `over` is set where that is in vain, and `race` ended where it is not."""
-        session = NatsSession(server)
+        session = NatsSession(server, encrypted=self._tls.is_for(server))
         try:
             with anyio.fail_after(self._timeout):
                 connect = partial(
@@ -554,15 +607,22 @@ class _Race:
                     connect_timeout=max(1, int(self._timeout)),
                     error_cb=_ignore,
                     **self._options,
+                    **self._tls_options(server),
                 )
                 # In a task of its own: nats-py waits by `asyncio.wait_for`, which on Python 3.11
                 # loses the cancel of a task that comes just when what it waits for does.
                 await run_apart(connect, name=f"connect {self._name}")
                 await session.handshaken.wait()
-        except (OSError, TimeoutError, nats.errors.Error) as error:
+        except (OSError, TimeoutError, nats.errors.Error) as late:
+            error = session.first_fault(late)
             session.abort()
             text = str(error) or type(error).__name__
-            if "authorization" in text.lower() or "authentication" in text.lower():
+            if problem := self._tls.problem(error):
+                self.is_distrusted, text = True, problem
+            elif refusal := self._tls.refusal(error):
+                self.error = PermissionDenied(f"{_address(server)} {refusal}")
+                race.cancel()
+            elif "authorization" in text.lower() or "authentication" in text.lower():
                 text += _hint(server, self._options)
                 self.error = PermissionDenied(f"{_address(server)} refuses the credentials: {text}")
                 race.cancel()
@@ -580,6 +640,19 @@ class _Race:
                 session.abort()
             self.won = self.won or session
             race.cancel()
+
+    def _tls_options(self, server: str) -> dict[str, Any]:
+        """The arguments of nats-py's `connect` for TLS with a server."""
+        tls = self._tls
+        if not tls.is_for(server):
+            return {}
+        options: dict[str, Any] = {"tls": tls.context()}
+        if not server.startswith("wss://"):
+            # A web socket begins with TLS in any case.
+            options["tls_handshake_first"] = tls.handshake_first
+        if name := self._tls_name(server):
+            options["tls_hostname"] = name
+        return options
 
 
 def _hint(server: str, options: Mapping[str, Any]) -> str:

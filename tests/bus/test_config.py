@@ -38,6 +38,10 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_ZONE": "eu-1a",
         "DYNBUS_HOST": "node-7",
         "DYNBUS_ROUTING": "local_first",
+        "DYNBUS_TLS_CA": "ca.pem",
+        "DYNBUS_TLS_CERT": "own.pem",
+        "DYNBUS_TLS_KEY": "own.key",
+        "DYNBUS_TLS_HANDSHAKE_FIRST": "true",
     }
 
     config = load_config({}, environment)
@@ -65,6 +69,10 @@ def test_every_field_has_an_environment_variable() -> None:
         zone="eu-1a",
         host="node-7",
         routing="local_first",
+        tls_ca="ca.pem",
+        tls_cert="own.pem",
+        tls_key="own.key",
+        tls_handshake_first=True,
     )
 
 
@@ -274,6 +282,24 @@ def test_a_url_that_is_refused_is_quoted_without_its_password(url: str, told: st
         load_config({}, {"NATS_URL": url})
 
     assert str(caught.value).startswith(f"NATS_URL = '{told}': write NATS URLs")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"tls_cert": "a.pem"}, r"^tls_cert = 'a\.pem' needs tls_key as well: the same file"),
+        ({"tls_key": "a.key"}, r"^tls_key = 'a\.key' needs tls_cert as well"),
+        (
+            {"tls_ca": "ca.pem", "servers": "ws://h"},
+            r"^servers = ws://h has no TLS, .*: write wss://$",
+        ),
+    ],
+)
+def test_files_of_tls_that_do_not_go_together_are_refused(
+    given: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(given, {})
 
 
 def test_a_config_that_is_made_in_code_is_checked_too() -> None:

@@ -164,6 +164,18 @@ def test_users_and_their_subjects_are_shown(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["grants"][0]["subscribe"] == ["_R.billing.>"]
 
 
+def test_the_server_gets_its_tls_whole_or_not_at_all(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert auth("init", "--folder", "half", "--tls-cert", "/etc/s.pem") == exit_codes.USAGE
+    assert "give --tls-cert and --tls-key" in capsys.readouterr().err
+    given = ("--tls-cert", "/etc/s.pem", "--tls-key", "/etc/s.key")
+    assert auth("init", "--folder", "whole", *given) == exit_codes.OK
+    assert auth("add", "one", "--folder", "whole", "--role", "caller", "--namespace", "a") == 0
+
+    assert 'tls {\n  cert_file: "/etc/s.pem"' in Path("whole/nats-users.conf").read_text()
+
+
 def test_without_init_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     code = auth("add", "x", "--role", "caller", "--namespace", "shop", "--folder", "none")
 

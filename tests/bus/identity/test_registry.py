@@ -8,7 +8,7 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.grants import Grant
-from dynbus.bus.identity.registry import Registry, User, server_config
+from dynbus.bus.identity.registry import Registry, ServerTls, User, server_config
 
 CALLS = Grant("calls demo.A", ("demo.A.x",), ())
 HEARS = Grant("hears its own replies", (), ("_R.one.>",))
@@ -58,6 +58,29 @@ authorization {
 }
 """
     )
+
+
+def test_the_server_reads_its_tls_which_is_kept_with_the_users(tmp_path: Path) -> None:
+    made = Registry.make(tmp_path, ServerTls("/etc/s.pem", "/etc/s.key", "/etc/ca.pem"))
+    made.save()
+    Registry(tmp_path).save()
+
+    assert made.server_file.read_text().endswith(
+        """\
+}
+tls {
+  cert_file: "/etc/s.pem"
+  key_file: "/etc/s.key"
+  ca_file: "/etc/ca.pem"
+  verify: true
+}
+"""
+    )
+
+
+def test_a_path_that_depends_on_where_the_server_was_started_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^s\.key is no absolute path, which nats-server needs"):
+        ServerTls("/etc/s.pem", "s.key")
 
 
 def test_who_may_publish_nothing_is_denied_everything() -> None:

@@ -309,3 +309,17 @@ def test_where_every_address_was_tried_two_servers_are_better_than_none() -> Non
     assert choice.arrive(control, ServerAddress(A, "two"), plan, 0.0, is_last=True)
 
     assert data.calls == 0
+
+
+def test_a_server_that_is_told_by_address_has_the_certificate_of_the_first() -> None:
+    choice = ServerChoice(["tls://nats.example:4222", "tls://10.0.0.9:4222"])
+    choice.advertise(["10.0.0.1:4222", "other.example:4222"])
+    urls = sorted(choice.plan(0.0).urls)
+
+    assert {url: choice.tls_name(url) for url in urls} == {
+        "tls://10.0.0.1:4222": "nats.example",
+        "tls://10.0.0.9:4222": None,
+        "tls://nats.example:4222": None,
+        "tls://other.example:4222": None,
+    }
+    assert ServerChoice(["tls://10.0.0.9:4222"]).tls_name("tls://10.0.0.1:4222") is None
