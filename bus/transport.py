@@ -423,6 +423,7 @@ class PublishOptions(TypedDict, total=False):
         message_id: a repeat within the stream's window is stored once; the sequence of the first
             is returned.
         expected_last_subject_sequence: that of the subject's last message, 0 for none.
+        expected_subject: the subject whose last message that is, in place of the message's own.
         ttl: whole seconds after which the message expires, at least 1.
         rollup: drop all earlier messages of the subject.
         deleted: the message is the marker that is left of a record which somebody has deleted.
@@ -431,6 +432,7 @@ class PublishOptions(TypedDict, total=False):
 
     message_id: str
     expected_last_subject_sequence: int | None
+    expected_subject: str
     ttl: float
     rollup: bool
     deleted: bool
@@ -448,6 +450,8 @@ def publish_headers(options: PublishOptions) -> bytes:
         fields[headers.MESSAGE_ID] = message_id
     if (expected := options.get("expected_last_subject_sequence")) is not None:
         fields[headers.EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected)
+        if expected_subject := options.get("expected_subject"):
+            fields[headers.EXPECTED_LAST_SUBJECT] = expected_subject
     if (ttl := options.get("ttl")) is not None:
         fields[headers.TTL] = f"{max(1, round(ttl))}s"
     if options.get("rollup"):

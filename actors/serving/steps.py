@@ -84,6 +84,8 @@ class JobRun:
         self._history: StepHistory | None = None
         self._awaited: tuple[str, int] | None = None
         self._loading = asyncio.Lock()
+        self._claim = 0
+        self._claiming = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<JobRun {self._job.job_id} {self._history!r}>"
@@ -113,9 +115,16 @@ class JobRun:
         history = await self._loaded()
         place, step = history.reach(kind, name)
         if step is None and (not self._is_first or self._job.is_doubtful):
+            await self._claim_steps()
             await self._look_for(place, history)
             step = history.finished(place, kind, name)
         return place, step
+
+    async def _claim_steps(self) -> None:
+        """Have no earlier try store a step from now on: what is not stored then is not finished."""
+        async with self._claiming:
+            if not self._claim:
+                self._claim = await self._jobs.log.claim(self.job_id)
 
     async def _look_for(self, place: int, history: StepHistory) -> None:
         """Learn whether another try has finished the step at a place, now or a moment ago."""
@@ -130,7 +139,8 @@ class JobRun:
 
     async def finish(self, place: int, step: FinishedStep) -> None:
         """Have a step stored: no other try does it again."""
-        if not await self._jobs.log.store_step(self.job_id, place, msgspec.json.encode(step)):
+        data = msgspec.json.encode(step)
+        if not await self._jobs.log.store_step(self.job_id, place, data, self._claim):
             await self._lose()
         (await self._loaded()).finish(place, step)
 

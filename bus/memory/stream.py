@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.protocol.headers import (
+    EXPECTED_LAST_SUBJECT,
     EXPECTED_LAST_SUBJECT_SEQUENCE,
     MARKER_REASON,
     MESSAGE_ID,
@@ -95,7 +96,7 @@ class MemoryStream:
         if most is not None and self._header_size(headers) + len(data) > most:
             raise PayloadTooLarge(f"publish to {subject}: message size exceeds maximum allowed")
         expected = headers.get(EXPECTED_LAST_SUBJECT_SEQUENCE, "")
-        last = self._last_sequence_of(subject)
+        last = self._last_sequence_of(headers.get(EXPECTED_LAST_SUBJECT, subject))
         if expected and expected != str(last):
             raise WrongLastSequence(f"publish to {subject}: wrong last sequence: {last}")
         message_id = headers.get(MESSAGE_ID, "")

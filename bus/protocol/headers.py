@@ -51,6 +51,7 @@ ERROR: Final = "Dynbus-Error"
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_LAST_SUBJECT: Final = "Nats-Expected-Last-Subject-Sequence-Subject"
 EXPECTED_STREAM: Final = "Nats-Expected-Stream"
 TTL: Final = "Nats-TTL"
 ROLLUP: Final = "Nats-Rollup"

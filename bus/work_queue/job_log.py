@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import anyio
 import msgspec
@@ -24,6 +25,7 @@ from dynbus.bus.protocol.wire import Failed
 from dynbus.bus.transport import (
     JetStream,
     NoStream,
+    PublishOptions,
     StoredMessage,
     StreamConfig,
     StreamLimits,
@@ -32,8 +34,11 @@ from dynbus.bus.transport import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 END_RECORD: Final = "end"
 FAILURE_RECORD: Final = "failure"
+CLAIM_RECORD: Final = "claim"
 STEP_RECORD: Final = "log.step"
 RUN_RECORD: Final = "log.run"
 SIGNAL_RECORD: Final = "log.signal"
@@ -42,6 +47,8 @@ FIRST_PAUSE: Final = 0.1
 MAX_PAUSE: Final = 5.0
 """Seconds between two tries to store how a job ended; each pause is twice the last."""
 FAILURES_KEPT_FOR: Final = 7 * 24 * 3600.0
+CLAIMS_KEPT_FOR: Final = 7 * 24 * 3600.0
+"""Seconds: longer than a try goes on after another one has taken its job over."""
 STEPS_KEPT_FOR: Final = 400 * 24 * 3600.0
 """Seconds: more than a job may be told to wait."""
 LOG_TIMEOUT: Final = 5.0
@@ -203,27 +210,62 @@ class JobLog:
         fields = {header_names.JOB_END: str(result.outcome)}
         if result.tries:
             fields[header_names.JOB_TRIES] = str(result.tries)
-        return await self._store_first(self.end_subject(job_id), result.data, fields, kept_for)
+        subject = self.end_subject(job_id)
+        options = PublishOptions(expected_last_subject_sequence=0, ttl=kept_for, headers=fields)
+        return await self._store(subject, result.data, options)
 
-    async def store_step(self, job_id: str, number: int, data: bytes) -> bool:
-        """Store what a step gave, as `end` does; False where it was stored before.
+    async def claim(self, job_id: str) -> int:
+        """Take the steps of a job over: the tries before store none from now on. The claim, which
+        `store_step` wants.
+
+        Tries until the server has stored it, or the caller is cancelled.
+        """
+        subject = self.subject(job_id, CLAIM_RECORD)
+
+        async def store() -> int:
+            while True:
+                last = await self._last_message(job_id, CLAIM_RECORD)
+                with suppress(WrongLastSequence):
+                    return await self.jetstream.publish(
+                        subject,
+                        b"",
+                        timeout=LOG_TIMEOUT,
+                        expected_last_subject_sequence=0 if last is None else last.sequence,
+                        ttl=CLAIMS_KEPT_FOR,
+                    )
+
+        return await self._until_stored(subject, store)
+
+    async def store_step(self, job_id: str, number: int, data: bytes, claim: int) -> bool:
+        """Store what a step gave, as `end` does; False where another try has claimed the job.
+
+        Args:
+            claim: of this try; 0 for the first one, which needs none.
 
         Raises:
             PayloadTooLarge: it does not fit into a message.
         """
-        subject = self.subject(job_id, f"{STEP_RECORD}.{number}")
-        return await self._store_first(subject, data, {}, STEPS_KEPT_FOR)
+        options = PublishOptions(
+            expected_last_subject_sequence=claim,
+            expected_subject=self.subject(job_id, CLAIM_RECORD),
+            ttl=STEPS_KEPT_FOR,
+        )
+        return await self._store(self.subject(job_id, f"{STEP_RECORD}.{number}"), data, options)
 
-    async def _store_first(
-        self, subject: str, data: bytes, fields: Mapping[str, str], kept_for: float
-    ) -> bool:
-        pause = FIRST_PAUSE
+    async def _store(self, subject: str, data: bytes, options: PublishOptions) -> bool:
         writer = random_id()
+        fields = {**(options.get("headers") or {}), header_names.JOB_WRITER: writer}
+        options = {**options, "headers": fields}
+        return await self._until_stored(
+            subject, lambda: self._store_once(subject, data, options, writer)
+        )
+
+    async def _until_stored(self, subject: str, store: Callable[[], Awaitable[T]]) -> T:
+        """Call `store()` until the server answers; what it gave."""
+        pause = FIRST_PAUSE
         while True:
             try:
-                return await self._store_once(
-                    subject, data, {**fields, header_names.JOB_WRITER: writer}, kept_for
-                )
+                return await store()
             except NoStream:
                 await self._make_again()
             except DynbusError as error:
@@ -234,21 +276,13 @@ class JobLog:
             pause = min(2 * pause, MAX_PAUSE)
 
     async def _store_once(
-        self, subject: str, data: bytes, fields: Mapping[str, str], kept_for: float
+        self, subject: str, data: bytes, options: PublishOptions, writer: str
     ) -> bool:
         try:
-            await self.jetstream.publish(
-                subject,
-                data,
-                timeout=LOG_TIMEOUT,
-                expected_last_subject_sequence=0,
-                ttl=kept_for,
-                headers=fields,
-            )
+            await self.jetstream.publish(subject, data, timeout=LOG_TIMEOUT, **options)
         except WrongLastSequence:
             # It may be our own, of a try that was not answered.
             stored = await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
-            writer = fields[header_names.JOB_WRITER]
             return stored is not None and stored.headers.get(header_names.JOB_WRITER) == writer
         return True
 

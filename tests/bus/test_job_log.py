@@ -43,3 +43,22 @@ async def test_a_result_whose_storing_was_not_answered_is_known_again_over_anoth
     assert await log.end("one", JobResult(Outcome.DONE, b"1"), 60.0)
     assert silent == []
     assert not await log.end("one", JobResult(Outcome.DONE, b"2"), 60.0)
+
+
+@pytest.mark.anyio
+async def test_only_the_last_claim_of_a_job_stores_steps_also_after_the_job_has_ended() -> None:
+    log = JobLog((await MemoryBus().connect()).jetstream, QUEUE)
+    await log.ensure()
+
+    assert await log.store_step("one", 0, b"a", 0)
+    first = await log.claim("one")
+    assert not await log.store_step("one", 1, b"b", 0)
+    second = await log.claim("one")
+    assert not await log.store_step("one", 1, b"b", first)
+    assert await log.store_step("one", 1, b"c", second)
+    assert await log.steps("one") == {0: b"a", 1: b"c"}
+
+    await log.forget_steps("one")
+
+    assert not await log.store_step("one", 2, b"d", 0)
+    assert await log.steps("one") == {}

@@ -198,6 +198,29 @@ async def test_an_expected_sequence_that_holds_is_stored(bus: Bus) -> None:
     assert (created, updated) == (1, 3)
 
 
+async def test_an_expected_sequence_may_be_that_of_another_subject(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    claim = await js.publish(f"{stream}.claim", b"")
+
+    await js.publish(
+        f"{stream}.a",
+        b"1",
+        expected_last_subject_sequence=claim,
+        expected_subject=f"{stream}.claim",
+    )
+    await js.publish(f"{stream}.claim", b"")
+
+    for subject in ("claim", "nothing"):
+        with pytest.raises(WrongLastSequence):
+            await js.publish(
+                f"{stream}.a",
+                b"2",
+                expected_last_subject_sequence=claim,
+                expected_subject=f"{stream}.{subject}",
+            )
+
+
 @pytest.mark.parametrize("expected", [0, 7])
 async def test_an_expected_sequence_that_does_not_hold_names_the_actual(
     bus: Bus, expected: int

@@ -95,14 +95,14 @@ class Billing(Actor, abstract=True):
 
 class Shop(Actor, abstract=True):
     """Two steps, one of them a call; orders above 1000 wait between them, those above 2000 before
-    both."""
+    both, those above 3000 within the second."""
 
     notes: Notes
     billing = depends(Billing)
 
     @handler(durable=True, tries=4, backoff=0.01)
     async def sell(self, order: Order) -> list[str]:
-        if order.number > 2000:
+        if 2000 < order.number <= 3000:
             await self._wait("before charge")
         paid = await step("refund" if self.notes.renamed else "charge", self.billing.charge, order)
         self._break_after("charge", order)
@@ -117,6 +117,8 @@ class Shop(Actor, abstract=True):
         await self.notes.gates[self.instance_id].wait()
 
     async def send(self, number: int, *, express: bool) -> str:
+        if number > 3000:
+            await self._wait("within send")
         self.notes.done[f"send {number}"] += 1
         return f"parcel {number}{'!' if express else ''}"
 
@@ -276,6 +278,29 @@ async def test_a_step_that_another_instance_has_finished_meanwhile_is_not_called
 
     assert fleet.notes.waiting[f"before send at {second.id}"] == 1
     assert fleet.notes.done == {"charge 1003": 1, "send 1003": 1}
+
+
+async def test_a_step_is_finished_by_the_last_instance_alone_that_has_taken_its_job_over(
+    fleet: Fleet,
+) -> None:
+    first = await fleet.start(fleet.shop)
+    cut_off = fleet.runtimes[-1]
+    job = await fleet.client.sell.submit(Order(3001))
+    await eventually(lambda: fleet.notes.waiting[f"within send at {first.id}"])
+    second = await fleet.start(fleet.shop)
+    queue, _, name = job.id.rpartition(".")
+    log = JobLog(fleet.runtime.bus.data.jetstream, EndpointName.parse(queue))
+
+    await handed_out_again(fleet, cut_off, EndpointName.parse(queue))
+    await eventually(lambda: fleet.notes.waiting[f"within send at {second.id}"])
+    fleet.notes.gates[first.id].set()
+    await first.stop(PATIENCE)
+    stored = await log.steps(name)
+    fleet.notes.gates[second.id].set()
+
+    assert (await job.result(PATIENCE))[1] == "parcel 3001!"
+    assert fleet.notes.done == {"charge 3001": 1, "send 3001": 2}
+    assert list(stored) == [0]
 
 
 async def test_no_step_is_called_of_a_job_that_has_ended_elsewhere_meanwhile(fleet: Fleet) -> None:
