@@ -92,7 +92,15 @@ class RunOptions:
     otlp_endpoint: str | None
     health: str | None
     health_public: bool
+    health_tls_cert: str | None
+    health_tls_key: str | None
+    health_tls_client_ca: str | None
     node_options: Sequence[NodeOption]
+
+    @property
+    def has_public_health(self) -> bool:
+        """True if other machines may reach `--health`."""
+        return self.health_public or self.health_tls_client_ca is not None
 
     @property
     def request(self) -> PlanRequest:
@@ -123,10 +131,26 @@ def check_options(options: RunOptions) -> None:
             "--graph json"
         )
     if options.health is not None:
-        health_address(options.health, public=options.health_public)
+        health_address(options.health, public=options.has_public_health)
+    check_health_tls(options)
     check_otlp_endpoint(options.otlp_endpoint)
     if options.otlp_endpoint is not None and not has_extra("otlp"):
         raise ConfigError(f"--otlp-endpoint needs an extra: {how_to_install('otlp')}")
+
+
+def check_health_tls(options: RunOptions) -> None:
+    """Check that the options of TLS go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    cert, key = options.health_tls_cert, options.health_tls_key
+    given = (cert, key, options.health_tls_client_ca)
+    if given != (None, None, None) and (options.health is None or cert is None or key is None):
+        raise ConfigError(
+            "TLS of the health port needs a port, a certificate and a key: give --health, "
+            "--health-tls-cert and --health-tls-key"
+        )
 
 
 def health_address(text: str, *, public: bool) -> tuple[str, int]:
@@ -142,7 +166,8 @@ def health_address(text: str, *, public: bool) -> tuple[str, int]:
     if not public and not is_loopback(host):
         raise ConfigError(
             f"--health {text} would be open to other machines, and has no credentials: use "
-            f"127.0.0.1:{port}, or add --health-public"
+            f"127.0.0.1:{port}, want certificates with --health-tls-client-ca, or add "
+            "--health-public"
         )
     return host, port
 

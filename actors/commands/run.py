@@ -49,7 +49,7 @@ from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.extras import has_extra
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.telemetry.health import HealthServer, Status, metrics_remedy
+from dynbus.bus.telemetry.health import HealthServer, Status, health_tls, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .graph import FORMATS
@@ -153,6 +153,13 @@ logger = logging.getLogger(__name__)
 )
 @click.option(
     "--health-public", is_flag=True, help="Let --health listen beyond this machine, unprotected."
+)
+@click.option("--health-tls-cert", metavar="FILE", help="Serve --health by TLS: its certificate.")
+@click.option("--health-tls-key", metavar="FILE", help="The key of that certificate.")
+@click.option(
+    "--health-tls-client-ca",
+    metavar="FILE",
+    help="Want certificates of those who ask --health, signed by the authorities in FILE.",
 )
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
@@ -375,7 +382,9 @@ def _health(
     metrics: bool,
     registry: CollectorRegistry | None = None,
 ) -> HealthServer:
-    host, port = health_address(options.health or "", public=options.health_public)
+    host, port = health_address(options.health or "", public=options.has_public_health)
+    cert, key = options.health_tls_cert, options.health_tls_key
+    tls = health_tls(cert, key, options.health_tls_client_ca) if cert and key else None
     return HealthServer(
         host,
         port,
@@ -383,6 +392,7 @@ def _health(
         ready=ready,
         metrics=metrics,
         registry=registry,
+        tls=tls,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -100,6 +101,30 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def health_tls(cert: str, key: str, client_ca: str | None = None) -> ssl.SSLContext:
+    """The TLS of a health server.
+
+    Args:
+        client_ca: a file of authorities; each client needs a certificate that one has signed.
+
+    Raises:
+        ConfigError: the files cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key)
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ConfigError(
+            f"the certificate {cert}, the key {key} and the authorities of clients "
+            f"{client_ca or 'none'} cannot be used: {error}"
+        ) from None
+    return context
+
+
 class HealthServer:
     """Answers `/live`, `/ready` and `/metrics` while it is open.
 
@@ -109,9 +134,10 @@ class HealthServer:
         metrics: serve `/metrics`; without it the answer there is 501 with the remedy.
         registry: what `/metrics` shows; prometheus-client's own registry unless given, which
             `configure_telemetry(prometheus=True)` fills.
+        tls: its certificate, and what it wants of clients; None for plain HTTP.
 
     `live` and `ready` are called in the server's loop. One that raises counts as not well. It has
-    no credentials: the operator who opens it decides who may reach its host.
+    no credentials but those of `tls`: the operator who opens it decides who may reach its host.
     """
 
     def __init__(
@@ -123,7 +149,9 @@ class HealthServer:
         ready: Callable[[], Status],
         metrics: bool = False,
         registry: CollectorRegistry | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         # localhost may stand for two addresses, which would get two different free ports.
         self.host = "127.0.0.1" if host.lower() == "localhost" else host
         self.port = port
@@ -145,7 +173,8 @@ class HealthServer:
     @property
     def url(self) -> str:
         """The URL at which it answers; with the actual port once it is open."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        scheme = "https" if self._tls is not None else "http"
+        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -163,7 +192,7 @@ class HealthServer:
         await self._background.open()
         try:
             self._server = await asyncio.start_server(
-                self._accept, self.host, self.port, limit=MAX_REQUEST_BYTES
+                self._accept, self.host, self.port, limit=MAX_REQUEST_BYTES, ssl=self._tls
             )
         except OSError as error:
             await self._background.close()

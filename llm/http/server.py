@@ -85,8 +85,8 @@ class HttpServer:
         except (OSError, ssl.SSLError) as error:
             self._socket.close()
             raise ConfigError(
-                f"the certificate {settings.tls_cert} and the key {settings.tls_key} cannot be "
-                f"used: {error}"
+                f"the certificate {settings.tls_cert}, the key {settings.tls_key} and the "
+                f"authorities of clients {settings.tls_client_ca or 'none'} cannot be used: {error}"
             ) from None
         self._server = _Server(config)
         host, port = self._socket.getsockname()[:2]
@@ -174,6 +174,9 @@ def _context_factory(settings: HttpSettings) -> Any:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(certificate, key)
+        if settings.tls_client_ca is not None:
+            context.load_verify_locations(settings.tls_client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     return make

@@ -42,6 +42,10 @@ class HttpSettings(Options):
     ] = False
     tls_cert: Annotated[Path | None, Option("a certificate with its chain, PEM")] = None
     tls_key: Annotated[Path | None, Option("its key, PEM")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        Option("authorities, PEM, one of which must have signed the certificate of each client"),
+    ] = None
     cors_origins: Annotated[
         Sequence[str],
         Option(
@@ -136,11 +140,14 @@ class HttpSettings(Options):
         super().check()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("TLS needs both a certificate and a key: give tls_cert and tls_key")
-        if self.api_keys is None and not self.insecure_public and not is_loopback(self.host):
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls_client_ca needs TLS: give tls_cert and tls_key as well")
+        is_guarded = self.api_keys is not None or self.tls_client_ca is not None
+        if not is_guarded and not self.insecure_public and not is_loopback(self.host):
             raise ConfigError(
                 f"the front end would be open to other machines at {self.host!r} and asks for no "
-                "keys: give a file with --api-keys, listen at 127.0.0.1, or allow it with "
-                "--insecure-public"
+                "keys: give a file with --api-keys, want certificates with --tls-client-ca, listen "
+                "at 127.0.0.1, or allow it with --insecure-public"
             )
 
     def takes_host(self, host: str) -> bool:

@@ -12,7 +12,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import anyio
@@ -96,6 +96,38 @@ class ServerAddress(NamedTuple):
         return cls(parts.hostname, port or (443 if tls else 80), tls, base, root)
 
 
+class Trust(NamedTuple):
+    """The files by which a server is known, and by which it knows us; empty for the system's
+    authorities, and for no certificate.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def context(self) -> ssl.SSLContext:
+        """The context of connections.
+
+        Raises:
+            ConfigError: the files cannot be used.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca or None)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key, password=_refuse_password)
+        except OSError as error:
+            raise ConfigError(
+                f"tls_ca = {self.ca!r}, tls_cert = {self.cert!r} and tls_key = {self.key!r} cannot "
+                f"be used: {error}"
+            ) from None
+        return context
+
+
+def _refuse_password(*_: Any) -> NoReturn:
+    """Refuse a key that is encrypted, for whose password OpenSSL would ask the terminal."""
+    raise OSError("the key has a password")
+
+
 class Answer:
     """The answer of a server, whose headers are there.
 
@@ -156,11 +188,15 @@ class HttpClient:
 
     Args:
         address: where it is.
+        trust: the certificates, where it is spoken to by TLS.
+
+    Raises:
+        ConfigError: their files cannot be used.
     """
 
-    def __init__(self, address: ServerAddress) -> None:
+    def __init__(self, address: ServerAddress, trust: Trust | None = None) -> None:
         self.address = address
-        self._ssl = ssl.create_default_context() if address.tls else None
+        self._ssl = (trust or Trust()).context() if address.tls else None
         self._kept: deque[_Connection] = deque()
 
     def __repr__(self) -> str:
@@ -247,6 +283,11 @@ class HttpClient:
                 )
         except TimeoutError:
             raise NotReached(f"there is no connection within {CONNECT_TIMEOUT:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise NotReached(
+                f"its certificate is not taken ({error.verify_message}): tls_ca names the file of "
+                "its authority"
+            ) from error
         except OSError as error:
             raise NotReached(describe_exception(error)) from error
         connected = writer.get_extra_info("socket")

@@ -22,7 +22,7 @@ from .answers import (
     error_of,
     models_of,
 )
-from .http_client import Answer, BrokenOff, HttpClient, NotReached, ServerAddress
+from .http_client import Answer, BrokenOff, HttpClient, NotReached, ServerAddress, Trust
 
 LOOK_TIMEOUT: Final = 5.0
 """Seconds that a server has to say how it is."""
@@ -96,10 +96,10 @@ class Away(Exception):
 class OpenAiServer:
     """A server of OpenAI's API. Close it in the end."""
 
-    def __init__(self, address: ServerAddress, key: ServerKey) -> None:
+    def __init__(self, address: ServerAddress, key: ServerKey, trust: Trust) -> None:
         self.address = address
         self.key = key
-        self._client = HttpClient(address)
+        self._client = HttpClient(address, trust)
 
     def __repr__(self) -> str:
         return f"<OpenAiServer {self.address}>"

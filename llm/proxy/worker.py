@@ -43,7 +43,7 @@ from dynbus.spi import ComponentName, ResumeRule, Work, monotonic
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
 from .events import EventReader
-from .http_client import Answer, BrokenOff, NotReached, ServerAddress
+from .http_client import Answer, BrokenOff, NotReached, ServerAddress, Trust
 from .server import MAX_ANSWER, Away, OpenAiServer, ServerKey
 from .tokenizing import tokenize_request
 
@@ -93,6 +93,17 @@ class OpenAiOptions(Options):
         ),
     ] = ""
     key_variable: Annotated[str, Option("the environment variable that has it instead")] = ""
+    tls_ca: Annotated[
+        str,
+        Option(
+            "file of the authorities, PEM, that may have signed the certificate of an `https` "
+            "server; the system's unless given"
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        str, Option("file of the worker's own certificate, PEM, where the server wants one")
+    ] = ""
+    tls_key: Annotated[str, Option("file of its key, PEM, without a password")] = ""
     kv_events: Annotated[
         str,
         Option(
@@ -138,6 +149,10 @@ class OpenAiOptions(Options):
         super().check()
         if self.kv_replay and not self.kv_events:
             raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("the worker's certificate has a key: give both tls_cert and tls_key")
+        if (self.tls_ca or self.tls_cert) and "http://" in self.url:
+            raise ConfigError(f"url={self.url!r}: tls_ca and tls_cert are for https:// alone")
         for name, text in (("kv_events", self.kv_events), ("kv_replay", self.kv_replay)):
             if text and text.count(",") != self.url.count(","):
                 raise ConfigError(f"{name}={text!r}: give one for each url, with commas between")
@@ -161,7 +176,8 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._kv_events = _own("kv_events", options.kv_events, index)
         self._kv_replay = _own("kv_replay", options.kv_replay, index)
         key = ServerKey(options.key_file, options.key_variable)
-        self._server = OpenAiServer(self._address, key)
+        trust = Trust(options.tls_ca, options.tls_cert, options.tls_key)
+        self._server = OpenAiServer(self._address, key, trust)
         self._cache: CacheShape | None = None
         self._tokenizes = False
         self._events: EngineEvents | None = None

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from tests.certificates import Authority
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import how_to_install
 from dynbus.bus.telemetry import health
-from dynbus.bus.telemetry.health import HealthServer, Status, parse_address
+from dynbus.bus.telemetry.health import HealthServer, Status, health_tls, parse_address
 
 WELL = Status()
 
@@ -338,3 +341,37 @@ def test_details_are_in_the_answer_and_change_nothing() -> None:
         "problems": {},
         "details": {"cache": "degraded"},
     }
+
+
+@pytest.mark.anyio
+async def test_tls_is_spoken_to_clients_with_a_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("health", "127.0.0.1")
+    own = authority.sign("client", "prometheus", client=True)
+    known, stranger = (ssl.create_default_context(cafile=authority.ca) for _ in range(2))
+    known.load_cert_chain(own.cert, own.key)
+
+    async with server(tls=health_tls(pair.cert, pair.key, authority.ca)) as opened:
+        assert opened.url.startswith("https://")
+        reader, writer = await asyncio.open_connection(opened.host, opened.port, ssl=known)
+        writer.write(b"GET /live HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        writer.close()
+        reader, writer = await asyncio.open_connection(opened.host, opened.port, ssl=stranger)
+        writer.write(b"GET /live HTTP/1.1\r\n\r\n")
+        refused = b""
+        # The alert of the server, or no more than its end.
+        with suppress(OSError):
+            refused = await reader.read()
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert refused == b""
+
+
+def test_files_of_tls_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^the certificate /gone, the key /k and the authorities"
+    ):
+        health_tls("/gone", "/k")

@@ -24,6 +24,9 @@ def run_options(**changed: Any) -> RunOptions:
         "otlp_endpoint": None,
         "health": None,
         "health_public": False,
+        "health_tls_cert": None,
+        "health_tls_key": None,
+        "health_tls_client_ca": None,
         "node_options": [],
     }
     return RunOptions(**(options | changed))

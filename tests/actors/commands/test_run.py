@@ -53,6 +53,9 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
         otlp_endpoint=None,
         health=None,
         health_public=False,
+        health_tls_cert=None,
+        health_tls_key=None,
+        health_tls_client_ca=None,
         node_options=[],
     )
 

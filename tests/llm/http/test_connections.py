@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.certificates import Authority
 from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import CHATML
 
@@ -761,24 +762,31 @@ async def test_a_template_that_fails_fails_its_requests_alone() -> None:
     assert other[0] == 200
 
 
-async def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "2"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    if await made.wait() != 0:
-        pytest.skip("openssl cannot make a certificate here")
-    context = ssl.create_default_context(cafile=str(certificate))
-    async with served(tls_cert=certificate, tls_key=key) as front:
+async def test_tls_is_spoken_with_a_certificate_to_clients_that_have_one(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("front", "127.0.0.1")
+    own = authority.sign("client", "web", client=True)
+    known, stranger = (ssl.create_default_context(cafile=authority.ca) for _ in range(2))
+    known.load_cert_chain(own.cert, own.key)
+    files: dict[str, Any] = {"tls_cert": Path(pair.cert), "tls_key": Path(pair.key)}
+
+    async with served(**files, tls_client_ca=Path(authority.ca)) as front:
         assert front.url.startswith("https://")
-        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, ssl=context)
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, ssl=known)
         writer.write(request(chat("say hi", stream=True)))
         async with asyncio.timeout(60):
             body = await reader.readuntil(b"[DONE]")
         writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, ssl=stranger)
+        writer.write(request(chat("say hi")))
+        refused = b""
+        # The alert of the server, or no more than its end.
+        with suppress(OSError):
+            refused = await reader.read()
+        writer.close()
 
     assert text_of(body) == "hi"
+    assert refused == b""
 
 
 async def test_a_port_that_is_taken_says_what_to_give() -> None:

@@ -98,6 +98,9 @@ def test_a_public_host_needs_keys_or_a_word(tmp_path: Path) -> None:
 
     HttpSettings(host="0.0.0.0", insecure_public=True)
     HttpSettings(host="0.0.0.0", api_keys=keys)
+    HttpSettings(host="0.0.0.0", tls_cert=keys, tls_key=keys, tls_client_ca=keys)
+    with pytest.raises(ConfigError, match="give tls_cert and tls_key as well"):
+        HttpSettings(tls_client_ca=keys)
     HttpSettings(host="::1")
 
 

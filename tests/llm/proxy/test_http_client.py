@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from tests.certificates import Authority
 
-from dynbus.llm.proxy.http_client import BrokenOff, HttpClient, NotReached, ServerAddress
+from dynbus import ConfigError
+from dynbus.llm.proxy.http_client import BrokenOff, HttpClient, NotReached, ServerAddress, Trust
 
 pytestmark = pytest.mark.anyio
 
@@ -118,3 +122,38 @@ def test_an_address_is_where_the_routes_are() -> None:
     assert (str(below), below.root, below.port) == ("https://host/openai/v1", "/openai", 443)
     other = ServerAddress.parse("http://[::1]:8000/api/v3")
     assert (str(other), other.root) == ("http://[::1]:8000/api/v3", "/api/v3")
+
+
+async def test_a_server_is_trusted_by_its_authority_and_knows_the_worker(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server", "127.0.0.1")
+    own = authority.sign("worker", "worker", client=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
+    tls.load_cert_chain(pair.cert, pair.key)
+    tls.verify_mode = ssl.CERT_REQUIRED
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(65536):
+            writer.write(OK + b"Content-Length: 2\r\n\r\nhi")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    address = ServerAddress.parse(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    known = HttpClient(address, Trust(authority.ca, own.cert, own.key))
+    stranger = HttpClient(address, Trust(authority.ca))
+    suspicious = HttpClient(address)
+    try:
+        assert await body_of(known) == b"hi"
+        with pytest.raises(BrokenOff):
+            await body_of(stranger)
+        with pytest.raises(NotReached, match=r"its certificate is not taken \(.*issuer.*: tls_ca"):
+            await body_of(suspicious)
+    finally:
+        for client in (known, stranger, suspicious):
+            client.close()
+        server.close()
+
+
+def test_certificates_that_cannot_be_used_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^tls_ca = '/gone', .* No such file"):
+        HttpClient(ServerAddress.parse("https://h"), Trust("/gone"))
