@@ -559,6 +559,16 @@ class JetStream(Protocol):
         """
         ...
 
+    async def read_page(
+        self, stream: str, subject: str = "", *, start: int = 1, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        """The first of these messages from a sequence on, as `read` has them: as many as fit into a
+        page, and none where there are no more.
+
+        For streams that may hold more than fits into memory, or than is read in a time.
+        """
+        ...
+
     async def purge(
         self, stream: str, subject: str = "", *, up_to: int = 0, timeout: float = 5.0
     ) -> int:

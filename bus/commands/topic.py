@@ -17,11 +17,14 @@ from .terminal import terminal
 
 if TYPE_CHECKING:
     from dynbus.bus.nats.connection import NatsConnection
-    from dynbus.bus.topics import Event, GroupPlace, TopicConfig
+    from dynbus.bus.topics import Event, GroupPlace, TopicConfig, TopicStream
 
 T = TypeVar("T")
 
 ALL: Final = "all"
+FOR_EVER: Final = 100 * 365 * 24 * 3600.0
+"""Seconds, where a stream says that it has no limit."""
+PUBLISH_TIMEOUT: Final = 5.0
 
 
 class GroupRow(NamedTuple):
@@ -294,39 +297,42 @@ async def follow(
     import asyncio
 
     from dynbus.bus.errors import ConfigError
-    from dynbus.bus.protocol.names import event_subject
-    from dynbus.bus.topics import TopicStream, event_of
-    from dynbus.bus.transport import NoStream
 
     heard: asyncio.Queue[Event] = asyncio.Queue()
-    try:
-        info = await connection.jetstream.stream_info(topic.stream)
-    except NoStream:
+    stream, now = await _as_it_is(connection, topic)
+    if stream.config.retain is None:
         if begin is not None:
             raise ConfigError(
                 f"no event of {topic} is kept, so there are none of before: leave --from out"
-            ) from None
+            )
         near = await _near(connection, topic)
         terminal.notice(f"no stream keeps {topic}{near}: waiting for what is published from now on")
-        since = 0.0
-        stop = (await TopicStream(connection, topic, lambda _: "").listen(heard.put_nowait)).stop
-    else:
-        since = 0.0 if begin is None else begin(info.now)
-        consumer = await connection.jetstream.consume(
-            topic.stream,
-            lambda message: heard.put_nowait(event_of(message)),
-            subject=event_subject(topic.namespace, topic.name),
-            start_sequence=info.last_sequence + 1 if begin is None else 1,
-            created=info.created,
-        )
-        stop = consumer.stop
+    since = None if begin is None else begin(now)
+    listening = await stream.listen(heard.put_nowait, since)
     try:
         while True:
-            event = await heard.get()
-            if event.time >= since:
-                yield event
+            yield await heard.get()
     finally:
-        await stop()
+        await listening.stop()
+
+
+async def _as_it_is(connection: NatsConnection, topic: TopicConfig) -> tuple[TopicStream, float]:
+    """The events of a topic, as kept as they are, and the server's time in Unix seconds; 0 where
+    they are not kept.
+
+    Raises:
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    from dynbus.bus.topics import TopicStream
+    from dynbus.bus.transport import NoStream
+
+    try:
+        info = await connection.jetstream.stream_info(topic.stream)
+        limits = (await connection.jetstream.stream_config(topic.stream)).limits
+    except NoStream:
+        return TopicStream(connection, topic, lambda _: ""), 0.0
+    kept = topic._replace(retain=limits.max_age or FOR_EVER)
+    return TopicStream(connection, kept, lambda _: ""), info.now
 
 
 @topic.command()
@@ -343,9 +349,7 @@ def publish(name: str, event: str, key: str, nats: str | None) -> None:
     import msgspec
 
     from dynbus.bus.errors import InvalidRequest
-    from dynbus.bus.protocol.names import topic_key, topic_subject
     from dynbus.bus.protocol.random_ids import random_id
-    from dynbus.bus.transport import NoStream
 
     wanted = parse_topic(name)
     data = event.encode()
@@ -354,18 +358,14 @@ def publish(name: str, event: str, key: str, nats: str | None) -> None:
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"{event[:80]!r} is no JSON: {error}", started=False) from None
     event_id = random_id()
-    subject = topic_subject(wanted.namespace, wanted.name, topic_key(key))
 
     async def send(connection: NatsConnection) -> bool:
-        jetstream = connection.jetstream
-        try:
-            await jetstream.stream_info(wanted.stream)
-        except NoStream:
-            connection.publish(subject, data)
+        stream, _ = await _as_it_is(connection, wanted)
+        await stream.publish(data, key, event_id, {}, PUBLISH_TIMEOUT)
+        is_kept = stream.config.retain is not None
+        if not is_kept:
             await connection.barrier()
-            return False
-        await jetstream.publish(subject, data, message_id=event_id)
-        return True
+        return is_kept
 
     is_kept = _run(nats, send)
     click.echo(f"published: {event_id if is_kept else wanted}")

@@ -38,6 +38,7 @@ from .subjects import overlap
 T = TypeVar("T")
 
 CONSUME_TIMEOUT: Final = 5.0
+PAGE: Final = 1000
 CLOCK_STEP: Final = 1e-6
 
 
@@ -457,8 +458,18 @@ class MemoryJetStream:
     async def read(
         self, stream: str, subject: str = "", *, timeout: float = 5.0
     ) -> list[StoredMessage]:
+        return await self._read(stream, subject, 1, None, timeout)
+
+    async def read_page(
+        self, stream: str, subject: str = "", *, start: int = 1, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        return await self._read(stream, subject, start, PAGE, timeout)
+
+    async def _read(
+        self, stream: str, subject: str, start: int, limit: int | None, timeout: float
+    ) -> list[StoredMessage]:
         def held(of: MemoryStream) -> list[StoredMessage]:
-            return [of.get(sequence) for sequence in of.after(1, subject or ">")]
+            return [of.get(sequence) for sequence in of.after(start, subject or ">")[:limit]]
 
         return await self._look(stream, "DIRECT.GET", held, timeout)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import anyio
@@ -22,6 +23,8 @@ from .api_requests import FIRST_REPEAT, ServerLink, unix_seconds
 
 PAGE: Final = 1000
 """Messages that are asked for at a time."""
+PAGE_BYTES: Final = 4 * 1024 * 1024
+"""Bytes after which the server ends a page, with the message that exceeds them."""
 
 _END = "204"
 _NOT_FOUND = "404"
@@ -88,14 +91,32 @@ async def read_stream(
     """
     messages: list[StoredMessage] = []
     sequence = 1
+    with _answered(stream, timeout):
+        while True:
+            page = await _read_page(connection, stream, subject, sequence)
+            messages += page.messages
+            if not page.pending or not page.messages:
+                return messages
+            sequence = page.messages[-1].sequence + 1
+
+
+async def read_page(
+    connection: ServerLink, stream: str, subject: str, start: int, timeout: float
+) -> list[StoredMessage]:
+    """The first of these messages from a sequence on; none where there are no more.
+
+    Raises:
+        NoStream, PermissionDenied, Unavailable: as of `read_stream`.
+    """
+    with _answered(stream, timeout):
+        return (await _read_page(connection, stream, subject, start)).messages
+
+
+@contextmanager
+def _answered(stream: str, timeout: float) -> Generator[None]:
     try:
         with anyio.fail_after(timeout):
-            while True:
-                page = await _read_page(connection, stream, subject, sequence)
-                messages += page.messages
-                if not page.pending or not page.messages:
-                    return messages
-                sequence = page.messages[-1].sequence + 1
+            yield
     except TimeoutError:
         raise Unavailable(f"no replica of {stream} answered within {timeout} s") from None
 
@@ -103,7 +124,12 @@ async def read_stream(
 async def _read_page(connection: ServerLink, stream: str, subject: str, sequence: int) -> _Page:
     """One answer that is complete; the caller bounds the wait."""
     call = f"$JS.API.DIRECT.GET.{stream}"
-    request: dict[str, Any] = {"seq": sequence, "batch": PAGE, "next_by_subj": subject or ">"}
+    request: dict[str, Any] = {
+        "seq": sequence,
+        "batch": PAGE,
+        "max_bytes": PAGE_BYTES,
+        "next_by_subj": subject or ">",
+    }
     data = msgspec.json.encode(request)
     pause = FIRST_REPEAT
     while True:

@@ -49,7 +49,7 @@ from .api_requests import (
     unix_seconds,
 )
 from .consumer import NatsOrderedConsumer
-from .direct_get import read_stream
+from .direct_get import read_page, read_stream
 from .pull_reader import NatsPullReader
 from .regions import KEEP_APART, count_keepers
 from .stream_config import NANOSECONDS, misfits, stream_config, stream_request
@@ -240,6 +240,11 @@ class NatsJetStream:
         self, stream: str, subject: str = "", *, timeout: float = 5.0
     ) -> list[StoredMessage]:
         return await read_stream(self._connection, stream, subject, timeout)
+
+    async def read_page(
+        self, stream: str, subject: str = "", *, start: int = 1, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        return await read_page(self._connection, stream, subject, start, timeout)
 
     async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
         try:

@@ -97,16 +97,20 @@ async def replay(
     async def of_lane(number: int, lane: str) -> None:
         subject = event_subject(topic.namespace, topic.name, lane)
         below = group_subject(topic.namespace, topic.name, group, lane)
-        for message in await jetstream.read(topic.stream, subject):
-            is_meant = since <= message.time <= until and place.has_had(number, message.sequence)
-            if not is_meant or refused:
-                continue
-            try:
-                await _give(jetstream, message, below, name)
-            except StreamFull as error:
-                refused.append(error)
-            else:
+        start = 1
+        while page := await jetstream.read_page(topic.stream, subject, start=start):
+            for message in page:
+                if refused or not place.has_had(number, message.sequence):
+                    return
+                if not since <= message.time <= until:
+                    continue
+                try:
+                    await _give(jetstream, message, below, name)
+                except StreamFull as error:
+                    refused.append(error)
+                    return
                 given.append(message.sequence)
+            start = page[-1].sequence + 1
 
     async with task_group() as tasks:
         for number, lane in enumerate(ORDERED_LANES):

@@ -225,8 +225,14 @@ class TopicStream:
             where=f"the topic {self.config}",
         )
 
-    async def listen(self, on_event: Callable[[Event], None]) -> Listening:
+    async def listen(
+        self, on_event: Callable[[Event], None], since: float | None = None
+    ) -> Listening:
         """Hear what is published from now on, in its order.
+
+        Args:
+            since: a time in Unix seconds by the server's clock: hear what is kept from then on
+                first.
 
         Raises:
             ConfigError: as of `ensure`.
@@ -244,11 +250,16 @@ class TopicStream:
             return Listening(subscription=subscription)
         await self.ensure()
         info = await self._jetstream.stream_info(self.config.stream)
+
+        def hear_kept(message: StoredMessage) -> None:
+            if since is None or message.time >= since:
+                on_event(event_of(message))
+
         consumer = await self._jetstream.consume(
             self.config.stream,
-            lambda message: on_event(event_of(message)),
+            hear_kept,
             subject=event_subject(*where),
-            start_sequence=info.last_sequence + 1,
+            start_sequence=info.last_sequence + 1 if since is None else 1,
             created=info.created,
         )
         return Listening(consumer=consumer)

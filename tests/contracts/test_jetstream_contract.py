@@ -147,6 +147,26 @@ async def test_keys_are_spread_over_lanes_each_into_one(bus: Bus) -> None:
     await js.delete_stream(name)
 
 
+async def test_a_stream_is_read_in_pages_from_a_sequence_on(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for number in range(12):
+        await js.publish(f"{stream}.{'ab'[number % 2]}", bytes(900_000))
+
+    pages: list[list[int]] = []
+    start = 1
+    while page := await js.read_page(stream, f"{stream}.a", start=start):
+        pages.append([one.sequence for one in page])
+        start = page[-1].sequence + 1
+
+    assert sum(pages, []) == [1, 3, 5, 7, 9, 11]
+    assert [one.sequence for one in await js.read(stream, f"{stream}.a")] == sum(pages, [])
+    assert [one.sequence for one in await js.read_page(stream, start=11)] == [11, 12]
+    await js.delete_stream(stream)
+    with pytest.raises(NoStream):
+        await js.read_page(stream)
+
+
 async def test_a_deleted_stream_is_gone_and_deleting_it_again_is_no_error(bus: Bus) -> None:
     stream = await bus.stream()
     js = (await bus.connect()).jetstream

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.conditions import eventually
 
-from dynbus import Actor, ConfigError, InvalidRequest, Runtime, Topic, subscribe
+from dynbus import Actor, ConfigError, InvalidRequest, Overloaded, Runtime, Topic, subscribe
 from dynbus.bus.commands.topic import parse_time
 from dynbus.bus.commands.topic import topic as command_group
+from dynbus.bus.nats import direct_get
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import StreamFull
 
@@ -104,8 +105,9 @@ async def test_topics_are_listed_with_their_groups(runtime: Runtime, command: Co
 
 
 async def test_a_group_and_no_other_gets_again_what_it_has_had(
-    runtime: Runtime, command: Command
+    runtime: Runtime, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(direct_get, "PAGE", 2)
     office = Office(runtime)
     await office.open()
     await office.publish(1, 2, 3)
@@ -122,16 +124,21 @@ async def test_a_group_and_no_other_gets_again_what_it_has_had(
     assert await office.wait("search", 4) == [1, 2, 3, 4]
 
 
-async def test_a_full_topic_has_no_room_for_a_replay(runtime: Runtime, command: Command) -> None:
+async def test_a_full_topic_has_no_room_for_a_replay_or_an_event(
+    runtime: Runtime, command: Command
+) -> None:
     office = Office(runtime, max_bytes=1000)
     await office.open()
     await office.publish(1, 2, 3)
     await office.wait("billing", 3)
 
     refused = await command("replay", office.name, "billing", "--from", "all", code=1)
+    full = await command("publish", office.name, f'"{"x" * 1000}"', code=1)
 
     assert isinstance(refused.exception, StreamFull)
     assert "were given to billing again" in str(refused.exception)
+    assert isinstance(full.exception, Overloaded)
+    assert full.exception.retry_after
 
 
 async def test_an_event_is_published_and_shown(runtime: Runtime, command: Command) -> None:
