@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Final
@@ -21,12 +20,14 @@ from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.topics import Event, EventEnd, GroupConfig, GroupStream, Listening, TopicStream
 from dynbus.bus.work_queue import Job, Taker
 
+from .event_backlog import EventBacklog
 from .handler_runner import MIGRATE_DELAY, NOT_TRIED_AGAIN, HandlerRunner, TakingRunner
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING: Final = 10_000
-"""Events that wait for a method which every instance has; further ones are dropped, and told."""
+MOST_BYTES: Final = 64 * 1024 * 1024
+"""Events, and bytes of them, that wait for a method which every instance has."""
 
 
 class GroupMember(TakingRunner):
@@ -91,9 +92,8 @@ class Listener(HandlerRunner):
     ) -> None:
         super().__init__(bus, instance, endpoint)
         self._topic = _stream(bus, instance, subscription)
-        self._heard: deque[Event] = deque()
+        self._heard = EventBacklog(MOST_WAITING, MOST_BYTES)
         self._changed = asyncio.Event()
-        self._dropped = 0
         self._listening: Listening | None = None
 
     async def start(self, background: Background) -> None:
@@ -114,18 +114,17 @@ class Listener(HandlerRunner):
             await listening.stop()
 
     def _hear(self, event: Event) -> None:
-        if len(self._heard) >= MOST_WAITING:
-            self._dropped += 1
-            self._topic.figures.count(EventEnd.DROPPED)
-            if self._dropped == 1:
-                logger.error(
-                    "%s is %d events behind, and does not get further ones: have it take them as a "
-                    "group, or do less in it",
-                    *(self._hop, MOST_WAITING),
-                )
+        was_behind = self._heard.is_behind
+        if self._heard.add(event):
+            self._changed.set()
             return
-        self._heard.append(event)
-        self._changed.set()
+        self._topic.figures.count(EventEnd.DROPPED)
+        if not was_behind:
+            logger.error(
+                "%s is %d events behind, and misses further ones while it is: have it take them as "
+                "a group, or do less in it",
+                *(self._hop, len(self._heard)),
+            )
 
     async def _run_all(self) -> None:
         async with anyio.create_task_group() as tasks:
@@ -135,7 +134,9 @@ class Listener(HandlerRunner):
     async def _run_each(self) -> None:
         while True:
             while self._heard:
-                await self._run(self._heard.popleft())
+                await self._run(self._heard.take())
+                if dropped := self._heard.caught_up():
+                    logger.error("%s has caught up, and missed %d events", self._hop, dropped)
             if self._is_draining:
                 return
             self._changed.clear()

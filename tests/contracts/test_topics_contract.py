@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from dynbus import (
     subscribe,
 )
 from dynbus.actors.declaring.actor import check_servable
+from dynbus.actors.serving import topic_runner
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.config import BusConfig
 from dynbus.bus.protocol.names import dead_letter_stream, topic_stream, topic_subject
@@ -165,6 +167,31 @@ async def test_without_retention_those_hear_it_who_listen(hall: Hall) -> None:
 
     assert await hall.hear("Every", 1) == [2]
     assert not await runtime.bus.data.jetstream.has_stream(topic_config(tick.config()))
+
+
+async def test_an_instance_that_falls_behind_misses_events_and_says_how_many(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(topic_runner, "MOST_WAITING", 2)
+    closed = hall.topic()
+    runtime = await hall.runtime()
+    await runtime.start(hall.member(closed, "Slow"))
+    hall.gate.clear()
+    await closed.publish(Closed(1), runtime=runtime)
+    await hall.hear("Slow", 1)
+    for number in (2, 3, 4, 5):
+        await closed.publish(Closed(number), runtime=runtime)
+    await eventually(lambda: "is 2 events behind" in caplog.text)
+    hall.gate.set()
+    await eventually(lambda: "has caught up, and missed" in caplog.text)
+    await closed.publish(Closed(6), runtime=runtime)
+    await eventually(lambda: 6 in hall.heard["Slow"])
+
+    heard = hall.heard["Slow"]
+    [missed] = re.findall("missed ([0-9]+) events", caplog.text)
+    # The server may have handed out event 5 only after the gate was opened.
+    assert heard in ([1, 2, 3, 6], [1, 2, 3, 5, 6])
+    assert int(missed) == 6 - len(heard)
 
 
 async def test_a_group_keeps_its_place_while_nobody_of_it_runs(hall: Hall) -> None:
