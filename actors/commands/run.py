@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from dynbus.actors.placing.allotment import Place
 from dynbus.actors.running.child_messages import WorkerSettings
@@ -43,11 +44,12 @@ from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
-from dynbus.bus.commands.server import embedded_if_local
+from dynbus.bus.commands.server import Server, connected, embedded_if_local
 from dynbus.bus.commands.terminal import terminal
-from dynbus.bus.config import load_config
+from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.extras import has_extra
+from dynbus.bus.identity.credentials import own_credentials
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.telemetry.health import HealthServer, Status, health_tls, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
@@ -65,6 +67,7 @@ from .options import (
 )
 from .plan import print_plan
 from .reload import Reloader, Watch, watching
+from .remote_control import RemoteControl, own_owner
 from .rollout import Rollout
 from .starting import show_start
 
@@ -274,7 +277,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             machine=plan.machine,
             lasting=options.reload,
         )
-        await stack.enter_async_context(
+        control = await stack.enter_async_context(
             controlled(
                 supervisor,
                 stop=lambda at_once: ending.stop() if at_once else ending.drain(),
@@ -299,6 +302,14 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             stack.push_async_callback(server.aclose)
             _tell_health(server)
         await stack.enter_async_context(embedded_if_local(config, fresh=options.fresh))
+        remote = RemoteControl(
+            control,
+            partial(_connected_as_first, config, control.nodes[:1]),
+            host=config.own_host,
+            zone=config.zone,
+            owner=own_owner(),
+        )
+        await stack.enter_async_context(remote.open())
         supervisor.begin()
         if watch is not None:
             reloader = Reloader(
@@ -311,6 +322,18 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
         await supervisor.ended.wait()
     failed = supervisor.exit_code not in (exit_codes.OK, exit_codes.INTERRUPTED)
     return (supervisor.failure if failed else None), supervisor.exit_code
+
+
+def _connected_as_first(
+    config: BusConfig, served: Sequence[str]
+) -> contextlib.AbstractAsyncContextManager[Server]:
+    """A connection to the bus, of a folder of credentials with that of a component that is served.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    credentials = own_credentials(config.credentials, served)
+    return connected(msgspec.structs.replace(config, credentials=credentials), "dynbus-run")
 
 
 def _in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure | None, int]:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import anyio
 import msgspec
@@ -87,17 +87,30 @@ class InstanceShown(msgspec.Struct, frozen=True):
 
 
 class RunShown(msgspec.Struct, frozen=True, tag="shown"):
-    """The run as it is; its nodes are there without an instance too."""
+    """The run as it is; its nodes are there without an instance too.
+
+    Attributes:
+        run, host, zone, owner: over the bus: an id of it alone, where it is, and the orchestrator
+            that owns its process.
+    """
 
     pid: int
     instances: list[InstanceShown]
     nodes: list[str] = []
+    run: str = ""
+    host: str = ""
+    zone: str = ""
+    owner: Literal["", "kubernetes", "systemd"] = ""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="told"):
     """A step begins, or is done."""
 
     text: str
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """It goes on; told over the bus, where silence is the death of a run."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -110,7 +123,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Answer = RunShown | Progress | Done | Refused
+Answer = RunShown | Progress | Busy | Done | Refused
 
 
 class Misfit(NamedTuple):
@@ -139,7 +152,7 @@ Raises:
 @asynccontextmanager
 async def controlled(
     supervisor: Supervisor, stop: Callable[[bool], None], check: RolloutCheck
-) -> AsyncGenerator[None]:
+) -> AsyncGenerator[Control]:
     """Answer questions about a run, and do what is asked, while the block runs.
 
     Where the folder cannot be written to, as in many containers, a warning says that nobody can.
@@ -148,7 +161,7 @@ async def controlled(
         stop: has the run end, at once where it is given True.
         check: says what a restart would break.
     """
-    path = _path(os.getpid())
+    path, control = _path(os.getpid()), Control(supervisor, stop, check)
     try:
         FOLDER.mkdir(mode=0o700, exist_ok=True)
         listener = await anyio.create_unix_listener(path, mode=0o600)
@@ -158,18 +171,24 @@ async def controlled(
             "%s",
             *(path.absolute(), error.strerror),
         )
-        yield
+        yield control
         return
     try:
         async with listener, task_group() as tasks:
-            tasks.start_soon(listener.serve, _Control(supervisor, stop, check).answer)
-            yield
+            tasks.start_soon(listener.serve, control.serve)
+            yield control
             tasks.cancel_scope.cancel()
     finally:
         path.unlink(missing_ok=True)
 
 
-class _Control:
+class Control:
+    """Carries out what a run is asked.
+
+    Args:
+        supervisor, stop, check: as of `controlled`.
+    """
+
     def __init__(
         self, supervisor: Supervisor, stop: Callable[[bool], None], check: RolloutCheck
     ) -> None:
@@ -177,7 +196,17 @@ class _Control:
         self._stop = stop
         self._check = check
 
-    async def answer(self, stream: SocketStream) -> None:
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The addresses of the run's nodes."""
+        return list(self._supervisor.nodes)
+
+    def shown(self) -> RunShown:
+        """The run as it is."""
+        instances = [_shown(child) for child in self._supervisor.children]
+        return RunShown(os.getpid(), instances, list(self._supervisor.nodes))
+
+    async def serve(self, stream: SocketStream) -> None:
         """Answer one connection; a client that leaves early changes nothing of what is done."""
         async with stream:
             try:
@@ -196,9 +225,12 @@ class _Control:
             async with task_group() as tasks:
                 tasks.start_soon(_send_all, stream, answers)
                 with sender:
-                    await self._answer(question, sender.send_nowait)
+                    await self.answer(question, sender.send_nowait)
+                    if isinstance(question, StopRun):
+                        await anyio.sleep_forever()  # until the process is about to end
 
-    async def _answer(self, question: Question, tell: Callable[[Answer], None]) -> None:
+    async def answer(self, question: Question, tell: Callable[[Answer], None]) -> None:
+        """Carry out a question, and tell each step; the last one is `Done` or `Refused`."""
         try:
             await self._carry_out(question, tell)
         except ChangeFailed as error:
@@ -215,11 +247,10 @@ class _Control:
             tell(Progress(text))
 
         if isinstance(question, ShowRun):
-            instances = [_shown(child) for child in supervisor.children]
-            tell(RunShown(os.getpid(), instances, list(supervisor.nodes)))
+            tell(self.shown())
         elif isinstance(question, StopRun):
             self._stop(question.at_once)
-            await anyio.sleep_forever()  # until the run has ended
+            await supervisor.ended.wait()
         elif isinstance(question, ScaleNode):
             if not 0 <= question.count <= MAX_WORKERS:
                 raise ChangeFailed(

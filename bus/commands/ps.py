@@ -3,6 +3,7 @@ they do."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -32,6 +33,7 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
     ZONE   where it is, if any has a zone
     STATUS what the instance's process says of how it is, if any says something
 
+    With --hosts each host, as DYNBUS_HOST or its name says, with what it has.
     With --requests the oldest requests that run or wait at them, whose ids `dynbus cancel` takes.
 
     With --watch or --rates what they do:
@@ -50,6 +52,7 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
     dynbus ps --namespace demo
     dynbus ps --watch --sort calls
     dynbus ps --requests --namespace demo
+    dynbus ps --hosts
     dynbus ps --json | jq '.[] | select(.state == "silent")'
     """
 
@@ -57,6 +60,7 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
 @click.option("--requests", is_flag=True, help="List requests at the instances, by their ids.")
+@click.option("--hosts", is_flag=True, help="List the hosts, with what runs on each.")
 @click.option("-w", "--watch", is_flag=True, help="Show what they do, again and again.")
 @click.option("--rates", is_flag=True, help="Show it once, after one interval.")
 @click.option(
@@ -78,6 +82,7 @@ def ps(
     *,
     namespace: str | None,
     requests: bool,
+    hosts: bool,
     watch: bool,
     rates: bool,
     interval: float | None,
@@ -86,8 +91,8 @@ def ps(
     nats: str | None,
 ) -> None:
     if watch or rates:
-        if requests or (watch and rates):
-            raise click.UsageError("give one of --requests, --watch and --rates")
+        if requests or hosts or (watch and rates):
+            raise click.UsageError("give one of --requests, --hosts, --watch and --rates")
         from .watching import watch as watch_instances
 
         code = watch_instances(
@@ -101,10 +106,14 @@ def ps(
         ctx.exit(code)
     if interval is not None or sort is not None:
         raise click.UsageError("--interval and --sort are for --watch and --rates")
-    _list(namespace, requests, as_json, nats)
+    if requests and hosts:
+        raise click.UsageError("give one of --requests, --hosts, --watch and --rates")
+    _list(namespace, as_json, nats, requests=requests, hosts=hosts)
 
 
-def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None) -> None:
+def _list(
+    namespace: str | None, as_json: bool, nats: str | None, *, requests: bool, hosts: bool
+) -> None:
     import asyncio
 
     from dynbus.bus.clock import unix_time
@@ -123,6 +132,9 @@ def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None
     rows = [row for row in survey_result.rows if namespace in (None, row.namespace)]
     if requests:
         show_requests(rows, as_json=as_json)
+        return
+    if hosts:
+        show_hosts(rows, as_json=as_json)
         return
     now = unix_time()
     if as_json:
@@ -151,6 +163,51 @@ def _list(namespace: str | None, requests: bool, as_json: bool, nats: str | None
             for row in rows
         ],
     )
+
+
+def show_hosts(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
+    """The hosts of instances, with what is on each; those without a record are on none."""
+    hosts = [_host_json(host, of) for host, of in _by_host(rows)]
+    if as_json:
+        terminal.print_json(hosts)
+    elif hosts:
+        columns = ("HOST", "ZONE", "COMPONENTS", "INSTANCES", "LOAD", "NOT SERVING")
+        terminal.print_table(
+            columns,
+            [
+                (
+                    terminal.plain(one["host"] or "-"),
+                    terminal.plain(", ".join(one["zones"]) or "-"),
+                    terminal.plain(", ".join(one["components"])),
+                    str(one["instances"]),
+                    f"{one['running']}/{one['waiting']}",
+                    ", ".join(f"{count} {state}" for state, count in one["others"].items()) or "-",
+                )
+                for one in hosts
+            ],
+        )
+    else:
+        terminal.notice("no instance")
+
+
+def _by_host(rows: Sequence[InstanceReport]) -> list[tuple[str, list[InstanceReport]]]:
+    hosts: dict[str, list[InstanceReport]] = {}
+    for row in rows:
+        hosts.setdefault(row.host, []).append(row)
+    return sorted(hosts.items())
+
+
+def _host_json(host: str, rows: Sequence[InstanceReport]) -> dict[str, Any]:
+    states = Counter(row.state for row in rows if row.state != "serving")
+    return {
+        "host": host,
+        "zones": sorted({row.zone for row in rows} - {""}),
+        "components": sorted({f"{row.namespace}.{row.component}" for row in rows}),
+        "instances": len(rows),
+        "running": sum(row.running for row in rows),
+        "waiting": sum(row.waiting for row in rows),
+        "others": dict(sorted(states.items())),
+    }
 
 
 def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from dynbus.bus.protocol.names import (
     HOLDERS_BUCKET,
     INSTANCES_BUCKET,
     REPLY_ROOT,
+    RUN,
     SCHEMA,
     ComponentName,
     EndpointName,
@@ -95,6 +96,11 @@ def hears_cancels(namespace: str) -> Grant:
     return Grant(f"hears cancels in {namespace}", subscribe=(f"{namespace}.{CANCEL}",))
 
 
+def hears_operators(namespace: str) -> Grant:
+    """The questions of operators to the runs of a namespace."""
+    return Grant(f"hears operators of runs in {namespace}", subscribe=(f"{namespace}.{RUN}",))
+
+
 # Calls -------------------------------------------------------------------------------------
 
 
@@ -144,6 +150,7 @@ def serves(component: ComponentName) -> list[Grant]:
             (f"$KV.{INSTANCES_BUCKET}.{component}.*", *look_up_subjects(_INSTANCES)),
         ),
         hears_cancels(component.namespace),
+        hears_operators(component.namespace),
     ]
 
 

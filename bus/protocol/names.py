@@ -27,6 +27,7 @@ JOBS: Final = "_jobs"
 DEAD: Final = "_dead"
 HOLDERS_BUCKET: Final = "dynbus_jobs"
 CANCEL: Final = "_cancel"
+RUN: Final = "_run"
 TOPIC: Final = "_topic"
 EVENT: Final = "_event"
 GROUP: Final = "_group"
@@ -185,6 +186,14 @@ def cancel_subject(namespace: str) -> str:
     what another one asked for.
     """
     return f"{namespace}.{CANCEL}"
+
+
+def run_subject(namespace: str) -> str:
+    """The subject at which operators ask the runs that serve a namespace, and steer them.
+
+    It has a token less than any subject that callers may publish to, as that of cancels.
+    """
+    return f"{namespace}.{RUN}"
 
 
 def job_token(job_id: str) -> str:

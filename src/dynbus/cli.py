@@ -35,6 +35,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "stop": "End a run.",
         "restart": "Replace the instances of a run.",
         "scale": "Change how many instances a run has.",
+        "drain": "End all runs of a host.",
     },
     "Ask": {
         "call": "Call an endpoint.",

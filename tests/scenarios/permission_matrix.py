@@ -147,6 +147,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("call in another namespace", "publish", "other.Printer.ink", "stranger"),
         may("cancel requests of all", "publish", "demo._cancel", "operator"),
         may("hear cancels", "subscribe", "demo._cancel", EVERYBODY - {"stranger"}),
+        may("stop, restart and scale runs", "publish", "demo._run", "operator"),
+        may("hear who stops runs", "subscribe", "demo._run", SERVING - {"frontend"}),
         may("answer a caller", "publish", "_R.caller.c.f", SERVING),
         may("answer a plain client", "publish", "_INBOX.x", SERVING),
         may("serve Printer", "subscribe", "demo.Printer.ink", "Printer"),

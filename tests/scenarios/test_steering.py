@@ -282,3 +282,30 @@ def test_only_its_owner_can_ask_a_run_and_what_is_no_question_is_refused(folder:
     assert folder.dynbus("scale", "Spliter=2").stderr == (
         "dynbus: this run has no Spliter (did you mean Splitter?); it has demo.Splitter\n"
     )
+
+
+def test_a_run_is_scaled_and_drained_over_the_bus_by_the_name_of_its_host(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DYNBUS_HOST", "node-7")
+    run = folder.start_ready("actors.py:Splitter")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("NATS_URL", (tmp_path / ".dynbus" / "nats.url").read_text().strip())
+    folder.path = elsewhere
+
+    scaled = folder.dynbus("scale", "Splitter=2", "--host", "node-7")
+    hosts = json.loads(folder.dynbus("ps", "--hosts", "--json").stdout)
+    nowhere = folder.dynbus("drain", "host=node-8")
+    drained = folder.dynbus("drain", "host=node-7")
+
+    where = f"node-7 {run.pid}: "
+    assert (scaled.returncode, scaled.stdout.splitlines()) == (
+        0,
+        [f"{where}demo.Splitter: 1 instance starts", f"{where}demo.Splitter: 2 instances"],
+    )
+    assert [(one["host"], one["instances"]) for one in hosts] == [("node-7", 2)]
+    assert (nowhere.returncode, nowhere.stdout) == (exit_codes.FAILURE, "")
+    assert f"no dynbus run on host node-8; there are: {where}demo.Splitter" in nowhere.stderr
+    assert (drained.returncode, drained.stdout) == (0, f"{where}ended\n")
+    assert run.wait(PATIENCE) == exit_codes.OK

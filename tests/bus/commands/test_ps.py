@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from tests.bus.servers import survey_of
 
-from dynbus.bus.commands.ps import MOST_SHOWN, ps, show_requests
+from dynbus.bus.commands.ps import MOST_SHOWN, ps, show_hosts, show_requests
 from dynbus.bus.commands.survey import InstanceReport, Request, join
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
@@ -237,3 +237,27 @@ def test_rates_are_shown_once(nats_server: RunningServer, as_json: bool) -> None
         assert json.loads(ended.stdout)["instances"] == []
     else:
         assert "no instance" in ended.stderr
+
+
+def test_hosts_are_listed_with_what_is_on_each(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        ANSWER._replace(state="serving", host="a", zone="east"),
+        ANSWER._replace(state="draining", host="a", zone="east", component="Other"),
+        ANSWER._replace(state="silent", host="b", running=0, waiting=0),
+    ]
+
+    show_hosts(rows, as_json=True)
+
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {
+        "host": "a",
+        "zones": ["east"],
+        "components": ["demo.Hello", "demo.Other"],
+        "instances": 2,
+        "running": 4,
+        "waiting": 6,
+        "others": {"draining": 1},
+    }
+    assert (second["host"], second["zones"], second["others"]) == ("b", [], {"silent": 1})
+    show_hosts(rows, as_json=False)
+    assert "4/6" in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_replies_are_heard_by_their_own_credential_alone() -> None:
 
 
 def test_an_instance_hears_its_own_component_and_writes_its_own_records() -> None:
-    serving, leases, cancels = serves(PRINTER)
+    serving, leases, cancels, operators = serves(PRINTER)
 
     assert serving.publish == ("_R.>", "_INBOX.>")
     assert serving.subscribe == (
@@ -97,6 +97,7 @@ def test_an_instance_hears_its_own_component_and_writes_its_own_records() -> Non
         "$JS.API.STREAM.MSG.GET.KV_dynbus_instances",
     )
     assert cancels.subscribe == ("demo._cancel",)
+    assert (operators.publish, operators.subscribe) == ((), ("demo._run",))
 
 
 def test_who_finds_instances_makes_a_consumer_of_its_own_and_nothing_else() -> None:
