@@ -187,8 +187,9 @@ class JobQueue:
             raise InvalidRequest(
                 "idempotency_key='' names no job: give a key, or leave it out", started=False
             )
-        given: CallOptions = {"priority": priority, "idempotency_key": own_key}
-        options = combined(checked_options(given, "submit(...)"), options)
+        if priority is not None or own_key is not None:
+            given: CallOptions = {"priority": priority, "idempotency_key": own_key}
+            options = combined(checked_options(given, "submit(...)"), options)
         if priority and order_key is not None:
             raise InvalidRequest(
                 f"priority={priority} would have the job go before others of its key, and "
@@ -410,7 +411,8 @@ class BusJob(JobHandle[T]):
     def __init__(self, queue: JobQueue, job_id: JobId, decode: Callable[[bytes], T]) -> None:
         self._queue = queue
         self._id = job_id
-        _, self._name = job_id.split_name()
+        # Who makes a handle has made the id, or checked it.
+        self._name = job_id.split(".", 3)[3]
         self._decode = decode
 
     def __repr__(self) -> str:

@@ -335,7 +335,7 @@ class JobStream:
             until = min(until, deadline)
         subject = work_subject(self.name, job_token(job_id), lane)
         await self._store(subject, data, job_id, fields, deadline, until)
-        self._depth = self._depth._replace(waiting=self._depth.waiting + 1)
+        self._depth = QueueDepth(self._depth.waiting + 1, self._depth.held)
 
     async def _store(
         self,

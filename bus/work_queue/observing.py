@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Final
 
 import anyio
@@ -55,14 +55,15 @@ class QueueFigures:
         """A job was put."""
         self._count("put")
 
-    @contextmanager
-    def putting(self, job_id: str) -> Generator[Mapping[str, str]]:
+    def putting(self, job_id: str) -> AbstractContextManager[Mapping[str, str]]:
         """A span while the block runs, of the caller's trace, and what carries that trace on."""
         parent = Context.current()
         if self._telemetry is None:
-            yield {} if parent is None else parent.trace_headers()
-            return
-        put = self._telemetry.put_job(self._name, job_id=job_id, parent=parent)
+            return nullcontext({} if parent is None else parent.trace_headers())
+        return self._span(self._telemetry.put_job(self._name, job_id=job_id, parent=parent))
+
+    @contextmanager
+    def _span(self, put: CallObservation) -> Generator[Mapping[str, str]]:
         try:
             yield put.trace_headers
         except BaseException as error:

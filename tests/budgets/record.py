@@ -13,7 +13,7 @@ RECORD: Final[dict[str, float]] = {
     "an item of an async generator": 9.2,
     "an item of an engine's step": 23.2,
     "an item of an engine's step, read as bytes": 22.2,
-    "a job that is submitted": 207.0,
+    "a job that is submitted": 164.0,
     "a KV event": 36.1,
     "a decision for 8,192 tokens": 3710.0,
     "a token from an engine's step to the socket": 70.4,
