@@ -285,8 +285,9 @@ class PullConsumerConfig(NamedTuple):
 
     Attributes:
         ack_wait: seconds after which a message that nobody acknowledged is delivered again.
-        max_ack_pending: messages that may be delivered and not acknowledged at a time. With 1 a
-            message that is delivered again comes before all that are behind it.
+        max_ack_pending: messages that may be delivered and not acknowledged at a time; None for any
+            number: those that wait for their time are among them. With 1 a message that is
+            delivered again comes before all that are behind it.
         subject: what is delivered of the stream (wildcards allowed). Two consumers of a work queue
             have no subject in common.
         subjects: the same of a consumer that has several, in place of `subject`.
@@ -296,7 +297,7 @@ class PullConsumerConfig(NamedTuple):
 
     name: str
     ack_wait: float = 30.0
-    max_ack_pending: int = 65_536
+    max_ack_pending: int | None = None
     subject: str = ">"
     subjects: tuple[str, ...] = ()
     new_only: bool = False

@@ -63,6 +63,8 @@ LOOK_PAUSE: Final = 5.0
 FIRST_LOOK: Final = 0.005
 FIRST_PAUSE: Final = 0.25
 """Seconds after which a server that did not answer is asked again; each pause is twice the last."""
+OUTDATED: Final = 2.0
+"""Seconds within which a server that led its cluster learns that another one does."""
 SIGNAL_HEADERS: Final = 1024
 """Bytes of a message that a signal leaves to its subject and headers."""
 MAX_DELAY: Final = 366 * 24 * 3600.0
@@ -287,9 +289,10 @@ class JobQueue:
                 heard.clear()
                 pause = FIRST_LOOK
             try:
-                result = await self.log.result(name)
-                if result is None and is_looked_for and not await self.queue.find(name):
-                    result = await self._end_without_record(name)
+                if is_looked_for:
+                    _, result = await self._find(name)
+                else:
+                    result = await self.log.result(name)
             except Unavailable as error:
                 # The job goes on as soon as its server does, and so does the wait for it.
                 logger.debug("job %s of %s is waited for: %s", name, self.endpoint, error)
@@ -300,22 +303,39 @@ class JobQueue:
                 await heard.wait()
             pause = min(2 * pause, LOOK_PAUSE)
 
-    async def _end_without_record(self, name: str) -> JobResult:
-        """The outcome of a job that is not in its queue, nor known to have ended a moment ago.
+    async def _find(self, name: str) -> tuple[list[StoredMessage], JobResult | None]:
+        """The messages of a job in its queue, or its outcome.
 
         Raises:
-            NoJob: nobody knows.
+            NoJob: nobody knows of it.
         """
+        is_last = False
+        while True:
+            result = await self.log.result(name)
+            queued = [] if result is not None else await self.queue.find(name)
+            if result is None and not queued:
+                result = await self._end_without_message(name)
+            if queued or result is not None:
+                return queued, result
+            if is_last or not self._bus.data.has_peers:
+                break
+            # A server that led its cluster, and was frozen or cut off, answers as it knew.
+            await anyio.sleep(OUTDATED)
+            is_last = True
+        raise NoJob(
+            f"there is no job {JobId.of(self.endpoint, name)}: it was not submitted, or ended more "
+            "than its handler's result_age ago, or was dropped since its deadline had passed"
+        )
+
+    async def _end_without_message(self, name: str) -> JobResult | None:
+        """The outcome of a job that is not in its queue, nor known to have ended a moment ago."""
         result = await self.log.result(name)
         if result is not None:
             return result
         letter = await self._letter(name)
         if letter is not None:
             return JobResult.failed(HandlerError(f"the job failed for good: {letter.error}"))
-        raise NoJob(
-            f"there is no job {JobId.of(self.endpoint, name)}: it was not submitted, or ended more "
-            "than its handler's result_age ago, or was dropped since its deadline had passed"
-        )
+        return None
 
     async def _letter(self, name: str) -> DeadLetter | None:
         letters = DeadLetters(self._bus.data.jetstream, self.endpoint.namespace)
@@ -326,8 +346,7 @@ class JobQueue:
 
     async def state(self, name: str) -> JobState:
         """The state of a job; see `JobHandle.state`."""
-        result = await self.log.result(name)
-        queued = [] if result is not None else await self.queue.find(name)
+        queued, result = await self._find(name)
         failures = tuple(await self.log.failures(name))
         if queued:
             tries = max([await self.queue.holding(one) for one in queued])
@@ -337,8 +356,7 @@ class JobQueue:
                 # It goes on with its try after each wait, which costs a delivery.
                 tries = len(failures) + 1
             return JobState(status, tries or len(failures), failures)
-        if result is None:
-            result = await self._end_without_record(name)
+        assert result is not None, "it is in its queue, or has ended"
         return JobState(
             result.outcome.value,
             result.tries or len(failures) + 1,
@@ -350,11 +368,8 @@ class JobQueue:
         """Have a job end as cancelled; see `JobHandle.cancel`."""
         error = Cancelled("the job was cancelled")
         result = JobResult.failed(error, Outcome.CANCELLED)
-        queued = await self.queue.find(name)
-        if not queued:
-            ended = await self.log.result(name)
-            if ended is None:
-                await self._end_without_record(name)
+        queued, ended = await self._find(name)
+        if ended is not None:
             return False
         if not await self.log.end(name, result, self.options.result_age):
             return False
@@ -374,10 +389,8 @@ class JobQueue:
                 f"the value of signal {signal!r} has {len(data)} bytes, and a message of the "
                 f"server room for {room}: put it elsewhere, and send its name"
             )
-        result = await self.log.result(name)
-        queued = [] if result is not None else await self.queue.find(name)
-        if not queued:
-            result = result or await self._end_without_record(name)
+        queued, result = await self._find(name)
+        if result is not None:
             raise NoJob(
                 f"the job {JobId.of(self.endpoint, name)} has ended ({result.outcome}): it takes "
                 "no signal any more"

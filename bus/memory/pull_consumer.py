@@ -204,7 +204,8 @@ class MemoryPullConsumer:
                 del self._unsettled[sequence]
             elif unsettled.due <= now:
                 return sequence
-        if len(self._unsettled) >= self.config.max_ack_pending:
+        most = self.config.max_ack_pending
+        if most is not None and len(self._unsettled) >= most:
             return None
         fresh = self._after()
         return fresh[0] if fresh else None

@@ -51,6 +51,9 @@ ONE_SERVER: Final = 10074
 NO_ROOM: Final = (10023, 10047)
 NO_LEADER: Final = (10008, 10009)
 """A cluster that elects a leader, or a server of it that is not it any more."""
+UNDER_WAY: Final = (10158, 10163, 10167)
+"""A cluster that has not decided yet what becomes of an earlier message of the same id or subject,
+or that has too many to decide about."""
 REFUSED: Final = 10051
 
 
@@ -264,7 +267,7 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise StreamFull(text)
     if code in NO_ROOM or (code == NOT_STORED and "creating store" in text):
         raise NoRoom(text)
-    if code in NO_LEADER:
+    if code in NO_LEADER or code in UNDER_WAY:
         raise Unavailable(text)
     raise JetStreamError(text, code)
 

@@ -429,7 +429,7 @@ def _consumer_request(config: PullConsumerConfig) -> dict[str, Any]:
         "deliver_policy": "new" if config.new_only else "all",
         "replay_policy": "instant",
         "max_deliver": -1,
-        "max_ack_pending": config.max_ack_pending,
+        "max_ack_pending": -1 if config.max_ack_pending is None else config.max_ack_pending,
         "max_waiting": MAX_WAITING_PULLS,
         "description": config.description,
     }

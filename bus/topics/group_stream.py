@@ -172,7 +172,7 @@ def group_consumers(topic: TopicConfig, group: GroupConfig) -> tuple[PullConsume
             name,
             group.tries.ack_wait,
             # So the server hands out the next event of a lane when the one before it is settled.
-            max_ack_pending=1 if ordered else 65_536,
+            max_ack_pending=1 if ordered else None,
             subjects=(
                 event_subject(*where, lane),
                 f"{group_subject(*where, group.name, lane)}.>",

@@ -140,14 +140,14 @@ class Job:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if another taker may have the job: the server was away since it was handed out, or
-        not heard for so long, or another taker took this one for dead.
+        """True if another taker may have had the job: the server was away since it was handed out,
+        or once not heard for `ack_wait`, or another taker took this one for dead.
         """
         was_away = self._taker.watched_since > self._handed_at
         return self._is_doubted or was_away or monotonic() - self.heard > self._taker.ack_wait
 
     def doubt(self) -> None:
-        """Another taker has given it back in the place of this one."""
+        """Another taker has given it back in the place of this one, or may have."""
         self._is_doubted = True
 
     def leave_place(self) -> None:
@@ -857,8 +857,13 @@ class Taker:
                     tasks.start_soon(self._jobs.keep, ready.delivery)
 
     async def _keep_job(self, job: Job) -> None:
-        if await self._jobs.keep(job.delivery):
-            job.heard = monotonic()
+        asked = monotonic()
+        is_heard = await self._jobs.keep(job.delivery)
+        if job.is_doubtful:
+            # Also once the server is heard again: others may have had the job meanwhile.
+            job.doubt()
+        if is_heard:
+            job.heard = asked
         elif job.is_doubtful:
             logger.debug("%r: the server was not heard for %s s", job, self.ack_wait)
 

@@ -12,14 +12,20 @@ from tests.story import on_a_kit
 from dynbus import (
     Actor,
     DeadlineExceeded,
+    EndpointName,
     HandlerError,
+    NoJob,
     Topic,
     Unavailable,
     context,
     handler,
+    step,
     subscribe,
 )
 from dynbus.bus.context import current_instance
+from dynbus.bus.memory.bus import MemoryConnection
+from dynbus.bus.transport import StoredMessage
+from dynbus.bus.work_queue import JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.job_stream import JobStream
 from dynbus.testing import TestKit
 
@@ -186,3 +192,66 @@ def test_events_are_heard_after_one_that_waited_for_what_is_cancelled() -> None:
 
     wanted = ["hear first", "hear second", "take first", "take first", "take second"]
     assert on_a_kit(story) == wanted
+
+
+class Hesitant(Actor, namespace="runners"):
+    """Has a job, and begins its step when it is let go."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.go_on = asyncio.Event()
+
+    @handler(durable=True, ack_wait=2.0)
+    async def sell(self) -> str:
+        self.called.append("sell")
+        await self.go_on.wait()
+        return await step("charge", self.charge)
+
+    async def charge(self) -> str:
+        self.called.append("charge")
+        return "here"
+
+
+def test_what_ended_elsewhere_while_the_server_was_not_heard_is_left_when_it_is_heard() -> None:
+    async def story(kit: TestKit) -> tuple[str, list[str]]:
+        actor = (await kit.start(Hesitant)).actor
+        assert isinstance(actor, Hesitant)
+        # One that was put before its taker was there may have begun before.
+        await anyio.sleep(1.0)
+        job = await kit.client(Hesitant).sell.submit()
+        await eventually(lambda: actor.called == ["sell"])
+        queue, _, name = job.id.rpartition(".")
+        log = JobLog(kit.caller.bus.data.jetstream, EndpointName.parse(queue))
+
+        with kit.bus.drop("$JS.ACK.>"):
+            await anyio.sleep(5.0)
+        # As another instance does that was handed the job meanwhile: it has dropped its steps.
+        await log.end(name, JobResult(Outcome.DONE, b'"elsewhere"'), 3600.0)
+        await anyio.sleep(5.0)
+        actor.go_on.set()
+        await anyio.sleep(5.0)
+        return await job.result(), actor.called
+
+    assert on_a_kit(story) == ("elsewhere", ["sell"])
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_a_job_that_an_outdated_server_of_a_cluster_does_not_know_is_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch, has_peers: bool
+) -> None:
+    find, outdated = JobStream.find, [True]
+
+    async def answer(jobs: JobStream, job_id: str) -> list[StoredMessage]:
+        return [] if outdated and outdated.pop() else await find(jobs, job_id)
+
+    async def story(kit: TestKit) -> str:
+        job = await kit.client(Till).charge.submit(7)
+        monkeypatch.setattr(MemoryConnection, "has_peers", has_peers)
+        monkeypatch.setattr(JobStream, "find", answer)
+        return (await job.state()).status
+
+    if has_peers:
+        assert on_a_kit(story) == "waiting"
+    else:
+        with pytest.raises(NoJob, match="there is no job"):
+            on_a_kit(story)

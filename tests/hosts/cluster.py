@@ -59,9 +59,13 @@ class Cluster:
             self._start_server(host)
         if host not in self.workers:
             return []
+        return [self.start_worker(host)]
+
+    def start_worker(self, host: Host) -> Program:
+        """Start the worker of a host, which says "ready" when it serves."""
         # A record outlives its instance: one that is started again has another id.
         instance_id = f"{host.name}{next(self._started)}"
-        return [host.python("tests.hosts.worker", self.url, host.folder / "effects", instance_id)]
+        return host.python("tests.hosts.worker", self.url, host.folder / "effects", instance_id)
 
     def bring_back(self, host: Host) -> None:
         """Switch a host on again with all that it had; returns when that serves."""

@@ -108,6 +108,18 @@ class Processes:
         """A process that does the jobs of `job_shop`, from when it says "takes jobs" on."""
         return self._start("job_shop", url)
 
+    def begin_schedule_shop(self, url: str, wrong_by: float) -> Process:
+        """A process with an instance of `schedule_shop`, from when it says "runs schedules" on.
+
+        Args:
+            wrong_by: seconds by which its time of day is ahead and behind in turn.
+        """
+        return self._start("schedule_shop", url, str(wrong_by))
+
+    def begin_wait_shop(self, url: str) -> Process:
+        """A process that does the jobs of `wait_shop`, from when it says "takes jobs" on."""
+        return self._start("wait_shop", url)
+
     async def event_shop(self, url: str) -> Process:
         """A process with members of the groups of `event_shop`, once they hear events."""
         process = self._start("event_shop", url)

@@ -20,6 +20,8 @@ from .processes import Processes
 pytestmark = pytest.mark.anyio
 
 CUSTOMERS = 10
+BETWEEN = 0.1
+"""Seconds between two events of a customer at most: members are to keep up between their kills."""
 
 
 @pytest.mark.timeout(900)
@@ -61,7 +63,7 @@ async def test_each_group_hears_every_event_and_those_of_a_key_in_order(
                     except Unavailable:
                         await asyncio.sleep(0.1)
                 published[customer].append(number)
-                await asyncio.sleep(random.uniform(0.0, 0.02))
+                await asyncio.sleep(random.uniform(0.0, BETWEEN))
 
         async def kill() -> None:
             for number in range(1, kills + 1):

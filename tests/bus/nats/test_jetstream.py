@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +139,34 @@ async def test_a_cluster_that_elects_a_leader_is_asked_again_later(
 
     with pytest.raises(Unavailable, match="temporarily unavailable") as raised:
         await connection.jetstream.consumer_info(stream, "takers")
+
+    assert raised.value.retryable
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("code", "description"),
+    [
+        (10158, "duplicate message id is in process"),
+        (10163, "expected last sequence per subject temporarily unavailable"),
+        (10167, "too many requests"),
+    ],
+)
+async def test_what_is_stored_while_the_same_is_under_way_is_stored_again_later(
+    connection: NatsConnection,
+    stream: str,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    description: str,
+) -> None:
+    async def request(*_: object, **__: object) -> Message:
+        error = {"code": 503, "err_code": code, "description": description}
+        return Message("", "", b"", msgspec.json.encode({"error": error}))
+
+    monkeypatch.setattr(connection, "request", request)
+
+    with pytest.raises(Unavailable, match=description) as raised:
+        await connection.jetstream.publish(f"{stream}.a", b"", timeout=1.0)
 
     assert raised.value.retryable
 
