@@ -345,6 +345,10 @@ class Selection:
         return InstanceName(self._endpoint.namespace, self._endpoint.component, instance_id)
 
     async def _wait(self, wait: float, left: float | None) -> list[Instance]:
+        telemetry = self._side.bus.telemetry
+        if telemetry is not None:
+            # What scales instances from none sees these alone.
+            telemetry.waiting(self._endpoint, 1)
         try:
             async with asyncio.timeout(left):
                 return await self._side.discovery.wait(
@@ -360,6 +364,9 @@ class Selection:
                 request_id=self._request_id,
                 started=False,
             ) from None
+        finally:
+            if telemetry is not None:
+                telemetry.waiting(self._endpoint, -1)
 
 
 def kind_of(instance: Instance | None, endpoint: EndpointName) -> str | None:

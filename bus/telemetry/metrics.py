@@ -163,6 +163,13 @@ class Metrics:
             unit="{call}",
             description="Calls that are running.",
         )
+        self.waiting = Tally()
+        meter.create_observable_up_down_counter(
+            "dynbus.calls.waiting",
+            [self.waiting.observe],
+            unit="{call}",
+            description="Calls that wait for an instance, at their callers.",
+        )
         self.duration = self.histogram("call.duration", "Seconds from a call's start to its end.")
         self.first_item = self.histogram(
             "call.time_to_first_item", "Seconds to a stream's first item."

@@ -422,6 +422,11 @@ class Telemetry:
         if self.metrics is not None:
             self.metrics.in_flight.add(self._profile(endpoint, side).labels, delta)
 
+    def waiting(self, endpoint: EndpointName, delta: int) -> None:
+        """Note that `delta` more (or, below 0, fewer) calls wait for an instance."""
+        if self.metrics is not None:
+            self.metrics.waiting.add(self._profile(endpoint, "client").labels, delta)
+
     def cancellation(self, endpoint: EndpointName, kind: Literal["stop", "kill"]) -> None:
         """Note that a call here was told to stop, or was killed."""
         if self.metrics is not None:
