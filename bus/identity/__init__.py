@@ -7,6 +7,6 @@ configuration; `identified` finds the credential of a process.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import credentials, grants, registry
+    from . import credentials, files, grants, registry
 
-__all__ = ["credentials", "grants", "registry"]
+__all__ = ["credentials", "files", "grants", "registry"]

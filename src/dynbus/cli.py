@@ -56,6 +56,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
     },
     "Operate": {
         "auth": "Write the users of nats-server.",
+        "deploy": "Write files for Docker, Kubernetes, systemd, Slurm.",
         "doctor": "Check the server and this machine.",
         "setup": "Make the streams of a namespace.",
         "version": "Print the versions that matter.",
@@ -66,7 +67,6 @@ SECTIONS: Final[Mapping[str, Texts]] = {
 LAB: Final[Texts] = {
     "bench": "Measure calls over your own server.",
     "chaos": "Break what actors run on, and check.",
-    "monitoring": "Write alert rules and a dashboard.",
     "replay": "Compare routing policies on a trace.",
 }
 

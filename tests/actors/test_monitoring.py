@@ -14,7 +14,7 @@ import yaml
 from click.testing import CliRunner
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from dynbus.actors.commands.monitoring import monitoring
+from dynbus.actors.commands.deploy import monitoring
 from dynbus.actors.documents.alerts import ALERTS, Alert
 from dynbus.actors.documents.dashboard import ROWS
 
