@@ -70,11 +70,11 @@ async def test_a_wait_ends_at_its_time_or_signal_in_a_new_version_and_no_step_is
         if killed != "takers":
             own_server.kill()
             await own_server.start()
-        for number in (200, 201):
-            await approved[number].signal("approved", f"clerk {number}")
         for taker in takers:
             # Where the server alone was killed, this is a deploy after it.
             taker.kill()
+        for number in (200, 201):
+            await approved[number].signal("approved", f"clerk {number}")
         takers = [processes.begin_wait_shop(own_server.url) for _ in range(TAKERS)]
         for number in range(202, 210):
             await approved[number].signal("approved", f"clerk {number}")
