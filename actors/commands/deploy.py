@@ -24,7 +24,8 @@ from dynbus.actors.deploying.tree import differences, heading, write
 from dynbus.actors.deploying.units import units
 from dynbus.actors.documents.alerts import rules
 from dynbus.actors.documents.dashboard import dashboard
-from dynbus.actors.documents.schemas import json_text, yaml_text
+from dynbus.actors.documents.schemas import json_text
+from dynbus.actors.documents.yaml_text import yaml_text
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import load_run
 from dynbus.bus import exit_codes

@@ -16,7 +16,8 @@ from dynbus.actors.compatibility.running import running_versions
 from dynbus.actors.compatibility.schema_difference import Fit
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
-from dynbus.actors.documents.schemas import json_text, schema_file, yaml_text
+from dynbus.actors.documents.schemas import json_text, schema_file
+from dynbus.actors.documents.yaml_text import yaml_text
 from dynbus.actors.running.planning import LoadedRun, load_run
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal

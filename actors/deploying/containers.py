@@ -9,8 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from dynbus.actors.documents.yaml_text import yaml_text
+
 from .application import HEALTH_PORT, Application, Workload
-from .yaml_text import yaml_text
 
 USER: Final = 10001
 """Of the processes in a container, and their group."""
@@ -97,7 +98,7 @@ def compose(application: Application, image: str, folder: Path, heading: str) ->
     for key, value in (("configs", configs), ("secrets", secrets), ("volumes", volumes)):
         if value:
             document[key] = value
-    return yaml_text([document], heading)
+    return f"# {heading}\n{yaml_text(document)}"
 
 
 def _nats(application: Application) -> dict[str, Any]:

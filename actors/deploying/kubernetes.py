@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+from dynbus.actors.documents.yaml_text import yaml_text
 from dynbus.bus.work_queue import CONSUMER
 
 from .application import HEALTH_PORT, Application, Queue, Workload
 from .pods import Json, config_name, joining_template, labels, object_name, pod_template
-from .yaml_text import yaml_text
 
 NATS_CHART: Final = "2.14.2"
 CHARTS: Final = "https://nats-io.github.io/k8s/helm/charts/"
@@ -66,7 +66,7 @@ def kubernetes(application: Application, cluster: Cluster, heading: str) -> dict
         ]
         files["nats-values.yaml"] = [_nats_values(application)]
     files["kustomization.yaml"] = [kustomization]
-    return {name: yaml_text(each, heading) for name, each in files.items()}
+    return {name: f"# {heading}\n{yaml_text(*each)}" for name, each in files.items()}
 
 
 def _object(kind: str, name: str, spec: Json, marks: dict[str, str]) -> Json:

@@ -75,22 +75,6 @@ def json_text(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def yaml_text(document: Any) -> str:
-    """A document as YAML, in its own order and without anchors."""
-    import yaml
-
-    class Plain(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def text(dumper: Any, value: str) -> Any:
-        style = "|" if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Plain.add_representer(str, text)
-    return yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=100)
-
-
 def _side(place: SchemaUse) -> str:
     return "Input" if place.role in READ else "Output"
 

@@ -20,7 +20,7 @@ from dynbus.actors.declaring.actor import DeclaredActor, address_of
 from dynbus.actors.declaring.schemas import encode_schemas
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.contracts import contracts_of_actors, contracts_of_document
-from dynbus.actors.documents.schemas import yaml_text
+from dynbus.actors.documents.yaml_text import yaml_text
 
 
 class Part(BaseModel):

@@ -1,9 +1,8 @@
 """YAML as it is committed: keys in the order in which they were given, texts of several lines as
-such."""
+such, without anchors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -15,9 +14,6 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)
-
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = "|" if "\n" in text else None
@@ -28,10 +24,9 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def yaml_text(documents: Iterable[Mapping[str, Any]], heading: str) -> str:
-    """Documents of one file below a comment."""
-    body = "---\n".join(
-        yaml.dump(dict(each), Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+def yaml_text(*documents: Any) -> str:
+    """The text of a file with these documents."""
+    return "---\n".join(
+        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
         for each in documents
     )
-    return f"# {heading}\n{body}"
