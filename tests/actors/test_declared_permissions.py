@@ -90,6 +90,7 @@ def test_an_actor_that_calls_nothing_publishes_to_nobody() -> None:
         "serves demo.Printer",
         "holds leases of demo.Printer",
         "hears cancels in demo",
+        "hears operators of runs in demo",
         "finds instances",
         "takes jobs of demo.Printer.print",
     ]
@@ -101,6 +102,7 @@ def test_an_actor_calls_its_dependencies_and_durable_ones_by_their_queue() -> No
         "serves demo.Shop",
         "holds leases of demo.Shop",
         "hears cancels in demo",
+        "hears operators of runs in demo",
         "finds instances",
         "calls demo.Printer",
         "submits jobs of demo.Printer.print",
@@ -125,6 +127,7 @@ def test_a_class_says_what_it_uses_besides_and_as_whom_it_is_found() -> None:
         "serves demo.Cached",
         "holds leases of demo.Cached",
         "hears cancels in demo",
+        "hears operators of runs in demo",
         "finds instances",
         "serves demo.Other",
         "holds leases of demo.Other",
@@ -135,7 +138,7 @@ def test_a_class_says_what_it_uses_besides_and_as_whom_it_is_found() -> None:
 
 
 def test_who_calls_what_it_finds_calls_into_the_namespaces_that_are_given() -> None:
-    assert purposes_of(Searching, namespaces=["demo", "other"])[5:] == [
+    assert purposes_of(Searching, namespaces=["demo", "other"])[6:] == [
         "calls all of demo",
         "calls all of other",
         "hears cancels in other",

@@ -88,7 +88,7 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
         ({"nats": "bla"}, r"^--nats = 'bla': write NATS URLs, nats://HOST:PORT, for example"),
         ({"config_files": ["no.yaml"]}, r"^--file no\.yaml: No such file or directory: give the"),
         ({"health": "nowhere"}, r"^--health: 'nowhere' is not an address: write HOST:PORT"),
-        ({"health": "0.0.0.0:80"}, r"use 127\.0\.0\.1:80, or add --health-public$"),
+        ({"health": "0.0.0.0:80"}, r"use 127\.0\.0\.1:80, want cert.*, or add --health-public$"),
         (
             {"otlp_endpoint": "h:4317"},
             r"^--otlp-endpoint h:4317 is not the URL of a collector: ",
