@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import socket
+import ssl
 import struct
 import sys
 import termios
@@ -209,10 +210,11 @@ class NatsSession(nats.aio.client.Client):
         """The reason why a handshake failed, where `error` may tell only that the socket is closed.
 
         A server refuses a certificate by an alert that comes after its own part of the handshake,
-        when we write already.
+        when we write already. A reset in that place says less than `error`.
         """
         reader = getattr(self._transport, "_io_reader", None)
-        return (reader.exception() if reader is not None else None) or error
+        fault = reader.exception() if reader is not None else None
+        return fault if isinstance(fault, ssl.SSLError) else error
 
     def abort(self) -> None:
         """Drop the socket, and whatever it holds: what a dead link would deliver once it is back

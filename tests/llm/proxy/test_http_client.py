@@ -146,7 +146,7 @@ async def test_a_server_is_trusted_by_its_authority_and_knows_the_worker(tmp_pat
         assert await body_of(known) == b"hi"
         with pytest.raises(BrokenOff):
             await body_of(stranger)
-        with pytest.raises(NotReached, match=r"its certificate is not taken \(.*certificate.*: tls_ca"):
+        with pytest.raises(NotReached, match=r"its certificate is not taken \(.*cert.*: tls_ca"):
             await body_of(suspicious)
     finally:
         for client in (known, stranger, suspicious):
