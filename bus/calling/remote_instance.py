@@ -58,7 +58,7 @@ class RemoteInstance(Generic[C]):
         self.calls: dict[int, C] = {}
         self.done: list[tuple[int, bytes]] = []
         self.load = 0
-        self.pinged = (-1, 0.0)
+        self.pinged: tuple[int, float] = (-1, 0.0)
         self.round_trip: float | None = None
         self._credits: list[Frame] = []
 
