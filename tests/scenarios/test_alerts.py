@@ -96,7 +96,7 @@ class Scrapes:
 
     @asynccontextmanager
     async def kit(self) -> AsyncGenerator[TestKit]:
-        """A test kit in virtual time that is scraped, and was well for five minutes."""
+        """A test kit whose runtimes are scraped, in virtual time, while the block runs."""
         async with TestKit(telemetry=self.telemetry) as kit, self.every_interval():
             yield kit
 
