@@ -18,8 +18,6 @@ Array: TypeAlias = NDArray[Any]
 
 _QUERIES: Final = 128
 """Rows of a sequence that attend at a time: their scores stay in the processor's cache."""
-_SHAPE: Final = 16
-"""Rows of every matrix product of a deterministic backend."""
 _MASKED: Final = np.triu(np.full((_QUERIES, _QUERIES), -np.inf, np.float32), 1)
 """The mask that is added to the scores of a tile's queries and its own keys."""
 _GATHERED_BLOCKS: Final = 3
@@ -44,7 +42,7 @@ class NumpyBackend:
     Args:
         threads: how many BLAS uses for a prompt, in the whole process; 0 for one for each core. It
             takes threadpoolctl to set them: without it BLAS does as it was built to.
-        deterministic: computes each row in one shape and with one thread, so that it has the same
+        deterministic: computes each row on its own and with one thread, so that it has the same
             bits whatever is computed beside it. Several times slower.
     """
 
@@ -103,7 +101,7 @@ class NumpyBackend:
 
     def linear(self, rows: Array, matrix: Array, bias: Array | None = None) -> Array:
         if self._deterministic:
-            product = self._in_shape(rows, matrix)
+            product = _product_of_each(rows, matrix)
         elif len(rows) <= _VECTORS:
             product = np.empty((len(rows), matrix.shape[1]), np.float32)
             for row, target in zip(rows, product, strict=True):
@@ -113,16 +111,6 @@ class NumpyBackend:
         if bias is not None:
             product += bias
         return product
-
-    def _in_shape(self, rows: Array, matrix: Array) -> Array:
-        """The product, so many rows at a time; the last ones are filled up with zeros."""
-        count = len(rows)
-        padded = np.zeros((-(-count // _SHAPE) * _SHAPE, rows.shape[1]), np.float32)
-        padded[:count] = rows
-        product = np.empty((len(padded), matrix.shape[1]), np.float32)
-        for at in range(0, count, _SHAPE):
-            np.matmul(padded[at : at + _SHAPE], matrix, out=product[at : at + _SHAPE])
-        return product[:count]
 
     def add(self, rows: Array, others: Array) -> Array:
         rows += others
@@ -162,7 +150,7 @@ class NumpyBackend:
 
     def logits(self, rows: Array, head: Array) -> Array:
         if self._deterministic:
-            return self._in_shape(rows, head.T)
+            return _product_of_each(rows, head.T)
         # In this order a product of few rows is faster.
         logits = np.matmul(head, rows.T)
         return np.ascontiguousarray(logits.T)
@@ -203,6 +191,16 @@ def _blas() -> Any:
     except ImportError:
         return None
     return threadpoolctl.ThreadpoolController()
+
+
+def _product_of_each(rows: Array, matrix: Array) -> Array:
+    """The product of each row on its own.
+
+    BLAS computes the rows of one product in tiles: on some processors a row's last bits differ with
+    its place among the others, however many there are.
+    """
+    product: Array = np.matmul(rows[:, None], matrix)
+    return product[:, 0]
 
 
 def _gathered(cache: Array, piece: Piece) -> Array:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -152,6 +155,38 @@ def test_a_deterministic_backend_gives_the_same_bits_in_any_batch(
     np.testing.assert_array_equal(chunked, alone)
     np.testing.assert_array_equal(together, alone)
     np.testing.assert_array_equal(decoded, alone)
+
+
+ROW_IN_EACH_PLACE = """
+import numpy as np
+from dynbus.llm.small.numpy_backend import NumpyBackend
+
+backend = NumpyBackend(deterministic=True)
+random = np.random.default_rng(0)
+row, matrix = random.random((1, 64), np.float32), random.random((64, 96), np.float32)
+products = set()
+for place in range(16):
+    rows = random.random((16, 64), np.float32)
+    rows[place] = row
+    products.add(backend.linear(rows, matrix)[place].tobytes())
+    products.add(backend.logits(rows, np.ascontiguousarray(matrix.T))[place].tobytes())
+products_alone = {
+    backend.linear(row, matrix).tobytes(),
+    backend.logits(row, np.ascontiguousarray(matrix.T)).tobytes(),
+}
+assert products == products_alone, len(products)
+"""
+
+
+@pytest.mark.parametrize("kernels", ["Haswell", "Nehalem"])
+def test_a_deterministic_product_is_the_same_in_each_place_with_any_kernels_of_blas(
+    kernels: str,
+) -> None:
+    # Which kernels OpenBLAS takes depends on the processor. Haswell's, which AMD's processors get
+    # too, compute a row of a product in another way in another place.
+    env = os.environ | {"OPENBLAS_CORETYPE": kernels}
+
+    subprocess.run([sys.executable, "-c", ROW_IN_EACH_PLACE], env=env, check=True, timeout=60)
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
