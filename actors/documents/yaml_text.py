@@ -27,6 +27,8 @@ _Dumper.add_representer(str, _text)
 def yaml_text(*documents: Any) -> str:
     """The text of a file with these documents."""
     return "---\n".join(
-        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+        yaml.dump(  # pyright: ignore[reportUnknownMemberType]
+            each, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True
+        )
         for each in documents
     )
