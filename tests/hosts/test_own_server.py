@@ -40,7 +40,7 @@ def test_a_process_is_at_the_server_of_its_host(cluster: Cluster) -> None:
         assert calling.broken_promises() == []
 
 
-@pytest.mark.parametrize("kind", ["cut", "frozen"])
+@pytest.mark.parametrize("kind", ["cut", pytest.param("frozen", marks=pytest.mark.nightly)])
 def test_a_server_that_falls_silent_is_left_for_another_within_two_and_a_half_seconds(
     cluster: Cluster, kind: str
 ) -> None:
@@ -66,6 +66,7 @@ def test_a_server_that_falls_silent_is_left_for_another_within_two_and_a_half_se
     assert calling.broken_promises() == []
 
 
+@pytest.mark.nightly
 def test_no_stream_is_lost_or_stands_still_while_two_servers_have_lost_each_other(
     cluster: Cluster,
 ) -> None:

@@ -242,6 +242,10 @@ class NewCallers:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_one_server.py::test_both_leave_a_server_that_falls_silent_on_either_and_are_soon_at_another",
+    "tests/scenarios/test_registration.py::test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to_expire",
+)
 @pytest.mark.timeout(240)
 async def test_old_and_new_callers_find_their_instances_whichever_server_is_killed(
     cluster: Cluster, processes: Processes

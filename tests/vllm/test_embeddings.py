@@ -22,6 +22,7 @@ from dynbus.llm.models.catalog import Catalog
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_embeddings_are_the_last_states_of_transformers(
     tmp_path: Path, own_server: RunningServer, tiny_model: Path
