@@ -46,11 +46,31 @@ class LoopReports(logging.Handler):
         self.reports.append(self.format(record))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-parameters",
+        action="store_true",
+        help="run each test once, with the first of its parameters",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Mark what starts a nats-server or other processes; the rest needs this one alone."""
     for item in items:
         if isinstance(item, pytest.Function) and needs_server(item):
             item.add_marker("server")
+    written = list(items)
+    yield
+    if config.getoption("first_parameters"):
+        chosen = set(items)
+        firsts = {
+            item.nodeid.partition("[")[0]: item for item in reversed(written) if item in chosen
+        }
+        items[:] = [item for item in items if firsts[item.nodeid.partition("[")[0]] is item]
+        config.hook.pytest_deselected(items=list(chosen.difference(items)))
 
 
 def needs_server(item: pytest.Function) -> bool:
