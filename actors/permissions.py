@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from dynbus.actors.declaring.actor import DeclaredActor
-from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.grants import (
     Grant,
     calls,
     calls_all,
     finds_instances,
     hears_cancels,
+    hears_events,
     hears_replies,
+    publishes_events,
     serves,
     submits,
     takes,
+    takes_events,
 )
 from dynbus.bus.protocol.names import ComponentName, EndpointName
+from dynbus.bus.topics import consumer_names
 
 
 def grants_of(
@@ -29,28 +32,20 @@ def grants_of(
     namespaces: Sequence[str] = (),
 ) -> list[Grant]:
     """The grants of an instance: to be called, to call its dependencies, for its jobs and theirs,
-    and what its class says besides.
+    for the topics that it hears and publishes, and what its class says besides.
 
     Args:
         called: the dependencies that it keeps, by their addresses.
         principal: the credential's name.
         namespaces: where it may find what it calls and does not name; its own unless given.
-
-    Raises:
-        ConfigError: it hears topics, for which there are no permissions yet.
     """
-    if actor.__dynbus_subscriptions__:
-        heard = ", ".join(one.topic.name for one in actor.__dynbus_subscriptions__.values())
-        raise ConfigError(
-            f"{address} hears the topics {heard}: there are no permissions for topics yet; run it "
-            "with a credential of your own that may do more"
-        )
     namespaces = namespaces or (address.namespace,)
     # Found too where nothing is called: a call that is not declared is refused at once then.
     grants = [hears_replies(principal), *serves(address), finds_instances()]
     for other in actor.__dynbus_also__(address):
         grants += serves(other) if isinstance(other, ComponentName) else [takes(other)]
     grants += [takes(queue) for queue in _queues(address, actor)]
+    grants += _topics(address, actor)
     for place, dependency in sorted(called.items(), key=lambda each: each[0]):
         grants += _to_call(place, dependency)
     calls_all_of = namespaces if actor.__dynbus_calls_all__ or actor.__dynbus_uses__ else ()
@@ -83,6 +78,30 @@ def _to_call(address: ComponentName, actor: type[DeclaredActor]) -> Iterable[Gra
         options = actor.__dynbus_handlers__[queue.endpoint].durable
         yield submits(queue, ordered=options is not None and options.ordered_by is not None)
     yield hears_cancels(address.namespace)
+
+
+def _topics(address: ComponentName, actor: type[DeclaredActor]) -> Iterable[Grant]:
+    for topic in actor.__dynbus_publishes__:
+        config = topic.config(address.namespace)
+        kept = config.retain is not None
+        yield publishes_events(config.namespace, config.name, kept=kept)
+    for heard in actor.__dynbus_subscriptions__.values():
+        config = heard.topic.config(address.namespace)
+        if not heard.group:
+            kept = config.retain is not None
+            yield hears_events(config.namespace, config.name, kept=kept)
+            continue
+        ordered = heard.options.ordered
+        yield takes_events(
+            config.namespace,
+            config.name,
+            heard.group,
+            address.endpoint(heard.spec.name),
+            consumer_names(heard.group, ordered=ordered),
+            # The first of them tells.
+            consumer_names(heard.group, ordered=not ordered)[:1],
+            ordered=ordered,
+        )
 
 
 def _queues(address: ComponentName, actor: type[DeclaredActor]) -> list[EndpointName]:

@@ -97,6 +97,8 @@ class Actor(DeclaredActor, abstract=True):
             nobody finds or calls them, and it needs no handler; inherited when left out.
         extra_config: True for a class that takes keys which are no arguments of its constructor, or
             their prefixes, such as `("lib_",)`: `config` has their values; inherited when left out.
+        publishes: the topics that its methods publish, beside what is inherited: with a user of its
+            own it may publish these alone (`dynbus auth`).
 
     Constructor arguments of a subclass are configuration: they can be set from YAML, the
     command line and the environment.

@@ -88,6 +88,7 @@ class DeclaredActor:
     __dynbus_needs_handler__: ClassVar[bool] = True
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
     __dynbus_subscriptions__: ClassVar[dict[str, Subscription]] = {}
+    __dynbus_publishes__: ClassVar[tuple[TopicOfEvents, ...]] = ()
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
     __dynbus_uses__: ClassVar[dict[str, Used]] = {}
     __dynbus_links__: ClassVar[frozenset[str]] = frozenset()
@@ -105,6 +106,7 @@ class DeclaredActor:
         environment: Mapping[str, str] | None = None,
         enabled: bool | None = None,
         extra_config: bool | str | Sequence[str] | None = None,
+        publishes: Sequence[TopicOfEvents] = (),
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
@@ -126,6 +128,8 @@ class DeclaredActor:
         cls.__dynbus_abstract__ = abstract
         cls.__dynbus_handlers__ = _collect_handlers(cls)
         cls.__dynbus_subscriptions__ = _collect_subscriptions(cls)
+        inherited = (topic for base in cls.__mro__[1:] for topic in _published_by(base))
+        cls.__dynbus_publishes__ = tuple(dict.fromkeys((*publishes, *inherited)))
         cls.__dynbus_dependencies__ = {
             name: value
             for base in reversed(cls.__mro__)
@@ -474,6 +478,11 @@ def _collect_subscriptions(cls: type[Any]) -> dict[str, Subscription]:
                 "group of another name"
             )
     return subscriptions
+
+
+def _published_by(base: type[Any]) -> tuple[TopicOfEvents, ...]:
+    published: tuple[TopicOfEvents, ...] = vars(base).get("__dynbus_publishes__", ())
+    return published
 
 
 def _check_hidden(cls: type[DeclaredActor]) -> None:

@@ -3,12 +3,20 @@ topics."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import NamedTuple
 
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import EndpointName, check_token
 from dynbus.bus.protocol.seconds import seconds_of
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
-from dynbus.bus.topics import DEFAULT_MAX_BYTES, TopicConfig, topic_config
+from dynbus.bus.topics import (
+    DEFAULT_MAX_BYTES,
+    GroupConfig,
+    TopicConfig,
+    group_consumers,
+    topic_config,
+)
 from dynbus.bus.transport import PullConsumerConfig, StreamConfig
 from dynbus.bus.work_queue import (
     HOLDERS_STREAM,
@@ -45,7 +53,7 @@ class NeededStream(NamedTuple):
         retain: float | str = "7d",
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> NeededStream:
-        """The stream of a topic; groups make their consumers themselves.
+        """The stream of a topic, without consumers of groups.
 
         Args:
             retain: for how long events are kept, as `Topic` takes it.
@@ -57,7 +65,44 @@ class NeededStream(NamedTuple):
         config = TopicConfig(namespace, name, seconds, max_bytes=max_bytes)
         return cls(topic_config(config.check()))
 
+    def with_group(
+        self,
+        topic: tuple[str, str],
+        group: str,
+        handler: EndpointName,
+        config: WorkQueueConfig,
+        start: str,
+    ) -> NeededStream:
+        """The stream of a topic with the consumers of one more group.
+
+        Args:
+            topic: its namespace and its name.
+            handler: the method that takes the group's events.
+            start: where a new group begins: `new`, `all`, or a time with its zone.
+
+        Raises:
+            ConfigError: the name or the start is not usable.
+        """
+        at = None if start in ("new", "all") else _time_of(start, group)
+        tries = GroupConfig(
+            check_token("group", group), handler, config, new_only=start == "new", start_time=at
+        )
+        made = group_consumers(TopicConfig(*topic, None), tries)
+        return self._replace(consumers=(*self.consumers, *made))
+
     @staticmethod
     def of_kernel(namespace: str) -> list[StreamConfig]:
         """The streams of actors and their callers: leases, what takers hold, dead letters."""
         return [INSTANCES_STREAM, HOLDERS_STREAM, dead_letter_config(namespace)]
+
+
+def _time_of(text: str, group: str) -> float:
+    try:
+        at = datetime.fromisoformat(text)
+        if at.tzinfo is not None:
+            return at.timestamp()
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"the group {group}: from = {text!r} is none of `new`, `all` and a time with its zone"
+    )

@@ -22,13 +22,17 @@ from dynbus.bus.protocol.names import (
     EndpointName,
     dead_letter_stream,
     dead_letter_subject,
+    event_subject,
     follow_subjects,
+    group_subject,
     holder_subject,
     job_cancel_subject,
     job_log_stream,
     job_log_subject,
     look_up_subjects,
     read_subjects,
+    topic_stream,
+    topic_subject,
     work_stream,
     work_subject,
 )
@@ -194,7 +198,6 @@ def takes(queue: EndpointName, *, durable: bool = True) -> Grant:
         durable: the jobs are those of a durable handler, which keeps a log of them.
     """
     stream, log = work_stream(queue), job_log_stream(queue)
-    dead = dead_letter_stream(queue.namespace)
     heard = (
         job_cancel_subject(queue),
         job_log_subject(queue, "*", "end"),
@@ -214,17 +217,121 @@ def takes(queue: EndpointName, *, durable: bool = True) -> Grant:
             f"$JS.API.CONSUMER.INFO.{stream}.*",
             f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
             f"$JS.ACK.{stream}.*.>",
-            dead_letter_subject(queue.namespace, queue.component, queue.endpoint),
-            *read_subjects(dead),
-            holder_subject(queue, "*"),
-            *read_subjects(_HOLDERS),
-            f"{REPLY_ROOT}.>",
+            *_of_takers(queue),
             *(of_log if durable else ()),
         ),
         (
             work_subject(queue, ">", "high"),
             *(heard if durable else ()),
         ),
+    )
+
+
+def _of_takers(queue: EndpointName) -> tuple[str, ...]:
+    """The subjects by which takers keep dead letters, and say and ask who holds what."""
+    return (
+        dead_letter_subject(queue.namespace, queue.component, queue.endpoint),
+        *read_subjects(dead_letter_stream(queue.namespace)),
+        holder_subject(queue, "*"),
+        *read_subjects(_HOLDERS),
+        f"{REPLY_ROOT}.>",
+    )
+
+
+# Topics ------------------------------------------------------------------------------------
+
+
+def publishes_events(namespace: str, topic: str, *, kept: bool = True) -> Grant:
+    """Events of a topic, published.
+
+    Args:
+        kept: a stream keeps them.
+    """
+    return Grant(
+        f"publishes events of {namespace}.{topic}",
+        (
+            topic_subject(namespace, topic),
+            *((f"$JS.API.STREAM.INFO.{topic_stream(namespace, topic)}",) if kept else ()),
+        ),
+    )
+
+
+def hears_events(namespace: str, topic: str, *, kept: bool = True) -> Grant:
+    """Events of a topic, heard by each instance for itself.
+
+    Args:
+        kept: as of `publishes_events`; a consumer of the instance's own reads them then.
+    """
+    purpose = f"hears events of {namespace}.{topic}"
+    if not kept:
+        return Grant(purpose, subscribe=(topic_subject(namespace, topic),))
+    stream = topic_stream(namespace, topic)
+    return Grant(
+        purpose,
+        (
+            f"$JS.API.STREAM.INFO.{stream}",
+            f"$JS.API.CONSUMER.CREATE.{stream}.*.{event_subject(namespace, topic)}",
+            f"$JS.API.CONSUMER.DELETE.{stream}.*",
+            f"$JS.FC.{stream}.>",
+        ),
+    )
+
+
+def takes_events(
+    namespace: str,
+    topic: str,
+    group: str,
+    handler: EndpointName,
+    consumers: Sequence[str],
+    others: Sequence[str] = (),
+    *,
+    ordered: bool = False,
+) -> Grant:
+    """Events of a topic, taken as a member of a group, and settled.
+
+    Args:
+        handler: the method that takes them.
+        consumers: those of the group, which an operator makes.
+        others: the names that consumers of the group would have with another order; it is asked
+            whether they are there.
+        ordered: which deliveries were no tries is kept in the log of the method.
+    """
+    stream, log = topic_stream(namespace, topic), job_log_stream(handler)
+    return Grant(
+        f"takes events of {namespace}.{topic} in the group {group}",
+        (
+            f"$JS.API.STREAM.INFO.{stream}",
+            *(f"$JS.API.CONSUMER.INFO.{stream}.{one}" for one in (*consumers, *others)),
+            *(f"{_NEXT}.{stream}.{one}" for one in consumers),
+            *(f"$JS.ACK.{stream}.{one}.>" for one in consumers),
+            f"{group_subject(namespace, topic, group)}.*.*",
+            *_of_takers(handler),
+            *((job_log_subject(handler, "*", "return"), *read_subjects(log)) if ordered else ()),
+        ),
+    )
+
+
+_NEXT: Final = "$JS.API.CONSUMER.MSG.NEXT"
+_OWN: Final = ("$JS.API.CONSUMER.CREATE", "$JS.API.CONSUMER.DELETE")
+
+
+def shared_consumers(grants: Iterable[Grant]) -> frozenset[tuple[str, str]]:
+    """The consumers that grants name whose messages are shared: their streams and their names."""
+    subjects = {subject for grant in grants for subject in grant.publish}
+    named = (one.removeprefix(f"{_NEXT}.").split(".") for one in subjects if _NEXT in one)
+    return frozenset((stream, name) for stream, name in named if name != "*")
+
+
+def denied(grants: Iterable[Grant], shared: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """The subjects that a user is denied of those that its grants allow: who makes and drops
+    consumers of its own in a stream changes and drops none that others share there."""
+    return tuple(
+        f"{call}.{stream}.{name}{subject.removeprefix(own)}"
+        for stream, name in sorted(shared)
+        for call in _OWN
+        for own in [f"{call}.{stream}.*"]
+        for subject in sorted({one for grant in grants for one in grant.publish})
+        if subject.startswith(own)
     )
 
 

@@ -21,7 +21,7 @@ from dynbus.bus.protocol.names import check_token
 
 from .credentials import SUFFIX, new_key, write_seed
 from .files import write_whole
-from .grants import Grant
+from .grants import Grant, denied, shared_consumers
 
 VERSION: Final = 1
 USERS_FILE: Final = "users.json"
@@ -231,12 +231,14 @@ def server_config(users: Sequence[User], tls: ServerTls | None = None) -> str:
         "authorization {",
         "  users: [",
     ]
+    shared = shared_consumers(grant for user in users for grant in user.grants)
     for user in users:
         lines.append(f"    # {user.name}: {user.what}")
+        published = _rules(user, "publish", denied(user.grants, shared))
         for number, key in enumerate(reversed(user.keys)):
             if number:
                 lines.append("    # Its key before the last one.")
-            lines += [f'    {{ nkey: "{key}", permissions: {{', *_rules(user, "publish")]
+            lines += [f'    {{ nkey: "{key}", permissions: {{', *published]
             lines += [*_rules(user, "subscribe"), "    } }"]
     return "\n".join([*lines, "  ]", "}", *_tls_lines(tls), ""])
 
@@ -250,7 +252,7 @@ def _tls_lines(tls: ServerTls | None) -> list[str]:
     return ["tls {", *lines, "}"]
 
 
-def _rules(user: User, verb: str) -> list[str]:
+def _rules(user: User, verb: str, refused: Sequence[str] = ()) -> list[str]:
     """The permissions of a user, each subject once, below its purpose."""
     seen: set[str] = set()
     lines: list[str] = []
@@ -264,7 +266,16 @@ def _rules(user: User, verb: str) -> list[str]:
     if not lines:
         # An empty list of what is allowed allows everything.
         return [f'      {verb}: {{ deny: [">"] }}']
-    return [f"      {verb}: {{ allow: [", *lines, "      ] }"]
+    if not refused:
+        return [f"      {verb}: {{ allow: [", *lines, "      ] }"]
+    return [
+        f"      {verb}: {{ allow: [",
+        *lines,
+        "      ], deny: [",
+        "        # changes consumers that others share",
+        *(f"        {json.dumps(one)}" for one in refused),
+        "      ] }",
+    ]
 
 
 def _encoded(users: Sequence[User], tls: ServerTls | None) -> str:

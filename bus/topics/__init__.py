@@ -1,6 +1,12 @@
 """Topics: events that are published once and heard by every instance, and once by each group."""
 
-from .group_stream import GroupConfig, GroupStream, forget_group
+from .group_stream import (
+    GroupConfig,
+    GroupStream,
+    consumer_names,
+    forget_group,
+    group_consumers,
+)
 from .observing import EventEnd
 from .replaying import GroupPlace, find_group, replay
 from .topic_stream import (
@@ -23,9 +29,11 @@ __all__ = [
     "Listening",
     "TopicConfig",
     "TopicStream",
+    "consumer_names",
     "event_of",
     "find_group",
     "forget_group",
+    "group_consumers",
     "replay",
     "topic_config",
 ]

@@ -14,6 +14,7 @@ from dynbus.llm.needed_streams import all_streams
 from dynbus.spi import (
     JetStream,
     NeededStream,
+    NoStream,
     check_token,
     terminal,
 )
@@ -47,6 +48,13 @@ class Outcome(NamedTuple):
 
 
 TOPIC_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {"retain": str, "max_bytes": int}
+GROUP_SETTINGS: Final[dict[str, Callable[[str], Any]]] = {
+    "topic": str,
+    "group": str,
+    "from": str,
+    "ack_wait": QUEUE_SETTINGS["ack_wait"],
+    "ordered": QUEUE_SETTINGS["ordered"],
+}
 
 
 def needed_in(
@@ -54,6 +62,7 @@ def needed_in(
     queues: Sequence[str],
     topics: Sequence[str] = (),
     durable: Sequence[str] = (),
+    groups: Sequence[str] = (),
 ) -> list[NeededStream]:
     """The streams that the processes of a namespace need.
 
@@ -61,6 +70,8 @@ def needed_in(
         queues: its queues of jobs, as `read_queue` takes them.
         topics: those that keep their events, as `read_topic` takes them.
         durable: its durable handlers, as its queues.
+        groups: those of its topics, as `read_group` takes them. A topic that is not among `topics`
+            has no settings.
 
     Raises:
         ConfigError: a name or a setting is not usable.
@@ -73,8 +84,16 @@ def needed_in(
     for handler in durable:
         name, config = read_queue(namespace, handler)
         needed += [NeededStream.of_queue(name, config), NeededStream.of_job_log(name)]
-    needed += [read_topic(namespace, topic) for topic in topics]
-    return needed
+    kept = {topic.partition(",")[0]: read_topic(namespace, topic) for topic in topics}
+    for text in groups:
+        group = read_group(namespace, text)
+        stream = kept.get(group.topic) or read_topic(namespace, group.topic)
+        kept[group.topic] = stream.with_group(
+            (namespace, group.topic), group.name, group.handler, group.config, group.start
+        )
+        if group.config.ordered:
+            needed.append(NeededStream.of_job_log(group.handler))
+    return [*needed, *kept.values()]
 
 
 def read_queue(namespace: str, text: str) -> tuple[EndpointName, WorkQueueConfig]:
@@ -102,6 +121,39 @@ def read_topic(namespace: str, text: str) -> NeededStream:
     name, *settings = text.split(",")
     values = _read_settings(f"the topic {name}", settings, TOPIC_SETTINGS)
     return NeededStream.of_topic(namespace, name, **values)
+
+
+class NeededGroup(NamedTuple):
+    """A group of a topic, and the method that takes its events."""
+
+    topic: str
+    name: str
+    handler: EndpointName
+    config: WorkQueueConfig
+    start: str
+
+
+def read_group(namespace: str, text: str) -> NeededGroup:
+    """A group out of `COMPONENT.METHOD,topic=NAME,group=NAME`, with `,SETTING=VALUE` for each
+    further setting.
+
+    Args:
+        namespace: of the topic, and of the method unless its own stands before it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    method, *settings = text.split(",")
+    tokens = method.split(".")
+    values = _read_settings(f"the group of {method}", settings, GROUP_SETTINGS)
+    if len(tokens) not in (2, 3) or not values.get("topic") or not values.get("group"):
+        raise ConfigError(
+            f"{text!r} is not a group: write "
+            "[NAMESPACE.]COMPONENT.METHOD,topic=NAME,group=NAME[,SETTING=VALUE]..."
+        )
+    handler = EndpointName.of(*([namespace, *tokens][-3:]))
+    topic, name, start = values.pop("topic"), values.pop("group"), values.pop("from", "new")
+    return NeededGroup(topic, name, handler, WorkQueueConfig(**values).check(), start)
 
 
 def _read_settings(
@@ -138,7 +190,7 @@ async def set_up(
 async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Outcome:
     name = one.stream.name
     try:
-        exists = await jetstream.has_stream(one.stream)
+        exists = await jetstream.has_stream(one.stream) and await _has_consumers(jetstream, one)
         if not dry_run:
             await jetstream.ensure_stream(one.stream)
             for consumer in one.consumers:
@@ -157,15 +209,26 @@ async def _set_up(jetstream: JetStream, one: NeededStream, dry_run: bool) -> Out
     return Outcome(name, Status.THERE, one.stream.description.removeprefix("dynbus: "))
 
 
+async def _has_consumers(jetstream: JetStream, one: NeededStream) -> bool:
+    try:
+        for consumer in one.consumers:
+            await jetstream.consumer_info(one.stream.name, consumer.name)
+    except NoStream:
+        return False
+    return True
+
+
 async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
     """The differences of a stream, or of its consumers, from those that dynbus makes."""
     existing = await jetstream.stream_config(one.stream.name)
     listed = one.stream.differences(existing, "in_memory", "rollup", "marker_ttl")
-    for consumer in one.consumers[:1]:
-        has = (await jetstream.consumer_info(one.stream.name, consumer.name)).ack_wait
-        if has != consumer.ack_wait:
-            listed.append(f"ack_wait = {has}, not {consumer.ack_wait}")
-    return listed
+    for consumer in one.consumers:
+        has = await jetstream.consumer_info(one.stream.name, consumer.name)
+        if has.ack_wait != consumer.ack_wait:
+            listed.append(f"ack_wait = {has.ack_wait}, not {consumer.ack_wait}")
+        if has.description != consumer.description:
+            listed.append(f"{consumer.name} is that of {has.description}")
+    return list(dict.fromkeys(listed))
 
 
 def run(

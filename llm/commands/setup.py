@@ -22,13 +22,13 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     Where processes have credentials of their own, these may make none: an operator does, before
     the first of them starts. What is there already is left as it is, except that it gets the
     replicas that it lacks; what differs is told, and what dynbus refuses to use. Name each durable
-    handler, each other queue of jobs, and each topic:
+    handler, each other queue of jobs, each topic, and each group of one:
 
     \b
     dynbus setup demo
     dynbus setup demo --durable Desk.summarise --durable Billing.charge,ordered=true
     dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
-    dynbus setup demo --topic conversation.closed,retain=30d
+    dynbus setup demo --topic closed,retain=30d --group Billing.bill,topic=closed,group=billing
     dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
     dynbus setup demo --dry-run --json
     """
@@ -62,6 +62,14 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     help="A topic whose events are kept; settings: retain (7d), max_bytes. May be repeated.",
 )
 @click.option(
+    "--group",
+    "groups",
+    metavar="COMPONENT.METHOD,topic=NAME,group=NAME[,SETTING=VALUE]...",
+    multiple=True,
+    help="A group of a topic, and its method; settings: from (new), ack_wait, ordered. "
+    "May be repeated.",
+)
+@click.option(
     "--replicas",
     type=click.IntRange(1, 5),
     help="How many servers of a cluster keep each; by default the setting `replicas`, 3.",
@@ -77,6 +85,7 @@ def setup(
     queues: Sequence[str],
     topics: Sequence[str],
     durable: Sequence[str],
+    groups: Sequence[str],
     replicas: int | None,
     dry_run: bool,
     as_json: bool,
@@ -84,7 +93,7 @@ def setup(
 ) -> None:
     from .setting_up import Status, needed_in, run
 
-    needed = needed_in(namespace, queues, topics, durable)
+    needed = needed_in(namespace, queues, topics, durable, groups)
     outcomes = run(needed, nats=nats, replicas=replicas, dry_run=dry_run)
     if as_json:
         terminal.print_json([outcome._asdict() for outcome in outcomes])

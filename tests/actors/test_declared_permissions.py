@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from dynbus import Actor, ConfigError, Topic, depends, handler, subscribe
+from dynbus import Actor, Topic, depends, handler, subscribe
 from dynbus.actors.permissions import grants_of
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 
@@ -66,9 +66,31 @@ class Searching(Actor, namespace="demo"):
         return 1
 
 
+orders = Topic("orders", int, namespace="shared")
+prices = Topic("prices", int, retain=None)
+
+
+class Seller(Actor, namespace="demo", abstract=True, publishes=[orders]):
+    """Has a topic for all that sell."""
+
+
+class Selling(Seller, namespace="demo", publishes=[prices, orders]):
+    @handler
+    async def sell(self) -> None: ...
+
+
 class Listening(Actor, namespace="demo"):
-    @subscribe(Topic("orders", int))
+    @subscribe(orders)
     async def hear(self, order: int) -> None: ...
+
+    @subscribe(prices)
+    async def note(self, price: int) -> None: ...
+
+    @subscribe(orders, group="books")
+    async def book(self, order: int) -> None: ...
+
+    @subscribe(orders, group="audit", ordered=True)
+    async def check(self, order: int) -> None: ...
 
 
 def purposes_of(
@@ -145,9 +167,38 @@ def test_who_calls_what_it_finds_calls_into_the_namespaces_that_are_given() -> N
     ]
 
 
-def test_an_actor_that_hears_topics_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"demo\.Listening hears the topics orders: there are no"):
-        purposes_of(Listening)
+def test_an_actor_publishes_the_topics_that_it_declares_or_inherits() -> None:
+    assert purposes_of(Selling)[6:] == [
+        "publishes events of demo.prices",
+        "publishes events of shared.orders",
+    ]
+    (prices, orders) = grants_of(ComponentName("demo", "Selling"), Selling, {}, principal="p")[6:]
+    assert prices.publish == ("demo._topic.prices._event.*",)
+    assert orders.publish == (
+        "shared._topic.orders._event.*",
+        "$JS.API.STREAM.INFO.DYNBUS_TOPIC_shared+orders",
+    )
+
+
+def test_an_actor_hears_topics_for_itself_and_in_groups() -> None:
+    assert purposes_of(Listening)[6:] == [
+        "hears events of shared.orders",
+        "hears events of demo.prices",
+        "takes events of shared.orders in the group books",
+        "takes events of shared.orders in the group audit",
+    ]
+    itself, plainly, books, audit = grants_of(
+        ComponentName("demo", "Listening"), Listening, {}, principal="p"
+    )[6:]
+    assert plainly.subscribe == ("demo._topic.prices._event.*",)
+    assert itself.subscribe == books.subscribe == audit.subscribe == ()
+    taking = "$JS.API.CONSUMER.MSG.NEXT.DYNBUS_TOPIC_shared+orders"
+    assert books.may_publish(f"{taking}.books")
+    assert not books.may_publish(f"{taking}.audit+0")
+    assert audit.may_publish(f"{taking}.audit+15")
+    assert not audit.may_publish(f"{taking}.audit")
+    record = "demo.Listening._jobs.check.e.return"
+    assert (books.may_publish(record), audit.may_publish(record)) == (False, True)
 
 
 @pytest.mark.parametrize(("actor", "may"), [(Orderly, True), (Printer, False)])

@@ -18,17 +18,18 @@ from typing import Final, NamedTuple
 
 from nats.aio.client import Client
 
-from dynbus import Actor, depends, handler
+from dynbus import Actor, Topic, depends, handler, subscribe
 from dynbus.actors.commands.auth import grants_of_role
 from dynbus.actors.permissions import grants_of
 from dynbus.bus.identity.credentials import NewKey, new_key
-from dynbus.bus.identity.grants import Grant
+from dynbus.bus.identity.grants import Grant, covers, denied, shared_consumers
 from dynbus.bus.identity.registry import User, server_config
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
+from dynbus.bus.topics import TopicConfig, topic_config
 from dynbus.bus.transport import StreamConfig
 from dynbus.bus.work_queue.holders import HOLDERS_STREAM
 from dynbus.bus.work_queue.job import WorkQueueConfig
@@ -49,6 +50,10 @@ from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
 PAGE: Final = Path(__file__).parents[2] / "docs" / "permissions.md"
 
 
+sold = Topic("order.sold", int, namespace="demo")
+returned = Topic("order.returned", int, namespace="demo")
+
+
 class Printer(Actor, namespace="demo"):
     @handler(durable=True)
     async def print(self, text: str) -> int:
@@ -59,12 +64,27 @@ class Printer(Actor, namespace="demo"):
         return 1
 
 
-class Shop(Actor, namespace="demo"):
+class Shop(Actor, namespace="demo", publishes=[sold]):
     printer = depends(Printer)
 
     @handler
     async def order(self, text: str) -> int:
         return await self.printer.print(text)
+
+
+class Window(Actor, namespace="demo"):
+    @subscribe(sold)
+    async def show(self, order: int) -> None: ...
+
+
+class Ledger(Actor, namespace="demo"):
+    @subscribe(sold, group="ledger")
+    async def book(self, order: int) -> None: ...
+
+
+class Audit(Actor, namespace="demo"):
+    @subscribe(sold, group="audit", ordered=True)
+    async def check(self, order: int) -> None: ...
 
 
 class Engine(ModelWorker, namespace="demo"):
@@ -84,6 +104,9 @@ def _actors() -> dict[str, list[Grant]]:
     found: dict[str, list[Grant]] = {}
     of(Shop, {ComponentName("demo", "Printer"): Printer})
     of(Printer)
+    of(Window)
+    of(Ledger)
+    of(Audit)
     of(Engine)
     of(Router)
     return found
@@ -99,7 +122,9 @@ GRANTS: Final[Mapping[str, list[Grant]]] = {
 }
 ROLES: Final = tuple(GRANTS)
 EVERYBODY: Final = frozenset(ROLES)
-SERVING: Final = frozenset({"Shop", "Printer", "Engine", "Router", "frontend"})
+HEARING: Final = frozenset({"Window", "Ledger", "Audit"})
+SERVING: Final = frozenset({"Shop", "Printer", "Engine", "Router", "frontend"}) | HEARING
+SHARED: Final = shared_consumers(grant for grants in GRANTS.values() for grant in grants)
 
 
 class Row(NamedTuple):
@@ -137,6 +162,9 @@ QUEUE: Final = EndpointName("demo", "Printer", "print")
 INSTANCES: Final = "KV_dynbus_instances"
 WORK: Final = "DYNBUS_WORK_demo+Printer+print"
 LOG: Final = "DYNBUS_JOBS_demo+Printer+print"
+SOLD: Final = "DYNBUS_TOPIC_demo+order+sold"
+RETURNED: Final = "DYNBUS_TOPIC_demo+order+returned"
+EVENTS: Final = "demo._topic.order.sold._event.*.*"
 
 SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
     "Calls": [
@@ -194,6 +222,35 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("empty a queue", "publish", f"$JS.API.STREAM.PURGE.{WORK}", "operator"),
         may("drop what became of jobs", "publish", f"$JS.API.STREAM.PURGE.{LOG}", "Printer operator"),
     ],
+    "Topics": [
+        may("publish an event", "publish", "demo._topic.order.sold._event.k", "Shop operator"),
+        may("publish an event of another topic", "publish", "demo._topic.order.returned._event.k", "operator"),
+        may("hear events as they are published", "subscribe", "demo._topic.order.sold._event.*"),
+        may("hear all events of the namespace", "subscribe", "demo._topic.>"),
+        may("read events for itself, by a consumer of its own", "publish", f"$JS.API.CONSUMER.CREATE.{SOLD}.mine.{EVENTS}", "Window operator"),
+        may("read events of another topic", "publish", f"$JS.API.CONSUMER.CREATE.{RETURNED}.mine.demo._topic.order.returned._event.*.*", "operator"),
+        may("read copies for a group", "publish", f"$JS.API.CONSUMER.CREATE.{SOLD}.mine.demo._topic.order.sold._group.ledger.*.>", "operator"),
+        may("make a consumer without a filter", "publish", f"$JS.API.CONSUMER.CREATE.{SOLD}.mine", "operator"),
+        may("make a durable consumer of a topic", "publish", f"$JS.API.CONSUMER.DURABLE.CREATE.{SOLD}.mine", "operator"),
+        may("make or change the consumer of a group", "publish", f"$JS.API.CONSUMER.CREATE.{SOLD}.ledger.{EVENTS}", "operator"),
+        may("change a lane of an ordered group", "publish", f"$JS.API.CONSUMER.CREATE.{SOLD}.audit+3.{EVENTS}", "operator"),
+        may("forget a group", "publish", f"$JS.API.CONSUMER.DELETE.{SOLD}.ledger", "operator"),
+        may("drop a consumer of its own", "publish", f"$JS.API.CONSUMER.DELETE.{SOLD}.mine", "Window operator"),
+        may("take an event of ledger", "publish", f"$JS.API.CONSUMER.MSG.NEXT.{SOLD}.ledger", "Ledger operator"),
+        may("take an event of audit, in its order", "publish", f"$JS.API.CONSUMER.MSG.NEXT.{SOLD}.audit+3", "Audit operator"),
+        may("acknowledge an event of ledger", "publish", f"$JS.ACK.{SOLD}.ledger.1.1.1.1.0", "Ledger operator"),
+        may("acknowledge an event of audit", "publish", f"$JS.ACK.{SOLD}.audit+3.1.1.1.1.0", "Audit operator"),
+        may("acknowledge an event of a group elsewhere", "publish", f"$JS.ACK.{RETURNED}.ledger.1.1.1.1.0", "operator"),
+        may("give ledger an event again", "publish", "demo._topic.order.sold._group.ledger.3.e.1", "Ledger operator"),
+        may("give audit an event again", "publish", "demo._topic.order.sold._group.audit.3.e.1", "Audit operator"),
+        may("say that a delivery of audit was no try", "publish", "demo.Audit._jobs.check.e.return", "Audit operator"),
+        may("forge a dead letter of ledger", "publish", "demo.Ledger._dead.book.l", "Ledger operator"),
+        may("read events one by one", "publish", f"$JS.API.DIRECT.GET.{SOLD}", "operator"),
+        may("remove an event", "publish", f"$JS.API.STREAM.MSG.DELETE.{SOLD}", "operator"),
+        may("empty a topic", "publish", f"$JS.API.STREAM.PURGE.{SOLD}", "operator"),
+        may("make the stream of a topic", "publish", f"$JS.API.STREAM.CREATE.{SOLD}", "operator"),
+        may("have a group pause", "publish", f"$JS.API.CONSUMER.PAUSE.{SOLD}.ledger", "operator"),
+    ],
     "Models and caches": [
         may("publish what the cache of an Engine holds", "publish", "demo.Engine._kv.i.0", "Engine operator"),
         may("publish for another component", "publish", "demo.Printer._kv.i.0", "operator"),
@@ -241,6 +298,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         clears("snapshots", "$O.DYNBUS_SNAPSHOTS_demo.M.r", snapshot_bucket("demo").stream, "Router frontend operator"),
         clears("the descriptions of memory", "$KV.dynbus_transfer_agents.demo.Engine.r.blocks", AGENTS_STREAM),
         clears("the large descriptions of memory", "$O.dynbus_transfer_agents.M.r", DESCRIPTIONS.stream, "Engine operator"),
+        clears("the events of a topic", "demo._topic.order.sold._event.r", topic_config(TopicConfig("demo", "order.sold", 3600.0))),
         clears("the logs of resumable streams", "_streams.log.r", LOGS_STREAM, "frontend"),
     ],
 }  # fmt: skip
@@ -249,7 +307,10 @@ ALL_ROWS: Final = [row for rows in SECTIONS.values() for row in rows]
 
 def granted(role: str, row: Row) -> int:
     """The place of the grant by which a role may do it, from 1; 0 where it may not."""
-    if not row.is_taken:
+    refused = row.verb == "publish" and any(
+        covers(one, row.subject) for one in denied(GRANTS[role], SHARED)
+    )
+    if refused or not row.is_taken:
         return 0
     for place, grant in enumerate(GRANTS[role], 1):
         if row.verb == "publish" and grant.may_publish(row.subject):
@@ -274,7 +335,17 @@ async def measured(folder: Path) -> dict[str, set[Row]]:
     try:
         maker = await connect([server.url], options={"nkeys_seed_str": keys["maker"].seed})
         try:
-            await set_up(maker.jetstream, needed_in("demo", [], durable=["Printer.print"]))
+            needed = needed_in(
+                "demo",
+                [],
+                durable=["Printer.print"],
+                topics=["order.sold"],
+                groups=[
+                    "Ledger.book,topic=order.sold,group=ledger",
+                    "Audit.check,topic=order.sold,group=audit,ordered=true",
+                ],
+            )
+            await set_up(maker.jetstream, needed)
         finally:
             await maker.close()
         return {role: await _allowed(server, role, keys[role]) for role in ROLES}
@@ -356,7 +427,7 @@ def page(allowed: Mapping[str, set[Row]]) -> str:
 
 INTRODUCTION: Final = """# Permissions
 
-What the users that [`dynbus auth`](guides/identity.md) writes may do, in a namespace `demo`. Shop depends on Printer, whose handler `print` is durable; Engine serves a model, and Router routes to it. `stranger` calls in another namespace. This page is
+What the users that [`dynbus auth`](guides/identity.md) writes may do, in a namespace `demo`. Shop depends on Printer, whose handler `print` is durable, and publishes the topic `order.sold`, which each Window hears, Ledger takes as a group and Audit as an ordered one; Engine serves a model, and Router routes to it. `stranger` calls in another namespace. This page is
 made by a test that tries each cell at a server; a cell has the number of the grant that allows it, of those [below](#what-each-may-and-for-what), or `-` where the server refuses it, since none does.
 
 ## Matrix
@@ -364,6 +435,8 @@ made by a test that tries each cell at a server; a cell has the number of the gr
 Permissions are about subjects. What they leave open is closed where it arrives:
 
 - **A consumer that delivers elsewhere.** Who finds instances makes a consumer of its own, and the server delivers to whatever subject that names. Receivers drop what a stream delivered to them ([decision 33](decisions/0033-streams-by-operators.md)).
+- **A consumer's name.** Who hears a topic for itself makes a consumer of a name of its own in the topic's stream, and would change one that is there. So each user whose grants allow that is denied the consumers of groups that users of the same folder have; a group that has its user elsewhere is not known there.
+- **Who takes events in a group** asks for them at any reply subject. In another topic's stream they are stored under the subject that they had, which nobody reads there; in their own they are heard again, as events that are handed out at least once may be.
 - **Roll-ups.** JetStream looks at the right to publish the subject of a message alone, and one with `Nats-Rollup: all` clears its whole stream where that takes them, [below](#roll-ups) as tried. Four do, for what they are:
   - the records of instances: the server's markers of what expired, by which everybody hears at once that an instance is gone, are roll-ups. Records are back with their next renewal, a third of their TTL later, and who knew an instance keeps it;
   - snapshots and large descriptions of memory: object buckets of ADR-20 replace by roll-ups. A router without a snapshot starts from the stream. An agent whose large description is gone is not read from: only descriptions above 48 KiB are there;

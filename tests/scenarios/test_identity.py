@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,11 +16,24 @@ from dynbus.actors.commands.auth import client_of_run, grants_of_role, users_of_
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.runtime import Connecting
 from dynbus.bus.identity.registry import Registry
-from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.topics import TopicStream
+from dynbus.bus.work_queue import DeadLetters
 from dynbus.llm.commands.setting_up import needed_in, set_up
 
-from .guarded_shop import Counter, Engine, Press, Router
+from .guarded_shop import (
+    UNPAID,
+    Audit,
+    Counter,
+    Engine,
+    Heard,
+    Ledger,
+    Press,
+    Router,
+    Window,
+    returned,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -30,9 +43,10 @@ RUN = PlanRequest(targets=[Press.__module__])
 class Guarded:
     """A server whose users are in files, and how to be one of them."""
 
-    def __init__(self, server: RunningServer, registry: Registry) -> None:
+    def __init__(self, server: RunningServer, registry: Registry, operator: NatsConnection) -> None:
         self.server = server
         self.registry = registry
+        self.operator = operator
 
     def connect(self, user: str) -> Connecting:
         path = self.registry.seed_file(user)
@@ -70,11 +84,20 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
             [server.url], inbox="_R.operator.setup", options={"nkeys_seed_str": seed}
         )
         try:
-            needed = needed_in("shop", [], durable=["Press.book", "Press.clean"])
+            needed = needed_in(
+                "shop",
+                [],
+                topics=["book.ordered,retain=1h", "book.returned,retain=1h"],
+                durable=["Press.book", "Press.clean"],
+                groups=[
+                    "Ledger.book,topic=book.ordered,group=ledger",
+                    "Audit.check,topic=book.ordered,group=audit,ordered=true",
+                ],
+            )
             await set_up(operator.jetstream, needed)
+            yield Guarded(server, registry, operator)
         finally:
             await operator.close()
-        yield Guarded(server, registry)
     finally:
         await server.stop()
 
@@ -83,14 +106,14 @@ async def test_every_component_does_all_that_it_does_with_a_user_of_its_own(
     guarded: Guarded,
 ) -> None:
     async with AsyncExitStack() as exits:
-        for actor in (Press, Counter, Engine, Router):
+        for actor in (Press, Counter, Engine, Router, Window, Ledger, Audit):
             runtime = await exits.enter_async_context(guarded.connect(f"shop_{actor.__name__}"))
             await runtime.start(actor)
         billing = await exits.enter_async_context(guarded.connect("billing"))
         counter, press = billing.client(Counter), billing.client(Press)
         router = billing.client(Router)
         with call_options(wait=60.0):
-            ordered = await counter.order("Emma")
+            answered = await counter.order("Emma")
             items = [
                 item async for item in router.generate({"token_ids": [1, 2, 3], "max_tokens": 4})
             ]
@@ -103,11 +126,51 @@ async def test_every_component_does_all_that_it_does_with_a_user_of_its_own(
 
             await eventually(has_fired, 30.0)
 
-    assert ordered == "Emma bound, approved by Ada"
+            def has_heard(hearer: type[Heard], *titles: str) -> Callable[[], Awaitable[bool]]:
+                async def ask() -> bool:
+                    return sorted(await billing.client(hearer).heard()) == sorted(titles)
+
+                return ask
+
+            await eventually(has_heard(Window, "Emma?", "Emma", UNPAID), 30.0)
+            await eventually(has_heard(Ledger, "Emma"), 30.0)
+            await eventually(has_heard(Audit, "Emma", UNPAID), 30.0)
+        letters = DeadLetters(guarded.operator.jetstream, "shop")
+
+        async def is_buried() -> bool:
+            return [letter.data for letter in await letters.find("Ledger")] == [b'"unpaid"']
+
+        await eventually(is_buried, 30.0)
+
+    assert answered == "Emma bound, approved by Ada"
     assert items[-1]["finish_reason"] == "length"
     assert cancelled
     assert state.status == "cancelled"
     assert guarded.refusals == []
+
+
+async def test_events_that_a_member_has_delivered_as_those_of_another_topic_are_none(
+    guarded: Guarded,
+) -> None:
+    """No permission bounds where the server answers who asks the consumer of a group."""
+    stream, jetstream = "DYNBUS_TOPIC_shop+book+ordered", guarded.operator.jetstream
+    await jetstream.publish("shop._topic.book.ordered._event.k", b'"forged"')
+    forged, true = (f"shop._topic.book.returned._event.{key}" for key in ("forged", "true"))
+    heard: list[bytes] = []
+    topic = TopicStream(guarded.operator, returned.config(), returned.misfit)
+    listening = await topic.listen(lambda event: heard.append(event.data))
+    async with guarded.connect("shop_Ledger") as ledger:
+        ledger.bus.data.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.ledger", b"1", reply=forged)
+
+        async def is_stored() -> bool:
+            return (await jetstream.stream_info(topic.config.stream)).messages == 1
+
+        await eventually(is_stored, what="the server has delivered the event there")
+    await jetstream.publish(true, b'"true"')
+    await eventually(lambda: heard)
+    await listening.stop()
+
+    assert heard == [b'"true"']
 
 
 async def test_a_user_is_nobody_else(guarded: Guarded) -> None:

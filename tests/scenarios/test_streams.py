@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +19,11 @@ from tests.conditions import eventually
 from tests.llm.models.tiny_model import tiny_folder
 from tests.transfer.kv_blocks import small_layout
 
-from dynbus import Actor, ConfigError, EndpointName, Runtime, Topic, handler
+from dynbus import Actor, ConfigError, EndpointName, Runtime, Topic, handler, subscribe
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
-from dynbus.bus.protocol.names import ComponentName, job_log_stream, work_stream
+from dynbus.bus.protocol.names import ComponentName, job_log_stream, topic_stream, work_stream
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.work_queue import DeadLetters, DeathReason, WorkQueue, dead_letter_config
@@ -36,6 +37,7 @@ from dynbus.llm.commands.setting_up import set_up as set_up_at
 from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
 from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
+from dynbus.spi import NeededStream
 from dynbus.transfer.descriptors import AgentDescription
 from dynbus.transfer.exchange import MAX_RECORD_BYTES, announced
 from dynbus.transfer.layout import Region
@@ -93,6 +95,17 @@ class Printer(Actor, namespace="demo"):
     @handler(durable=True)
     async def print(self, page: str) -> str:
         return page
+
+
+sold = Topic("sold", str, namespace="demo", retain="1h")
+
+
+class Hearing(Actor, namespace="demo"):
+    @subscribe(sold, group="books", from_="all", ack_wait=5.0)
+    async def book(self, page: str) -> None: ...
+
+    @subscribe(sold, group="audit", ordered=True, from_=datetime(2026, 1, 31, 6, tzinfo=UTC))
+    async def check(self, page: str) -> None: ...
 
 
 class Ordered(Actor, namespace="demo"):
@@ -202,6 +215,50 @@ async def test_an_ordered_handler_is_set_up_as_it_would_make_its_own_streams(
     assert {one: by_use[one] for one in streams} == {one: by_setup[one] for one in streams}
 
 
+async def test_groups_are_set_up_as_they_would_make_their_own_consumers(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    needed = needed_in(
+        "demo",
+        [],
+        topics=["sold,retain=1h"],
+        groups=[
+            "Hearing.book,topic=sold,group=books,from=all,ack_wait=5",
+            "demo.Hearing.check,topic=sold,group=audit,ordered=true,from=2026-01-31T07:00+01:00",
+        ],
+    )
+    name = EndpointName("demo", "Hearing", "check")
+    streams = {topic_stream("demo", "sold"), job_log_stream(name)}
+    other = await run_server(store_dir=tmp_path / "other")
+    try:
+        async with Runtime.connect(own_server.url) as using, Runtime.connect(other.url) as made:
+            jetstream = made.bus.data.jetstream
+            await using.start(Hearing)
+            missing = await set_up_at(jetstream, needed[-1:], dry_run=True)
+            await set_up_at(jetstream, [NeededStream(one.stream) for one in needed])
+            without = await set_up_at(jetstream, needed[-1:], dry_run=True)
+            first = await set_up_at(jetstream, needed)
+            second = await set_up_at(jetstream, needed)
+            taken = needed_in("demo", [], groups=["A.b,topic=sold,group=books"])
+            differs = await set_up_at(jetstream, taken[-1:])
+            by_use, by_setup = [
+                await kept(cast(NatsConnection, runtime.bus.data)) for runtime in (using, made)
+            ]
+    finally:
+        await other.stop()
+
+    outcomes = [missing, without, first, second, differs]
+    assert [one[-1].status for one in outcomes] == [
+        "missing",
+        "missing",
+        "made",
+        "there",
+        "differs",
+    ]
+    assert "books is that of demo.Hearing.book" in differs[-1].text
+    assert {one: by_use[one] for one in streams} == {one: by_setup[one] for one in streams}
+
+
 async def test_setup_changes_nothing_that_is_there_and_says_what_it_found(
     own_server: RunningServer,
 ) -> None:
@@ -266,6 +323,11 @@ async def test_records_and_dead_letters_go_into_no_stream_that_shows_them(
         (["demo", "--topic", "a.b,tries=1"], "there are retain, max_bytes"),
         (["demo", "--topic", "a.b,retain=soon"], "topic a.b: retain='soon' must be"),
         (["demo", "--topic", "a.b,max_bytes=0"], "max_bytes=0 is not usable"),
+        (["demo", "--group", "A.b,topic=c"], "is not a group: write [NAMESPACE.]COMPONENT.METHOD"),
+        (["demo", "--group", "A,topic=c,group=d"], "is not a group: write"),
+        (["demo", "--group", "A.b,topic=c,group=d.e"], "group 'd.e' is not a valid name"),
+        (["demo", "--group", "A.b,topic=c,group=d,from=monday"], "from = 'monday' is none of"),
+        (["demo", "--group", "A.b,topic=c,group=d,tries=1"], "there are topic, group, from"),
         (["demo", "--durable", "A"], "write COMPONENT.ENDPOINT"),
         (["demo", "--durable", "A.b,ordered=1"], "ordered = '1' is not true or false"),
     ],

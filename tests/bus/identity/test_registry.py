@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.identity.grants import Grant
+from dynbus.bus.identity.grants import Grant, hears_events, operates, takes_events
 from dynbus.bus.identity.registry import Registry, ServerTls, User, server_config
+from dynbus.bus.protocol.names import EndpointName
 
 CALLS = Grant("calls demo.A", ("demo.A.x",), ())
 HEARS = Grant("hears its own replies", (), ("_R.one.>",))
@@ -87,6 +88,33 @@ def test_who_may_publish_nothing_is_denied_everything() -> None:
     config = server_config([User("one", "caller", "demo", ("U",), (HEARS,))])
 
     assert 'publish: { deny: [">"] }' in config
+
+
+def test_nobody_changes_or_drops_a_consumer_that_others_share() -> None:
+    events = "demo._topic.sold._event.*.*"
+    stream = "DYNBUS_TOPIC_demo+sold"
+    taking = takes_events("demo", "sold", "ledger", EndpointName("demo", "A", "b"), ["ledger"])
+    users = [
+        User("hearing", "actor", "demo.H", ("U1",), (hears_events("demo", "sold"),)),
+        User("taking", "actor", "demo.A", ("U2",), (taking,)),
+        User("other", "actor", "demo.O", ("U3",), (hears_events("demo", "bought"),)),
+        User("operator", "operator", "demo", ("U4",), tuple(operates(["demo"]))),
+    ]
+
+    config = server_config(users)
+
+    hearing, *others = config.split("nkey: ")[1:]
+    assert (
+        f"""\
+      ], deny: [
+        # changes consumers that others share
+        "$JS.API.CONSUMER.CREATE.{stream}.ledger.{events}"
+        "$JS.API.CONSUMER.DELETE.{stream}.ledger"
+      ] }}
+"""
+        in hearing
+    )
+    assert [one for one in others if "deny: [\n" in one] == []
 
 
 def test_the_same_users_make_the_same_files(registry: Registry) -> None:
