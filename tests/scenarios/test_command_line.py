@@ -327,6 +327,10 @@ def test_doctor_finds_nothing_wrong_with_the_embedded_server(folder: Folder) -> 
     assert bucket["found"] == "as dynbus makes it"
 
 
+@pytest.mark.nightly(
+    "tests/actors/commands/test_bench.py::test_a_stream_has_as_many_tokens_as_were_asked_for",
+    "tests/actors/commands/test_bench.py::test_every_figure_has_a_name_and_a_text_of_its_own",
+)
 def test_bench_measures_the_users_server_and_leaves_nothing(folder: Folder) -> None:
     before = {process.pid for process in folder.processes()}
 

@@ -203,6 +203,9 @@ def test_a_user_comes_back_at_once_after_a_kill(
     assert answers(url)
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_embedded_guard.py::test_a_shared_lock_keeps_the_exclusive_one_away",
+)
 def test_a_forked_child_of_a_killed_user_does_not_count_as_a_user(
     tmp_path: Path, user: Callable[..., User]
 ) -> None:
@@ -218,6 +221,9 @@ def test_a_forked_child_of_a_killed_user_does_not_count_as_a_user(
         child.kill()
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_embedded.py::test_the_user_that_started_it_may_leave_first",
+)
 def test_the_server_outlives_the_terminal_of_its_users(
     url: str, tmp_path: Path, user: Callable[..., User]
 ) -> None:
@@ -247,6 +253,9 @@ def test_a_killed_guard_takes_the_server_with_it_when_nobody_uses_it(
     assert not answers(url)
 
 
+@pytest.mark.nightly(
+    "tests/bus/nats/test_embedded.py::test_a_server_that_dies_is_restarted_for_its_users",
+)
 def test_a_killed_guard_is_replaced_for_the_users_that_remain(
     url: str, tmp_path: Path, user: Callable[..., User]
 ) -> None:

@@ -224,6 +224,9 @@ async def is_read(hostile: HostileClient, number: int) -> None:
     await eventually(is_answered, 60.0)
 
 
+@pytest.mark.nightly(
+    "tests/bus/serving/test_partial_requests.py::test_a_client_may_have_so_many_parts_here_however_small",
+)
 @pytest.mark.timeout(180)
 async def test_empty_parts_of_requests_that_never_become_whole_keep_nobody_waiting(
     own_server: RunningServer, processes: Processes

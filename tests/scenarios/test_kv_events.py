@@ -141,6 +141,9 @@ async def test_a_restart_of_the_server_in_the_middle_costs_no_event(
         await agree(routers, {"a": held})
 
 
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_follower.py::test_an_actor_s_blocks_come_with_its_lease_and_go_with_it_but_not_with_its_connection",
+)
 async def test_an_engine_that_is_killed_and_comes_back_is_known_as_it_is_now(
     own_server: RunningServer, engines: Engines
 ) -> None:

@@ -264,7 +264,6 @@ async def test_a_prompt_goes_where_it_is_cached_and_as_much_is_reused_as_was_pre
 
 @pytest.mark.nightly(
     "tests/kvrouter/routing/test_load_sharing.py::test_a_router_that_dies_takes_its_load_along_and_one_that_leaves_at_once",
-    "tests/scenarios/test_kv_routing.py::test_a_killed_engine_leaves_every_router_and_calls_go_on",
 )
 async def test_routers_that_are_killed_in_turn_leave_no_call_hanging_and_no_load_behind(
     fleet: Fleet,
@@ -301,6 +300,9 @@ async def test_routers_that_are_killed_in_turn_leave_no_call_hanging_and_no_load
             await endpoint.wait_for_instances(60.0, count=2)
 
 
+@pytest.mark.nightly(
+    "tests/kvrouter/stream/test_membership.py::test_blocks_go_at_once_with_the_lease_that_their_instance_had",
+)
 async def test_a_killed_engine_leaves_every_router_and_calls_go_on(fleet: Fleet) -> None:
     engines = await fleet.start("Engine", "a", "b", "c")
     async with AsyncExitStack() as exits:

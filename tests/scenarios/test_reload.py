@@ -150,6 +150,10 @@ def test_a_change_replaces_the_instances_that_it_affects_and_no_others(project: 
     assert project.processes() == []
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_outdated.py::test_no_change_is_forgotten_before_its_nodes_are_replaced",
+    "tests/actors/test_supervisor.py::test_a_restart_that_fails_is_tried_again",
+)
 def test_the_good_version_serves_until_a_change_loads_and_starts(project: Project) -> None:
     run = project.start_ready("lone.py", "--reload")
     before = project.pids()

@@ -175,6 +175,9 @@ class Printer(Actor, namespace="demo"):
 """
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_control.py::test_a_restart_that_breaks_callers_is_refused_unless_it_is_forced",
+)
 def test_a_restart_that_running_callers_could_not_read_is_refused_unless_it_is_forced(
     folder: Folder,
 ) -> None:
@@ -234,6 +237,10 @@ def test_a_stream_of_the_command_line_that_is_replayed_outlives_its_instance(
     assert [int(line) for line in [*first, *rest.splitlines()]] == [*range(29_500, 30_000)]
 
 
+@pytest.mark.nightly(
+    "tests/actors/test_control.py::test_a_node_that_one_run_alone_has_names_the_run",
+    "tests/actors/test_control.py::test_a_run_of_another_user_is_named_as_such_and_stands_in_nobodys_way",
+)
 def test_a_run_is_stopped_by_its_folder_and_several_are_told_apart(folder: Folder) -> None:
     first = folder.start_ready("actors.py:Splitter")
     second = folder.start_ready("actors.py:Slow", instances=2)

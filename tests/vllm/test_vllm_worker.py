@@ -444,8 +444,9 @@ async def outlive(runtime: Runtime, client: AsyncOpenAI, title: str) -> None:
     await eventually(is_replaced, START_TIMEOUT, what="another instance is there")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("title", ["EngineCore", pytest.param("worker", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("title", ["EngineCore", "worker"])
 async def test_answers_outlive_an_engine_that_dies_which_is_withdrawn_and_starts_again(
     fleet: Run, nats_server: RunningServer, title: str
 ) -> None:
