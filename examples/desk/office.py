@@ -6,7 +6,7 @@ from dynbus import Actor, depends, handler, step
 from dynbus.llm import Model
 
 
-class Office(Actor, namespace="desk"):
+class Office(Actor, namespace="desk", publishes=[closed]):
     model = depends(Model("rules", wait=30.0))
 
     @handler(durable=True)
