@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import resource
 import secrets
@@ -31,6 +32,8 @@ from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
 
 from .terminal import terminal
 
+logger = logging.getLogger(__name__)
+
 OLDEST_VERSION: Final = (2, 11, 0)
 FAULTY_VERSIONS: Final[dict[tuple[int, ...], str]] = {(2, 14, 5): "it may deliver 10 to 18 s late"}
 SMALLEST_PAYLOAD: Final = 64 * 1024
@@ -47,13 +50,14 @@ ROUND_TRIPS: Final = 21
 API_SECONDS: Final = 5.0
 REGION_SECONDS: Final = 1.0
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "warn", "fail", "unknown"]
 
 
 class Check(NamedTuple):
     """A verdict.
 
     Attributes:
+        status: `unknown` where the credential may not look.
         remedy: what to do; empty when nothing has to be done.
     """
 
@@ -237,6 +241,12 @@ def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool)
     )
 
 
+def unknown(name: str, what: str = "look") -> Check:
+    """The verdict on what the credential may not look at."""
+    remedy = "nothing, or look with one that may, such as an operator's: DYNBUS_CREDENTIALS"
+    return Check(name, "unknown", f"this credential may not {what}", remedy)
+
+
 def check_regions(kept: Mapping[str, int]) -> Check:
     """Check that each stream is kept in one region; `kept` has the number of regions of each."""
     twice = [name for name, regions in kept.items() if regions > 1]
@@ -327,10 +337,12 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
     jetstream = connection.jetstream
     try:
         account = await jetstream.api("INFO", {}, timeout=API_SECONDS)
+        checks = [Check("JetStream", "ok", "enabled"), check_limits(account)]
+    except PermissionDenied:
+        checks = [unknown("JetStream storage")]
     except DynbusError as error:
         remedy = "start the server with -js, or allow JetStream to the account"
         return [Check("JetStream", "fail", str(error), remedy)]
-    checks = [Check("JetStream", "ok", "enabled"), check_limits(account)]
     is_set_up = True
     try:
         bucket = await jetstream.api(
@@ -341,6 +353,8 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
     except NoStream:
         is_set_up = False
         checks.append(check_bucket(None))
+    except PermissionDenied:
+        checks.append(unknown("instances bucket"))
     except DynbusError as error:
         checks.append(Check("instances bucket", "fail", str(error), "allow $JS.API to the account"))
     checks += await _check_streams(connection, config.replicas)
@@ -350,9 +364,10 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
 async def _check_records(jetstream: NatsJetStream, now: float, lease_ttl: float) -> list[Check]:
     try:
         records = await jetstream.read(INSTANCES_STREAM.name, timeout=API_SECONDS)
-    except (NoStream, PermissionDenied):
-        # Discovery does without reading them directly, too.
+    except NoStream:
         return []
+    except PermissionDenied:
+        return [unknown("instance records")]
     except DynbusError as error:
         remedy = "its servers may be electing a leader: try again in 10 s"
         return [Check("instance records", "fail", str(error), remedy)]
@@ -362,31 +377,42 @@ async def _check_records(jetstream: NatsJetStream, now: float, lease_ttl: float)
 async def _check_streams(connection: NatsConnection, replicas: int) -> list[Check]:
     """Check each stream of dynbus, as far as the account may look at it."""
     jetstream = connection.jetstream
+    checks: list[Check] = []
     try:
         listed = await jetstream.api("STREAM.NAMES", {}, timeout=API_SECONDS)
         names = [name for name in listed.get("streams") or () if name.startswith(STREAMS)]
-    except DynbusError:
-        # A user that only serves or calls may not list streams.
+    except PermissionDenied:
+        # A user that only serves or calls.
         names = [INSTANCES_STREAM.name]
-    checks: list[Check] = [await _check_regions(connection, names)]
+        checks.append(unknown("streams", "list them"))
+    except DynbusError:
+        names = [INSTANCES_STREAM.name]
+    checks.append(await _check_regions(connection, names))
+    hidden = 0
     for name in names:
         try:
             info = await jetstream.stream_info(name, timeout=API_SECONDS)
             checks.append(check_replicas(name, info.replicas, replicas, in_cluster=info.in_cluster))
             checks.append(check_store(name, await jetstream.write_error(name, timeout=API_SECONDS)))
-        except (NoStream, PermissionDenied):
+        except NoStream:
             continue
+        except PermissionDenied:
+            hidden += 1
         except DynbusError as error:
             remedy = "its servers may be electing a leader: try again in 10 s"
             checks.append(Check(f"stream {name}", "fail", str(error), remedy))
+    if hidden:
+        what = f"try whether {hidden} of {len(names)} streams take writes"
+        checks.append(unknown("streams' writes", what))
     return checks
 
 
 async def _check_regions(connection: NatsConnection, streams: Sequence[str]) -> Check:
     kept: dict[str, int] = {}
+    refused: set[str] = set()
 
     async def count(stream: str) -> None:
-        with suppress(DynbusError):
+        try:
             config = await connection.jetstream.stream_config(stream, timeout=API_SECONDS)
             for subject in config.subjects:
                 # Buckets stay in their region.
@@ -395,11 +421,21 @@ async def _check_regions(connection: NatsConnection, streams: Sequence[str]) -> 
                     kept[stream] = await count_keepers(
                         connection, asked, 1, API_SECONDS, others=REGION_SECONDS
                     )
+                    if connection.refusal_of(asked):
+                        refused.add(stream)
+        except PermissionDenied:
+            refused.add(stream)
+        except DynbusError as error:
+            logger.debug("regions of %s: %s", stream, error)
 
     async with anyio.create_task_group() as tasks:
         for stream in streams:
             tasks.start_soon(count, stream)
-    return check_regions(kept)
+    verdict = check_regions(kept)
+    if refused and verdict.status == "ok":
+        what = f"ask who keeps what is published to {len(refused)} of {len(streams)} streams"
+        return unknown(verdict.name, what)
+    return verdict
 
 
 async def _check_writing(connection: NatsConnection, is_set_up: bool) -> list[Check]:

@@ -10,14 +10,15 @@ from dynbus.bus import exit_codes
 
 from .terminal import terminal
 
-_STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
+_STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "dim"}
 
 _HELP: Final = """Check the server and this machine, and say what to do.
 
     Looks at: the server and its version, JetStream and its limits, message size, headers, round
     trip, clocks, the bucket of instances and records in it that nobody renews, whether each stream
     of dynbus takes writes and how many servers of a cluster keep it, file descriptors, extras. It
-    makes one stream in the server's memory and deletes it again.
+    makes one stream in the server's memory and deletes it again. What the credential may not look
+    at is `unknown`, and the rest is looked at.
 
     \b
     dynbus doctor

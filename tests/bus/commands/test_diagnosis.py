@@ -5,6 +5,7 @@ The verdicts on single findings are in `test_doctor.py`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,17 @@ from dynbus.bus.commands import diagnosis
 from dynbus.bus.commands.diagnosis import Check, check_machine, diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.identity.grants import (
+    Grant,
+    calls_all,
+    finds_instances,
+    hears_replies,
+    observes,
+)
+from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import Address, run_server
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
+from dynbus.bus.work_queue import dead_letter_config
 
 USERS = """
 authorization {
@@ -26,8 +37,60 @@ authorization {
 """
 
 
+def user(name: str, grants: list[Grant]) -> str:
+    """A user of a server's configuration, with the password `secret`."""
+    publish = [subject for grant in grants for subject in grant.publish]
+    subscribe = [subject for grant in grants for subject in grant.subscribe]
+    allowed = {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}}
+    return json.dumps({"user": name, "password": "secret", "permissions": allowed})
+
+
 def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("role", "hidden"),
+    [
+        ("observer", {"regions", "streams' writes"}),
+        ("caller", {"JetStream storage", "streams", "streams' writes"}),
+        (
+            "nobody",
+            {"JetStream storage", "instances bucket", "streams", "regions", "streams' writes"},
+        ),
+    ],
+)
+async def test_what_a_credential_may_not_look_at_is_unknown_and_the_rest_is_looked_at(
+    tmp_path: Path, role: str, hidden: set[str]
+) -> None:
+    replies = hears_replies(role)
+    grants = {
+        "observer": [replies, *observes(["demo"])],
+        "caller": [replies, finds_instances(), calls_all("demo")],
+        "nobody": [replies, Grant("says nothing", (f"_R.{role}.x",))],
+    }
+    users = [user(role, grants[role]), json.dumps({"user": "ann", "password": "secret"})]
+    server = await run_server(
+        store_dir=tmp_path, config=f"authorization {{ users = [{', '.join(users)}] }}"
+    )
+    url = server.url.replace("nats://", "nats://{}:secret@")
+    async with server_stopped(server):
+        maker = await connect([url.format("ann")])
+        await maker.jetstream.ensure_stream(INSTANCES_STREAM)
+        await maker.jetstream.ensure_stream(dead_letter_config("demo"))
+        await maker.close()
+        told = await diagnose(BusConfig(servers=(url.format(role),), principal=role))
+
+    assert [check for check in told if check.status == "fail"] == []
+    unknown = [check for check in told if check.status == "unknown"]
+    assert {check.name for check in unknown} == hidden
+    assert all(check.found.startswith("this credential may not ") for check in unknown)
+    checks = by_name(told)
+    assert checks["JetStream writes"].found == "streams are made by operators"
+    if role == "observer":
+        assert checks["JetStream storage"].status == "ok"
+        assert checks["replicas of DYNBUS_DEAD_demo"].status == "ok"
 
 
 @pytest.mark.anyio
