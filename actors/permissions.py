@@ -51,7 +51,7 @@ def grants_of(
     calls_all_of = namespaces if actor.__dynbus_calls_all__ or actor.__dynbus_uses__ else ()
     for namespace in calls_all_of:
         grants += [calls_all(namespace), hears_cancels(namespace)]
-    grants += [Grant(*each) for each in actor.__dynbus_grants__(address, namespaces)]
+    grants += actor.__dynbus_grants__(address, namespaces)
     return list(dict.fromkeys(grants))
 
 

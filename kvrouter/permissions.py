@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynbus.spi import ComponentName
+from dynbus.spi import ComponentName, Grant
 
 from .names import (
     WHY,
@@ -18,11 +18,11 @@ from .stream.event_stream import EventStream
 from .stream.snapshots import snapshot_bucket
 
 
-def event_grants(address: ComponentName) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def event_grants(address: ComponentName) -> list[Grant]:
     """The grants of an instance that says what its cache holds."""
     stream = EventStream(address.namespace).config
     return [
-        (
+        Grant(
             f"publishes KV events of {address}",
             (kv_event_subject(*address, "*", "*"), *stream.to_look_up),
             (kv_resync_subject(*address, "*", "*"),),
@@ -30,17 +30,17 @@ def event_grants(address: ComponentName) -> list[tuple[str, tuple[str, ...], tup
     ]
 
 
-def routing_grants(namespaces: Sequence[str]) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def routing_grants(namespaces: Sequence[str]) -> list[Grant]:
     """The grants of who routes by the caches of whatever is in namespaces."""
     return [row for namespace in namespaces for row in _routing(namespace)]
 
 
-def _routing(namespace: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def _routing(namespace: str) -> list[Grant]:
     snapshots = snapshot_bucket(namespace).stream
     events = EventStream(namespace).config
     loads = kv_load_subject(namespace, "*", "*")
     return [
-        (
+        Grant(
             f"routes by the caches of {namespace}",
             (
                 kv_resync_subject(namespace, "*", "*", "*"),
@@ -51,7 +51,7 @@ def _routing(namespace: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...]
             ),
             (loads, f"{namespace}.*.{WHY}"),
         ),
-        (
+        Grant(
             f"keeps snapshots of the caches of {namespace}",
             (
                 kv_election_subject(namespace, "*"),
@@ -60,6 +60,5 @@ def _routing(namespace: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...]
                 *snapshots.to_follow,
                 f"$JS.API.STREAM.PURGE.{snapshots.name}",
             ),
-            (),
         ),
     ]

@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from dynbus.kvrouter import routing_grants
-from dynbus.spi import ComponentName
+from dynbus.spi import ComponentName, Grant
 from dynbus.transfer import transfer_grants
 
 from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_BUCKET, NAMES_STREAM
 from .models.records import CARDS_BUCKET, CARDS_STREAM
 
-Rows: TypeAlias = list[tuple[str, tuple[str, ...], tuple[str, ...]]]
-"""A purpose, what it publishes to, and what it subscribes to, for each grant."""
 
-
-def listing_models() -> Rows:
+def listing_models() -> list[Grant]:
     """The grants of who knows which models are served."""
     streams = (CARDS_STREAM, NAMES_STREAM, ARTEFACTS_STREAM)
-    return [("finds models", tuple(one for each in streams for one in each.to_follow), ())]
+    return [Grant("finds models", tuple(one for each in streams for one in each.to_follow))]
 
 
-def registering_models(address: ComponentName) -> Rows:
+def registering_models(address: ComponentName) -> list[Grant]:
     """The grants of a worker that serves a model."""
     return [
-        (
+        Grant(
             f"registers models of {address}",
             (
                 f"$KV.{CARDS_BUCKET}.{address}.>",
                 f"$KV.{NAMES_BUCKET}.*.{address}",
                 f"_models.{address}.*.*",
             ),
-            (),
         ),
         *listing_models(),
     ]
 
 
-def asking_models(namespaces: Sequence[str]) -> Rows:
+def asking_models(namespaces: Sequence[str]) -> list[Grant]:
     """The grants of who asks models that are served in namespaces."""
     return [*listing_models(), *routing_grants(namespaces)]
 
 
-def lending_blocks(address: ComponentName) -> Rows:
+def lending_blocks(address: ComponentName) -> list[Grant]:
     """The grants of a worker that reads blocks of its component, and lends its own."""
     calls = (f"{address}.*", f"{address}.*.*")
     return [
-        (f"reads blocks of others of {address}", calls, ()),
+        Grant(f"reads blocks of others of {address}", calls),
         *transfer_grants(f"{address}.*.blocks"),
     ]

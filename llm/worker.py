@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from dynbus import ConfigError, Option, handler, takes
-from dynbus.spi import ComponentName
+from dynbus.spi import ComponentName, Grant
 from dynbus.transfer import KvMemory, Mover, Settled, Settlement, open_agent
 
 from .engine.interface import Engine, EngineLimits
@@ -197,9 +197,7 @@ class ModelWorker(EngineWorker, abstract=True):
         self._temporary = ExitStack()
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import lending_blocks, registering_models
 

@@ -18,6 +18,7 @@ from dynbus import ConfigError, DynbusError, Unavailable
 from dynbus.spi import (
     Background,
     Bus,
+    Grant,
     JetStream,
     LeasedRecord,
     NoObject,
@@ -259,7 +260,7 @@ async def _look(jetstream: JetStream, agent: str) -> AgentDescription | None:
     return description
 
 
-def transfer_grants(agents: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def transfer_grants(agents: str) -> list[Grant]:
     """The uses that a process makes of the bus, for `dynbus auth`, that moves blocks between its
     memory and that of its peers.
 
@@ -268,7 +269,7 @@ def transfer_grants(agents: str) -> list[tuple[str, tuple[str, ...], tuple[str, 
     """
     descriptions = DESCRIPTIONS.stream
     return [
-        (
+        Grant(
             f"moves blocks as {agents}",
             (
                 transfer_agent_subject(agents),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, describe_exception
+from dynbus.bus.identity.grants import Grant
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 from dynbus.bus.topics import TopicConfig
 from dynbus.bus.work_queue import WorkQueueConfig
@@ -24,7 +25,6 @@ A = TypeVar("A", bound="DeclaredActor")
 L = TypeVar("L", bound="DeclaredActor")
 
 SUBSCRIPTION: Final = "__dynbus_subscription__"
-GrantFields = tuple[str, tuple[str, ...], tuple[str, ...]]
 
 PUBLIC_ATTRIBUTES: Final = (
     "broadcast",
@@ -158,10 +158,9 @@ class DeclaredActor:
     @classmethod
     def __dynbus_grants__(
         cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> Iterable[GrantFields]:
+    ) -> Iterable[Grant]:
         """The uses that an instance makes of the bus beside its handlers and dependencies, for
-        `dynbus auth`: a phrase for each purpose, the subjects that it publishes to, and those that
-        it subscribes to. A subclass that has some adds those of its base.
+        `dynbus auth`. A subclass that has some adds those of its base.
 
         Args:
             namespaces: in which it may find what it calls.
@@ -314,7 +313,7 @@ class Used:
     def __str__(self) -> str:
         return str(self._used)
 
-    def grants(self, namespaces: Sequence[str]) -> Iterable[GrantFields]:
+    def grants(self, namespaces: Sequence[str]) -> Iterable[Grant]:
         """The uses that who has this makes of the bus, as `__dynbus_grants__` of what is used says
         them."""
         used: Any = self._used

@@ -25,7 +25,15 @@ from dynbus import (
     takes,
 )
 from dynbus.kvrouter.permissions import routing_grants
-from dynbus.spi import ComponentName, Endpoint, RelayedStream, ReplyPort, ResumeRule, monotonic
+from dynbus.spi import (
+    ComponentName,
+    Endpoint,
+    Grant,
+    RelayedStream,
+    ReplyPort,
+    ResumeRule,
+    monotonic,
+)
 
 from . import token_rule
 from .config import RouterConfig
@@ -87,9 +95,7 @@ class RouterActor(Actor, abstract=True):
     __dynbus_calls_all__ = True
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         return [*super().__dynbus_grants__(address, namespaces), *routing_grants(namespaces)]
 
     @takes(RouterActorOptions)

@@ -23,7 +23,6 @@ from dynbus.spi import (
     NoObject,
     NoStream,
     ObjectBucket,
-    ObjectInfo,
     ObjectStore,
     StreamInfo,
     check_token,
@@ -100,26 +99,6 @@ def snapshot_name(component: str, sequence: int) -> str:
     return f"{component}/{sequence}"
 
 
-def read_info(entry: ObjectInfo, stream: str) -> SnapshotInfo | None:
-    """The snapshot of `stream` that an object's record describes; None for any other object."""
-    component, _, sequence = entry.name.partition("/")
-    fields = entry.headers
-    if fields.get(STREAM_KEY) != stream:
-        return None
-    try:
-        check_token("component", component)
-        return SnapshotInfo(
-            component,
-            Coverage(float(fields[CREATED_KEY]), int(sequence)),
-            entry.size,
-            entry.modified,
-            int(fields[BLOCKS_KEY]),
-            int(fields[INSTANCES_KEY]),
-        )
-    except (ConfigError, KeyError, ValueError):
-        return None
-
-
 def superseded(infos: Iterable[SnapshotInfo], created: float, keep: int) -> list[SnapshotInfo]:
     """Those of one component's snapshots that are to go: all of other streams, and of this one
     all but the newest."""
@@ -186,7 +165,22 @@ class SnapshotStore:
             objects = await self._objects.list_objects(timeout=timeout)
         except NoStream:
             return []  # none was ever taken
-        infos = [info for one in objects if (info := read_info(one, self._stream)) is not None]
+        infos: list[SnapshotInfo] = []
+        for one in objects:
+            fields = one.headers
+            of, _, sequence = one.name.partition("/")
+            # Any other object is passed over.
+            with suppress(ConfigError, KeyError, ValueError):
+                info = SnapshotInfo(
+                    check_token("component", of),
+                    Coverage(float(fields[CREATED_KEY]), int(sequence)),
+                    one.size,
+                    one.modified,
+                    int(fields[BLOCKS_KEY]),
+                    int(fields[INSTANCES_KEY]),
+                )
+                if fields.get(STREAM_KEY) == self._stream:
+                    infos.append(info)
         return sorted(
             (one for one in infos if component in (None, one.component)),
             key=lambda one: (one.component, one.coverage.sequence),

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from dynbus import ConfigError, Runtime
 from dynbus.llm.models.card import check_name
 from dynbus.llm.pipeline import RoutingChoice
+from dynbus.spi import Grant
 
 from .client import ModelClient, ModelOptions
 
@@ -53,7 +54,7 @@ class Model:
     @staticmethod
     def __dynbus_grants__(
         namespaces: Sequence[str],
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    ) -> list[Grant]:
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import asking_models
 

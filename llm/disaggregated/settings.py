@@ -26,6 +26,7 @@ from dynbus import ConfigError, DynbusError, Option, Unavailable
 from dynbus.spi import (
     Bus,
     ComponentName,
+    Grant,
     InstanceName,
     JetStream,
     NoStream,
@@ -460,11 +461,11 @@ async def follow_settings(
             await work.end()
 
 
-def handing_over(address: ComponentName) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def handing_over(address: ComponentName) -> list[Grant]:
     """The uses that a worker makes of the bus, for `dynbus auth`, whose prompts are computed
     elsewhere."""
     subjects = (*SETTINGS_STREAM.to_follow, f"$JS.API.DIRECT.GET.{SETTINGS_STREAM.name}")
     return [
-        ("follows settings of disaggregated serving", subjects, ()),
+        Grant("follows settings of disaggregated serving", subjects),
         *transfer_grants(f"{address.namespace}.*"),
     ]

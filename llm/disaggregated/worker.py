@@ -39,7 +39,7 @@ from dynbus.llm.hand_over.source import Leases, Source
 from dynbus.llm.models.publishing import Target
 from dynbus.llm.tiers.tiers import check_comparable
 from dynbus.llm.worker import ModelEngineOptions, ModelWorker
-from dynbus.spi import ComponentName, InstanceName, ServedInstance
+from dynbus.spi import ComponentName, Grant, InstanceName, ServedInstance
 from dynbus.transfer import Mover, Settled, Settlement, Settling
 
 from .choosing import FIELDS, PrefillChoice
@@ -132,9 +132,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         return [*(ComponentName(space, node) for node in nodes), queue]
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         served = ComponentName(address.namespace, cls.decode_node)
         inherited = super().__dynbus_grants__(served, namespaces)
         return [*inherited, *handing_over(served)]

@@ -18,7 +18,7 @@ from dynbus.llm.continuing import resume
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.spi import ComponentName
+from dynbus.spi import ComponentName, Grant
 
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
@@ -66,9 +66,7 @@ class EngineWorker(Actor, abstract=True):
     _engine_numbers: Iterator[int]
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         return [*super().__dynbus_grants__(address, namespaces), *event_grants(address)]
 
     def make_engine(self) -> Engine | RunningEngine:

@@ -20,7 +20,7 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
-from dynbus.spi import ComponentName, Openable
+from dynbus.spi import ComponentName, Grant, Openable
 
 from .application import Application, Page, Response
 from .server import HttpServer
@@ -139,14 +139,12 @@ class Frontend(Actor, abstract=True):
         self._exits = AsyncExitStack()
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import asking_models
         from dynbus.llm.resumable.store import stream_grants
 
-        asks = ("asks whether instances answer", ("$SRV.PING.>",), ())
+        asks = Grant("asks whether instances answer", ("$SRV.PING.>",))
         inherited = super().__dynbus_grants__(address, namespaces)
         return [*inherited, *asking_models(namespaces), *stream_grants(), asks]
 

@@ -18,7 +18,7 @@ from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import chat_of, completion_of
 from dynbus.llm.text.text_model import TextModel
-from dynbus.spi import ComponentName, random_id
+from dynbus.spi import ComponentName, Grant, random_id
 
 from . import RoutingChoice
 from .models import Models
@@ -67,9 +67,7 @@ class Processor(Actor, abstract=True):
         self._exits = AsyncExitStack()
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import asking_models, registering_models
 

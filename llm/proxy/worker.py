@@ -39,7 +39,7 @@ from dynbus.llm.models.card import (
 )
 from dynbus.llm.models.register import register_adapter, register_llm
 from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
-from dynbus.spi import ComponentName, ResumeRule, Work, monotonic
+from dynbus.spi import ComponentName, Grant, ResumeRule, Work, monotonic
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
 from .events import EventReader
@@ -189,9 +189,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._exits = AsyncExitStack()
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import registering_models
 

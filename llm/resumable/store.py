@@ -18,6 +18,7 @@ from dynbus.llm.resumable.names import (
     stream_owner_subject,
 )
 from dynbus.spi import (
+    Grant,
     Message,
     NoStream,
     ServerClock,
@@ -368,7 +369,8 @@ class StreamStore:
             watch.answered(owns=message.data == YES)
 
 
-def stream_grants() -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def stream_grants() -> list[Grant]:
     """The uses that a front end makes of the bus, for `dynbus auth`, whose streams are resumed."""
     logs, owners = stream_log_subject("*"), stream_owner_subject("*")
-    return [("keeps resumable streams", (logs, owners, *LOGS_STREAM.to_follow, "_R.>"), (owners,))]
+    published = (logs, owners, *LOGS_STREAM.to_follow, "_R.>")
+    return [Grant("keeps resumable streams", published, (owners,))]

@@ -33,7 +33,7 @@ from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.served_model import LOADING, ModelPath, ServedModel, ServedModelOptions
-from dynbus.spi import ComponentName, monotonic, task_group
+from dynbus.spi import ComponentName, Grant, monotonic, task_group
 
 from .engine import VllmEngine
 from .handing_over import ConnectorKeeper, HandedOver, HandOver, KvIdentity
@@ -232,9 +232,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
         return role
 
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import registering_models
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dynbus.bus.config import is_loopback, suggestion
     from dynbus.bus.errors import describe_exception
     from dynbus.bus.extras import how_to_install
+    from dynbus.bus.identity.grants import Grant
     from dynbus.bus.lazy_exports import lazy_exports
     from dynbus.bus.protocol.endpoint import Endpoint
     from dynbus.bus.protocol.names import ComponentName, InstanceName, check_token
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from dynbus.bus.records.expired_records import ExpiredRecords
     from dynbus.bus.records.instance_records import read_instances
     from dynbus.bus.records.leased_record import LeasedRecord
-    from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectInfo, ObjectStore
+    from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
     from dynbus.bus.records.reading import read_latest, read_until
     from dynbus.bus.telemetry.metrics import Metrics, Readings
     from dynbus.bus.telemetry.telemetry import Telemetry, measure_process
@@ -70,6 +71,7 @@ __all__ = [
     "EndpointAddress",
     "ExpiredRecords",
     "Failed",
+    "Grant",
     "HandlerSpec",
     "InstanceName",
     "InstanceReport",
@@ -81,7 +83,6 @@ __all__ = [
     "NoObject",
     "NoStream",
     "ObjectBucket",
-    "ObjectInfo",
     "ObjectStore",
     "Openable",
     "OrderedConsumer",
@@ -159,6 +160,7 @@ if not TYPE_CHECKING:
             ),
             "bus.errors": ("describe_exception",),
             "bus.extras": ("how_to_install",),
+            "bus.identity.grants": ("Grant",),
             "bus.protocol.endpoint": ("Endpoint",),
             "bus.protocol.names": (
                 "ComponentName",
@@ -176,7 +178,6 @@ if not TYPE_CHECKING:
             "bus.records.objects": (
                 "NoObject",
                 "ObjectBucket",
-                "ObjectInfo",
                 "ObjectStore",
             ),
             "bus.records.reading": (

@@ -9,6 +9,7 @@ import pytest
 
 from dynbus import Actor, Topic, depends, handler, subscribe
 from dynbus.actors.permissions import grants_of
+from dynbus.bus.identity.grants import Grant
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 
 
@@ -42,11 +43,9 @@ class Shop(Actor, namespace="demo"):
 
 class Cached(Actor, namespace="demo"):
     @classmethod
-    def __dynbus_grants__(
-        cls, address: ComponentName, namespaces: Sequence[str]
-    ) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         subject = f"{address}._own.*"
-        return [("says what it holds", (subject,), ()), (f"of {namespaces}", (), (subject,))]
+        return [Grant("says what it holds", (subject,)), Grant(f"of {namespaces}", (), (subject,))]
 
     @classmethod
     def __dynbus_also__(cls, address: ComponentName) -> list[ComponentName | EndpointName]:

@@ -38,12 +38,11 @@ pytestmark = pytest.mark.anyio
 
 ENGINE = ComponentName("demo", "Engine")
 CALLING = [finds_instances(), calls_all("demo"), hears_cancels("demo")]
-Rows = list[tuple[str, tuple[str, ...], tuple[str, ...]]]
 
 
 @asynccontextmanager
 async def guarded(
-    folder: Path, rows: Rows, more: Sequence[Grant] = ()
+    folder: Path, rows: Sequence[Grant], more: Sequence[Grant] = ()
 ) -> AsyncGenerator[tuple[RunningServer, Bus]]:
     """A server with streams and one user, who connects and hears its replies.
 
@@ -51,7 +50,7 @@ async def guarded(
         rows: its grants, as packages above the kernel give them.
         more: other grants that it has.
     """
-    user = entry("p", [hears_replies("p"), *more, *(Grant(*row) for row in rows)])
+    user = entry("p", [hears_replies("p"), *more, *rows])
     config = f"authorization {{ users = [\n{OPERATOR}\n{user}\n] }}"
     server = await run_server(store_dir=folder / "nats-server", config=config)
     try:
