@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.needed import setup_commands
 from dynbus.actors.permissions import grants_of, grants_of_client
 from dynbus.actors.running.graph import Node
 from dynbus.actors.running.plan import PlanRequest
@@ -133,6 +134,15 @@ def client_of_run(name: str, request: PlanRequest) -> NeededUser:
     return NeededUser(name, CLIENT, ", ".join(sorted(map(str, called))), grants)
 
 
+def setup_of_run(request: PlanRequest) -> list[str]:
+    """The commands of an operator that make what the users of a run need; see `setup_commands`.
+
+    Raises:
+        ConfigError: the run is not usable.
+    """
+    return setup_commands({address: node.actor for node, address in _addresses(request).items()})
+
+
 def _addresses(request: PlanRequest) -> dict[Node, ComponentName]:
     run = load_run(request, os.environ)
     return {Node(one.node, one.actor): one.address for one in run.assignments}
@@ -224,9 +234,9 @@ def add(
     """Add a user for each component of TARGETs, one that calls them, or one with a role.
 
     TARGETs and options are those of `dynbus run`; nothing is started. A user that is there keeps
-    its key and gets what it needs now. The roles are those of a caller of all that is in a
-    namespace, an observer, an operator, and where the packages are there the front end of
-    `dynbus http`.
+    its key and gets what it needs now. What an operator has to make for TARGETs is printed. The
+    roles are those of a caller of all that is in a namespace, an observer, an operator, and where
+    the packages are there the front end of `dynbus http`.
 
     \b
     dynbus auth add actors.py -f hello.yaml
@@ -236,15 +246,17 @@ def add(
     registry = Registry(folder)
     if client is not None and role is not None:
         raise click.UsageError("give --client or --role, not both")
+    setup: list[str] = []
     if client is not None:
         users = [client_of_run(client, plan_request(ctx, targets, config_files, namespace))]
     elif role is None:
-        users = users_of_run(plan_request(ctx, targets, config_files, namespace))
+        request = plan_request(ctx, targets, config_files, namespace)
+        users, setup = users_of_run(request), setup_of_run(request)
     else:
         users = [_user_in_role(role, targets, config_files, namespace)]
     done = {user.name: registry.put(*user) for user in users}
     registry.save()
-    _tell(registry, done, as_json)
+    _tell(registry, done, as_json, setup)
 
 
 def _user_in_role(
@@ -338,13 +350,20 @@ def _show_user(user: User, as_json: bool) -> None:
     )
 
 
-def _tell(registry: Registry, done: dict[str, str], as_json: bool) -> None:
-    """Say what was done, where the keys are, and what is left to do."""
+def _tell(
+    registry: Registry, done: dict[str, str], as_json: bool, setup: Sequence[str] = ()
+) -> None:
+    """Say what was done, where the keys are, and what is left to do.
+
+    Args:
+        setup: the commands that make what these users need at the server.
+    """
     if as_json:
         terminal.print_json(
             {
                 "users": [{"name": name, "done": how} for name, how in sorted(done.items())],
                 "server_file": str(registry.server_file),
+                "setup": list(setup),
             }
         )
         return
@@ -358,3 +377,5 @@ def _tell(registry: Registry, done: dict[str, str], as_json: bool) -> None:
             f"{registry.server_file} is written: include it in the configuration of nats-server, "
             "and have it read that again: nats-server --signal reload"
         )
+    for command in setup:
+        terminal.notice(f"an operator makes what they need, before they start: {command}")

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from dynbus import Actor, Topic, depends, handler, subscribe
+from dynbus.actors.needed import setup_commands
 from dynbus.actors.permissions import grants_of
 from dynbus.bus.identity.grants import Grant
 from dynbus.bus.protocol.names import ComponentName, EndpointName
@@ -66,6 +67,7 @@ class Searching(Actor, namespace="demo"):
 
 
 orders = Topic("orders", int, namespace="shared")
+bills = Topic("bills", int, namespace="demo", retain="1h", max_bytes=1000)
 prices = Topic("prices", int, retain=None)
 
 
@@ -76,6 +78,11 @@ class Seller(Actor, namespace="demo", abstract=True, publishes=[orders]):
 class Selling(Seller, namespace="demo", publishes=[prices, orders]):
     @handler
     async def sell(self) -> None: ...
+
+
+class Auditing(Actor, namespace="audits"):
+    @subscribe(bills, group="audit", from_="all", ack_wait=5.0)
+    async def check(self, bill: int) -> None: ...
 
 
 class Listening(Actor, namespace="demo"):
@@ -198,6 +205,30 @@ def test_an_actor_hears_topics_for_itself_and_in_groups() -> None:
     assert not audit.may_publish(f"{taking}.audit")
     record = "demo.Listening._jobs.check.e.return"
     assert (books.may_publish(record), audit.may_publish(record)) == (False, True)
+
+
+def test_an_operator_is_told_what_to_make_as_the_actors_declare_it() -> None:
+    actors = {
+        ComponentName(namespace, one.__name__): one
+        for namespace, one in (
+            ("audits", Auditing),
+            ("demo", Printer),
+            ("demo", Orderly),
+            ("demo", Cached),
+            ("demo", Selling),
+            ("demo", Listening),
+        )
+    }
+
+    assert setup_commands(actors) == [
+        "dynbus setup audits",
+        "dynbus setup demo --topic bills,retain=3600s,max_bytes=1000 "
+        "--group audits.Auditing.check,topic=bills,group=audit,from=all,ack_wait=5 "
+        "--queue Other.work --durable Orderly.print,ordered=true --durable Printer.print",
+        "dynbus setup shared --topic orders,retain=604800s "
+        "--group demo.Listening.book,topic=orders,group=books "
+        "--group demo.Listening.check,topic=orders,group=audit,ordered=true",
+    ]
 
 
 @pytest.mark.parametrize(("actor", "may"), [(Orderly, True), (Printer, False)])

@@ -33,7 +33,7 @@ class Press(Actor, namespace="shop"):
         return self.firings
 
 
-class Counter(Actor, namespace="shop", publishes=[ordered, asked]):
+class Counter(Actor, namespace="shop", publishes=[ordered, returned, asked]):
     press = depends(Press)
 
     @handler

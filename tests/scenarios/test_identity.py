@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -12,7 +13,12 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import PermissionDenied, Runtime, call_options
-from dynbus.actors.commands.auth import client_of_run, grants_of_role, users_of_run
+from dynbus.actors.commands.auth import (
+    client_of_run,
+    grants_of_role,
+    setup_of_run,
+    users_of_run,
+)
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.runtime import Connecting
 from dynbus.bus.identity.registry import Registry
@@ -21,6 +27,7 @@ from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.topics import TopicStream
 from dynbus.bus.work_queue import DeadLetters
 from dynbus.llm.commands.setting_up import needed_in, set_up
+from dynbus.llm.commands.setup import setup
 
 from .guarded_shop import (
     UNPAID,
@@ -70,7 +77,8 @@ class Guarded:
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
-    """A server with users for the graph, a client of it and an operator, and with its streams."""
+    """A server with users for the graph, a client of it and an operator, and with its
+    streams, which the operator makes as `dynbus auth add` says."""
     registry = Registry.make(tmp_path / "auth")
     registry.put("operator", "operator", "shop", grants_of_role("operator", ["shop"], "operator"))
     for user in [*users_of_run(RUN), client_of_run("billing", RUN)]:
@@ -84,17 +92,11 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
             [server.url], inbox="_R.operator.setup", options={"nkeys_seed_str": seed}
         )
         try:
-            needed = needed_in(
-                "shop",
-                [],
-                topics=["book.ordered,retain=1h", "book.returned,retain=1h"],
-                durable=["Press.book", "Press.clean"],
-                groups=[
-                    "Ledger.book,topic=book.ordered,group=ledger",
-                    "Audit.check,topic=book.ordered,group=audit,ordered=true",
-                ],
-            )
-            await set_up(operator.jetstream, needed)
+            for command in setup_of_run(RUN):
+                given = setup.make_context("setup", shlex.split(command)[2:]).params
+                options = ("namespace", "queues", "topics", "durable", "groups")
+                needed = needed_in(*(given[name] for name in options))
+                await set_up(operator.jetstream, needed)
             yield Guarded(server, registry, operator)
         finally:
             await operator.close()

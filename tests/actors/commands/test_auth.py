@@ -67,6 +67,7 @@ def test_what_was_done_is_told_as_json(folder: Path, capsys: pytest.CaptureFixtu
             {"name": "shop_Printer", "done": "added"},
         ],
         "server_file": "auth/nats-users.conf",
+        "setup": ["dynbus setup shop --durable Printer.print"],
     }
     assert [user["done"] for user in second["users"]] == ["there", "there"]
 
