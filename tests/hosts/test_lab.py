@@ -183,22 +183,24 @@ def test_a_frozen_host_does_nothing_is_reached_and_goes_on(lab: Lab) -> None:
 
 def test_a_host_far_away_is_reached_later_and_others_are_not(lab: Lab) -> None:
     a, b, c = lab
-    took: list[float] = []
-    for one, other in ((b, a), (b, c)):
-        began = time.monotonic()
-        assert connect(one, other.address) == REACHED
-        took.append(time.monotonic() - began)
 
+    def least_seconds(one: Host, other: Host) -> float:
+        """To connect; a machine that does much else is sometimes late itself."""
+        took: list[float] = []
+        for _ in range(5):
+            began = time.monotonic()
+            assert connect(one, other.address) == REACHED
+            took.append(time.monotonic() - began)
+        return min(took)
+
+    near = least_seconds(b, a), least_seconds(b, c)
     lab.delay(a, 0.1)
-    began = time.monotonic()
-    far = connect(b, a.address), connect(a, b.address)
-    seconds = (time.monotonic() - began) / 2
+    far = least_seconds(b, a), least_seconds(a, b)
     lab.delay(a, 0.0)
     lab.delay(a, 0.0, loss=1.0)
     lost = connect(b, a.address), connect(b, c.address)
 
-    assert far == (REACHED, REACHED)
-    assert seconds > 0.2 > max(took)
+    assert min(far) > 0.2 > max(near)
     assert lost == (BLOCKED, REACHED)
 
 
