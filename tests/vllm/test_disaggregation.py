@@ -256,7 +256,7 @@ async def test_prefill_may_be_killed_and_comes_back(pair: Run, nats_server: Runn
 def engine_worker(run: Run, node: str) -> int:
     """The process of an engine that computes, and reads blocks."""
     [actor] = processes_below(run.process.pid, f"pair.{node}")
-    return processes_below(actor, "VLLM::Worker")[0]
+    return processes_below(actor, "VLLM::EngineCore")[0]
 
 
 @contextmanager
