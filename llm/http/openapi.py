@@ -44,7 +44,7 @@ _STATUSES: Final[Mapping[str, str]] = {
     "429": "Too much is asked; `Retry-After` says when to ask again.",
     "499": "The client left.",
     "500": "An engine failed; its log says why.",
-    "503": "No engine is there, or the front end stops.",
+    "503": "No engine is there (`Retry-After` says when to ask again), or the front end stops.",
     "504": "The time is over.",
 }
 

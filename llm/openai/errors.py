@@ -10,7 +10,15 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus import DynbusError, HandlerError, InvalidRequest, Overloaded, StreamLost, UnknownOutcome
+from dynbus import (
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    NoInstances,
+    Overloaded,
+    StreamLost,
+    UnknownOutcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +189,10 @@ _REASONS: Final[Mapping[str, str]] = {
     "Migrate": "Unavailable",
 }
 
+AWAY_RETRY: Final = "5"
+"""Seconds after which a client may ask again where no engine is there: one that is started again
+takes longer than a client's own pauses."""
+
 HIDDEN: Final = "the server failed to answer the request; its log says why"
 """The text for an exception in a handler, whose own text may hold anything."""
 
@@ -215,6 +227,8 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, NoInstances):
+        headers["Retry-After"] = AWAY_RETRY
     elif isinstance(error, IdempotencyConflict):
         # OpenAI's clients do that by themselves.
         headers["Retry-After"] = "1"

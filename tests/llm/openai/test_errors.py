@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dynbus.bus.errors import Migrate
+from dynbus.bus.errors import Migrate, NoInstances, Unavailable
 from dynbus.llm.openai.embeddings import read_embeddings
 from dynbus.llm.openai.errors import BadRequest, answer_of
 
@@ -26,3 +26,10 @@ def test_a_request_that_was_given_back_and_went_nowhere_is_unavailable() -> None
 
     assert told.status == 503
     assert json.loads(told.body)["error"]["code"] == "Unavailable"
+
+
+def test_where_no_engine_is_there_a_client_is_told_when_to_ask_again() -> None:
+    away = answer_of(NoInstances("the model has no instance since 3.0 s"))
+
+    assert (away.status, away.headers) == (503, {"Retry-After": "5"})
+    assert answer_of(Unavailable("the bus is away")).headers == {}
