@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from inspect import Parameter
-from typing import Any, Final, Generic, TypeVar, Unpack, cast, overload
+from typing import Any, Final, Generic, NoReturn, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 from dynbus.actors.declaring.actor import DeclaredActor
@@ -561,6 +561,7 @@ def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
         method.__name__ = attribute
         method.__qualname__ = f"{actor.__name__}.{attribute}"
         method.__doc__ = spec.function.__doc__
+        method.submit = _refused_submit(spec)  # type: ignore[attr-defined]
         spec.mark(method)
         methods[attribute] = method
     return type(f"{actor.__name__}Client", (ActorClient,), {"__slots__": (), **methods})
@@ -578,6 +579,16 @@ def _resume_of(actor: type[DeclaredActor], spec: HandlerSpec) -> Resume | None:
         decode_many=spec.result_codec.decode_many,
         encode=codec.encode,
     )
+
+
+def _refused_submit(spec: HandlerSpec) -> Callable[..., NoReturn]:
+    """The `submit` of a handler without jobs, which type checkers do not know."""
+    remedy = "iterate over the call" if spec.streaming else "call it, or use @handler(durable=True)"
+
+    def submit(*_: object, **__: object) -> NoReturn:
+        raise ConfigError(f"{spec.label} is not durable, and has no jobs to submit: {remedy}")
+
+    return submit
 
 
 class DurableClientMethod:

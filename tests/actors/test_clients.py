@@ -324,6 +324,22 @@ async def test_what_only_an_instance_has_is_told_with_the_handlers(bench: Bench,
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("count", "call it, or use @handler(durable=True)"), ("split", "iterate over the call")],
+)
+async def test_submit_of_a_handler_that_is_not_durable_is_refused_with_the_remedy(
+    bench: Bench, name: str, remedy: str
+) -> None:
+    method: Any = getattr(bench.runtime.client(bench.splitter), name)
+
+    with pytest.raises(ConfigError) as caught:
+        await method.submit(Prompt(text="a"))
+
+    refused = f"Splitting.{name} is not durable, and has no jobs to submit: {remedy}"
+    assert str(caught.value) == refused
+
+
 async def test_a_client_cannot_be_changed(bench: Bench) -> None:
     client = bench.runtime.client(bench.splitter)
 
