@@ -58,6 +58,10 @@ ASKS_AFTER: Final = 30.0
 """Seconds in its queue after which a job is looked up before it begins: who cancelled it may have
 done so before this instance could hear it."""
 CANCELS_KEPT: Final = 60.0
+WAY_BACK: Final = 0.5
+"""Seconds before the deadline of a call that waits for its job, and at most a tenth of what is left
+to it, at which it is answered with the name of its job: the caller stops listening at the deadline.
+"""
 
 
 class JobRunner(TakingRunner):
@@ -109,7 +113,9 @@ class JobRunner(TakingRunner):
             deadline=called.time_left(),
         )
         _, name = job_id.split_name()
-        return await self._jobs.result(name)
+        left = called.time_left()
+        wait = None if left is None else left - min(WAY_BACK, left / 10)
+        return await self._jobs.result(name, wait)
 
     async def start(self, background: Background) -> None:
         await self._log.ensure()

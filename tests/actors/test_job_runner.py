@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import anyio
 import pytest
@@ -140,6 +141,21 @@ def test_a_job_that_takes_longer_than_its_handler_may_fails() -> None:
             await job.result()
 
     on_a_kit(story)
+
+
+def test_an_untyped_call_that_times_out_names_its_job_which_goes_on() -> None:
+    async def story(kit: TestKit) -> str:
+        actor = (await kit.start(Hesitant)).actor
+        assert isinstance(actor, Hesitant)
+        sell = await kit.caller.endpoint("runners.Hesitant.sell").client(timeout=1.0)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await sell.generate()
+        named = re.match(r"job (\S+) has not ended within .* s, and goes on", str(caught.value))
+        assert named, caught.value
+        actor.go_on.set()
+        return await kit.caller.job(named[1], Hesitant.sell).result(10.0)
+
+    assert on_a_kit(story) == "here"
 
 
 class Porter(Actor, namespace="runners"):
