@@ -183,12 +183,17 @@ class JobRunner(TakingRunner):
 
     async def _carry_out(self, job: Job) -> None:
         token = job_token(job.job_id)
-        is_known = self._may_be_known(job, token) and await self._log.knows(job.job_id)
-        if is_known and await self._log.result(job.job_id) is not None:
+        may_be_known = self._may_be_known(job, token)
+        is_known = may_be_known and await self._log.knows(job.job_id)
+        if is_known and await self._has_ended(job):
             await self._leave_ended(job)
             return
         run = await self._begin(job, is_known=is_known)
         if run is None:
+            return
+        # An instance that was frozen or cut off meanwhile has answers of before.
+        if may_be_known and job.is_doubtful and await self._has_ended(job):
+            await self._leave_ended(job)
             return
         try:
             request = self._endpoint.decode(job.data)
@@ -225,6 +230,9 @@ class JobRunner(TakingRunner):
         else:
             await self._end(job, run, JobResult(Outcome.DONE, data))
             await job.ack()
+
+    async def _has_ended(self, job: Job) -> bool:
+        return await self._log.result(job.job_id) is not None
 
     async def _leave_ended(self, job: Job) -> None:
         """Drop a message of a job that has ended elsewhere, and what its tries may have left."""

@@ -121,6 +121,7 @@ class JobStream:
         lanes: of the queue; those that come first are preferred, or none where it is ordered.
         consumers: of the lanes.
         waiting: jobs in each lane at the last `ensure`.
+        ack_wait: of the queue as it is, also where another process made it; known after `ensure`.
     """
 
     def __init__(self, connection: Connection, name: EndpointName, config: WorkQueueConfig) -> None:
@@ -132,7 +133,7 @@ class JobStream:
         self.lanes = lanes_of(ordered=config.ordered)
         self.consumers = takers_config(name, config)
         self.waiting: Sequence[int] = [0] * len(self.lanes)
-        self._ack_wait = config.ack_wait
+        self.ack_wait = config.ack_wait
         self._created = 0.0
         self._clock = ServerClock()
         # By the own time of day.
@@ -148,12 +149,6 @@ class JobStream:
 
     def __repr__(self) -> str:
         return f"<JobStream {self.name}>"
-
-    @property
-    def ack_wait(self) -> float:
-        """The `ack_wait` of the queue as it is, also where another process made it; known after
-        `ensure`."""
-        return self._ack_wait
 
     @property
     def created(self) -> float:
@@ -196,7 +191,7 @@ class JobStream:
         """Ask what the stream and the consumer are that there are now."""
         self._created = await self._ask_clock()
         infos = await self._infos()
-        self._ack_wait = infos[0].ack_wait
+        self.ack_wait = infos[0].ack_wait
         self.waiting = [info.pending for info in infos]
         return infos[0]
 

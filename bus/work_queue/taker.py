@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 MAX_LIMIT: Final = 4096
 KEEP_FRACTION: Final = 4
 """The number of times that a job is kept alive within its `ack_wait`."""
+LATE: Final = 0.5
+"""The part of its `ack_wait` after which others may have what was on its way here: less than the
+whole, since what is known of the server's time is as old as its messages were on their way."""
 SETTLE_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 5.0
 UNKNOWN_TRIES_DELAY: Final = 1.0
@@ -93,7 +96,8 @@ class Job:
         end: what became of it; None until it is settled.
         has_place: whether it counts among the jobs that its taker holds at a time.
         may_have_begun: whether another taker may have begun it before: it was handed out before, or
-            was put before this taker was connected, and a server that is killed may forget that.
+            was put before this taker was connected, and a server that is killed may forget that, or
+            it may have been on its way here for so long that others were handed it.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Job:
         observation: CallObservation | None = None,
         lane: int = 0,
         returns: int = 0,
+        was_long_on_its_way: bool = False,
     ) -> None:
         self.job_id = facts.job_id
         self.data = delivery.message.data
@@ -121,7 +126,7 @@ class Job:
         self.created = created
         self.heard = self._handed_at = monotonic()
         put_here = self._handed_at - waited > taker.watched_since
-        self.may_have_begun = self.tries > 1 or returns > 0 or not put_here
+        self.may_have_begun = self.tries > 1 or returns > 0 or not put_here or was_long_on_its_way
         self._taker = taker
         self._is_settled = False
         self._is_doubted = False
@@ -290,6 +295,8 @@ class Taker:
         self._background = background
         self._limit = limit
         self._held: dict[JobKey, Job] = {}
+        # By lane, since when deliveries are asked for without a break: none was sent earlier.
+        self._asked_at = [0.0] * len(jobs.lanes)
         self._ready: list[_Ready] = []
         self._waiting = 0
         self._gave_up_waiting = False
@@ -448,14 +455,17 @@ class Taker:
         if self._ordered:
             held = {job.lane for job in self._held.values()}
             held.update(ready.lane for ready in self._ready)
-        asks = self._choice.pick(needed, self._asked(), held, monotonic())
+        asked, now = self._asked(), monotonic()
+        asks = self._choice.pick(needed, asked, held, now)
         for lane, count in asks.counts.items():
+            if not asked[lane]:
+                self._asked_at[lane] = now
             self._readers[lane].ask(count)
         for lane in asks.surplus:
             reader = self._readers[lane]
             self._background.start(self._withdraw, reader, name="ask a lane no more")
         if asks.counts:
-            self._heard_at = monotonic()
+            self._heard_at = now
         # Also where nothing more is asked: others may have taken what a lane was said to have.
         self._be_patient(PATIENCE)
 
@@ -580,8 +590,15 @@ class Taker:
     def _hold(self, ready: _Ready, facts: Facts) -> Job:
         lane, delivery, queued, returns = ready
         attempt = self._figures.attempt(facts.headers, facts.job_id, delivery.tries)
-        waited = monotonic() - queued
-        job = Job(self, delivery, facts, self._jobs.created, waited, attempt, lane, returns)
+        now = monotonic()
+        waited = now - queued
+        # The server sent it after it was put and asked for: that is long ago for what lay here, or
+        # on its way, while this host was frozen or cut off.
+        longest = self._jobs.ack_wait * LATE
+        is_late = waited > longest and now - self._asked_at[lane] > longest
+        job = Job(
+            self, delivery, facts, self._jobs.created, waited, attempt, lane, returns, is_late
+        )
         self._held[_key(delivery)] = job
         self._figures.taken(waited if delivery.tries == 1 else None)
         return job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import anyio
 import pytest
@@ -249,6 +250,65 @@ def test_what_ended_elsewhere_while_the_server_was_not_heard_is_left_when_it_is_
         return await job.result(), actor.called
 
     assert on_a_kit(story) == ("elsewhere", ["sell"])
+
+
+class Packer(Actor, namespace="runners"):
+    packed = 0
+
+    @handler(durable=True, ack_wait=2.0)
+    async def pack(self) -> None:
+        self.packed += 1
+
+
+async def packs(kit: TestKit) -> tuple[Packer, Any]:
+    """An instance of it, and the link to its server."""
+    instance = await kit.start(Packer)
+    assert isinstance(instance.actor, Packer)
+    return instance.actor, instance.runtime.bus.data
+
+
+def test_what_ended_elsewhere_while_it_was_on_its_way_to_a_host_that_was_cut_off_is_left() -> None:
+    async def story(kit: TestKit) -> tuple[int, int]:
+        cut, link = await packs(kit)
+        # One that was put before its taker was there may have begun before.
+        await anyio.sleep(1.0)
+        with kit.bus.partition(link):
+            job = await kit.client(Packer).pack.submit()
+            other, _ = await packs(kit)
+            await job.result(5.0)
+        await anyio.sleep(5.0)
+        return cut.packed, other.packed
+
+    assert on_a_kit(story) == (0, 1)
+
+
+def test_what_ended_elsewhere_while_its_instance_was_cut_off_that_had_looked_it_up_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    knows = JobLog.knows
+
+    async def story(kit: TestKit) -> tuple[int, int]:
+        cut, link = await packs(kit)
+        await anyio.sleep(1.0)
+        others: list[Packer] = []
+
+        async def answer_late(log: JobLog, job_id: str) -> bool:
+            is_known = await knows(log, job_id)
+            if not others:
+                with kit.bus.partition(link):
+                    other, _ = await packs(kit)
+                    others.append(other)
+                    await eventually(lambda: other.packed)
+                    # And stores how it ended.
+                    await anyio.sleep(1.0)
+            return is_known
+
+        monkeypatch.setattr(JobLog, "knows", answer_late)
+        await kit.client(Packer).pack.submit(idempotency_key="one")
+        await anyio.sleep(10.0)
+        return cut.packed, others[0].packed
+
+    assert on_a_kit(story) == (0, 1)
 
 
 @pytest.mark.parametrize("has_peers", [True, False])
