@@ -306,7 +306,7 @@ def test_the_readme_runs_the_hello_example() -> None:
     assert "hello.Greeter" in done.stdout
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served_model(nats_server: RunningServer) -> Iterator[str]:
     """What the README's first command serves, with a mock for the model; the front end's URL.
 
@@ -342,9 +342,12 @@ def served_model(nats_server: RunningServer) -> Iterator[str]:
         served.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("block", blocks("bash", "asks the model"))
-def test_the_readme_asks_the_model_from_the_shell(block: Block, served_model: str) -> None:
-    for line in block.text.splitlines():
+def test_the_readme_asks_the_model(served_model: str, tmp_path: Path) -> None:
+    asked = [block for block in BLOCKS if block.mark == "asks the model"]
+    shell = [block for block in asked if block.language == "bash"]
+    programs = [block for block in asked if block.language == "python"]
+
+    for line in [line for block in shell for line in block.text.splitlines()]:
         words = shlex.split(line.replace("http://127.0.0.1:8000", served_model))
         if words[0] == ".venv/bin/dynbus":
             words[:1] = [sys.executable, "-m", "dynbus"]
@@ -361,25 +364,25 @@ def test_the_readme_asks_the_model_from_the_shell(block: Block, served_model: st
         assert done.stdout.strip()
         assert "error" not in done.stdout
 
+    for block in programs:
+        (tmp_path / "program.py").write_text(
+            block.text.replace("http://127.0.0.1:8000", served_model)
+        )
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
-@pytest.mark.parametrize("block", blocks("python", "asks the model"))
-def test_the_readme_asks_the_model_with_the_client_of_openai(
-    block: Block, served_model: str, tmp_path: Path
-) -> None:
-    (tmp_path / "program.py").write_text(block.text.replace("http://127.0.0.1:8000", served_model))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.strip()
 
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip()
+    assert shell
+    assert programs
 
 
 @pytest.mark.parametrize("block", blocks("bash", "dynbus commands"))

@@ -1,6 +1,7 @@
 """Jobs and their steps while the processes that do them, and the server, are killed.
 
-The tiny stories run at every push; the large ones are soaks, whose figures are in the guarantees.
+A tiny story runs at every push, the others nightly; large ones are soaks, whose figures are in the
+guarantees.
 `JOBS_SCALE=0.1` makes them a tenth as large, kills and jobs alike.
 """
 
@@ -294,6 +295,11 @@ async def test_no_job_is_lost_or_begun_after_its_end_and_each_key_has_one_result
                 assert await again.result() == story.results[number]
 
 
+@pytest.mark.nightly(
+    "tests/contracts/test_steps_contract.py::test_another_instance_goes_on_after_the_last_finished_step",
+    "tests/contracts/test_steps_contract.py::test_a_step_is_finished_by_the_last_instance_alone_that_has_taken_its_job_over",
+    "tests/contracts/test_work_queue_contract.py::test_the_jobs_of_a_process_that_is_gone_begin_once_elsewhere_at_once",
+)
 @pytest.mark.parametrize("size", [Size(60, 4, 2), soak(10_000, 200, 50)], ids=str)
 async def test_no_finished_step_is_done_again(
     own_server: RunningServer, processes: Processes, ledger: Path, size: Size
@@ -353,6 +359,11 @@ async def test_a_key_and_an_effect_in_one_transaction_have_it_counted_once(
     assert receipts == {f"k-{number}": of.number for number, of in story.results.items()}
 
 
+@pytest.mark.nightly(
+    "tests/contracts/test_jobs_contract.py::test_jobs_are_done_in_the_order_of_a_field",
+    "tests/contracts/test_work_queue_contract.py::test_the_jobs_of_a_process_that_is_gone_begin_once_elsewhere_at_once",
+    "tests/scenarios/test_jobs_under_kills.py::test_no_job_is_lost_or_begun_after_its_end_and_each_key_has_one_result",
+)
 @pytest.mark.parametrize("size", [Size(200, 4, 2), soak(20_000, 200, 50)], ids=str)
 async def test_jobs_of_a_customer_are_done_in_order_and_one_at_a_time(
     own_server: RunningServer, processes: Processes, ledger: Path, size: Size

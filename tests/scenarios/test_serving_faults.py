@@ -375,6 +375,14 @@ def renderers(front: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [one for one in children if any("rendering" in word for word in one.cmdline())]
 
 
+@pytest.mark.nightly(
+    "tests/llm/pipeline/test_migration.py::test_an_answer_is_the_same_whichever_engines_are_killed",
+    "tests/scenarios/test_worker_death.py::test_a_stream_goes_on_elsewhere_when_its_worker_is_killed_or_frozen",
+    "tests/scenarios/test_broker_restart.py::test_64_streams_go_on_byte_exactly_over_a_restart_of_the_broker",
+    "tests/llm/text/test_guarded_tokenizer.py::test_a_process_that_is_killed_is_followed_by_another",
+    "tests/scenarios/test_front_ends_that_die.py::test_a_front_end_that_dies_or_freezes_costs_its_clients_a_reconnect_and_no_token",
+    "tests/llm/http/test_connections.py::test_requests_that_run_have_their_grace_and_then_an_error",
+)
 @pytest.mark.timeout(600)
 async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
     folder: Folder, own_server: RunningServer
