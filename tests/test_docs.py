@@ -649,3 +649,23 @@ def test_the_map_is_one_page_and_names_every_package() -> None:
     assert [
         name for name in sorted(packages) if f"`{name}`" not in text and "commands" not in name
     ] == []
+
+
+def test_the_modules_that_a_row_of_the_map_names_are_in_its_folders() -> None:
+    rows = re.findall(
+        r"^\| (`[\w/]+(?:`|/\*).*?) \| (.*) \|$", page("docs/architecture.md"), re.MULTILINE
+    )
+    named = {
+        (folders, module) for folders, words in rows for module in re.findall(r"`(\w+\.py)`", words)
+    }
+
+    absent = [
+        (folders, module)
+        for folders, module in sorted(named)
+        if not any(
+            (ROOT / folder.removesuffix("*.py") / module).is_file()
+            for folder in re.findall(r"`([\w/*.]+)`", folders)
+        )
+    ]
+    assert len(named) >= 6
+    assert absent == []

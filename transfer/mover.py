@@ -1,6 +1,7 @@
 """`Mover`: leases blocks of an engine to peers, and reads what peers have leased.
 
-`TransferAgent` is the one over NIXL. Workers take another by their `open_mover`.
+`TransferAgent` is the one over NIXL. Workers take another, such as one over shared memory, by their
+`open_mover`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Headers of NATS messages: the names of dynbus's own, and blocks, written strictly and read
 tolerantly.
 
+A header of requests is written in `calling/caller.py`, read in `serving/requests.py`, and described
+by `actors/documents/asyncapi.py`.
+
 Reading never raises: a block that is not one, or a line that is not `Key: value`, is left
 out. The client library's own reader costs more than the rest of a request together.
 """

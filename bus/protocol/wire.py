@@ -1,4 +1,4 @@
-"""Version 1 of the wire: what frames hold, and how they become bytes.
+"""Version 1 of the wire: what frames and the records of instances hold, and how they become bytes.
 
 A message on a frames or control subject is one msgpack array, a `Batch`: who sends, and any
 number of frames of any number of calls. Every frame is an array whose first element is its

@@ -1,4 +1,8 @@
-"""Jobs that nobody could do: kept with the reason, to be looked at, put back or discarded."""
+"""Jobs that nobody could do: kept with the reason, to be looked at, put back or discarded.
+
+Their stream is made by the first taker, or by `dynbus setup` (`bus/commands/needed.py`); one that
+is there is left as it is.
+"""
 
 from __future__ import annotations
 

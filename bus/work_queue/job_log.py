@@ -1,4 +1,8 @@
-"""The log of a queue's jobs: how each ended, and what its tries have left for the next one."""
+"""The log of a queue's jobs: how each ended, and what its tries have left for the next one.
+
+An end is written by who runs a job (`actors/serving/job_runner.py`) or cancels it
+(`actors/calling/jobs.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cost of sending a request to each candidate, and the choice among the costs.
+"""The cost of sending a request to each candidate, by its load and the tiers (GPU, host, disk) of
+what it holds, and the choice among the costs.
 
 A cost function is any callable of a request and its candidates; `KvCost` is that of dynbus,
 `DynamoCost` is Dynamo's.
