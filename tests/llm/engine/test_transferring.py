@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import assume, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.llm.engine.test_model_engine import (
     BLOCK,
     GREEDY,
@@ -566,10 +566,35 @@ class Pair(RuleBasedStateMachine):
         self.count += 1
         return str(self.count)
 
-    def pick(self, number: int) -> tuple[str, Transfer]:
-        names = list(self.transfers)
-        name = names[number % len(names)]
-        return name, self.transfers[name]
+    def pick(
+        self, number: int, may: Callable[[str, Transfer], bool] = lambda _name, _transfer: True
+    ) -> list[tuple[str, Transfer]]:
+        """One of the transfers with which this may be done; none where there is none.
+
+        An assumption that does not hold would give up all that came before, too.
+        """
+        names = [name for name, transfer in self.transfers.items() if may(name, transfer)]
+        return [(name, self.transfers[name]) for name in names[number % max(1, len(names)) :][:1]]
+
+    def may_be_asked(self, name: str, transfer: Transfer) -> bool:
+        return name in self.decode.held and not transfer.is_asked
+
+    def may_be_copied(self, name: str, transfer: Transfer) -> bool:
+        return (
+            self.may_be_delivered(name, transfer) and transfer.is_lent and name in self.prefill.held
+        )
+
+    def may_be_delivered(self, name: str, transfer: Transfer) -> bool:
+        return transfer.delivered is None and not transfer.is_cancelled
+
+    def may_be_written_late(self, name: str, transfer: Transfer) -> bool:
+        return transfer.is_held and name in self.decode.held
+
+    def is_lent(self, name: str, transfer: Transfer) -> bool:
+        return transfer.is_lent
+
+    def may_be_released(self, name: str, transfer: Transfer) -> bool:
+        return not self.may_be_delivered(name, transfer)
 
     @rule(request=requests)
     def begin(self, request: GenerateRequest) -> None:
@@ -590,74 +615,64 @@ class Pair(RuleBasedStateMachine):
             if instance.engine.has_work:
                 instance.step()
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99))
     def ask(self, number: int) -> None:
-        name, transfer = self.pick(number)
-        assume(name in self.decode.held and not transfer.is_asked)
-        transfer.is_asked = transfer.is_lent = True
-        transfer.moved = self.decode.held[name].cached
-        self.prefill.engine.add_held(name, transfer.request)
+        for name, transfer in self.pick(number, self.may_be_asked):
+            transfer.is_asked = transfer.is_lent = True
+            transfer.moved = self.decode.held[name].cached
+            self.prefill.engine.add_held(name, transfer.request)
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99))
     def copy(self, number: int) -> None:
-        name, transfer = self.pick(number)
-        assume(transfer.delivered is None and transfer.is_lent and name in self.prefill.held)
-        assume(not transfer.is_cancelled)
-        last = self.prefill.held[name].computed
-        move(self.prefill, self.decode, name, transfer.moved, last)
-        transfer.moved = max(transfer.moved, last)
+        for name, transfer in self.pick(number, self.may_be_copied):
+            last = self.prefill.held[name].computed
+            move(self.prefill, self.decode, name, transfer.moved, last)
+            transfer.moved = max(transfer.moved, last)
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99), shows=st.booleans())
     def deliver(self, number: int, shows: bool) -> None:
-        name, transfer = self.pick(number)
-        assume(transfer.delivered is None and not transfer.is_cancelled)
-        made = self.prefill.items(name)
-        if made and shows and transfer.request.max_tokens != 1 and made[0].finish_reason != "stop":
-            transfer.first = made[0]
-        transfer.delivered = transfer.moved
-        self.decode.engine.deliver(name, transfer.moved, transfer.first)
+        for name, transfer in self.pick(number, self.may_be_delivered):
+            made = self.prefill.items(name)
+            if (
+                made
+                and shows
+                and transfer.request.max_tokens != 1
+                and made[0].finish_reason != "stop"
+            ):
+                transfer.first = made[0]
+            transfer.delivered = transfer.moved
+            self.decode.engine.deliver(name, transfer.moved, transfer.first)
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99))
     def write_late(self, number: int) -> None:
-        name, transfer = self.pick(number)
-        assume(transfer.is_held and name in self.decode.held)
-        whole = len(transfer.request.token_ids)
-        sure = transfer.delivered
-        if sure is None:
-            sure = self.decode.held[name].cached
-            assume(transfer.moved <= sure)
-        elif sure == whole and transfer.first is not None:
-            return
-        blocks = self.decode.held[name].blocks[sure // BLOCK :]
-        self.decode.model.pages[list(blocks)] = -9
+        for name, transfer in self.pick(number, self.may_be_written_late):
+            held = self.decode.held[name]
+            # Nobody writes where it was cached.
+            sure = max(held.cached, transfer.delivered or 0)
+            if transfer.delivered is None and transfer.moved > sure:
+                return
+            if transfer.delivered == len(transfer.request.token_ids) and transfer.first is not None:
+                return
+            self.decode.model.pages[list(held.blocks[sure // BLOCK :])] = -9
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99))
     def cancel(self, number: int) -> None:
-        name, transfer = self.pick(number)
-        transfer.is_cancelled = True
-        self.decode.engine.cancel(name)
+        for name, transfer in self.pick(number):
+            transfer.is_cancelled = True
+            self.decode.engine.cancel(name)
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99))
     def stop_lending(self, number: int) -> None:
-        name, transfer = self.pick(number)
-        assume(transfer.is_lent)
-        transfer.is_lent = False
-        self.prefill.engine.cancel(name)
-        self.prefill.engine.release(name)
+        for name, transfer in self.pick(number, self.is_lent):
+            transfer.is_lent = False
+            self.prefill.engine.cancel(name)
+            self.prefill.engine.release(name)
 
-    @precondition(lambda self: bool(self.transfers))
     @rule(number=st.integers(0, 99))
     def release(self, number: int) -> None:
-        name, transfer = self.pick(number)
-        assume(transfer.delivered is not None or transfer.is_cancelled)
-        transfer.is_held = False
-        self.decode.engine.release(name)
+        for name, transfer in self.pick(number, self.may_be_released):
+            transfer.is_held = False
+            self.decode.engine.release(name)
 
     @invariant()
     def what_is_lent_is_what_was_told(self) -> None:
