@@ -18,8 +18,8 @@ ROOT: Final = Path(__file__).parents[1]
 
 LAB: Final = (
     "dynbus.actors.chaos",
-    "dynbus.actors.commands.bench",
-    "dynbus.actors.commands.chaos",
+    "dynbus.actors.commands.lab.bench",
+    "dynbus.actors.commands.lab.chaos",
     "dynbus.actors.commands.deploy",
     "dynbus.actors.commands.schema",
     "dynbus.actors.deploying",

@@ -83,6 +83,7 @@ class JobRun:
         self._has_records = has_records
         self._history: StepHistory | None = None
         self._awaited: tuple[str, int] | None = None
+        self._waiting: RunState | None = None
         self._loading = asyncio.Lock()
         self._claim = 0
         self._claiming = asyncio.Lock()
@@ -195,7 +196,10 @@ class JobRun:
         come after the one of that sequence meanwhile."""
         log, own = self._jobs.log, self._job.delivery.message.sequence
         self._waits += 1
-        await self._store_run(RunState(RunPhase.WAITING, own, self._waits))
+        until = await self.now() + delay
+        name = "" if signal is None else signal[0]
+        self._waiting = RunState(RunPhase.WAITING, own, self._waits, signal=name, until=until)
+        await self._store_run(self._waiting)
         if signal is not None and await log.last_signal(self.job_id, signal[0]) > signal[1]:
             # Its sender may have looked before the job waited.
             await self._store_run(RunState(RunPhase.RUNNING, own, self._waits))
@@ -209,8 +213,8 @@ class JobRun:
         Only now does the server heed that: before, what gave the job back would have undone it.
         """
         log = self._jobs.log
-        delivery = self._job.delivery
-        waiting = RunState(RunPhase.WAITING, delivery.message.sequence, self._waits, delivery.token)
+        assert self._waiting is not None, "it was given back since it waits"
+        waiting = msgspec.structs.replace(self._waiting, token=self._job.delivery.token)
         stored = await log.store_run_state(self.job_id, waiting, self._last)
         if stored is None:
             return
@@ -221,7 +225,7 @@ class JobRun:
         if has_come:
             woken = RunState(RunPhase.WOKEN, waiting.sequence, self._waits)
             if await log.store_run_state(self.job_id, woken, stored) is not None:
-                await self._jobs.queue.hand_out(delivery.token)
+                await self._jobs.queue.hand_out(waiting.token)
 
     async def _store_run(self, state: RunState) -> None:
         stored = await self._jobs.log.store_run_state(self.job_id, state, self._last)

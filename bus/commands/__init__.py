@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import diagnosis, needed, numbers, server, survey, terminal
+    from . import diagnosis, needed, numbers, queue, server, survey, terminal
 
 __all__ = [
     "diagnosis",
     "needed",
     "numbers",
+    "queue",
     "server",
     "survey",
     "terminal",

@@ -200,6 +200,11 @@ class Story:
         return len(self.confirmed) >= jobs
 
     def _taking(self) -> list[int]:
+        """The places of the shops that take jobs; those that could not start are started again, as
+        `dynbus run` does."""
+        for at, shop in enumerate(self._shops):
+            if shop.returncode is not None:
+                self._shops[at] = self._processes.begin_job_shop(self._servers.url)
         return [at for at, shop in enumerate(self._shops) if "takes jobs" in shop.output]
 
     @property

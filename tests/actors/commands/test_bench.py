@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from tests.story import on_a_kit
 
-from dynbus.actors.commands import bench as benchmarking
-from dynbus.actors.commands.bench import FIGURES, Echo, Token, bench, measure
+from dynbus.actors.commands.lab import bench as benchmarking
+from dynbus.actors.commands.lab.bench import FIGURES, Echo, Token, bench, measure
 from dynbus.bus.errors import ConfigError
 from dynbus.testing import TestKit
 

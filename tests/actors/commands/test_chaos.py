@@ -15,7 +15,7 @@ from dynbus.actors.chaos.report import Report, Resources, Sample
 from dynbus.actors.chaos.schedule import Kind
 from dynbus.actors.chaos.servers import ServerHoldings
 from dynbus.actors.chaos.trial import TrialOptions
-from dynbus.actors.commands import chaos as command
+from dynbus.actors.commands.lab import chaos as command
 from dynbus.bus.errors import ConfigError
 
 KEPT = Report(

@@ -17,6 +17,12 @@ from dynbus.actors.chaos.checker import Spread
 from dynbus.actors.chaos.report import Report
 from dynbus.actors.chaos.schedule import Kind, parse_kinds, parse_pauses
 from dynbus.actors.chaos.trial import StartFailed, TrialOptions, run_trial
+from dynbus.actors.commands.options import (
+    TargetsCommand,
+    file_option,
+    namespace_option,
+    plan_request,
+)
 from dynbus.actors.running.planning import PlanFailed
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
@@ -24,8 +30,6 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.telemetry.logs import configure_logging
-
-from .options import TargetsCommand, file_option, namespace_option, plan_request
 
 _HELP: Final = """Break what the actors of TARGETs run on, and check every call meanwhile.
 

@@ -1,0 +1,1 @@
+"""Subcommands of `dynbus lab` about calls: they measure them, and break what they run on."""
