@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio
 
@@ -34,12 +34,17 @@ from .step_history import StepMismatch
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STOP_TIMEOUT: Final = 5.0
 """Seconds for which methods that were cancelled are waited for."""
 MIGRATE_DELAY: Final = 0.2
 """Seconds before what a method asked to have run elsewhere is handed out again."""
 RETRY_PAUSE: Final = 0.5
 """Seconds after which a server that was lost is asked again."""
+START_WAIT: Final = 15.0
+"""Seconds for which a start waits for what it takes from: servers of a cluster of which one is lost
+have no leader of its streams for 4 to 9 s."""
 NOT_TRIED_AGAIN: Final = (
     InvalidRequest,
     InvalidResponse,
@@ -104,6 +109,22 @@ class HandlerRunner(ABC):
         self._stopping.cancel()
         if self._work is not None:
             await self._work.wait()
+
+    async def _once_answered(self, make: Callable[[], Awaitable[T]]) -> T:
+        """What `make()` gives, called again while the server does not answer.
+
+        Raises:
+            Unavailable: it did not for `START_WAIT` seconds.
+        """
+        until = monotonic() + START_WAIT
+        while True:
+            try:
+                return await make()
+            except Unavailable as error:
+                if monotonic() >= until:
+                    raise
+                logger.info("%r does not start yet: %s", self, error)
+            await anyio.sleep(RETRY_PAUSE)
 
     def _start_work(self, background: Background, what: str) -> None:
         self._work = background.start(self._live, name=f"{what} of {self._name}")

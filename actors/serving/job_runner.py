@@ -118,8 +118,8 @@ class JobRunner(TakingRunner):
         return await self._jobs.result(name, wait)
 
     async def start(self, background: Background) -> None:
-        await self._log.ensure()
-        await self._jobs.queue.ensure()
+        await self._once_answered(self._log.ensure)
+        await self._once_answered(self._jobs.queue.ensure)
         subject = job_cancel_subject(self._name)
         self._subscription = self._bus.data.subscribe(subject, self._hear_cancel)
         self._bus.cancels.add(self._cancel_requests)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 import anyio
@@ -51,7 +52,7 @@ class GroupMember(TakingRunner):
         )
 
     async def start(self, background: Background) -> None:
-        await self._group.ensure()
+        await self._once_answered(self._group.ensure)
         self._start_work(background, "events")
 
     def _taking(self) -> AbstractAsyncContextManager[Taker]:
@@ -97,7 +98,7 @@ class Listener(HandlerRunner):
         self._listening: Listening | None = None
 
     async def start(self, background: Background) -> None:
-        self._listening = await self._topic.listen(self._hear)
+        self._listening = await self._once_answered(partial(self._topic.listen, self._hear))
         self._start_work(background, "events")
 
     async def stop(self) -> None:

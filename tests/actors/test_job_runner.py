@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import anyio
@@ -81,6 +83,28 @@ def test_a_job_and_an_event_publish_on_the_bus_of_their_instance(
     heard, teller = on_a_kit(story)
 
     assert heard == [f"hello runners.Teller.{method} {teller}" for method in methods]
+
+
+def test_an_instance_starts_once_the_server_of_its_jobs_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ensure = JobLog.ensure
+
+    async def story(kit: TestKit, seconds: float) -> str:
+        there = kit.now() + timedelta(seconds=seconds)
+
+        async def ensured(log: JobLog) -> None:
+            if kit.now() < there:
+                raise Unavailable("the stream has no leader")
+            await ensure(log)
+
+        monkeypatch.setattr(JobLog, "ensure", ensured)
+        return str((await kit.start(Teller)).name)
+
+    # Servers of a cluster elect a leader within 9 s.
+    assert on_a_kit(partial(story, seconds=9.0)).startswith("runners.Teller@")
+    with pytest.raises(Unavailable, match="no leader"):
+        on_a_kit(partial(story, seconds=60.0))
 
 
 def test_a_server_that_is_lost_while_an_instance_starts_ends_nothing(

@@ -163,6 +163,8 @@ class Story:
             for _ in range(AT_A_TIME):
                 tasks.start_soon(work)
             await self._kill(runtime)
+            jobs = partial(self._has_confirmed, self.size.jobs)
+            await eventually(jobs, 600.0, what="all jobs end")
         print(
             f"{self.size.jobs} jobs, {self.size.taker_kills} kills of takers, "
             f"{self.size.server_kills} of a server: {time.monotonic() - began:.0f} s"
@@ -197,14 +199,13 @@ class Story:
                 self._shops[at] = self._processes.begin_job_shop(self._servers.url)
 
     def _has_confirmed(self, jobs: int) -> bool:
+        for at, shop in enumerate(self._shops):
+            if shop.returncode is not None:
+                # It could not start; `dynbus run` starts such a process again, too.
+                self._shops[at] = self._processes.begin_job_shop(self._servers.url)
         return len(self.confirmed) >= jobs
 
     def _taking(self) -> list[int]:
-        """The places of the shops that take jobs; those that could not start are started again, as
-        `dynbus run` does."""
-        for at, shop in enumerate(self._shops):
-            if shop.returncode is not None:
-                self._shops[at] = self._processes.begin_job_shop(self._servers.url)
         return [at for at, shop in enumerate(self._shops) if "takes jobs" in shop.output]
 
     @property
