@@ -1,8 +1,10 @@
-"""The extras of dynbus: whether they are there, and how to install them."""
+"""The versions of what is installed, the extras of dynbus, and how to install these."""
 
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,20 @@ EXTRAS: Final = {
     "zmq": ("zmq",),
 }
 """The modules of each extra."""
+
+
+def installed_version(distribution: str, *, otherwise: str = "not installed") -> str:
+    """The version of an installed distribution."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return otherwise
+
+
+@cache
+def own_version() -> str:
+    """The version of dynbus."""
+    return installed_version("dynbus", otherwise="source checkout")
 
 
 def has_extra(name: str) -> bool:

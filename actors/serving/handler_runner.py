@@ -111,7 +111,7 @@ class HandlerRunner(ABC):
             await self._work.wait()
 
     async def _once_answered(self, make: Callable[[], Awaitable[T]]) -> T:
-        """What `make()` gives, called again while the server does not answer.
+        """The result of `make()`, called again while the server does not answer.
 
         Raises:
             Unavailable: it did not for `START_WAIT` seconds.

@@ -308,7 +308,7 @@ async def _check_server(config: BusConfig) -> list[Check]:
                 check_version(str(info.get("version", ""))),
                 check_headers(bool(info.get("headers"))),
                 check_payload(connection.max_payload),
-                check_round_trip(await _round_trip(connection)),
+                check_round_trip(await round_trip(connection)),
             ]
             return checks + await _check_jetstream(connection, config)
         except DynbusError as error:
@@ -324,7 +324,12 @@ def _how_to_start(config: BusConfig) -> str:
     return "is it running, and the URL right? Give another with --nats URL or NATS_URL"
 
 
-async def _round_trip(connection: NatsConnection) -> float:
+async def round_trip(connection: NatsConnection) -> float:
+    """The median of some questions to the server, in seconds.
+
+    Raises:
+        Unavailable: it does not answer.
+    """
     times: list[float] = []
     for _ in range(ROUND_TRIPS):
         began = time.perf_counter()

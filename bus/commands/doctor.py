@@ -20,9 +20,13 @@ _HELP: Final = """Check the server and this machine, and say what to do.
     makes one stream in the server's memory and deletes it again. What the credential may not look
     at is `unknown`, and the rest is looked at.
 
+    With --all it asks each server alone, and the instances for the clocks of their hosts, their
+    versions of dynbus, and whether those of a component have the same schemas.
+
     \b
     dynbus doctor
     dynbus doctor --nats nats://bus.example:4222 --json
+    dynbus doctor --all
     """
 
 
@@ -30,15 +34,25 @@ _HELP: Final = """Check the server and this machine, and say what to do.
     help=_HELP,
     epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage, 3 wrong configuration.",
 )
+@click.option(
+    "--all",
+    "whole",
+    is_flag=True,
+    help="Check each server that is configured or told of, and each host by its instances.",
+)
 @terminal.json_option
 @terminal.nats_option
 @click.pass_context
-def doctor(ctx: click.Context, /, as_json: bool, nats: str | None) -> None:
+def doctor(ctx: click.Context, /, whole: bool, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from .diagnosis import diagnose
+    from .fleet_diagnosis import diagnose_fleet
 
-    checks = asyncio.run(diagnose(terminal.settings(nats, level="critical")))
+    config = terminal.settings(nats, level="critical")
+    checks = asyncio.run(diagnose(config))
+    if whole:
+        checks += asyncio.run(diagnose_fleet(config))
     if as_json:
         terminal.print_json([check._asdict() for check in checks])
     else:

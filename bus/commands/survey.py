@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus.bus.background import task_group
-from dynbus.bus.clock import monotonic
+from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
@@ -80,6 +80,9 @@ class InstanceReport(NamedTuple):
         schemas: the schema hash of each endpoint that its record tells.
         requests: the oldest ones that it has; None where it does not tell, or was not asked.
         zone, host: where it is, as its record says.
+        version: of dynbus in its process; empty where it does not tell.
+        clock: seconds by which its clock is ahead of this machine's, less what its answer took;
+            None where it does not tell.
     """
 
     namespace: str
@@ -99,6 +102,8 @@ class InstanceReport(NamedTuple):
     requests: tuple[Request, ...] | None = None
     zone: str = ""
     host: str = ""
+    version: str = ""
+    clock: float | None = None
 
     @classmethod
     def read(cls, data: bytes, now: float = 0.0) -> InstanceReport | None:
@@ -144,6 +149,8 @@ class InstanceReport(NamedTuple):
                 figures=next((load.figures for load in loads if load.figures), dict[str, float]()),
             ),
             requests=None if all(load.requests is None for load in loads) else tuple(requests),
+            version=next((load.version for load in loads if load.version), ""),
+            clock=next((load.time - unix_time() for load in loads if load.time), None),
         )
 
     def to_json(self, now: float) -> dict[str, Any]:
@@ -154,7 +161,8 @@ class InstanceReport(NamedTuple):
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
-        del fields["answers"], fields["counts"], fields["requests"]
+        for name in ("answers", "counts", "requests", "clock"):
+            del fields[name]
         return fields
 
 
@@ -235,6 +243,8 @@ class _Load(msgspec.Struct, frozen=True):
     status: dict[str, str] = {}
     figures: dict[str, float] = {}
     requests: list[_Request] | None = None
+    version: str = ""
+    time: float = 0.0
 
 
 class _Endpoint(msgspec.Struct, frozen=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import Final
 
 import click
 
+from dynbus.bus.extras import installed_version, own_version
 from dynbus.bus.protocol.wire import VERSION as PROTOCOL
 
 from .terminal import terminal
@@ -29,14 +29,6 @@ def version(as_json: bool) -> None:
 
 def versions() -> dict[str, str | int]:
     """The versions by name; `protocol` is the number that goes over the wire."""
-    by_name: dict[str, str | int] = {name: installed(name) for name in _DISTRIBUTIONS}
-    by_name["dynbus"] = installed("dynbus", otherwise="source checkout")
+    by_name: dict[str, str | int] = {name: installed_version(name) for name in _DISTRIBUTIONS}
+    by_name["dynbus"] = own_version()
     return by_name | {"python": platform.python_version(), "protocol": PROTOCOL}
-
-
-def installed(distribution: str, *, otherwise: str = "not installed") -> str:
-    """The version of an installed distribution."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return otherwise

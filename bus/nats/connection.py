@@ -210,6 +210,11 @@ class NatsConnection(WatchedConnection):
         return self._session.server_name if self._session is not None else ""
 
     @property
+    def server_urls(self) -> tuple[str, ...]:
+        """All servers: those that are configured, then those that these tell of."""
+        return self._choice.urls
+
+    @property
     def server_info(self) -> Mapping[str, Any]:
         """The server's INFO; empty while disconnected."""
         return self._session.info if self._session is not None else {}

@@ -109,6 +109,12 @@ class ServerChoice:
         with self._lock:
             self._advertised = [self._placed(url, "") for url in urls]
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers: those that are configured, then those that these tell of."""
+        with self._lock:
+            return tuple(server.url for server in (*self._configured, *self._advertised))
+
     def tls_name(self, url: str) -> str | None:
         """The name that the certificate of a server is to have; None for the host in its URL.
 

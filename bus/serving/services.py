@@ -15,6 +15,7 @@ import msgspec
 
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.drops import DropReason
+from dynbus.bus.extras import own_version
 from dynbus.bus.protocol.names import is_safe_reply
 from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import Message, Subscription
@@ -119,6 +120,7 @@ class ServiceResponder:
         figures = server.bus.status.figures(str(server.name))
         said: dict[str, Any] = {"status": status} if status else {}
         said |= {"figures": figures} if figures else {}
+        said |= {"version": own_version(), "time": round(unix_time(), 3)}
         items = self._items()
         return self._identity("stats") | {
             "started": _timestamp(self._started),

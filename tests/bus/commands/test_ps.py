@@ -57,6 +57,7 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
         "schemas": {"greet": "1e5f"},
         "zone": "",
         "host": "",
+        "version": "",
         "status": {},
         "age": 60.0,
     }

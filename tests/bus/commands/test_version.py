@@ -8,7 +8,8 @@ from importlib import metadata
 
 from click.testing import CliRunner
 
-from dynbus.bus.commands.version import installed, version
+from dynbus.bus.commands.version import version
+from dynbus.bus.extras import installed_version
 from dynbus.bus.protocol.wire import VERSION
 
 
@@ -23,4 +24,4 @@ def test_json_has_every_version() -> None:
 
 
 def test_what_is_missing_is_said_to_be() -> None:
-    assert installed("dynbus-of-another-world") == "not installed"
+    assert installed_version("dynbus-of-another-world") == "not installed"

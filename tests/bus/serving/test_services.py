@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -19,11 +20,12 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 from pydantic import BaseModel
 from tests.bus.near_side import serving
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, eventually
 
 from dynbus import Actor, ActorInstance, HandlerError, Runtime, call_options, handler
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
+from dynbus.bus.extras import own_version
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.serving.services import JITTER_ABOVE, MAX_HELD_BACK, MAX_JITTER, ServiceResponder
 from dynbus.testing import run
@@ -165,6 +167,9 @@ async def test_stats_begin_at_zero(client: Client, instance: ActorInstance, name
     stats = await ask(client, f"$SRV.STATS.{namespace}_Splitter")
 
     assert stats["type"] == "io.nats.micro.v1.stats_response"
+    said = stats["endpoints"][0]["data"]
+    assert said.pop("version") == own_version()
+    assert abs(said.pop("time") - time.time()) < PATIENCE
     assert stats["endpoints"][0] == {
         "name": "count",
         "subject": f"{namespace}.Splitter.count",
