@@ -115,7 +115,7 @@ def _is_lost(row: InstanceReport) -> bool:
 
 def _check_host(host: str, rows: Sequence[InstanceReport], skew: float | None) -> Check:
     name = f"host {host}"
-    count = f"{len(rows)} instances"
+    count = "1 instance" if len(rows) == 1 else f"{len(rows)} instances"
     # An answer takes some time: the quickest is the nearest to the truth.
     clocks = [row.clock for row in rows if row.clock is not None]
     if not clocks:

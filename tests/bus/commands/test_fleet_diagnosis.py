@@ -65,7 +65,7 @@ def test_a_fleet_of_one_version_with_clocks_that_agree_is_well() -> None:
     checks = by_name(check_instances([instance("a"), instance("b", host="h2", clock=-0.2)], 0.1))
 
     assert {check.status for check in checks.values()} == {"ok"}
-    assert checks["host h2"].found == "1 instances, clock -0.10 s against the server"
+    assert checks["host h2"].found == "1 instance, clock -0.10 s against the server"
     assert checks["versions of dynbus"].found == "2 of 0.1.0"
 
 
@@ -110,7 +110,7 @@ async def test_all_servers_and_hosts_are_asked(own_server: RunningServer) -> Non
 
     host = checks[f"host {socket.gethostname()}"]
     assert (host.status, host.remedy) == ("ok", "")
-    assert host.found.startswith("1 instances, clock ")
+    assert host.found.startswith("1 instance, clock ")
     assert host.found.endswith(" s against the server")
     assert checks[f"server {own_server.url}"].status == "ok"
     assert checks[f"server {lost}"].status == "fail"
