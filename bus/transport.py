@@ -13,7 +13,7 @@ import asyncio
 import enum
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isclose
 from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
@@ -567,6 +567,18 @@ class JetStream(Protocol):
         page, and none where there are no more.
 
         For streams that may hold more than fits into memory, or than is read in a time.
+        """
+        ...
+
+    async def read_last(
+        self, stream: str, subjects: Sequence[str], *, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        """The last message of each of some subjects (wildcards allowed) that the stream has, oldest
+        first, in one question; as `read` any replica answers it.
+
+        Raises:
+            NoStream: no replica of the stream answers.
+            Unavailable: there are more than 1,024.
         """
         ...
 

@@ -8,7 +8,7 @@ connection sees of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar, Unpack
 
@@ -470,6 +470,15 @@ class MemoryJetStream:
     ) -> list[StoredMessage]:
         def held(of: MemoryStream) -> list[StoredMessage]:
             return [of.get(sequence) for sequence in of.after(start, subject or ">")[:limit]]
+
+        return await self._look(stream, "DIRECT.GET", held, timeout)
+
+    async def read_last(
+        self, stream: str, subjects: Sequence[str], *, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        def held(of: MemoryStream) -> list[StoredMessage]:
+            sequences = {one for subject in subjects for one in of.last_of_each(subject)}
+            return [of.get(sequence) for sequence in sorted(sequences)]
 
         return await self._look(stream, "DIRECT.GET", held, timeout)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -93,7 +93,7 @@ async def read_stream(
     sequence = 1
     with _answered(stream, timeout):
         while True:
-            page = await _read_page(connection, stream, subject, sequence)
+            page = await _read_page(connection, stream, _from(sequence, subject))
             messages += page.messages
             if not page.pending or not page.messages:
                 return messages
@@ -109,7 +109,30 @@ async def read_page(
         NoStream, PermissionDenied, Unavailable: as of `read_stream`.
     """
     with _answered(stream, timeout):
-        return (await _read_page(connection, stream, subject, start)).messages
+        return (await _read_page(connection, stream, _from(start, subject))).messages
+
+
+async def read_last(
+    connection: ServerLink, stream: str, subjects: Sequence[str], timeout: float
+) -> list[StoredMessage]:
+    """The last message of each of some subjects that the stream has, oldest first.
+
+    Raises:
+        NoStream, PermissionDenied, Unavailable: as of `read_stream`; the server finds more than
+            1,024.
+    """
+    with _answered(stream, timeout):
+        return (await _read_page(connection, stream, {"multi_last": subjects})).messages
+
+
+def _from(sequence: int, subject: str) -> dict[str, Any]:
+    """The question for the messages of a subject from a sequence on."""
+    return {
+        "seq": sequence,
+        "batch": PAGE,
+        "max_bytes": PAGE_BYTES,
+        "next_by_subj": subject or ">",
+    }
 
 
 @contextmanager
@@ -121,15 +144,9 @@ def _answered(stream: str, timeout: float) -> Generator[None]:
         raise Unavailable(f"no replica of {stream} answered within {timeout} s") from None
 
 
-async def _read_page(connection: ServerLink, stream: str, subject: str, sequence: int) -> _Page:
+async def _read_page(connection: ServerLink, stream: str, request: Mapping[str, Any]) -> _Page:
     """One answer that is complete; the caller bounds the wait."""
     call = f"$JS.API.DIRECT.GET.{stream}"
-    request: dict[str, Any] = {
-        "seq": sequence,
-        "batch": PAGE,
-        "max_bytes": PAGE_BYTES,
-        "next_by_subj": subject or ">",
-    }
     data = msgspec.json.encode(request)
     pause = FIRST_REPEAT
     while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, Unpack
@@ -49,7 +49,7 @@ from .api_requests import (
     unix_seconds,
 )
 from .consumer import NatsOrderedConsumer
-from .direct_get import read_page, read_stream
+from .direct_get import read_last, read_page, read_stream
 from .pull_reader import NatsPullReader
 from .regions import KEEP_APART, count_keepers
 from .stream_config import NANOSECONDS, misfits, stream_config, stream_request
@@ -245,6 +245,11 @@ class NatsJetStream:
         self, stream: str, subject: str = "", *, start: int = 1, timeout: float = 5.0
     ) -> list[StoredMessage]:
         return await read_page(self._connection, stream, subject, start, timeout)
+
+    async def read_last(
+        self, stream: str, subjects: Sequence[str], *, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        return await read_last(self._connection, stream, subjects, timeout)
 
     async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
         try:

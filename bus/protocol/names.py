@@ -245,6 +245,11 @@ def job_log_subject(queue: EndpointName, job: str, record: str = ">") -> str:
     return f"{queue.namespace}.{queue.component}.{JOBS}.{queue.endpoint}.{job}.{record}"
 
 
+def job_of_record(subject: str) -> str:
+    """The token of the job that a record of a log is about."""
+    return subject.split(".")[4]
+
+
 def job_cancel_subject(queue: EndpointName) -> str:
     """The subject where the takers of an endpoint's jobs hear of cancelled ones.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from dynbus.bus.protocol.names import (
     EndpointName,
     job_log_stream,
     job_log_subject,
+    job_of_record,
     job_token,
 )
 from dynbus.bus.protocol.random_ids import random_id
@@ -193,6 +194,22 @@ class JobLog:
             Unavailable: the server does not answer.
         """
         return await self._last_message(job_id, ">") is not None
+
+    async def known(self, job_ids: Collection[str]) -> set[str]:
+        """Those of some jobs of which there is any record, in one question.
+
+        Any replica answers: where there are several, `knows` has the leader's word.
+
+        Raises:
+            Unavailable: the server does not answer, or finds more than 1,024 records.
+        """
+        by_token = {job_token(one): one for one in job_ids}
+        subjects = [self.subject(one, ">") for one in job_ids]
+        try:
+            records = await self.jetstream.read_last(self.stream, subjects, timeout=LOG_TIMEOUT)
+        except NoStream:
+            return set()
+        return {by_token[job_of_record(record.subject)] for record in records}
 
     async def result(self, job_id: str) -> JobResult | None:
         """The outcome of a job; None where it has not ended, or nobody knows it any more.

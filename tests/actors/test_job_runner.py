@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Collection
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -309,15 +310,15 @@ def test_what_ended_elsewhere_while_it_was_on_its_way_to_a_host_that_was_cut_off
 def test_what_ended_elsewhere_while_its_instance_was_cut_off_that_had_looked_it_up_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    knows = JobLog.knows
+    known = JobLog.known
 
     async def story(kit: TestKit) -> tuple[int, int]:
         cut, link = await packs(kit)
         await anyio.sleep(1.0)
         others: list[Packer] = []
 
-        async def answer_late(log: JobLog, job_id: str) -> bool:
-            is_known = await knows(log, job_id)
+        async def answer_late(log: JobLog, job_ids: Collection[str]) -> set[str]:
+            those = await known(log, job_ids)
             if not others:
                 with kit.bus.partition(link):
                     other, _ = await packs(kit)
@@ -325,14 +326,46 @@ def test_what_ended_elsewhere_while_its_instance_was_cut_off_that_had_looked_it_
                     await eventually(lambda: other.packed)
                     # And stores how it ended.
                     await anyio.sleep(1.0)
-            return is_known
+            return those
 
-        monkeypatch.setattr(JobLog, "knows", answer_late)
+        monkeypatch.setattr(JobLog, "known", answer_late)
         await kit.client(Packer).pack.submit(idempotency_key="one")
         await anyio.sleep(10.0)
         return cut.packed, others[0].packed
 
     assert on_a_kit(story) == (0, 1)
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_jobs_that_were_put_before_their_taker_are_looked_up_together_at_a_server_alone(
+    monkeypatch: pytest.MonkeyPatch, has_peers: bool
+) -> None:
+    known, knows = JobLog.known, JobLog.knows
+    questions: list[int] = []
+
+    async def of_several(log: JobLog, job_ids: Collection[str]) -> set[str]:
+        questions.append(len(job_ids))
+        return await known(log, job_ids)
+
+    async def of_one(log: JobLog, job_id: str) -> bool:
+        questions.append(1)
+        return await knows(log, job_id)
+
+    async def story(kit: TestKit) -> list[int]:
+        monkeypatch.setattr(MemoryConnection, "has_peers", has_peers)
+        monkeypatch.setattr(JobLog, "known", of_several)
+        monkeypatch.setattr(JobLog, "knows", of_one)
+        charge = kit.client(Till).charge
+        jobs = [await charge.submit(cents) for cents in range(12)]
+        cancelled = await charge.submit(12)
+        await cancelled.cancel()
+        await kit.start(Till)
+        return [await job.result() for job in jobs]
+
+    Till.most = 0
+    assert on_a_kit(story) == list(range(12))
+    assert sum(questions) == 13
+    assert (max(questions), len(questions) < 13) == ((1, False) if has_peers else (2, True))
 
 
 @pytest.mark.parametrize("has_peers", [True, False])

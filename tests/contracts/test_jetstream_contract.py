@@ -73,6 +73,21 @@ async def test_last_is_none_for_a_subject_without_messages(bus: Bus) -> None:
     assert await js.last(stream, f"{stream}.a") is None
 
 
+async def test_the_last_messages_of_several_subjects_are_read_in_one_question(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for subject, data in (("a.x", b"1"), ("b.x", b"2"), ("a.x", b"3"), ("a.y", b"4"), ("c", b"5")):
+        await js.publish(f"{stream}.{subject}", data)
+
+    some = await js.read_last(stream, [f"{stream}.a.>", f"{stream}.b.x", f"{stream}.none.>"])
+    nothing = await js.read_last(stream, [f"{stream}.none"])
+    with pytest.raises(NoStream):
+        await js.read_last("missing", ["missing.a"])
+
+    assert [(one.sequence, one.data) for one in some] == [(2, b"2"), (3, b"3"), (4, b"4")]
+    assert nothing == []
+
+
 async def test_publish_to_a_subject_of_no_stream_says_so_at_once(bus: Bus, subject: str) -> None:
     js = (await bus.connect()).jetstream
     started = time.monotonic()
