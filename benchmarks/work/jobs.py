@@ -1,5 +1,5 @@
-"""`python -m benchmarks.work.jobs`: jobs a second and how soon they begin, beside nats-py alone and
-FastStream's pull subscriber, on the same nats-server.
+"""`python -m benchmarks.work.jobs`: jobs a second and how soon they begin, beside nats-py alone,
+FastStream's pull subscriber and Taskiq, on the same nats-server.
 
 One taker in a process of its own, which holds 16 jobs at a time, of 1 KiB each. First all jobs are
 submitted by 64 submitters side by side, then the taker begins; then jobs are submitted one by one
@@ -102,7 +102,9 @@ def measure(system: str, python: str, url: str, jobs: int) -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--jobs", default=5000)
 @click.option("--runs", default=3)
-@click.option("--python-peers", default="", help="Python with nats-py and faststream[nats].")
+@click.option(
+    "--python-peers", default="", help="Python with nats-py, faststream[nats] and taskiq-nats."
+)
 @click.option("--role", default="", hidden=True)
 @click.argument("rest", nargs=-1)
 def main(jobs: int, runs: int, python_peers: str, role: str, rest: tuple[str, ...]) -> None:
@@ -111,7 +113,7 @@ def main(jobs: int, runs: int, python_peers: str, role: str, rest: tuple[str, ..
         uvloop.run(take(url, count) if role == "take" else put(url, count, 0.01 * (role != "put")))
         return
     compare(
-        ["dynbus", *(("bare", "faststream") if python_peers else ())],
+        ["dynbus", *(("bare", "faststream", "taskiq") if python_peers else ())],
         runs,
         lambda system, url: measure(system, python_peers, url, jobs),
     )

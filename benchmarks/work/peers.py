@@ -4,7 +4,8 @@
 under their id, and kept alive while they run; one that fails is tried again and then a dead letter;
 how each ended is stored once and for a day, and its acknowledgement is confirmed. `faststream` is
 FastStream's pull subscriber as its guide has it: acknowledgement after work, without a
-confirmation, and no result. Each holds up to 16 jobs at a time. All run on uvloop.
+confirmation, and no result. `taskiq` is Taskiq over `taskiq-nats`, likewise. Each holds up to 16
+jobs at a time. All run on uvloop.
 """
 
 from __future__ import annotations
@@ -211,6 +212,74 @@ async def make_faststream(url: str) -> None:
     await client.close()
 
 
+def taskiq_work(url: str, tally: Tally | None) -> tuple[Any, Any]:
+    """Taskiq's broker, and its task."""
+    from taskiq_nats import PullBasedJetStreamBroker
+
+    broker: Any = PullBasedJetStreamBroker(
+        [url],
+        subject="taskiq.jobs",
+        stream_name="TASKIQ",
+        durable="takers",
+        stream_config=StreamConfig("TASKIQ", retention=RetentionPolicy.WORK_QUEUE),
+        consumer_config=ConsumerConfig(durable_name="takers", max_ack_pending=65536),
+        pull_consume_batch=HELD,
+        pull_consume_timeout=1.0,
+    )
+
+    async def work(job: dict[str, Any]) -> None:
+        assert tally is not None
+        tally.begin(job["at"])
+        tally.end()
+
+    return broker, broker.register_task(work, task_name="work")
+
+
+async def take_taskiq(url: str, tally: Tally) -> None:
+    from taskiq.acks import AcknowledgeType
+    from taskiq.api import run_receiver_task
+
+    broker, _ = taskiq_work(url, tally)
+    broker.is_worker_process = True
+    await broker.startup()
+    receiving = asyncio.create_task(
+        run_receiver_task(
+            broker,
+            max_async_tasks=HELD,
+            max_prefetch=HELD,
+            ack_time=AcknowledgeType.WHEN_EXECUTED,
+        )
+    )
+    print("ready", flush=True)
+    await tally.ended.wait()
+    tally.tell()
+    receiving.cancel()
+    # It goes on for a moment, and its broker must be there.
+    await asyncio.wait([receiving])
+    await broker.shutdown()
+
+
+async def put_taskiq(url: str, jobs: int, pause: float) -> None:
+    broker, task = taskiq_work(url, None)
+    await broker.startup()
+    numbers = iter(range(jobs))
+
+    async def puts() -> None:
+        for number in numbers:
+            await task.kiq(json.loads(payload(number)))
+            if pause:
+                await asyncio.sleep(pause)
+
+    begun = time.time()
+    await asyncio.gather(*(puts() for _ in range(1 if pause else SUBMITTERS)))
+    print(json.dumps({"seconds": time.time() - begun}), flush=True)
+    await broker.shutdown()
+
+
+async def make_taskiq(url: str) -> None:
+    """Nothing: its broker makes its stream."""
+
+
 async def take_faststream_events(url: str, tally: Tally) -> None:
     from faststream.nats import JStream, NatsBroker, PullSub
     from pydantic import BaseModel
@@ -251,11 +320,13 @@ async def main(system: str, url: str, jobs: int, role: str) -> None:
     takes = {
         "bare": take_bare,
         "faststream": take_faststream,
+        "taskiq": take_taskiq,
         "faststream-events": take_faststream_events,
     }
     makes = {
         "bare": make_bare,
         "faststream": make_faststream,
+        "taskiq": make_taskiq,
         "faststream-events": make_faststream_events,
     }
     subjects = {
@@ -268,6 +339,8 @@ async def main(system: str, url: str, jobs: int, role: str) -> None:
     elif role == "take":
         count = jobs * len(GROUPS) if system == "faststream-events" else jobs
         await takes[system](url, Tally(count))
+    elif system == "taskiq":
+        await put_taskiq(url, jobs, 0.01 if role == "trickle" else 0.0)
     else:
         await put(url, jobs, 0.01 if role == "trickle" else 0.0, subjects[system])
 
