@@ -394,25 +394,3 @@ def test_values_that_the_constructor_would_refuse_are_refused_before_anything_st
     given += [NodeOption("Naming", "workers", "0")]
     with pytest.raises(ConfigError, match="nothing to run"):
         plan_of(targets=["planned_naming.py"], node_options=given)
-
-
-ROUTED = """
-from dynbus.kvrouter import RouterActor
-
-class Front(RouterActor, namespace="planned"):
-    pass
-"""
-
-
-@pytest.mark.parametrize("option", ["policy", "shadows", "policies"])
-def test_a_policy_that_is_not_there_is_refused_before_anything_starts(
-    folder_with: MakeFolder, option: str
-) -> None:
-    folder_with("planned_routing", ROUTED)
-    given = [
-        NodeOption("Front", "target", "llm.Engine.generate"),
-        NodeOption("Front", option, "costs_that_nobody_wrote:cost"),
-    ]
-
-    with pytest.raises(ConfigError, match="^Front: policy 'costs_that_nobody_wrote:cost' cannot"):
-        plan_of(targets=["planned_routing.py"], node_options=given)
