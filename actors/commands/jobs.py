@@ -19,13 +19,18 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import (
     EndpointName,
     holder_subject,
+    job_of_record,
     job_of_subject,
+    job_token,
     lane_of_subject,
     work_stream,
 )
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage
 from dynbus.bus.work_queue import (
+    END_RECORD,
     HOLDERS_STREAM,
+    RUN_RECORD,
+    JobLog,
     RunPhase,
     RunState,
     put_at,
@@ -37,6 +42,8 @@ __all__ = ["queue"]
 T = TypeVar("T")
 
 MOST: Final = 1_000_000
+ASKED_TOGETHER: Final = 400
+"""Jobs whose records are asked for in one question, two of each: the server answers 1,024."""
 
 id_argument = click.argument("job_id", metavar="ID")
 
@@ -50,6 +57,8 @@ class JobRow(NamedTuple):
         tries: how often it was handed out to the taker that holds it; 0 where none is known to.
         begins: seconds from now before which it does not begin; 0 for none.
         size: bytes of its request.
+        waits: what it waits for outside of its process; empty for nothing.
+        has_ended: whether it is there alone until a taker finds that it has ended.
     """
 
     job: str
@@ -58,10 +67,16 @@ class JobRow(NamedTuple):
     tries: int
     begins: float
     size: int
+    waits: str = ""
+    has_ended: bool = False
 
     @property
     def state(self) -> str:
         """Its state in words."""
+        if self.has_ended:
+            return "has ended"
+        if self.waits:
+            return f"waits for {self.waits}"
         if self.tries:
             return f"in try {self.tries}"
         return f"begins in {terminal.duration(self.begins)}" if self.begins else "waits"
@@ -84,13 +99,14 @@ def jobs(name: str, limit: int, as_json: bool, nats: str | None) -> None:
     \b
     dynbus queue jobs demo.Printer.print
 
-    A job is in its queue until it has ended. STATE is `in try N` once its taker has had it for a
-    quarter of a second; `dynbus queue job ID` knows more of one.
+    A job is in its queue until it has ended, and one that was cancelled while it waits for a time
+    or a signal until then. STATE is `in try N` once its taker has had it for a quarter of a second;
+    `dynbus queue job ID` knows more of one.
     """
     endpoint = EndpointName.parse(name)
     rows = _run(nats, lambda runtime: list_jobs(runtime.bus.data.jetstream, endpoint, limit))
     if as_json:
-        terminal.print_json([row._asdict() for row in rows])
+        terminal.print_json([{**row._asdict(), "state": row.state} for row in rows])
     elif not rows:
         terminal.notice(f"{name} has no job")
     else:
@@ -130,7 +146,41 @@ async def list_jobs(jetstream: JetStream, name: EndpointName, limit: int) -> lis
             "are"
         ) from None
     tries = await _tries_held(jetstream, name)
-    return [_row(name, one, tries, info.now) for one in stored[:limit]]
+    rows = [_row(name, one, tries, info.now) for one in stored[:limit]]
+    return await _with_records(jetstream, name, rows, info.now)
+
+
+async def _with_records(
+    jetstream: JetStream, queue: EndpointName, rows: list[JobRow], now: float
+) -> list[JobRow]:
+    """The rows with what the log of the queue's jobs says of them."""
+    log = JobLog(jetstream, queue)
+    ended: set[str] = set()
+    waits: dict[str, str] = {}
+    for at in range(0, len(rows), ASKED_TOGETHER):
+        names = [row.job.split(".", 3)[3] for row in rows[at : at + ASKED_TOGETHER]]
+        asked = [
+            subject
+            for one in names
+            for subject in (log.end_subject(one), log.subject(one, RUN_RECORD))
+        ]
+        try:
+            records = await jetstream.read_last(log.stream, asked)
+        except NoStream:  # of a work queue without durable handler
+            return rows
+        for record in records:
+            token = job_of_record(record.subject)
+            if record.subject.endswith(f".{END_RECORD}"):
+                ended.add(token)
+                continue
+            run = msgspec.json.decode(record.data, type=RunState)
+            if run.phase is RunPhase.WAITING:
+                waits[token] = _wait_of(run, now)
+    tokens = [job_token(row.job.split(".", 3)[3]) for row in rows]
+    return [
+        row._replace(waits=waits.get(token, ""), has_ended=token in ended)
+        for row, token in zip(rows, tokens, strict=True)
+    ]
 
 
 async def _tries_held(jetstream: JetStream, name: EndpointName) -> dict[int, int]:

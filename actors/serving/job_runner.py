@@ -59,6 +59,8 @@ ASKS_AFTER: Final = 30.0
 """Seconds in its queue after which a job is looked up before it begins: who cancelled it may have
 done so before this instance could hear it."""
 CANCELS_KEPT: Final = 60.0
+LEAVE_SECONDS: Final = 1.0
+"""Seconds for which an instance that leaves tries to note that a job of its goes on elsewhere."""
 WAY_BACK: Final = 0.5
 """Seconds before the deadline of a call that waits for its job, and at most a tenth of what is left
 to it, at which it is answered with the name of its job: the caller stops listening at the deadline.
@@ -206,14 +208,22 @@ class JobRunner(TakingRunner):
         enter_run(run)
         failure: BaseException | None = None
         data = b""
-        with run.scope:
-            self._running[token] = (run.scope, called)
-            try:
-                data = self._endpoint.encode(await self._invoke(request, called))
-            except Exception as error:  # noqa: BLE001 - what users' handlers raise
-                failure = error
-            finally:
-                del self._running[token]
+        try:
+            with run.scope:
+                self._running[token] = (run.scope, called)
+                try:
+                    data = self._endpoint.encode(await self._invoke(request, called))
+                except Exception as error:  # noqa: BLE001 - what users' handlers raise
+                    failure = error
+                finally:
+                    # A queue that was purged may have handed another job of its key out here.
+                    if self._running.get(token) == (run.scope, called):
+                        del self._running[token]
+        except asyncio.CancelledError:
+            # The instance leaves, and gives the job back: no try of it has failed.
+            with anyio.move_on_after(LEAVE_SECONDS, shield=True):
+                await run.leave_to_next(0.0)
+            raise
         if run.has_ended:
             await self._leave_ended(job)
         elif run.is_lost:
@@ -330,6 +340,7 @@ class JobRunner(TakingRunner):
     async def _failed(self, job: Job, run: JobRun, raised: BaseException) -> None:
         error = only_cause(raised)
         if isinstance(error, Migrate):
+            await run.leave_to_next(MIGRATE_DELAY)
             await job.give_back(delay=MIGRATE_DELAY)
             return
         if not isinstance(error, DynbusError):
@@ -346,6 +357,7 @@ class JobRunner(TakingRunner):
             failure = TryFailure(run.tries, error_line(error), self._hop)
             await self._log.note_failure(job.job_id, failure)
             pause = self._options.queue.delay_after(run.tries)
+            await run.leave_to_next(pause)
             if job.tries < self._options.tries:
                 await job.nak(error, delay=pause)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import typing
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -21,12 +22,20 @@ from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import AnyCodec, codec_for
 from dynbus.actors.topics.topic import Topic
 from dynbus.bus.bus import Bus
-from dynbus.bus.errors import ConfigError, DeadlineExceeded, InvalidRequest, InvalidResponse
+from dynbus.bus.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    InvalidRequest,
+    InvalidResponse,
+)
 from dynbus.bus.protocol.names import check_token
 from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import Job, RunPhase, RunState
 
 from .step_history import SIGNAL, SLEEP, STEP, FinishedStep, StepHistory
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -226,6 +235,19 @@ class JobRun:
             woken = RunState(RunPhase.WOKEN, waiting.sequence, self._waits)
             if await log.store_run_state(self.job_id, woken, stored) is not None:
                 await self._jobs.queue.hand_out(waiting.token)
+
+    async def leave_to_next(self, delay: float) -> None:
+        """Have the record of a job that has waited say that nobody runs it, before it is given back
+        for `delay` seconds: who has it next takes no instance for lost."""
+        if not self.has_waited:
+            return
+        own = self._job.delivery.message.sequence
+        try:
+            until = await self.now() + delay
+            waiting = RunState(RunPhase.WAITING, own, self._waits, until=until)
+            await self._jobs.log.store_run_state(self.job_id, waiting, self._last)
+        except DynbusError as error:
+            logger.info("the end of a try of job %s is not noted: %s", self.job_id, error)
 
     async def _store_run(self, state: RunState) -> None:
         stored = await self._jobs.log.store_run_state(self.job_id, state, self._last)

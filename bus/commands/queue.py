@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -262,8 +262,9 @@ async def _pause(jetstream: NatsJetStream, name: str, paused: bool) -> None:
     from .queue_report import consumers_of
 
     stream = _stream_of(name)
-    for consumer in await consumers_of(jetstream, stream):
-        await jetstream.pause_consumer(stream, consumer, paused, timeout=API_SECONDS)
+    with _said_of(name):
+        for consumer in await consumers_of(jetstream, stream):
+            await jetstream.pause_consumer(stream, consumer, paused, timeout=API_SECONDS)
 
 
 @queue.command()
@@ -278,8 +279,24 @@ def purge(name: str, yes: bool, nats: str | None) -> None:
     stream = _stream_of(name)
     if not yes:
         click.confirm(f"Drop all jobs of {name}?", abort=True)
-    count = _run(nats, lambda jetstream: jetstream.purge(stream))
+    with _said_of(name):
+        count = _run(nats, lambda jetstream: jetstream.purge(stream))
     click.echo(f"dropped: {count} jobs of {name}")
+
+
+@contextmanager
+def _said_of(name: str) -> Generator[None]:
+    """Say of a queue that is not there how to find those that are."""
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.transport import NoStream
+
+    try:
+        yield
+    except NoStream:
+        namespace = name.partition(".")[0]
+        raise ConfigError(
+            f"there is no queue {name}: `dynbus queue ls {namespace}` lists those that there are"
+        ) from None
 
 
 def _stream_of(name: str) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved, put_at
     from .job_log import (
         END_RECORD,
+        RUN_RECORD,
         JobLog,
         JobResult,
         Outcome,
@@ -39,6 +40,7 @@ __all__ = [
     "END_RECORD",
     "HOLDERS_STREAM",
     "ORDERED_LANES",
+    "RUN_RECORD",
     "DeadLetter",
     "DeadLetters",
     "DeathReason",

@@ -19,11 +19,14 @@ from dynbus import (
     DeadlineExceeded,
     EndpointName,
     HandlerError,
+    JobState,
+    Migrate,
     NoJob,
     Topic,
     Unavailable,
     context,
     handler,
+    sleep_until,
     step,
     subscribe,
 )
@@ -334,6 +337,77 @@ def test_what_ended_elsewhere_while_its_instance_was_cut_off_that_had_looked_it_
         return cut.packed, others[0].packed
 
     assert on_a_kit(story) == (0, 1)
+
+
+class Waiter(Actor, namespace="runners"):
+    tries: list[int] = []
+
+    @handler(durable=True, tries=3, backoff=0.1)
+    async def fail(self, waits: int) -> None:
+        for _ in range(waits):
+            await sleep_until(timedelta(seconds=60))
+        self.tries.append(context().attempt)
+        raise RuntimeError("no")
+
+    @handler(durable=True, tries=3)
+    async def stay(self) -> int:
+        await sleep_until(timedelta(seconds=60))
+        self.tries.append(context().attempt)
+        if len(self.tries) < 2:
+            await anyio.sleep_forever()
+        return len(self.tries)
+
+    @handler(durable=True, tries=3)
+    async def move(self) -> int:
+        await sleep_until(timedelta(seconds=60))
+        self.tries.append(context().attempt)
+        if len(self.tries) < 3:
+            raise Migrate("elsewhere")
+        return len(self.tries)
+
+
+def test_a_job_that_waited_and_whose_instance_leaves_has_failed_in_no_try() -> None:
+    async def story(kit: TestKit) -> tuple[int, JobState]:
+        Waiter.tries = []
+        first = await kit.start(Waiter)
+        job = await kit.client(Waiter).stay.submit()
+        await eventually(lambda: bool(Waiter.tries))
+        await first.stop(0.0)
+        await kit.start(Waiter)
+        return await job.result(), await job.state()
+
+    result, state = on_a_kit(story)
+
+    assert (result, state.failures, Waiter.tries) == (2, (), [1, 1])
+
+
+@pytest.mark.parametrize("waits", [1, 2, 8])
+def test_the_tries_of_a_job_that_waited_are_those_that_failed(waits: int) -> None:
+    async def story(kit: TestKit) -> JobState:
+        Waiter.tries = []
+        await kit.start(Waiter)
+        job = await kit.client(Waiter).fail.submit(waits)
+        with pytest.raises(HandlerError, match="RuntimeError: no"):
+            await job.result()
+        return await job.state()
+
+    state = on_a_kit(story)
+
+    assert Waiter.tries == [1, 2, 3]
+    assert state.tries == 3
+    assert [one.error for one in state.failures] == ["RuntimeError: no"] * 2
+
+
+def test_a_job_that_waited_and_asks_to_be_done_elsewhere_has_failed_in_no_try() -> None:
+    async def story(kit: TestKit) -> tuple[int, JobState]:
+        Waiter.tries = []
+        await kit.start(Waiter)
+        job = await kit.client(Waiter).move.submit()
+        return await job.result(), await job.state()
+
+    result, state = on_a_kit(story)
+
+    assert (result, state.failures, Waiter.tries) == (3, (), [1, 1, 1])
 
 
 @pytest.mark.parametrize("has_peers", [True, False])

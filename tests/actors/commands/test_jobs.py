@@ -108,11 +108,18 @@ async def test_a_job_is_shown_with_its_steps_and_what_it_waits_for_and_gets_its_
 
     await eventually(waits, what="it waits for its signal")
     shown = (await commands("job", job.id)).output
+    queue = job.id.rpartition(".")[0]
+    [row] = json.loads((await commands("jobs", queue, "--json")).output)
+    other = await runtime.client(desk).order.submit(8, delay=3600.0)
+    await other.cancel()
+    *_, ended = json.loads((await commands("jobs", queue, "--json")).output)
     wrong = await commands("signal", job.id, "approved", "{")
     sent = await commands("signal", job.id, "approved", '"Ada"')
     result = await job.result(PATIENCE)
     late = await commands("signal", job.id, "approved")
 
+    assert row["state"] == "waits for signal 'approved'"
+    assert (ended["job"], ended["state"]) == (other.id, "has ended")
     assert "status: waiting\n" in shown
     assert "step: step 'charge'\n" in shown
     assert wrong.exit_code == 2

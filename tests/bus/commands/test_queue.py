@@ -230,6 +230,11 @@ async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
             await queue.put(b"", job_id=job_id)
         unsure = await command("purge", str(name))
         purged = await command("purge", str(name), "--yes")
+        absent = [
+            await command("pause", f"{name}er"),
+            await command("resume", f"{name}er"),
+            await command("purge", f"{name}er", "--yes"),
+        ]
         depth = await queue.depth(max_age=0.0)
     finally:
         await bus.data.jetstream.delete_stream(work_stream(name))
@@ -238,4 +243,5 @@ async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
     assert (paused.output, resumed.output) == (f"paused: {name}\n", f"resumed: {name}\n")
     assert (unsure.exit_code, "Aborted" in unsure.output) == (1, True)
     assert purged.output == f"dropped: 2 jobs of {name}\n"
+    assert all(f"`dynbus queue ls {name.namespace}` lists" in str(one.exception) for one in absent)
     assert depth == (0, 0)
