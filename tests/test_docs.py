@@ -168,19 +168,24 @@ def test_every_python_block_runs_on_its_own(share: int, tmp_path: Path) -> None:
     assert failed == {}
 
 
-def assert_greets_ada(folder: Path, environment: Mapping[str, str]) -> None:
-    """Run `program.py` in a folder, which is to greet Ada and to complain of nothing."""
+def output_of_program(folder: Path, environment: Mapping[str, str], timeout: float) -> str:
+    """The output of `program.py` in a folder, which is to complain of nothing."""
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Hello, Ada!" in done.stdout
+    return done.stdout
+
+
+def assert_greets_ada(folder: Path, environment: Mapping[str, str]) -> None:
+    """Run `program.py` in a folder, which is to greet Ada."""
+    assert "Hello, Ada!" in output_of_program(folder, environment, 120)
 
 
 def test_the_plain_program_of_the_readme_reaches_the_embedded_server(tmp_path: Path) -> None:
@@ -368,18 +373,7 @@ def test_the_readme_asks_the_model(served_model: str, tmp_path: Path) -> None:
         (tmp_path / "program.py").write_text(
             block.text.replace("http://127.0.0.1:8000", served_model)
         )
-        done = subprocess.run(
-            [sys.executable, "program.py"],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.strip()
+        assert output_of_program(tmp_path, ENVIRONMENT, 60).strip()
 
     assert shell
     assert programs

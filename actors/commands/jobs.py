@@ -12,13 +12,11 @@ import msgspec
 from dynbus.actors.calling.jobs import JobId
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.step_history import FinishedStep, step_label
-from dynbus.bus.commands.queue import queue
+from dynbus.bus.commands.queue import if_there, queue
 from dynbus.bus.commands.terminal import terminal
-from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import (
     EndpointName,
-    holder_subject,
     job_of_record,
     job_of_subject,
     job_token,
@@ -28,13 +26,12 @@ from dynbus.bus.protocol.names import (
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage
 from dynbus.bus.work_queue import (
     END_RECORD,
-    HOLDERS_STREAM,
     RUN_RECORD,
     JobLog,
     RunPhase,
     RunState,
+    holders_of,
     put_at,
-    read_holders,
 )
 
 __all__ = ["queue"]
@@ -133,19 +130,15 @@ async def list_jobs(jetstream: JetStream, name: EndpointName, limit: int) -> lis
         PermissionDenied, Unavailable: the server does not tell.
     """
     stream = work_stream(name)
-    try:
+    stored: list[StoredMessage] = []
+    with if_there(str(name)):
         info = await jetstream.stream_info(stream)
-        stored: list[StoredMessage] = []
         start = 1
         while len(stored) < limit and (page := await jetstream.read_page(stream, start=start)):
             stored += page
             start = page[-1].sequence + 1
-    except NoStream:
-        raise ConfigError(
-            f"there is no queue {name}: `dynbus queue ls {name.namespace}` lists those that there "
-            "are"
-        ) from None
-    tries = await _tries_held(jetstream, name)
+    held = [job for one in await holders_of(jetstream, name) for job in one.jobs]
+    tries = {job.sequence: job.tries for job in held}
     rows = [_row(name, one, tries, info.now) for one in stored[:limit]]
     return await _with_records(jetstream, name, rows, info.now)
 
@@ -155,13 +148,13 @@ async def _with_records(
 ) -> list[JobRow]:
     """The rows with what the log of the queue's jobs says of them."""
     log = JobLog(jetstream, queue)
+    names = [row.job.split(".", 3)[3] for row in rows]
     ended: set[str] = set()
     waits: dict[str, str] = {}
-    for at in range(0, len(rows), ASKED_TOGETHER):
-        names = [row.job.split(".", 3)[3] for row in rows[at : at + ASKED_TOGETHER]]
+    for at in range(0, len(names), ASKED_TOGETHER):
         asked = [
             subject
-            for one in names
+            for one in names[at : at + ASKED_TOGETHER]
             for subject in (log.end_subject(one), log.subject(one, RUN_RECORD))
         ]
         try:
@@ -176,21 +169,10 @@ async def _with_records(
             run = msgspec.json.decode(record.data, type=RunState)
             if run.phase is RunPhase.WAITING:
                 waits[token] = _wait_of(run, now)
-    tokens = [job_token(row.job.split(".", 3)[3]) for row in rows]
     return [
         row._replace(waits=waits.get(token, ""), has_ended=token in ended)
-        for row, token in zip(rows, tokens, strict=True)
+        for row, token in zip(rows, map(job_token, names), strict=True)
     ]
-
-
-async def _tries_held(jetstream: JetStream, name: EndpointName) -> dict[int, int]:
-    """The tries of the jobs that takers hold, by their sequences."""
-    try:
-        records = await jetstream.read(HOLDERS_STREAM.name, holder_subject(name, "*"))
-    except NoStream:
-        return {}
-    held = [job for one in read_holders(records, "") for job in one.holder.jobs]
-    return {job.sequence: job.tries for job in held}
 
 
 def _row(name: EndpointName, stored: StoredMessage, tries: dict[int, int], now: float) -> JobRow:

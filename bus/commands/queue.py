@@ -262,7 +262,7 @@ async def _pause(jetstream: NatsJetStream, name: str, paused: bool) -> None:
     from .queue_report import consumers_of
 
     stream = _stream_of(name)
-    with _said_of(name):
+    with if_there(name):
         for consumer in await consumers_of(jetstream, stream):
             await jetstream.pause_consumer(stream, consumer, paused, timeout=API_SECONDS)
 
@@ -279,24 +279,27 @@ def purge(name: str, yes: bool, nats: str | None) -> None:
     stream = _stream_of(name)
     if not yes:
         click.confirm(f"Drop all jobs of {name}?", abort=True)
-    with _said_of(name):
+    with if_there(name):
         count = _run(nats, lambda jetstream: jetstream.purge(stream))
     click.echo(f"dropped: {count} jobs of {name}")
 
 
 @contextmanager
-def _said_of(name: str) -> Generator[None]:
-    """Say of a queue that is not there how to find those that are."""
+def if_there(name: str) -> Generator[None]:
+    """The use of a queue.
+
+    Raises:
+        ConfigError: it is not there.
+    """
     from dynbus.bus.errors import ConfigError
     from dynbus.bus.transport import NoStream
+
+    from .queue_report import absent_queue
 
     try:
         yield
     except NoStream:
-        namespace = name.partition(".")[0]
-        raise ConfigError(
-            f"there is no queue {name}: `dynbus queue ls {namespace}` lists those that there are"
-        ) from None
+        raise ConfigError(absent_queue(name)) from None
 
 
 def _stream_of(name: str) -> str:

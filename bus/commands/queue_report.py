@@ -6,7 +6,6 @@ import base64
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynbus.bus.clock import monotonic
@@ -17,12 +16,11 @@ from dynbus.bus.protocol.names import (
     EndpointName,
     dead_letter_stream,
     dead_letter_subject,
-    holder_subject,
     job_of_subject,
     work_stream,
 )
 from dynbus.bus.transport import NoStream, StoredMessage
-from dynbus.bus.work_queue import CONSUMER, HOLDERS_STREAM, lanes_of, put_at, read_holders
+from dynbus.bus.work_queue import CONSUMER, holders_of, lanes_of, put_at
 
 from .listing import API_SECONDS, pages
 
@@ -153,11 +151,10 @@ async def read_queue(jetstream: NatsJetStream, name: EndpointName) -> QueueRepor
             "them; what a group of a topic waits for is in its topic, "
             f"`dynbus topic ls {name.namespace}`"
             if dead
-            else f"there is no queue {name}: `dynbus queue ls {name.namespace}` lists those that "
-            "there are"
+            else absent_queue(str(name))
         ) from None
     at = monotonic()
-    held = await _tries_held(jetstream, name)
+    holders = [one for one in await holders_of(jetstream, name) if one.jobs]
     return QueueReport(
         name,
         any(one.get("paused") for one in consumers.values()),
@@ -165,9 +162,9 @@ async def read_queue(jetstream: NatsJetStream, name: EndpointName) -> QueueRepor
             _lane(consumer): Lane(one.get("num_pending") or 0, one.get("num_ack_pending") or 0)
             for consumer, one in consumers.items()
         },
-        Counter(chain.from_iterable(held)),
+        Counter(job.tries for one in holders for job in one.jobs),
         sum(int(one.get("num_redelivered") or 0) for one in consumers.values()),
-        len(held),
+        len(holders),
         await _count_dead(jetstream, name),
         info.size,
         oldest,
@@ -178,6 +175,12 @@ async def read_queue(jetstream: NatsJetStream, name: EndpointName) -> QueueRepor
             left=info.last_sequence - info.messages,
         ),
     )
+
+
+def absent_queue(name: str) -> str:
+    """The words for a queue that is not there: how to find those that are."""
+    namespace = name.partition(".")[0]
+    return f"there is no queue {name}: `dynbus queue ls {namespace}` lists those that there are"
 
 
 async def consumers_of(jetstream: NatsJetStream, stream: str) -> dict[str, dict[str, Any]]:
@@ -228,16 +231,6 @@ async def _oldest(
     stored = StoredMessage(subject, int(message["seq"]), time, fields, b"")
     job = fields.get(headers.JOB) or job_of_subject(subject)
     return Oldest(job, max(0.0, now - put_at(stored)))
-
-
-async def _tries_held(jetstream: NatsJetStream, name: EndpointName) -> list[list[int]]:
-    """The tries of the jobs of each taker that holds some."""
-    try:
-        records = await jetstream.read(HOLDERS_STREAM.name, holder_subject(name, "*"))
-    except NoStream:
-        return []
-    tries_of_holders = [[job.tries for job in one.holder.jobs] for one in read_holders(records, "")]
-    return [tries for tries in tries_of_holders if tries]
 
 
 async def _count_dead(jetstream: NatsJetStream, name: EndpointName) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         dead_letter_config,
         letter_id_of,
     )
-    from .holders import HOLDERS_STREAM, read_holders
+    from .holders import HOLDERS_STREAM, holders_of
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved, put_at
     from .job_log import (
         END_RECORD,
@@ -60,13 +60,13 @@ __all__ = [
     "WorkQueue",
     "WorkQueueConfig",
     "dead_letter_config",
+    "holders_of",
     "is_reserved",
     "job_log_config",
     "lanes_of",
     "letter_id_of",
     "put_at",
     "queue_config",
-    "read_holders",
     "store",
     "takers_config",
     "taking",

@@ -25,11 +25,18 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.bus.protocol.liveness import GONE_AFTER, RECONNECT_GRACE
-from dynbus.bus.protocol.names import HOLDERS_BUCKET, REPLY_ROOT, holder_subject, is_safe_reply
+from dynbus.bus.protocol.names import (
+    HOLDERS_BUCKET,
+    REPLY_ROOT,
+    EndpointName,
+    holder_subject,
+    is_safe_reply,
+)
 from dynbus.bus.protocol.random_ids import jitter, random_id
 from dynbus.bus.transport import (
     AckKind,
     Delivery,
+    JetStream,
     NoStream,
     StoredMessage,
     StreamConfig,
@@ -94,6 +101,19 @@ class StoredHolder(msgspec.Struct, frozen=True):
     subject: str
     sequence: int
     holder: Holder
+
+
+async def holders_of(jetstream: JetStream, queue: EndpointName) -> list[Holder]:
+    """The takers of a queue that say what they hold.
+
+    Raises:
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    try:
+        records = await jetstream.read(HOLDERS_STREAM.name, holder_subject(queue, "*"))
+    except NoStream:
+        return []
+    return [one.holder for one in read_holders(records, "")]
 
 
 def read_holders(messages: Iterable[StoredMessage], tokens: str) -> list[StoredHolder]:

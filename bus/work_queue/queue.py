@@ -11,11 +11,11 @@ import anyio
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import EndpointName, holder_subject
-from dynbus.bus.transport import NoStream, StoredMessage
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.transport import StoredMessage
 
 from .dead_letters import DeadLetters
-from .holders import HOLDERS_STREAM, Holders, read_holders
+from .holders import Holders, holders_of
 from .job import JobEnd, QueueDepth, WorkQueueConfig
 from .job_stream import JobStream
 from .lanes import lane_of_key, lane_of_priority
@@ -233,12 +233,8 @@ class WorkQueue:
         Raises:
             Unavailable: the server does not answer.
         """
-        subject = holder_subject(self.name, "*")
-        try:
-            records = await self._bus.data.jetstream.read(HOLDERS_STREAM.name, subject)
-        except NoStream:
-            return 0
-        held = (one for record in read_holders(records, "") for one in record.holder.jobs)
+        holders = await holders_of(self._bus.data.jetstream, self.name)
+        held = (one for holder in holders for one in holder.jobs)
         return next((one.tries for one in held if one.sequence == job.sequence), 0)
 
     async def depth(self, *, max_age: float = DEPTH_AGE) -> QueueDepth:
