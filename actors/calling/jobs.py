@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
 
@@ -48,6 +48,7 @@ from dynbus.bus.work_queue import (
     NoDeadLetter,
     Outcome,
     RunPhase,
+    TryFailure,
     WorkQueue,
     letter_id_of,
 )
@@ -208,6 +209,12 @@ class JobQueue:
         deadline = when.get("deadline")
         if deadline is not None:
             _check_seconds("deadline", deadline)
+            if delay and deadline <= delay:
+                raise InvalidRequest(
+                    f"deadline={deadline:g} passes before the job may begin, in {delay:g} s: give "
+                    "a later one, or leave it out",
+                    started=False,
+                )
         key = options.get("idempotency_key") or ""
         name = key or random_id()
         job_id = JobId.of(self.endpoint, name)
@@ -324,7 +331,7 @@ class JobQueue:
             is_last = True
         raise NoJob(
             f"there is no job {JobId.of(self.endpoint, name)}: it was not submitted, or ended more "
-            "than its handler's result_age ago, or was dropped since its deadline had passed"
+            "than its handler's result_age ago, or its queue was purged"
         )
 
     async def _end_without_message(self, name: str) -> JobResult | None:
@@ -334,7 +341,9 @@ class JobQueue:
             return result
         letter = await self._letter(name)
         if letter is not None:
-            return JobResult.failed(HandlerError(f"the job failed for good: {letter.error}"))
+            error = HandlerError(f"the job failed for good: {letter.error}")
+            # It was not begun when it was handed out last.
+            return JobResult.failed(error)._replace(tries=max(0, letter.tries - 1))
         return None
 
     async def _letter(self, name: str) -> DeadLetter | None:
@@ -349,28 +358,31 @@ class JobQueue:
         queued, result = await self._find(name)
         failures = tuple(await self.log.failures(name))
         if queued:
-            tries = max([await self.queue.holding(one) for one in queued])
-            status = "running" if tries else "waiting"
-            state, _ = await self.log.run_state(name)
-            if state is not None:
-                # It goes on with its try after each wait, which costs a delivery.
-                tries = len(failures) + 1
-            return JobState(status, tries or len(failures), failures)
+            is_held, tries = await self._progress(name, queued, failures)
+            return JobState("running" if is_held else "waiting", tries, failures)
         assert result is not None, "it is in its queue, or has ended"
-        return JobState(
-            result.outcome.value,
-            result.tries or len(failures) + 1,
-            failures,
-            error_line(result.error),
-        )
+        tries = result.tries or len(failures)
+        return JobState(result.outcome.value, tries, failures, error_line(result.error))
+
+    async def _progress(
+        self, name: str, queued: list[StoredMessage], failures: Sequence[TryFailure]
+    ) -> tuple[bool, int]:
+        """The tries of a job in its queue, and before them True if a taker is known to hold it."""
+        tries = max([await self.queue.holding(one) for one in queued])
+        state, _ = await self.log.run_state(name)
+        if state is not None:
+            # It goes on with its try after each wait.
+            return tries > 0, len(failures) + 1
+        return tries > 0, tries or len(failures)
 
     async def cancel(self, name: str) -> bool:
         """Have a job end as cancelled; see `JobHandle.cancel`."""
-        error = Cancelled("the job was cancelled")
-        result = JobResult.failed(error, Outcome.CANCELLED)
         queued, ended = await self._find(name)
         if ended is not None:
             return False
+        _, tries = await self._progress(name, queued, await self.log.failures(name))
+        error = Cancelled("the job was cancelled")
+        result = JobResult.failed(error, Outcome.CANCELLED)._replace(tries=tries)
         if not await self.log.end(name, result, self.options.result_age):
             return False
         if lane_of_subject(queued[0].subject) in ORDERED_LANES:

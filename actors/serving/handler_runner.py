@@ -214,6 +214,11 @@ class TakingRunner(HandlerRunner):
         """True if it is known that a try of one has begun."""
         return False
 
+    @property
+    def _has_log(self) -> bool:
+        """True if what is taken has a log, which keeps what was no try."""
+        return False
+
     async def _take_no_more(self) -> None:
         if self._taker is not None:
             await self._taker.drain()
@@ -237,6 +242,7 @@ class TakingRunner(HandlerRunner):
             self._taker = taker
             taker.on_dropped = self._note_dropped
             taker.has_begun = self._has_begun
+            taker.keeps_returns = taker.keeps_returns or self._has_log
             if self._is_draining:
                 await taker.drain()
             try:

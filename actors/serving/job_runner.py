@@ -155,6 +155,10 @@ class JobRunner(TakingRunner):
             called.kill()
             scope.cancel()
 
+    @property
+    def _has_log(self) -> bool:
+        return True
+
     async def _has_begun(self, job_id: str) -> bool:
         return await self._log.has_begun(job_id)
 
@@ -291,6 +295,7 @@ class JobRunner(TakingRunner):
         """
         is_copy = is_copy_subject(job.delivery.message.subject)
         if not is_copy and not (job.may_have_begun and is_known):
+            await self._note_lost(job)
             is_first = not job.may_have_begun
             return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=is_first)
         own = job.delivery.message.sequence
@@ -302,6 +307,7 @@ class JobRunner(TakingRunner):
                 await job.ack()
                 return None
             if state is None:
+                await self._note_lost(job)
                 failed = len(await self._log.failures(job.job_id)) if is_copy else 0
                 tries = max(job.tries, failed + 1)
                 return self._again(job, None, 0, tries)
@@ -313,8 +319,7 @@ class JobRunner(TakingRunner):
                 last = stored
             else:
                 # It was running by this very message, and its instance did not say how that ended.
-                lost = TryFailure(job.tries, "its instance was lost", "")
-                await self._log.note_failure(job.job_id, lost)
+                await self._log.note_failure(job.job_id, _lost(job.tries))
             # Deliveries count its waits, too.
             tries = len(await self._log.failures(job.job_id)) + 1
             run = self._again(job, state, last, tries)
@@ -323,6 +328,15 @@ class JobRunner(TakingRunner):
                 await self._fail(job, run, error, is_last=True)
                 return None
             return run
+
+    async def _note_lost(self, job: Job) -> None:
+        """Keep of the tries before this one that they were lost, where none says how it failed."""
+        if job.tries == 1:
+            return
+        noted = {one.tries for one in await self._log.failures(job.job_id)}
+        for tries in range(1, min(job.tries, self._options.tries + 1)):
+            if tries not in noted:
+                await self._log.note_failure(job.job_id, _lost(tries))
 
     def _again(self, job: Job, state: RunState | None, last: int, tries: int) -> JobRun:
         return JobRun(
@@ -335,7 +349,9 @@ class JobRunner(TakingRunner):
         """
         if job.may_have_begun or token in self._cancelled:
             return True
-        return headers.KEYED in job.headers or job.waited >= ASKS_AFTER
+        # A plain client names a job by its subject alone, and may do so again.
+        is_plain = headers.JOB not in job.delivery.message.headers
+        return is_plain or headers.KEYED in job.headers or job.waited >= ASKS_AFTER
 
     async def _failed(self, job: Job, run: JobRun, raised: BaseException) -> None:
         error = only_cause(raised)
@@ -399,3 +415,7 @@ class JobRunner(TakingRunner):
             )
         if not is_first:
             logger.info("job %s of %s had ended before: its result stays", job_id, self._name)
+
+
+def _lost(tries: int) -> TryFailure:
+    return TryFailure(tries, "its instance was lost", "")

@@ -19,7 +19,7 @@ import msgspec
 from dynbus.actors.calling.jobs import JobQueue
 from dynbus.actors.calling.options import call_options, current_options
 from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.actors.declaring.codec import AnyCodec, codec_for
+from dynbus.actors.declaring.codec import AnyCodec, Misfit, codec_for
 from dynbus.actors.topics.topic import Topic
 from dynbus.bus.bus import Bus
 from dynbus.bus.errors import (
@@ -33,7 +33,15 @@ from dynbus.bus.protocol.names import check_token
 from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import Job, RunPhase, RunState
 
-from .step_history import SIGNAL, SLEEP, STEP, FinishedStep, StepHistory
+from .step_history import (
+    SIGNAL,
+    SLEEP,
+    STEP,
+    FinishedStep,
+    StepHistory,
+    StepMismatch,
+    step_label,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +181,16 @@ class JobRun:
             else:
                 await self._wait_outside(left, None)
 
-    async def take_signal(self, name: str, until: float | None) -> FinishedStep:
-        """Wait for the next signal of a name; one that timed out where none came until then."""
+    async def take_signal(
+        self, name: str, until: float | None, decode: Callable[[bytes], object]
+    ) -> FinishedStep:
+        """Wait for the next signal of a name; one that timed out where none came until then.
+
+        Args:
+            decode: reads a value; one for which it raises `Misfit` is left out.
+        """
         log = self._jobs.log
+        misfits: set[int] = set()
         heard = anyio.Event()
 
         def hear(_: Message) -> None:
@@ -186,9 +201,18 @@ class JobRun:
             while True:
                 taken = (await self._loaded()).taken_signals(name)
                 for message in await log.signals(self.job_id, name):
-                    if message.sequence > taken:
-                        value = msgspec.Raw(message.data)
-                        return FinishedStep(SIGNAL, name, value, message.sequence)
+                    if message.sequence <= taken or message.sequence in misfits:
+                        continue
+                    try:
+                        decode(message.data)
+                    except Misfit as error:
+                        misfits.add(message.sequence)
+                        logger.warning(
+                            "job %s leaves a signal %r out, and waits for the next: %s",
+                            *(self.job_id, name, error),
+                        )
+                        continue
+                    return FinishedStep(SIGNAL, name, msgspec.Raw(message.data), message.sequence)
                 left = RECHECK if until is None else until - await self.now()
                 if left <= 0:
                     return FinishedStep(SIGNAL, name, msgspec.Raw(b"null"), timed_out=True)
@@ -296,7 +320,8 @@ async def step(
             with; plain JSON without an annotation.
 
     Raises:
-        StepMismatch: the job had finished another step at this place.
+        StepMismatch: the job had finished another step at this place, or this one with a result
+            that does not fit now.
         ConfigError: this is no durable handler, or the name is not usable.
         InvalidResponse: the result does not fit its annotation.
         PayloadTooLarge: it does not fit into a message.
@@ -306,7 +331,7 @@ async def step(
     codec = _codec_of(function)
     place, finished = await run.reach(STEP, name)
     if finished is not None:
-        stored: T = codec.decode(bytes(finished.result))
+        stored: T = _stored(codec, place, finished)
         return stored
     if getattr(function, "__func__", None) is _publish:
         kwargs.setdefault("idempotency_key", run.event_id(place))
@@ -348,8 +373,9 @@ async def signal(name: str, kind: type[T], /, *, timeout: float | None = None) -
 async def signal(name: str, kind: Any = Any, /, *, timeout: float | None = None) -> Any:
     """Wait for a signal that `JobHandle.signal` sends, in a durable handler; its value.
 
-    Each call takes the next signal of the name, also one that was sent before. A job that waits
-    longer than some seconds waits without a place at an instance.
+    Each call takes the next signal of the name, also one that was sent before; one whose value does
+    not fit `kind` is left out, with a warning in the log of the process. A job that waits longer
+    than some seconds waits without a place at an instance.
 
     Args:
         name: 1 to 63 letters, digits, `_` or `-`.
@@ -358,9 +384,9 @@ async def signal(name: str, kind: Any = Any, /, *, timeout: float | None = None)
 
     Raises:
         DeadlineExceeded: none came in time; later tries get the same answer.
-        InvalidRequest: the value does not fit `kind`.
         ConfigError: this is no durable handler, or the name is not usable.
-        StepMismatch: the job had finished another step at this place.
+        StepMismatch: the job had finished another step at this place, or taken a value that does
+            not fit `kind` now.
     """
     run = _current("signal(...)")
     check_token("signal", name)
@@ -370,11 +396,27 @@ async def signal(name: str, kind: Any = Any, /, *, timeout: float | None = None)
         until = await _first_time(run, DEADLINE, name, await run.now() + timeout)
     place, finished = await run.reach(SIGNAL, name)
     if finished is None:
-        finished = await run.take_signal(name, until)
+        finished = await run.take_signal(name, until, codec.decode)
         await run.finish(place, finished)
     if finished.timed_out:
         raise DeadlineExceeded(f"no signal {name!r} came within {timeout:g} s")
-    return codec.decode(bytes(finished.result))
+    return _stored(codec, place, finished)
+
+
+def _stored(codec: AnyCodec, place: int, finished: FinishedStep) -> Any:
+    """The value of a finished step.
+
+    Raises:
+        StepMismatch: it is of another type than is asked for now.
+    """
+    try:
+        return codec.decode(bytes(finished.result))
+    except Misfit as error:
+        label = step_label(finished.kind, finished.name)
+        raise StepMismatch(
+            f"step {place + 1} of this job, {label}, was finished with a value that does not fit "
+            f"the type that it has now: {error}"
+        ) from None
 
 
 async def _first_time(run: JobRun, kind: str, name: str, unix: float) -> float:

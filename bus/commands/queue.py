@@ -272,16 +272,51 @@ async def _pause(jetstream: NatsJetStream, name: str, paused: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @terminal.nats_option
 def purge(name: str, yes: bool, nats: str | None) -> None:
-    """Drop all jobs of a queue, those too that are held.
+    """Drop all jobs of a queue, those too that are held, and their steps and signals.
 
-    A job that runs goes on, and whatever becomes of it, it is not begun again.
+    A job that runs goes on, and whatever becomes of it, it is not begun again. A key is free again:
+    a job that is submitted under it runs beside the one that still does.
     """
-    stream = _stream_of(name)
     if not yes:
         click.confirm(f"Drop all jobs of {name}?", abort=True)
-    with if_there(name):
-        count = _run(nats, lambda jetstream: jetstream.purge(stream))
+    count = _run(nats, lambda jetstream: _purge(jetstream, name))
     click.echo(f"dropped: {count} jobs of {name}")
+
+
+async def _purge(jetstream: NatsJetStream, name: str) -> int:
+    """Drop the jobs of a queue, and what their log has for their next tries; how many jobs."""
+    from dynbus.bus.protocol.names import (
+        EndpointName,
+        job_log_stream,
+        job_log_subject,
+        job_of_record,
+        job_of_subject,
+    )
+    from dynbus.bus.transport import NoStream
+    from dynbus.bus.work_queue import FAILURE_RECORD
+
+    queue = EndpointName.parse(name)
+    stream, log = _stream_of(name), job_log_stream(queue)
+    with if_there(name):
+        jobs = {job_of_subject(one) for one in await _subjects(jetstream, stream, ">")}
+        count = await jetstream.purge(stream)
+    with suppress(NoStream):  # of a work queue without durable handler
+        for record in ("log.>", FAILURE_RECORD):
+            wanted = job_log_subject(queue, "*", record)
+            kept = {job_of_record(one) for one in await _subjects(jetstream, log, wanted)}
+            for job in jobs & kept:
+                await jetstream.purge(log, job_log_subject(queue, job, record))
+    return count
+
+
+async def _subjects(jetstream: NatsJetStream, stream: str, wanted: str) -> list[str]:
+    """The subjects of the messages of a stream, of those that are meant."""
+    call, asked = f"STREAM.INFO.{stream}", {"subjects_filter": wanted}
+    return [
+        subject
+        async for page in pages(jetstream, call, asked)
+        for subject in page["state"].get("subjects") or ()
+    ]
 
 
 @contextmanager

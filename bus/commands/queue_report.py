@@ -148,8 +148,7 @@ async def read_queue(jetstream: NatsJetStream, name: EndpointName) -> QueueRepor
         dead = await _count_dead(jetstream, name)
         raise ConfigError(
             f"{name} has no queue, only dead letters ({dead}): `dynbus queue dead {name}` lists "
-            "them; what a group of a topic waits for is in its topic, "
-            f"`dynbus topic ls {name.namespace}`"
+            f"them; {_of_groups(name.namespace)}"
             if dead
             else absent_queue(str(name))
         ) from None
@@ -180,7 +179,14 @@ async def read_queue(jetstream: NatsJetStream, name: EndpointName) -> QueueRepor
 def absent_queue(name: str) -> str:
     """The words for a queue that is not there: how to find those that are."""
     namespace = name.partition(".")[0]
-    return f"there is no queue {name}: `dynbus queue ls {namespace}` lists those that there are"
+    return (
+        f"there is no queue {name}: `dynbus queue ls {namespace}` lists those that there are; "
+        f"{_of_groups(namespace)}"
+    )
+
+
+def _of_groups(namespace: str) -> str:
+    return f"what a group of a topic waits for is in its topic, `dynbus topic ls {namespace}`"
 
 
 async def consumers_of(jetstream: NatsJetStream, stream: str) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved, put_at
     from .job_log import (
         END_RECORD,
+        FAILURE_RECORD,
         RUN_RECORD,
         JobLog,
         JobResult,
@@ -38,6 +39,7 @@ __all__ = [
     "CLOCK_AGE",
     "CONSUMER",
     "END_RECORD",
+    "FAILURE_RECORD",
     "HOLDERS_STREAM",
     "ORDERED_LANES",
     "RUN_RECORD",

@@ -73,7 +73,8 @@ class JobResult(NamedTuple):
     Attributes:
         data: its encoded result; of one that is not done its error, as `Failed` keeps it.
         at: Unix seconds by the server's clock.
-        tries: the one in which it ended, from 1; 0 where that is not known.
+        tries: the one in which it ended, from 1; 0 for one that did not begin, and where that is
+            not known.
     """
 
     outcome: Outcome

@@ -329,7 +329,10 @@ class JobStream:
                 raise DeadlineExceeded(f"job {job_id} was not put: its deadline has passed")
             until = min(until, deadline)
         subject = work_subject(self.name, job_token(job_id), lane)
-        await self._store(subject, data, job_id, fields, deadline, until)
+        # Of a key the log says whether it was done. The server would know a key again whose job was
+        # purged, and store nothing.
+        message_id = random_id() if header_names.KEYED in fields else job_id
+        await self._store(subject, data, job_id, message_id, fields, deadline, until)
         self._depth = QueueDepth(self._depth.waiting + 1, self._depth.held)
 
     async def _store(
@@ -337,6 +340,7 @@ class JobStream:
         subject: str,
         data: bytes,
         job_id: str,
+        message_id: str,
         fields: dict[str, str],
         deadline: float | None,
         until: float,
@@ -350,7 +354,7 @@ class JobStream:
             self.jetstream,
             subject,
             data,
-            message_id=job_id,
+            message_id=message_id,
             fields=fields,
             until=until,
             ensure=self.ensure,
@@ -500,8 +504,7 @@ class JobStream:
         )
 
     async def note_return(self, delivery: Delivery, job_id: str) -> None:
-        """Keep that a delivery of an ordered queue was no try: in its lane a copy would come behind
-        others. Where that cannot be stored it counts as one."""
+        """Keep that a delivery was no try; where that cannot be stored it counts as one."""
         try:
             await self.jetstream.publish(
                 job_log_subject(self.name, job_token(job_id), RETURN_RECORD),
@@ -513,7 +516,7 @@ class JobStream:
             logger.warning("job %s of %s has a try less: %s", job_id, self.name, error)
 
     async def returns(self, delivery: Delivery, job_id: str) -> int:
-        """The number of deliveries of an ordered queue that were none of a job's tries.
+        """The number of deliveries that were none of a job's tries.
 
         Raises:
             Unavailable: the server does not say.

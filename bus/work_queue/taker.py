@@ -89,7 +89,8 @@ class Job:
         headers: as they were put.
         tries: how often it was handed out, this time included.
         lane: the place of its lane in the queue.
-        returns: deliveries of an ordered queue that were none of its tries: it was given back.
+        returns: deliveries that were none of its tries, where the queue keeps them: it was given
+            back.
         deadline: on the library's monotonic clock in seconds; None without one.
         queued_at: Unix seconds by the server's clock, at which it was put.
         waited: seconds since then, by the server's clock and ours.
@@ -184,8 +185,9 @@ class Job:
         """Give it back, to be handed out again after `delay` seconds: nothing was wrong with it, it
         is not for this taker.
 
-        That uses up a delivery and is no failure. A job whose deliveries are used up is put in
-        again as a copy; only where a full queue has no room for that it becomes a dead letter.
+        That is no failure, and no try of a durable handler or in an ordered queue. In others it
+        uses up a delivery: a job whose deliveries are used up is put in again as a copy; only where
+        a full queue has no room for that it becomes a dead letter.
         """
 
         async def settle(job: Job) -> None:
@@ -271,6 +273,8 @@ class Taker:
         has_begun: asked about a job that was handed out before and whose deadline has passed: one
             that has begun is not dropped. No job has unless given.
         on_dropped: called with the id of a job that left the queue without having begun, and how.
+        keeps_returns: whether deliveries that were given back are kept in the log of the queue's
+            jobs, as none of their tries; so where there is one, and always in order.
     """
 
     def __init__(
@@ -300,7 +304,7 @@ class Taker:
         self._ready: list[_Ready] = []
         self._waiting = 0
         self._gave_up_waiting = False
-        self._ordered = jobs.config.ordered
+        self._ordered = self.keeps_returns = jobs.config.ordered
         self._choice = LaneChoice(jobs.waiting, ordered=self._ordered)
         self._settling = 0
         # Those held jobs whose work is over.
@@ -502,7 +506,7 @@ class Taker:
                 self._jobs.give_back, delivery, delay, name="have a job wait that was given back"
             )
             self._ask()
-        elif self._ordered and delivery.tries > 1:
+        elif self.keeps_returns and delivery.tries > 1:
             self._background.start(self._recall, lane, delivery, name="learn a job's tries")
         else:
             self._admit(_Ready(lane, delivery, queued))
@@ -804,7 +808,8 @@ class Taker:
         # The server counts its deliveries, and not what became of them.
         is_last = delivery.tries >= self._jobs.config.tries
         await self._want_no_more_than_is_waited_for()
-        if self._ordered:
+        if self.keeps_returns:
+            # A copy would come behind others.
             await self._jobs.note_return(delivery, job_id)
         elif is_last and await self._jobs.put_again(delivery, job_id, delay):
             await self._drop(delivery, self._jobs.created)

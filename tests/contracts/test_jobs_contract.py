@@ -22,6 +22,7 @@ from dynbus import (
     HandlerError,
     InvalidRequest,
     JobHandle,
+    Migrate,
     NoJob,
     Overloaded,
     PayloadTooLarge,
@@ -73,6 +74,8 @@ class Till(Actor, abstract=True):
         self.begun.append(order.number)
         if context().attempt <= order.fails:
             raise LookupError(f"no card in try {context().attempt}")
+        if order.number == 1000 and len(self.begun) < 6:
+            raise Migrate("it is better off elsewhere")
         if order.number > 1000:
             await self.gate.wait()
         return Receipt(order.number, context().attempt, context().idempotency_key, "x" * order.size)
@@ -338,6 +341,31 @@ async def test_plain_nats_clients_submit_by_publishing_json(desk: Desk) -> None:
     )
 
 
+async def test_a_name_that_a_plain_client_uses_again_names_the_job_that_has_ended(
+    desk: Desk,
+) -> None:
+    await desk.start()
+    js = desk.runtime.bus.data.jetstream
+    subject = work_subject(desk.queue, "mine")
+    job = desk.runtime.job(f"{desk.queue}.mine", desk.kind.charge)
+    await js.publish(subject, b'{"number": 11}')
+    await ended(job)
+    await empty(desk)
+
+    await js.publish(subject, b'{"number": 12}')
+    await empty(desk)
+
+    assert (await ended(job)).number == 11
+    assert desk.tills[0].begun == [11]
+
+
+async def empty(desk: Desk) -> None:
+    js = desk.runtime.bus.data.jetstream
+    async with asyncio.timeout(PATIENCE):
+        while (await js.stream_info(work_stream(desk.queue))).messages:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+
+
 async def test_untyped_calls_of_a_durable_handler_wait_for_the_job_too(desk: Desk) -> None:
     await desk.start()
     client = await desk.runtime.endpoint(str(desk.queue)).client()
@@ -384,7 +412,7 @@ async def test_a_job_that_waits_is_not_begun_once_it_is_cancelled(desk: Desk) ->
     assert not await job.cancel()
     with pytest.raises(Cancelled):
         await ended(job)
-    assert (await job.state()).status == "cancelled"
+    assert (await job.state())[:2] == ("cancelled", 0)
 
     await desk.start()
     assert (await ended(await desk.client.charge.submit(Order(9)))).number == 9
@@ -432,6 +460,7 @@ async def test_times_that_are_none_are_refused(desk: Desk) -> None:
         (charge.submit(Order(1), at=past), "by the server's clock"),
         (charge.submit(Order(1), delay=1.0, at=past), "not both"),
         (charge.submit(Order(1), deadline=-2), "deadline=-2"),
+        (charge.submit(Order(1), deadline=3, delay=10), "passes before the job may begin, in 10 s"),
         (charge.submit(Order(1), delay=cast("float", None)), "delay=None is no number"),
         (charge.submit(Order(1), delay=10**400), "is no number of seconds from 0 to 31622400"),
         (charge.submit(Order(1), at=cast("datetime", "2030-01-01")), "'2030-01-01' is no datetime"),
@@ -481,6 +510,28 @@ async def test_a_job_that_was_not_begun_by_its_deadline_is_dropped(desk: Desk) -
     with pytest.raises(DeadlineExceeded, match="not begun by its deadline"):
         await ended(job)
     assert desk.tills[0].begun == []
+    assert (await job.state()).tries == 0
+
+
+async def test_a_job_that_goes_elsewhere_has_all_its_tries(desk: Desk) -> None:
+    await desk.start()
+
+    job = await desk.client.charge.submit(Order(1000))
+
+    assert (await ended(job)).tries == 1
+    assert desk.tills[0].begun == [1000] * 6
+    assert (await job.state())[1:3] == (1, ())
+
+
+async def test_a_key_is_free_again_once_its_queue_was_purged(desk: Desk) -> None:
+    charge = desk.client.charge
+    await charge.submit(Order(7), idempotency_key="seven")
+    await desk.runtime.bus.data.jetstream.purge(work_stream(desk.queue))
+
+    job = await charge.submit(Order(8), idempotency_key="seven")
+    await desk.start()
+
+    assert (await ended(job)).number == 8
 
 
 async def test_waiting_for_a_result_does_not_end_the_job(desk: Desk) -> None:

@@ -33,7 +33,7 @@ from dynbus import (
     step,
 )
 from dynbus.actors.serving import steps
-from dynbus.actors.serving.step_history import FinishedStep
+from dynbus.actors.serving.step_history import STEP, FinishedStep
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.config import BusConfig
@@ -245,7 +245,7 @@ async def test_another_instance_goes_on_after_the_last_finished_step(fleet: Flee
     fleet.notes.gates[second.id].set()
 
     assert (await job.result(PATIENCE))[1] == "parcel 1001!"
-    assert (await job.state()).tries == 2
+    assert (await job.state()).tries == 1  # who leaves costs none
     assert fleet.notes.done == {"charge 1001": 1, "send 1001": 1}
 
 
@@ -276,6 +276,8 @@ async def test_a_step_that_another_instance_has_finished_meanwhile_is_not_called
     fleet.notes.gates[first.id].set()
     await first.stop(PATIENCE)
 
+    (lost,) = (await job.state()).failures
+    assert (lost.tries, lost.error) == (1, "its instance was lost")
     assert fleet.notes.waiting[f"before send at {second.id}"] == 1
     assert fleet.notes.done == {"charge 1003": 1, "send 1003": 1}
 
@@ -369,6 +371,34 @@ async def test_another_order_of_steps_is_refused_by_name(fleet: Fleet) -> None:
     with pytest.raises(StepMismatch, match="was step 'charge' when it ran before, and is step 'r"):
         await job.result(PATIENCE)
     assert fleet.notes.done["charge 1002"] == 1
+
+
+async def test_a_step_whose_result_is_of_another_type_now_is_refused(fleet: Fleet) -> None:
+    job = await fleet.client.sell.submit(Order(8))
+    queue, _, name = job.id.rpartition(".")
+    log = JobLog(fleet.runtime.bus.data.jetstream, EndpointName.parse(queue))
+    await log.ensure()
+    charged = FinishedStep(STEP, "charge", msgspec.Raw(b'"paid"'))
+    await log.store_step(name, 0, msgspec.json.encode(charged), claim=0)
+
+    await fleet.start(fleet.shop)
+
+    with pytest.raises(StepMismatch, match="step 1 of this job, step 'charge', was finished with"):
+        await job.result(PATIENCE)
+
+
+async def test_a_signal_of_another_type_is_left_out(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(60.0)
+
+    await job.signal("approved")
+    await job.signal("approved", "the clerk")
+    await job.signal("sealed", "the mayor")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
+    assert "leaves a signal 'approved' out, and waits for the next" in caplog.text
 
 
 async def test_a_job_takes_signals_in_turn(fleet: Fleet) -> None:

@@ -19,7 +19,7 @@ from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.nats.jetstream import NatsJetStream
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
-from dynbus.bus.work_queue import NoDeadLetter, WorkQueue, WorkQueueConfig
+from dynbus.bus.work_queue import JobLog, NoDeadLetter, WorkQueue, WorkQueueConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -228,6 +228,10 @@ async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
                 await (await anext(taker)).ack()
         for job_id in ("three", "four"):
             await queue.put(b"", job_id=job_id)
+        log = JobLog(bus.data.jetstream, name)
+        await log.ensure()
+        for job_id in ("three", "elsewhere"):
+            await log.store_step(job_id, 0, b"", claim=0)
         unsure = await command("purge", str(name))
         purged = await command("purge", str(name), "--yes")
         absent = [
@@ -236,10 +240,13 @@ async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
             await command("purge", f"{name}er", "--yes"),
         ]
         depth = await queue.depth(max_age=0.0)
+        steps = await log.steps("three"), await log.steps("elsewhere")
     finally:
         await bus.data.jetstream.delete_stream(work_stream(name))
+        await bus.data.jetstream.delete_stream(log.stream)
         await bus.close()
 
+    assert steps == ({}, {0: b""})
     assert (paused.output, resumed.output) == (f"paused: {name}\n", f"resumed: {name}\n")
     assert (unsure.exit_code, "Aborted" in unsure.output) == (1, True)
     assert purged.output == f"dropped: 2 jobs of {name}\n"
