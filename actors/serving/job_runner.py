@@ -295,7 +295,8 @@ class JobRunner(TakingRunner):
         """
         is_copy = is_copy_subject(job.delivery.message.subject)
         if not is_copy and not (job.may_have_begun and is_known):
-            await self._note_lost(job)
+            if job.tries > 1:
+                await self._note_lost(job)
             is_first = not job.may_have_begun
             return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=is_first)
         own = job.delivery.message.sequence
@@ -331,8 +332,6 @@ class JobRunner(TakingRunner):
 
     async def _note_lost(self, job: Job) -> None:
         """Keep of the tries before this one that they were lost, where none says how it failed."""
-        if job.tries == 1:
-            return
         noted = {one.tries for one in await self._log.failures(job.job_id)}
         for tries in range(1, min(job.tries, self._options.tries + 1)):
             if tries not in noted:

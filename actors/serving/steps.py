@@ -28,6 +28,7 @@ from dynbus.bus.errors import (
     DynbusError,
     InvalidRequest,
     InvalidResponse,
+    PayloadTooLarge,
 )
 from dynbus.bus.protocol.names import check_token
 from dynbus.bus.transport import Message
@@ -158,7 +159,15 @@ class JobRun:
     async def finish(self, place: int, step: FinishedStep) -> None:
         """Have a step stored: no other try does it again."""
         data = msgspec.json.encode(step)
-        if not await self._jobs.log.store_step(self.job_id, place, data, self._claim):
+        try:
+            is_stored = await self._jobs.log.store_step(self.job_id, place, data, self._claim)
+        except PayloadTooLarge:
+            raise PayloadTooLarge(
+                f"{step_label(step.kind, step.name)} of job {self.job_id} gave {len(data)} bytes, "
+                f"which no message of the server has room for ({self._bus.data.max_payload}): put "
+                "it elsewhere, and return its name"
+            ) from None
+        if not is_stored:
             await self._lose()
         (await self._loaded()).finish(place, step)
 

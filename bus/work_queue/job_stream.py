@@ -14,6 +14,7 @@ import anyio
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import (
+    ConfigError,
     DeadlineExceeded,
     DynbusError,
     PayloadTooLarge,
@@ -174,18 +175,34 @@ class JobStream:
         """Make the stream and its consumers where they are missing.
 
         Raises:
-            ConfigError: there is a stream of this name that is another one, or another region
-                keeps the jobs as well.
+            ConfigError: there is a stream of this name that is another one, or it had no order of
+                keys until now, or had one, or another region keeps the jobs as well.
             PermissionDenied: it is missing, and we may not make it.
             NoRoom: there is no room to make it.
             Unavailable: the server does not answer.
         """
         config = queue_config(self.name, self.config)
         probe = work_subject(self.name, PROBE, self.lanes[0])
-        await self.jetstream.ensure_stream(config, probe=probe)
+        try:
+            await self.jetstream.ensure_stream(config, probe=probe)
+        except ConfigError:
+            await self._refuse_other_order()
+            raise
         await self._of_each(lambda one: self.jetstream.ensure_pull_consumer(self.stream, one))
         await self._check_age()
         await self.learn()
+
+    async def _refuse_other_order(self) -> None:
+        ordered = not self.config.ordered
+        other = queue_config(self.name, self.config._replace(ordered=ordered))
+        there = await self.jetstream.stream_config(self.stream)
+        if set(there.subjects) == set(other.subjects):
+            raise ConfigError(
+                f"the queue {self.name} was made {'with' if ordered else 'without'} an order of "
+                f"keys (`ordered_by`), and has it {'not' if ordered else 'now'}: let its jobs be "
+                "done by the version that put them and delete it (`nats stream delete "
+                f"{self.stream}`), or give the handler another name"
+            )
 
     async def learn(self) -> ConsumerInfo:
         """Ask what the stream and the consumer are that there are now."""

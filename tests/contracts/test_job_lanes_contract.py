@@ -254,7 +254,7 @@ async def test_what_would_break_the_order_is_refused(here: Presence, name: Endpo
     with pytest.raises(ConfigError, match="is not ordered, and has no keys"):
         await plain.put(b"", job_id="one", key="a")
     await ordered.put(b"", job_id="one", key="a")
-    with pytest.raises(ConfigError, match="exists with subjects"):
+    with pytest.raises(ConfigError, match="was made with an order of keys .*, and has it not: let"):
         await plain.ensure()
     with pytest.raises(NoStream):
         await here.data.jetstream.publish(work_subject(name, "one", "16"), b"")

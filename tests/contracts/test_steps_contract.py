@@ -22,6 +22,7 @@ from dynbus import (
     HandlerError,
     JobHandle,
     NoJob,
+    PayloadTooLarge,
     Runtime,
     StepMismatch,
     Topic,
@@ -52,6 +53,10 @@ from dynbus.bus.work_queue.holders import read_holders
 from .conftest import Bus, eventually
 
 pytestmark = pytest.mark.anyio
+
+
+TOO_MANY = 2**20
+"""Bytes over the limit of a message, with which parcel 9 is labelled."""
 
 
 class Order(msgspec.Struct):
@@ -120,7 +125,7 @@ class Shop(Actor, abstract=True):
         if number > 3000:
             await self._wait("within send")
         self.notes.done[f"send {number}"] += 1
-        return f"parcel {number}{'!' if express else ''}"
+        return f"parcel {number}{'!' if express else ''}" + "x" * (number == 9) * TOO_MANY
 
     def _break_after(self, name: str, order: Order) -> None:
         if order.breaks_after == name and order.number not in self.notes.broken:
@@ -384,6 +389,17 @@ async def test_a_step_whose_result_is_of_another_type_now_is_refused(fleet: Flee
     await fleet.start(fleet.shop)
 
     with pytest.raises(StepMismatch, match="step 1 of this job, step 'charge', was finished with"):
+        await job.result(PATIENCE)
+
+
+async def test_a_step_whose_result_is_over_the_limit_of_a_message_is_an_error(
+    fleet: Fleet,
+) -> None:
+    await fleet.start(fleet.shop)
+
+    job = await fleet.client.sell.submit(Order(9))
+
+    with pytest.raises(PayloadTooLarge, match=r"^step 'send' of job \w+ gave .* return its name$"):
         await job.result(PATIENCE)
 
 
