@@ -44,8 +44,13 @@ def running(
     workers: int,
     roles: Collection[str] = ("prefill", "decode"),
     namespace: str = "",
+    package: Path | None = None,
 ) -> Generator[None]:
-    """A run of so many instances of each role, in a network namespace where one is named."""
+    """A run of so many instances of each role, in a network namespace where one is named.
+
+    Args:
+        package: the folder from which dynbus is imported; that of the environment unless given.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "engines.py").write_text(ACTORS)
     nodes = {
@@ -62,9 +67,10 @@ def running(
     command = [sys.executable, "-m", "dynbus", "run", "engines.py", "-f", "run.yaml"]
     if namespace:
         command = ["ip", "netns", "exec", namespace, *command]
+    env = os.environ | ({} if package is None else {"PYTHONPATH": str(package)})
     with (folder / "run.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, "--nats", url], stdout=log, stderr=log, cwd=folder, env=dict(os.environ)
+            [*command, "--nats", url], stdout=log, stderr=log, cwd=folder, env=env
         )
         try:
             yield

@@ -14,11 +14,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """A Python program of these tests in a process of its own; its output goes to a file."""
+    """A Python program of these tests in a process of its own; its output goes to a file.
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    Args:
+        package: the folder from which it imports dynbus.
+    """
+
+    def __init__(self, log: Path, *arguments: str, package: Path = ROOT / "src") -> None:
         self.log = log
-        paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), str(package), os.environ.get("PYTHONPATH", "")]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],

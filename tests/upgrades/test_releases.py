@@ -1,0 +1,211 @@
+"""This version beside the release before it: who calls, serves, and goes on with what is stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.conditions import eventually
+from tests.scenarios.processes import ROOT, Process
+
+from dynbus.bus.nats.server_process import RunningServer
+
+from . import shop
+from .releases import install
+
+pytestmark = pytest.mark.anyio
+
+OLD, NEW = "the release", "this version"
+BOTH_WAYS = pytest.mark.parametrize(("first", "then"), [(OLD, NEW), (NEW, OLD)])
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {OLD: install(tmp_path_factory.mktemp("release")), NEW: ROOT / "src"}
+
+
+class Shops:
+    """Processes of two versions at one server.
+
+    Attributes:
+        notes: the file in which all of them note what they do.
+    """
+
+    def __init__(self, url: str, folder: Path, packages: dict[str, Path]) -> None:
+        self.notes = folder / "notes"
+        self._url = url
+        self._folder = folder
+        self._packages = packages
+        self._started: list[Process] = []
+
+    def start(self, version: str, program: str, *arguments: str) -> Process:
+        """Start a program of a version."""
+        log = self._folder / f"{len(self._started)}.log"
+        process = Process(log, program, *arguments, package=self._packages[version])
+        self._started.append(process)
+        return process
+
+    def begin(self, version: str, role: str, *arguments: str) -> Process:
+        """Start a process of a version in a role of `shop`."""
+        return self.start(version, "tests.upgrades.shop", role, self._url, *arguments)
+
+    async def serve(self, version: str) -> Process:
+        process = self.begin(version, "serve", str(self.notes))
+        await process.says("serves")
+        assert f"with {self._packages[version]}" in process.output
+        return process
+
+    async def ask(self, version: str, role: str, *arguments: str) -> Any:
+        """The last line that a process prints in a role that ends, as JSON; None for none."""
+        return await answer(self.begin(version, role, *arguments))
+
+    def engines(self, version: str, role: str, *arguments: str) -> Process:
+        """Start a process of a version in a role of `engines`."""
+        return self.start(version, "tests.upgrades.engines", role, self._url, *arguments)
+
+    async def kv(self, version: str, command: str) -> list[str]:
+        """The lines that `dynbus kv` of a version prints about the engines."""
+        place = ("--namespace", shop.NAMESPACE, "--component", "Engine", "--nats", self._url)
+        process = self.start(version, "dynbus", "kv", command, *place)
+        assert await process.ended() == 0, process.output
+        return process.output.splitlines()
+
+    def noted(self) -> Counter[str]:
+        return Counter(self.notes.read_text().splitlines()) if self.notes.exists() else Counter()
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+
+
+async def answer(process: Process) -> Any:
+    assert await process.ended() == 0, process.output
+    *_, last = process.output.splitlines()
+    return None if last.startswith("with ") else msgspec.json.decode(last)
+
+
+async def stop(process: Process) -> None:
+    process.terminate()
+    assert await process.ended() == 0, process.output
+
+
+@pytest.fixture
+def shops(own_server: RunningServer, tmp_path: Path, packages: dict[str, Path]) -> Iterator[Shops]:
+    made = Shops(own_server.url, tmp_path, packages)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+async def test_callers_of_either_version_see_the_same_of_instances_of_either(shops: Shops) -> None:
+    seen: list[dict[str, Any]] = []
+    for serving in (OLD, NEW):
+        server = await shops.serve(serving)
+        seen += await asyncio.gather(*(shops.ask(calling, "calls") for calling in (OLD, NEW)))
+        await stop(server)
+
+    assert seen[0] == {
+        "small": {"number": 1, "text": "ä"},
+        "large": 3_000_000,
+        "error": ["HandlerError", "LookupError: no card", False, None],
+        "busy": ["Overloaded", "no room", True, 7.0],
+        "late": "DeadlineExceeded",
+        "who": {"id": "one-request", "metadata": {"tenant": "ada"}, "has deadline": True},
+        "numbers": list(range(1000)),
+        "endless": [1, 1, 1],
+        "untyped": {"number": 4, "text": ""},
+        "wrong": "InvalidRequest",
+        "several": [{"number": 3, "text": ""}],
+    }
+    assert all(one == seen[0] for one in seen)
+    assert shops.noted() == {"ended a stream": 4}
+
+
+@BOTH_WAYS
+async def test_streams_go_on_at_an_instance_of_the_other_version(
+    shops: Shops, first: str, then: str
+) -> None:
+    leaves = await shops.serve(first)
+    readers = [shops.begin(version, "streams") for version in (OLD, NEW)]
+    for reader in readers:
+        await reader.says("reads")
+    await shops.serve(then)
+
+    await stop(leaves)
+
+    for reader in readers:
+        assert await answer(reader) == [list(range(shop.ITEMS))] * shop.STREAMS
+
+
+@BOTH_WAYS
+async def test_jobs_and_events_go_on_at_an_instance_of_the_other_version(
+    shops: Shops, first: str, then: str
+) -> None:
+    serving = await shops.serve(first)
+    for number, text, submitter in (("1", "", OLD), ("2", "fails", NEW), ("3", "", then)):
+        await shops.ask(submitter, "submit", number, text)
+    await eventually(lambda: shops.noted() == {f"charged {number}": 1 for number in (1, 2, 3)})
+    await stop(serving)
+    # While nobody serves.
+    await shops.ask(first, "submit", "4")
+    await shops.ask(OLD, "publish", "1", "2")
+    await shops.ask(NEW, "publish", "3", "4")
+    assert await shops.ask(then, "cancel", "3")
+
+    await shops.serve(then)
+    for number in ("1", "2", "4"):
+        await shops.ask(first, "allow", number)
+    outcomes = [await shops.ask(first, "result", number) for number in ("1", "2", "3", "4")]
+    await eventually(lambda: shops.noted().total() >= 4 + 3 + 4)
+
+    cancelled = ["Cancelled", "the job was cancelled", False, None]
+    assert outcomes[:1] + outcomes[3:] == [
+        [[f"receipt {number}", "allowed", f"parcel {number}"], "done", 1, []] for number in (1, 4)
+    ]
+    assert outcomes[1] == [["receipt 2", "allowed", "parcel 2"], "done", 2, [1]]
+    assert outcomes[2][:2] == [cancelled, "cancelled"]
+    assert shops.noted() == {
+        **{f"charged {number}": 1 for number in (1, 2, 3, 4)},
+        **{f"sent {number}": 1 for number in (1, 2, 4)},
+        **{f"billed {number}": 1 for number in (1, 2, 3, 4)},
+    }
+
+
+@BOTH_WAYS
+async def test_a_router_goes_on_with_the_index_of_one_of_the_other_version(
+    shops: Shops, first: str, then: str
+) -> None:
+    for version in (OLD, NEW):
+        await shops.engines(version, "serve", f"of-{len(version)}").says("serves")
+    router = shops.engines(first, "ask", *DOCUMENTS)
+    await router.says("asked")
+    before = asked_of(router)
+
+    async def is_taken() -> bool:
+        return "usable" in str(await shops.kv(then, "snapshots"))
+
+    await eventually(is_taken)
+    await stop(router)
+    router = shops.engines(then, "ask", *DOCUMENTS)
+    await router.says("asked")
+
+    assert [cached for _, cached in before] == [0] * len(DOCUMENTS)
+    # All but what is no whole block.
+    assert all(tokens - 32 <= cached for tokens, cached in asked_of(router))
+    dumps = [await shops.kv(version, "dump") for version in (OLD, NEW)]
+    assert sorted(dumps[0]) == sorted(dumps[1])
+    assert len(dumps[0]) > len(DOCUMENTS)
+
+
+DOCUMENTS = ("contract", "manual", "novel")
+
+
+def asked_of(process: Process) -> list[list[int]]:
+    (line,) = (one for one in process.output.splitlines() if one.startswith("asked "))
+    return msgspec.json.decode(line.removeprefix("asked "), type=list[list[int]])
