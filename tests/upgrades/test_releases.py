@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,10 +16,12 @@ from tests.scenarios.processes import ROOT, Process
 from dynbus.bus.nats.server_process import RunningServer
 
 from . import shop
+from .recording import READERS, Sample, read
 from .releases import install
 
 pytestmark = pytest.mark.anyio
 
+RECORDED = ROOT / "tests/data/wire"
 OLD, NEW = "the release", "this version"
 BOTH_WAYS = pytest.mark.parametrize(("first", "then"), [(OLD, NEW), (NEW, OLD)])
 
@@ -209,3 +211,24 @@ DOCUMENTS = ("contract", "manual", "novel")
 def asked_of(process: Process) -> list[list[int]]:
     (line,) = (one for one in process.output.splitlines() if one.startswith("asked "))
     return msgspec.json.decode(line.removeprefix("asked "), type=list[list[int]])
+
+
+@pytest.mark.parametrize("release", sorted(one.stem for one in RECORDED.iterdir()))
+def test_messages_of_a_release_are_read_as_it_read_them(release: str) -> None:
+    lines = (RECORDED / f"{release}.jsonl").read_bytes().splitlines()
+    samples = [msgspec.json.decode(line, type=Sample) for line in lines]
+
+    for one in samples:
+        assert is_within(one.read, read(one.kind, one.subject, one.headers, one.data)), one
+    assert {one.kind for one in samples} == set(READERS)
+
+
+def is_within(old: Any, new: Any) -> bool:
+    """True if all that was read before is read now, new fields aside."""
+    if isinstance(old, dict):
+        fields = cast("dict[str, Any]", old)
+        return all(name in new and is_within(value, new[name]) for name, value in fields.items())
+    if isinstance(old, list):
+        items = cast("list[Any]", old)
+        return len(items) <= len(new) and all(map(is_within, items, new))
+    return bool(old == new)
