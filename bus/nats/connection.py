@@ -40,7 +40,7 @@ from .jetstream import NatsJetStream
 from .own_host import find_own_hosts, is_own_address
 from .protocol import ProtocolViolation, ServerReader, heard_by
 from .server_choice import ServerAddress, ServerChoice
-from .session import NatsOutput, NatsSession, Pings, open_session
+from .session import HEAD_START, NatsOutput, NatsSession, Pings, TooSlow, open_session
 from .tls import ClientTls
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ logger = logging.getLogger(__name__)
 LOW_BACKLOG: Final = 1024 * 1024
 FIRST_RECONNECT_DELAY: Final = 0.05
 MAX_RECONNECT_DELAY: Final = 0.2
+RECONNECT_PATIENCE: Final = 2.0
+MAX_SLOW_DELAY: Final = 3.2
+MAX_PATIENCE: Final = 16.0
+MAX_HEAD_START: Final = 1.2
+"""Seconds of a `ReconnectPace`; the latter three where servers are slow."""
 REFUSED_RECONNECT_DELAY: Final = 5.0
 CLOSE_SECONDS: Final = 5.0
 MAX_DENIED: Final = 1024
@@ -143,6 +148,42 @@ class Outage:
         self._pause = min(self._pause * 2, MAX_PAUSE)
         self._next = now + self._pause
         return True
+
+
+class ReconnectPace:
+    """The pause before each try to connect again, and the time that a try has. No I/O, no clock.
+
+    Servers that are not there are asked again soon, which costs nobody anything. Those that are,
+    and do not get round to a connection in time, have more clients at once than they can take: a
+    try that is given up was work for nothing, and another one soon would keep them from getting
+    done. So each has more time than the one before, and comes later.
+
+    Attributes:
+        delay: seconds before the next try.
+        patience: seconds that it has.
+        head_start: seconds that a server has before the next one is tried beside it.
+    """
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self.patience = RECONNECT_PATIENCE
+        self.head_start = HEAD_START
+        self._longest = MAX_RECONNECT_DELAY
+
+    def __repr__(self) -> str:
+        return f"<ReconnectPace [delay: {self.delay:g}, patience: {self.patience:g}]>"
+
+    def failed(self, *, is_slow: bool) -> None:
+        """A try has failed.
+
+        Args:
+            is_slow: whether a server took the connection, and did not get round to it.
+        """
+        if is_slow:
+            self.patience = min(2 * self.patience, MAX_PATIENCE)
+            self.head_start = min(2 * self.head_start, MAX_HEAD_START)
+            self._longest = min(2 * self._longest, MAX_SLOW_DELAY)
+        self.delay = min(max(2 * self.delay, FIRST_RECONNECT_DELAY), self._longest)
 
 
 class NatsConnection(WatchedConnection):
@@ -367,9 +408,12 @@ class NatsConnection(WatchedConnection):
         self._begin(session)
         self.background.start(self._run, session, name=f"nats {self.name}")
 
-    async def _open_session(self, timeout: float) -> NatsSession:
+    async def _open_session(self, timeout: float, head_start: float = HEAD_START) -> NatsSession:
         """A session with the server that the other connections of the process are at, or else
         with the one that they are to follow to.
+
+        Args:
+            timeout, head_start: as of `open_session`.
 
         Raises:
             ConfigError, PermissionDenied, Unavailable: as `open_session`.
@@ -385,6 +429,7 @@ class NatsConnection(WatchedConnection):
                 options=self._options,
                 tls=self._tls,
                 tls_name=choice.tls_name,
+                head_start=head_start,
             )
             place = ServerAddress(session.url, session.server_id)
             is_last = avoided.issuperset(plan.urls)
@@ -449,26 +494,27 @@ class NatsConnection(WatchedConnection):
     async def _reopen(self, outage: Outage, level: int) -> NatsSession:
         """Open and begin a session, for as long as it takes."""
         # A connection that follows comes alone; all clients of a server that ended come together.
-        delay = 0.0 if self._left_for_others else FIRST_RECONNECT_DELAY
+        pace = ReconnectPace(0.0 if self._left_for_others else FIRST_RECONNECT_DELAY)
         is_refusal_logged = False
         while True:
-            await anyio.sleep(delay * jitter.uniform(0.5, 1.0))
-            delay = min(max(delay * 2, FIRST_RECONNECT_DELAY), MAX_RECONNECT_DELAY)
+            await anyio.sleep(pace.delay * jitter.uniform(0.5, 1.0))
             try:
-                session = await self._open_session(2.0)
+                session = await self._open_session(pace.patience, pace.head_start)
             except PermissionDenied as error:
                 if not is_refusal_logged:
                     logger.error("%s: %s; trying again", self.name, error)
                 is_refusal_logged = True
-                delay = REFUSED_RECONNECT_DELAY
+                pace.delay = REFUSED_RECONNECT_DELAY
             except (Unavailable, ConfigError) as error:
                 # A certificate that is being replaced may have the key of the last for a moment.
+                pace.failed(is_slow=isinstance(error, TooSlow))
                 now = monotonic()
                 if outage.is_report_due(now):
                     text = "%s: not connected again for %.0f s: %s"
                     logger.log(level, text, self.name, outage.lasted(now), error)
             except Exception:
                 # A server that is killed in the middle of a handshake leaves half a line.
+                pace.failed(is_slow=False)
                 logger.exception("%s: the handshake broke", self.name)
             else:
                 self._begin(session)

@@ -216,6 +216,11 @@ class NatsSession(nats.aio.client.Client):
         fault = reader.exception() if reader is not None else None
         return fault if isinstance(fault, ssl.SSLError) else error
 
+    @property
+    def is_linked(self) -> bool:
+        """True if the server's system has taken the connection."""
+        return getattr(self._transport, "_io_writer", None) is not None
+
     def abort(self) -> None:
         """Drop the socket, and whatever it holds: what a dead link would deliver once it is back
         is out of date by then."""
@@ -512,6 +517,11 @@ class Pings:
         self._timer = self._loop.call_later(seconds, self._look, give_up)
 
 
+class TooSlow(Unavailable):
+    """Raised when servers take connections, and do not get round to any of them in time: they, or
+    this host, have more to do than they can."""
+
+
 async def open_session(
     servers: Sequence[str],
     *,
@@ -520,6 +530,7 @@ async def open_session(
     options: Mapping[str, Any],
     tls: ClientTls | None = None,
     tls_name: Callable[[str], str | None] = lambda _: None,
+    head_start: float = HEAD_START,
 ) -> NatsSession:
     """A session with the first of `servers` that takes one; they are tried side by side, each with
     a head start before the next.
@@ -529,10 +540,12 @@ async def open_session(
         options: further arguments of nats-py's `connect`.
         tls: the certificates; the system's authorities where they are wanted and it is None.
         tls_name: the name in the certificate of the server at a URL; None for its host.
+        head_start: seconds.
 
     Raises:
         ConfigError: a file of `tls` cannot be used.
         PermissionDenied: a server refuses the credentials, or the certificate.
+        TooSlow: no server could be reached, and one of them did not answer in time.
         Unavailable: no server could be reached, or trusted.
     """
     tls = tls or ClientTls(BusConfig())
@@ -545,7 +558,7 @@ async def open_session(
             for server in servers:
                 over = anyio.Event()
                 group.start_soon(race.run, server, over, group.cancel_scope)
-                with anyio.move_on_after(HEAD_START):
+                with anyio.move_on_after(head_start):
                     await over.wait()
     except BaseException:
         # Its opener is cancelled in the moment in which it is won.
@@ -559,7 +572,8 @@ async def open_session(
     why = "; ".join(race.failures)
     if race.is_distrusted:
         raise Unavailable(f"no NATS server can be trusted: {why}")
-    raise Unavailable(
+    kind = TooSlow if race.is_slow else Unavailable
+    raise kind(
         f"no NATS server can be reached ({why}): start one there, or name "
         "another by its URL, for example nats://127.0.0.1:4222"
     )
@@ -573,6 +587,7 @@ class _Race:
         error: what ended the race in place of that.
         failures: what became of each server that could not be reached.
         is_distrusted: whether one of them was, and has a certificate that is not taken.
+        is_slow: whether one of them took a connection, and said nothing in time.
     """
 
     def __init__(
@@ -588,7 +603,7 @@ class _Race:
         self._options = options
         self._tls = tls
         self._tls_name = tls_name
-        self.is_distrusted = False
+        self.is_distrusted = self.is_slow = False
         self.won: NatsSession | None = None
         self.error: Exception | None = None
         self.failures: list[str] = []
@@ -617,6 +632,9 @@ class _Race:
                 await session.handshaken.wait()
         except (OSError, TimeoutError, nats.errors.Error) as late:
             error = session.first_fault(late)
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                error = await self._last_words(server) or error
+            self.is_slow |= session.is_linked and isinstance(error, TimeoutError)
             session.abort()
             text = str(error) or type(error).__name__
             if problem := self._tls.problem(error):
@@ -642,6 +660,35 @@ class _Race:
                 session.abort()
             self.won = self.won or session
             race.cancel()
+
+    async def _last_words(self, server: str) -> ssl.SSLError | None:
+        """The alert with which a server refuses TLS, in another connection in which we say nothing:
+        where we write, its reset may overtake its alert. None for none."""
+        parts, tls = urlsplit(server), self._tls
+        if not tls.is_for(server) or server.startswith("wss://") or not parts.hostname:
+            return None
+        context, name = tls.context(), self._tls_name(server) or parts.hostname
+        own: dict[str, Any] = {"ssl": context, "server_hostname": name}
+        writer: asyncio.StreamWriter | None = None
+        try:
+            with anyio.fail_after(self._timeout):
+                reader, writer = await asyncio.open_connection(
+                    parts.hostname,
+                    parts.port or DEFAULT_PORT,
+                    **(own if tls.handshake_first else {}),
+                )
+                if not tls.handshake_first:
+                    await reader.readline()
+                    await writer.start_tls(context, server_hostname=name)
+                await reader.read(1)
+        except ssl.SSLError as alert:
+            return alert
+        except (OSError, TimeoutError) as error:
+            logger.debug("%s says nothing more: %s", _address(server), error)
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+        return None
 
     def _tls_options(self, server: str) -> dict[str, Any]:
         """The arguments of nats-py's `connect` for TLS with a server."""

@@ -229,6 +229,6 @@ def is_within(old: Any, new: Any) -> bool:
         fields = cast("dict[str, Any]", old)
         return all(name in new and is_within(value, new[name]) for name, value in fields.items())
     if isinstance(old, list):
-        items = cast("list[Any]", old)
+        items = list[Any](old)
         return len(items) <= len(new) and all(map(is_within, items, new))
     return bool(old == new)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.nats.connection import FIRST_REPORT, MAX_PAUSE, Outage
+from dynbus.bus.nats.connection import (
+    FIRST_RECONNECT_DELAY,
+    FIRST_REPORT,
+    MAX_PATIENCE,
+    MAX_PAUSE,
+    MAX_RECONNECT_DELAY,
+    MAX_SLOW_DELAY,
+    RECONNECT_PATIENCE,
+    Outage,
+    ReconnectPace,
+)
 
 
 def test_a_short_outage_is_not_spoken_of() -> None:
@@ -36,3 +46,34 @@ def test_however_long_it_is_the_reports_are_neither_frequent_nor_absent(steps: l
         assert is_due or now - told < MAX_PAUSE
         told = now if is_due else told
     assert outage.lasted(now) == now
+
+
+def test_a_server_that_is_not_there_is_asked_again_soon() -> None:
+    pace = ReconnectPace(FIRST_RECONNECT_DELAY)
+    for _ in range(20):
+        pace.failed(is_slow=False)
+
+    assert pace.delay == MAX_RECONNECT_DELAY
+    assert pace.patience == RECONNECT_PATIENCE
+
+
+def test_servers_that_do_not_get_round_to_their_clients_are_given_more_time_with_each_try() -> None:
+    pace, tries = ReconnectPace(FIRST_RECONNECT_DELAY), 0
+    asked = [RECONNECT_PATIENCE + FIRST_RECONNECT_DELAY]
+    while pace.delay < MAX_SLOW_DELAY and tries < 20:
+        pace.failed(is_slow=True)
+        asked.append(pace.patience + pace.delay)
+        tries += 1
+
+    # What a client asks of them in a second becomes less by this much.
+    assert asked == sorted(asked)
+    assert (pace.delay, pace.patience) == (MAX_SLOW_DELAY, MAX_PATIENCE)
+
+
+def test_a_server_that_is_gone_after_a_slow_one_keeps_the_pace() -> None:
+    pace = ReconnectPace(0.0)
+    pace.failed(is_slow=True)
+    before = pace.patience
+    pace.failed(is_slow=False)
+
+    assert pace.patience == before == 2 * RECONNECT_PATIENCE

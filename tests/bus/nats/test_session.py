@@ -12,7 +12,7 @@ from tests.conditions import Stopwatch
 
 from dynbus.bus.errors import PermissionDenied, Unavailable
 from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
-from dynbus.bus.nats.session import open_session
+from dynbus.bus.nats.session import TooSlow, open_session
 
 
 @pytest.mark.anyio
@@ -148,7 +148,7 @@ async def test_an_aborted_session_delivers_nothing_that_its_socket_still_holds()
 @pytest.mark.anyio
 async def test_a_server_that_says_nothing_costs_its_time_and_no_more() -> None:
     async with listener(None) as url:
-        with pytest.raises(Unavailable, match=url.removeprefix("nats://")):
+        with pytest.raises(TooSlow, match=url.removeprefix("nats://")):
             async with asyncio.timeout(60):
                 await open_session([url], name="mute", timeout=0.2, options={})
 

@@ -1,0 +1,102 @@
+"""A process of the fleet: many runtimes, each with an instance, or callers of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack
+from time import perf_counter
+
+import msgspec
+
+from dynbus import Actor, DynbusError, Runtime, handler, with_options
+from dynbus.bus.lane import new_event_loop
+
+AT_A_TIME = 10
+TIMEOUT = 15.0
+HUNG = 5.0
+"""Seconds after its timeout at which a call that has not ended counts as hung."""
+
+
+class Echo(Actor, namespace="storm"):
+    """What each instance serves."""
+
+    @handler(idempotent=True)
+    async def echo(self, number: int) -> int:
+        return number
+
+
+class Outcomes(msgspec.Struct):
+    """The calls of a process: their ends, and the longest that one took.
+
+    Attributes:
+        ends: "ok", "hung", or the code of the error.
+        slowest: seconds.
+    """
+
+    ends: dict[str, int]
+    slowest: float
+
+
+async def serve(url: str, count: int) -> None:
+    """Serve with so many instances, each with connections of its own."""
+    async with AsyncExitStack() as runtimes:
+
+        async def start() -> None:
+            runtime = await runtimes.enter_async_context(Runtime.connect(url, wait=60.0))
+            await runtime.start(Echo)
+
+        for begun in range(0, count, AT_A_TIME):
+            await asyncio.gather(*(start() for _ in range(min(AT_A_TIME, count - begun))))
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+async def call(url: str, calls: int, rate: float, instances: int) -> None:
+    """Make so many calls, so many a second, to any instance; prints `Outcomes`."""
+    outcomes = Outcomes({}, 0.0)
+    ends: Counter[str] = Counter()
+
+    async with Runtime.connect(url, wait=60.0) as runtime:
+        echo = with_options(runtime.client(Echo, routing="random"), timeout=TIMEOUT)
+        await runtime.discovery.wait_synchronized(60.0)
+        while len(await instances_of(runtime)) < instances:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.2)
+        print("ready", flush=True)
+
+        async def one(number: int) -> None:
+            begun = perf_counter()
+            try:
+                async with asyncio.timeout(TIMEOUT + HUNG):
+                    assert await echo.echo(number) == number
+                ends["ok"] += 1
+            except DynbusError as error:
+                ends[error.code] += 1
+            except TimeoutError:
+                ends["hung"] += 1
+            outcomes.slowest = max(outcomes.slowest, perf_counter() - begun)
+
+        begun = perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(calls):
+                await asyncio.sleep(max(0.0, begun + number / rate - perf_counter()))
+                tasks.create_task(one(number))
+        outcomes.ends = dict(ends)
+        print(msgspec.json.encode(outcomes).decode(), flush=True)
+        # What it holds is counted.
+        await asyncio.Event().wait()
+
+
+async def instances_of(runtime: Runtime) -> list[object]:
+    client = await runtime.namespace("storm").component("Echo").endpoint("echo").client()
+    return list(client.instance_ids())
+
+
+if __name__ == "__main__":
+    role, url, *numbers = sys.argv[1:]
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        if role == "serve":
+            runner.run(serve(url, int(numbers[0])))
+        else:
+            runner.run(call(url, int(numbers[0]), float(numbers[1]), int(numbers[2])))
