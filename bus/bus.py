@@ -25,6 +25,7 @@ from .protocol.names import ReplySubjects, is_safe_reply
 from .protocol.random_ids import random_id
 from .questions import Questions
 from .telemetry.process_status import ProcessStatus
+from .telemetry.recent_log import recent_log
 from .transport import Connection, ConnectionState, Message
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ class Bus:
                 f"the server's max_payload is {self.data.max_payload} bytes; dynbus needs "
                 f"{MIN_PAYLOAD} at least, and 1 MB is the default of nats-server"
             )
+        recent_log.keep()
         self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
         self.data.on_drop(self.drop)
         self.lane.connection.on_drop(partial(self.to_main, self.drop))

@@ -217,7 +217,7 @@ def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
     requests = [(row, each) for row in rows for each in row.requests or ()]
     requests.sort(key=lambda pair: -pair[1].age)
     if as_json:
-        terminal.print_json([_request_json(row, each) for row, each in requests])
+        terminal.print_json([request_json(row, each) for row, each in requests])
     elif requests:
         terminal.print_table(
             ("REQUEST", "ENDPOINT", "INSTANCE", "STATE", "AGE"),
@@ -248,7 +248,8 @@ def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
         )
 
 
-def _request_json(row: InstanceReport, request: Request) -> dict[str, Any]:
+def request_json(row: InstanceReport, request: Request) -> dict[str, Any]:
+    """A request at an instance, for programs."""
     return {
         "request_id": request.request_id,
         "namespace": row.namespace,

@@ -129,7 +129,7 @@ def ls(where: str, as_json: bool, nats: str | None) -> None:
         parse_topic(where)
     rows = _run(nats, lambda connection: list_topics(connection, namespace, name))
     if as_json:
-        terminal.print_json([_json(row) for row in rows])
+        terminal.print_json([topic_json(row) for row in rows])
     elif not rows:
         terminal.notice(f"{where} has no topic that keeps events")
     else:
@@ -198,7 +198,8 @@ async def _row(connection: NatsConnection, topic: TopicConfig) -> TopicRow:
     return TopicRow(topic, info.messages, info.size, limits.max_age, groups)
 
 
-def _json(row: TopicRow) -> dict[str, Any]:
+def topic_json(row: TopicRow) -> dict[str, Any]:
+    """A topic with its groups, for programs."""
     return {
         "topic": str(row.topic),
         "events": row.events,

@@ -18,6 +18,7 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.extras import own_version
 from dynbus.bus.protocol.names import is_safe_reply
 from dynbus.bus.protocol.random_ids import jitter
+from dynbus.bus.telemetry.recent_log import MOST_RECORDS, recent_log
 from dynbus.bus.transport import Message, Subscription
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ServiceResponder:
         answers: tuple[tuple[str, _Answer], ...] = (
             ("PING", lambda _: self.ping()),
             ("INFO", lambda _: self.info()),
-            ("STATS", lambda question: self.stats(_requests_wanted(question))),
+            ("STATS", lambda question: self.stats(*_read_question(question))),
         )
         for verb, answer in answers:
             for suffix in ("", f".{self.name}", f".{self.name}.{self._server.name.instance_id}"):
@@ -108,11 +109,12 @@ class ServiceResponder:
             ],
         }
 
-    def stats(self, requests: int = 0) -> dict[str, Any]:
+    def stats(self, requests: int = 0, log: int = 0) -> dict[str, Any]:
         """The answer to `$SRV.STATS`; times are in nanoseconds.
 
         Args:
             requests: how many of those that run or wait are named, the oldest ones.
+            log: how many of the last warnings and errors of the process are told.
         """
         server = self._server
         named = self._requests(requests)
@@ -124,6 +126,7 @@ class ServiceResponder:
         items = self._items()
         return self._identity("stats") | {
             "started": _timestamp(self._started),
+            **({"log": self._log(log)} if log else {}),
             "endpoints": [
                 {
                     "name": served.endpoint.name,
@@ -148,6 +151,13 @@ class ServiceResponder:
                 for name, served in server.served.items()
             ],
         }
+
+    def _log(self, most: int) -> dict[str, Any]:
+        """The latest warnings and errors of the process, which several instances may share."""
+        bus = self._server.bus
+        # The rest of the answer needs room too.
+        records = recent_log.read(most, bus.data.max_payload // 4)
+        return {"process": bus.replies.client_id[:8], "records": records}
 
     def _items(self) -> dict[str, int]:
         """The number of items that the streams of each endpoint have sent so far, by its name."""
@@ -215,17 +225,19 @@ class ServiceResponder:
 
 class _Question(msgspec.Struct):
     requests: int = 0
+    log: int = 0
 
 
-def _requests_wanted(question: bytes) -> int:
-    """The number of requests to be named; 0 for the other questions of `nats micro` and others."""
+def _read_question(question: bytes) -> tuple[int, int]:
+    """The numbers of requests and of log records that are wanted; 0 for the other questions of
+    `nats micro` and others."""
     if len(question) > _MOST_ASKED:
-        return 0
+        return 0, 0
     try:
-        wanted = msgspec.json.decode(question, type=_Question).requests
+        wanted = msgspec.json.decode(question, type=_Question)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0
-    return min(max(0, wanted), MOST_REQUESTS)
+        return 0, 0
+    return min(max(0, wanted.requests), MOST_REQUESTS), min(max(0, wanted.log), MOST_RECORDS)
 
 
 def _timestamp(unix: float) -> str:

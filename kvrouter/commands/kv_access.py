@@ -80,17 +80,25 @@ async def _namespace(jetstream: JetStream, component: str | None, timeout: float
         ConfigError: there is none, or there are several.
     """
     remedy = "give --namespace, or --component as namespace.component"
+    namespaces = await namespaces_with_events(jetstream, component, timeout)
+    if len(namespaces) == 1:
+        return namespaces[0]
+    named = f", of {', '.join(namespaces[:MAX_NAMED])}" if namespaces else ""
+    what = "several namespaces have" if namespaces else "no namespace with an instance has"
+    raise ConfigError(f"{what} KV events: {remedy}{named}")
+
+
+async def namespaces_with_events(
+    jetstream: JetStream, component: str | None, timeout: float
+) -> list[str]:
+    """The namespaces with instances that have a stream of events, by name."""
     announced = await _announced(jetstream, "*", component or "*", timeout)
     namespaces: list[str] = []
     for namespace in sorted({name.namespace for name in announced or ()}):
         with suppress(NoStream):
             await jetstream.stream_info(kv_event_stream(namespace))
             namespaces.append(namespace)
-    if len(namespaces) == 1:
-        return namespaces[0]
-    named = f", of {', '.join(namespaces[:MAX_NAMED])}" if namespaces else ""
-    what = "several namespaces have" if namespaces else "no namespace with an instance has"
-    raise ConfigError(f"{what} KV events: {remedy}{named}")
+    return namespaces
 
 
 async def component_of(at: Where) -> str:

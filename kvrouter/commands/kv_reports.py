@@ -9,24 +9,35 @@ from typing import Any, Final
 import click
 import msgspec
 
-from dynbus import ConfigError
+from dynbus import BusConfig, ConfigError, DynbusError
 from dynbus.kvrouter.commands.kv_contents import dump_lines, hottest_prefixes, rank_rows
 from dynbus.kvrouter.names import kv_event_stream
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
-from dynbus.kvrouter.stream.history import PastIndex, Point, changes, no_events
+from dynbus.kvrouter.stream.history import (
+    PastIndex,
+    Point,
+    changes,
+    components_of,
+    index_at,
+    no_events,
+)
 from dynbus.kvrouter.stream.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
-from dynbus.spi import NoStream, StreamInfo, terminal, unix_time
+from dynbus.spi import NoStream, StreamInfo, monotonic, terminal, unix_time
 
 from .kv_access import (
     Where,
     announced_block_sizes,
     component_of,
     leases_of,
+    namespaces_with_events,
     past_index,
 )
 from .kv_arguments import Prefix
 
 _HELD: Final = ("INSTANCE", "RANK", "LEASE", "BLOCKS", "DEVICE", "HOST", "DISK", "EXTERNAL")
+
+DUMP_SECONDS: Final = 15.0
+"""Seconds for reading all indexes for a dump."""
 
 # Reports ----------------------------------------------------------------------------------
 
@@ -111,6 +122,28 @@ async def print_dump(at: Where) -> None:
     click.echo(msgspec.json.encode({"kind": "index"} | _head(at, component, past)))
     for line in dump_lines(past.index):
         click.echo(msgspec.json.encode(line))
+
+
+async def dump_caches(config: BusConfig) -> dict[str, Any]:
+    """`dynbus kv top`: the blocks that each rank holds, by component, without their hashes."""
+    end = monotonic() + DUMP_SECONDS
+    caches: dict[str, Any] = {}
+    async with terminal.server(config, "dynbus-dump") as server:
+        jetstream = server.connection.jetstream
+        for namespace in await namespaces_with_events(jetstream, None, DUMP_SECONDS):
+            try:
+                left = max(0.0, end - monotonic())
+                for component in await components_of(jetstream, namespace, timeout=left):
+                    left = max(0.0, end - monotonic())
+                    at = Where(jetstream, namespace, component, left, as_json=True)
+                    past = await index_at(jetstream, namespace, component, timeout=left)
+                    leases = await leases_of(at, component)
+                    rows = [row | _lease(leases, row["instance"]) for row in rank_rows(past.index)]
+                    head = _head(at, component, past)
+                    caches[f"{namespace}.{component}"] = head | {"ranks": rows}
+            except DynbusError as error:
+                caches[namespace] = {"missing": f"{error.code}: {error}"}
+    return caches
 
 
 async def print_past(at: Where, point: Point) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 import msgspec
 
-from dynbus import BusConfig, ConfigError
+from dynbus import BusConfig, ConfigError, Unavailable
 from dynbus.kvrouter.routing.decision import MAX_REQUEST_ID, Explanation, Question, why_subject
 from dynbus.kvrouter.routing.observing import TARGET_KEY
 from dynbus.spi import Message, terminal
@@ -17,6 +17,9 @@ ANSWER_SECONDS: Final = 1.5
 """Seconds that routers have to answer."""
 QUIET_SECONDS: Final = 0.5
 """Seconds without a further answer after which nobody else is expected."""
+
+MOST_DUMPED: Final = 100
+"""Decisions of each router in a dump."""
 
 _decoder = msgspec.json.Decoder(Explanation)
 
@@ -64,6 +67,24 @@ def _read_answer(message: Message) -> Explanation | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         # The server's own answer where nobody listens, which is empty.
         return None
+
+
+async def dump_decisions(config: BusConfig) -> list[dict[str, Any]]:
+    """`dynbus why`: the latest decisions of each router, without sessions.
+
+    Raises:
+        Unavailable: no router answers.
+    """
+    answers = await ask_routers(config, Question(latest=MOST_DUMPED), None, None)
+    if not answers:
+        raise Unavailable("no router answered: none is open, or it routes to what has no instance")
+    for answer in answers:
+        for decision in answer.decisions:
+            # Clients name sessions, and policies of users raise what they like.
+            decision["session"] = bool(decision["session"])
+            for shadow in decision["shadows"]:
+                shadow["error"] = shadow["error"].partition(":")[0]
+    return [msgspec.structs.asdict(answer) for answer in answers]
 
 
 def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:

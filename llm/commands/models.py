@@ -13,7 +13,8 @@ from dynbus.spi import terminal
 from .tuning import tune
 
 if TYPE_CHECKING:
-    from dynbus import Runtime
+    from dynbus import BusConfig, Runtime
+    from dynbus.llm.models.catalog import ServedModel
 
 T = TypeVar("T")
 
@@ -46,16 +47,7 @@ def models(ctx: click.Context, as_json: bool, nats: str | None) -> None:
 
 
 def _list(as_json: bool, nats: str | None) -> None:
-    from dynbus import Unavailable
-    from dynbus.llm.models.catalog import Catalog, ServedModel
-
-    async def look(runtime: Runtime) -> list[ServedModel]:
-        async with Catalog(runtime) as catalog:
-            if catalog.problem:
-                raise Unavailable(catalog.problem)
-            return catalog.models
-
-    models = _run(look, nats)
+    models = _run(_models, nats)
     if as_json:
         terminal.print_json([_json(model) for model in models])
         return
@@ -76,6 +68,26 @@ def _list(as_json: bool, nats: str | None) -> None:
             for model in models
         ],
     )
+
+
+async def _models(runtime: Runtime) -> list[ServedModel]:
+    from dynbus import Unavailable
+    from dynbus.llm.models.catalog import Catalog
+
+    async with Catalog(runtime) as catalog:
+        if catalog.problem:
+            raise Unavailable(catalog.problem)
+        return catalog.models
+
+
+async def dump_models(config: BusConfig) -> list[dict[str, Any]]:
+    """`dynbus models`: the models that are served, without what workers say of them at will."""
+    from dynbus import Runtime
+    from dynbus.spi import Bus
+
+    async with await Runtime.over(await Bus.connect(config, name="dynbus-dump")) as runtime:
+        rows = [_json(model) for model in await _models(runtime)]
+    return [{key: value for key, value in row.items() if key != "user_data"} for row in rows]
 
 
 def _json(model: Any) -> dict[str, Any]:

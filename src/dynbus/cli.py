@@ -58,6 +58,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "auth": "Write the users of nats-server.",
         "deploy": "Write files for Docker, Kubernetes, systemd, Slurm.",
         "doctor": "Check the server and this machine.",
+        "dump": "Collect the state of a fleet in one archive.",
         "setup": "Make the streams of a namespace.",
         "version": "Print the versions that matter.",
     },

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
@@ -20,6 +21,7 @@ from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.commands.kv import kv
 from dynbus.kvrouter.commands.kv_arguments import parse_points, parse_prefix, parse_time
 from dynbus.kvrouter.commands.kv_contents import rank_rows
+from dynbus.kvrouter.commands.kv_reports import dump_caches
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
@@ -168,6 +170,17 @@ def test_a_prefix_that_nobody_holds_is_no_failure(served: Served) -> None:
 
     assert (ended.exit_code, ended.stdout) == (0, "")
     assert "nobody holds the first of these 1 blocks" in ended.stderr
+
+
+def test_a_dump_of_the_fleet_has_blocks_by_ranks_and_no_hashes(served: Served) -> None:
+    caches = asyncio.run(dump_caches(BusConfig(servers=(served.url,))))
+
+    cache = caches[f"{served.namespace}.Engine"]
+    assert [(row["instance"], row["blocks"], row["lease"]) for row in cache["ranks"]] == [
+        ("a", 4, True),
+        ("b", 1, False),
+    ]
+    assert "block_hashes" not in json.dumps(caches)
 
 
 def test_dump_prints_everything_as_lines_of_json(served: Served) -> None:

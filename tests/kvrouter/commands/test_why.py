@@ -19,7 +19,7 @@ from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter.commands.why import why
-from dynbus.kvrouter.commands.why_report import ask_routers, print_answer
+from dynbus.kvrouter.commands.why_report import ask_routers, dump_decisions, print_answer
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Explanation, Question, tell
 from dynbus.kvrouter.routing.profiles import read_profile
@@ -103,6 +103,35 @@ def test_json_has_every_field_of_every_decision(nats_server: RunningServer) -> N
     assert all("overlap" in one for decision in decisions for one in decision["candidates"])
     assert all("peer_blocks" in one for decision in decisions for one in decision["candidates"])
     assert [decision["peer"] for decision in decisions] == [None, None]
+
+
+def raising(*_: object) -> list[float]:
+    raise ZeroDivisionError("said by code of a user")
+
+
+def test_a_dump_of_the_fleet_has_decisions_without_sessions_or_what_policies_raise(
+    nats_server: RunningServer,
+) -> None:
+    async def story() -> list[dict[str, Any]]:
+        config = load_config({"servers": nats_server.url})
+        async with Runtime.connect(nats_server.url) as runtime:
+            await runtime.start(Engine)
+            async with open_router(
+                runtime, Engine, exact=False, shadows={"trial": raising}
+            ) as router:
+                engine = runtime.client(Engine, routing=router)
+                session = {"session": "of-a-user"}
+                with call_options(request_id="dumped", wait=10.0, metadata=session):
+                    assert [item async for item in engine.generate(Prompt(**PROMPT))]
+                return await dump_decisions(config)
+
+    answers = asyncio.run(story())
+
+    (decision,) = [
+        one for each in answers for one in each["decisions"] if one["request_id"] == "dumped"
+    ]
+    assert decision["session"] is True
+    assert [shadow["error"] for shadow in decision["shadows"]] == ["ZeroDivisionError"]
 
 
 def test_a_router_whose_engines_are_all_gone_is_found_by_its_own_word(

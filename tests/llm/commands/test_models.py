@@ -14,10 +14,11 @@ from click.testing import CliRunner, Result
 from tests.llm.models.tiny_model import tiny_folder
 
 from dynbus import Runtime
+from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm import ModelInput, ModelType, register_llm
-from dynbus.llm.commands.models import models
+from dynbus.llm.commands.models import dump_models, models
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +55,22 @@ async def test_a_model_is_listed_with_who_serves_it(
     (model,) = [one for one in json.loads(listed.output) if one["name"] == name]
     assert (model["endpoint"], model["instances"]) == (f"{name}.Worker.generate", 1)
     assert (model["types"], model["context_length"]) == (["chat", "completions"], 512)
+
+
+async def test_a_dump_of_the_fleet_has_models_without_what_workers_say_at_will(
+    nats_server: RunningServer, name: str, tmp_path: Path
+) -> None:
+    async with Runtime.connect(nats_server.url) as runtime:
+        endpoint = runtime.endpoint(f"{name}.Worker.generate")
+        folder = tiny_folder(tmp_path / name)
+        says = {"token": "of-the-worker"}
+        await register_llm(ModelInput.Tokens, ModelType.Backend, endpoint, folder, user_data=says)
+        async with runtime.serve_endpoints(name, "Worker", {"generate": generate}):
+            rows = await dump_models(load_config({"servers": nats_server.url}))
+
+    (model,) = [one for one in rows if one["name"] == name]
+    assert (model["instances"], model["context_length"]) == (1, 512)
+    assert "of-the-worker" not in str(rows)
 
 
 async def test_a_model_that_was_added_stays_until_it_is_removed(
