@@ -41,22 +41,29 @@ class Authority:
         Path(self.ca).write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
     def sign(
-        self, file: str, *names: str, client: bool = False, expires: timedelta = timedelta(days=1)
+        self,
+        file: str,
+        *names: str,
+        client: bool = False,
+        peer: bool = False,
+        expires: timedelta = timedelta(days=1),
     ) -> Pair:
         """A certificate for names and addresses, of a server unless it is one of a client.
 
         Args:
+            peer: whether it is one of both, as servers have for each other.
             file: the name of the two files without their suffix; they are replaced.
             expires: from now, or before it.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file)])
         use = ExtendedKeyUsageOID.CLIENT_AUTH if client else ExtendedKeyUsageOID.SERVER_AUTH
+        uses = [use, ExtendedKeyUsageOID.CLIENT_AUTH] if peer else [use]
         made = (
             _begun(subject, key, self._name, expires)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([*map(_alternative, names)]), critical=False)
-            .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),

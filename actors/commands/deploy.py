@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,13 @@ from dynbus.actors.deploying.application import (
 from dynbus.actors.deploying.batch import batch_script
 from dynbus.actors.deploying.containers import compose, dockerfile, ignored
 from dynbus.actors.deploying.kubernetes import Cluster, kubernetes
+from dynbus.actors.deploying.servers import (
+    RouteTls,
+    ServerChoices,
+    ServerPlace,
+    server_files,
+    server_urls,
+)
 from dynbus.actors.deploying.tree import differences, heading, write
 from dynbus.actors.deploying.units import units
 from dynbus.actors.documents.alerts import rules
@@ -32,6 +40,7 @@ from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.files import write_whole
+from dynbus.bus.protocol.names import check_token
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
@@ -52,23 +61,15 @@ def deploy() -> None:
     dynbus deploy kubernetes actors.py -f config.yaml --image registry.example/chat:1
     dynbus deploy systemd actors.py
     dynbus deploy slurm actors.py --nats nats://bus.example:4222
+    dynbus deploy nats --server a=10.0.0.1 --users auth/nats-users.conf
     dynbus deploy docker actors.py --check
     dynbus deploy monitoring monitoring/
     """
 
 
-def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every target."""
+def _out_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options about the files themselves."""
     options: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
-        click.option(
-            "--secret",
-            "variables",
-            metavar="VARIABLE",
-            multiple=True,
-            help="A variable whose value is a secret: named in the files, set elsewhere. "
-            "Repeatable.",
-        ),
-        click.option("--name", metavar="NAME", default="", help="Default: the run's namespace."),
         click.option(
             "--out",
             metavar="FOLDER",
@@ -83,6 +84,25 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--force", is_flag=True, help="Write over files that are not of a deployment."
         ),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+def _common(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every target."""
+    options: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
+        click.option(
+            "--secret",
+            "variables",
+            metavar="VARIABLE",
+            multiple=True,
+            help="A variable whose value is a secret: named in the files, set elsewhere. "
+            "Repeatable.",
+        ),
+        click.option("--name", metavar="NAME", default="", help="Default: the run's namespace."),
+        _out_options,
         terminal.nats_option,
         namespace_option,
         file_option,
@@ -251,6 +271,74 @@ def slurm(ctx: click.Context, /, prefix: str, **given: Any) -> None:
     _finish(
         ctx, given["out"] or Path("deploy/slurm"), {f"{application.name}.sbatch": script}, given
     )
+
+
+@deploy.command()
+@click.option(
+    "--server",
+    "servers",
+    metavar="NAME=ADDRESS[,ZONE]",
+    multiple=True,
+    required=True,
+    help="A server and its host. Repeatable: one, or three and more.",
+)
+@click.option(
+    "--users",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="nats-users.conf of `dynbus auth`, which is to lie beside each configuration.",
+)
+@click.option(
+    "--without-users", is_flag=True, help="Anybody who reaches a server may do everything."
+)
+@click.option(
+    "--route-tls",
+    "route_tls",
+    metavar="CERT KEY CA",
+    nargs=3,
+    help="Files with which servers know each other, as they are called on each host.",
+)
+@click.option("--cluster", metavar="NAME", default="dynbus", show_default=True)
+@click.option("--store", metavar="FOLDER", default="/var/lib/nats", show_default=True)
+@click.option("--max-store", metavar="SIZE", default="100GB", show_default=True)
+@_out_options
+@click.pass_context
+def nats(
+    ctx: click.Context,
+    /,
+    servers: Sequence[str],
+    users: Path | None,
+    without_users: bool,
+    route_tls: tuple[str, str, str] | None,
+    cluster: str,
+    store: str,
+    max_store: str,
+    **given: Any,
+) -> None:
+    """The configuration of nats-servers on hosts of their own, and their unit of systemd.
+
+    Each host gets the file of its server as /etc/nats/nats-server.conf, and beside it the file of
+    users. The last line is NATS_URL of all processes, with tls:// where the users' file has TLS.
+
+    \b
+    dynbus deploy nats --server a=10.0.0.1 --server b=10.0.0.2 --server c=10.0.0.3 \\
+        --users auth/nats-users.conf
+    """
+    if (users is None) != without_users:
+        raise click.UsageError(
+            "the servers listen beyond their hosts: give --users auth/nats-users.conf, which "
+            "`dynbus auth` makes, or --without-users where all who reach them may do everything"
+        )
+    check_token("cluster", cluster)
+    if not store.startswith("/"):
+        raise click.UsageError(f"--store {store}: give a whole path, for example /var/lib/nats")
+    places = [ServerPlace.parse(text) for text in servers]
+    is_encrypted = users is not None and re.search(r"^tls \{", _text(users), re.M) is not None
+    routes = RouteTls(*route_tls) if route_tls else None
+    choices = ServerChoices(cluster, store.rstrip("/"), max_store, users is not None, routes)
+    files = server_files(places, choices, heading("nats"))
+    _finish(ctx, given["out"] or Path("deploy/nats"), files, given)
+    click.echo(f"NATS_URL={server_urls(places, encrypted=is_encrypted)}")
 
 
 @deploy.command()

@@ -1,0 +1,200 @@
+"""The configuration of nats-servers, each on a host of its own, and a unit of systemd for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import check_token
+
+CLIENTS: Final = 4222
+ROUTES: Final = 6222
+MONITOR: Final = 8222
+USERS: Final = "nats-users.conf"
+UNIT: Final = "nats-server.service"
+STOP_SECONDS: Final = 45
+"""Seconds that a server has to end: the lame-duck mode, in which its clients leave one by one."""
+
+_HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]{2,39}")
+_SIZE: Final = re.compile(r"[1-9][0-9]{0,5}[KMGT]B")
+
+
+class ServerPlace(NamedTuple):
+    """A server and its host.
+
+    Attributes:
+        address: of its host, where processes and the other servers reach it.
+        zone: empty for none.
+    """
+
+    name: str
+    address: str
+    zone: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> ServerPlace:
+        """Read NAME=ADDRESS[,ZONE].
+
+        Raises:
+            ConfigError: it is none.
+        """
+        name, equals, rest = text.partition("=")
+        address, _, zone = rest.partition(",")
+        if not equals or not _HOST.fullmatch(address):
+            raise ConfigError(
+                f"{text!r} is no server: write NAME=ADDRESS[,ZONE], as in a=10.0.0.1,east"
+            )
+        check_token("server", name)
+        if zone:
+            check_token("zone", zone)
+        return cls(name, address, zone)
+
+    @property
+    def host(self) -> str:
+        """Its address as a URL has it."""
+        return f"[{self.address}]" if ":" in self.address else self.address
+
+
+class RouteTls(NamedTuple):
+    """The files with which servers know each other, on the machine of each."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+class ServerChoices(NamedTuple):
+    """The choices for all servers.
+
+    Attributes:
+        cluster: its name.
+        store: the folder where each keeps its streams.
+        max_store: the most that it keeps there, such as `100GB`.
+        has_users: whether the file of users lies beside each configuration.
+    """
+
+    cluster: str
+    store: str
+    max_store: str
+    has_users: bool
+    routes: RouteTls | None = None
+
+
+def server_files(
+    places: Sequence[ServerPlace], choices: ServerChoices, heading: str
+) -> dict[str, str]:
+    """The configuration of each server by its file, and the unit that all of them have.
+
+    Raises:
+        ConfigError: two have one name or address, there are two in all, or a size is none.
+    """
+    for what, values in (
+        ("names", [place.name for place in places]),
+        ("addresses", [place.address for place in places]),
+    ):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"the servers have the {what} {', '.join(values)}: give each its own")
+    if len(places) == 2:
+        raise ConfigError(
+            "two servers stop when one of them does, since neither is the majority: give one, or "
+            "three"
+        )
+    if not _SIZE.fullmatch(choices.max_store):
+        raise ConfigError(f"--max-store {choices.max_store!r} is no size: write one as in 100GB")
+    files = {f"{place.name}.conf": _config(place, places, choices, heading) for place in places}
+    return {**files, UNIT: _unit(choices, heading)}
+
+
+def server_urls(places: Sequence[ServerPlace], *, encrypted: bool) -> str:
+    """The `NATS_URL` of the processes: each server with its zone."""
+    scheme = "tls" if encrypted else "nats"
+    return ",".join(
+        f"{scheme}://{place.host}:{CLIENTS}" + (f"?zone={place.zone}" if place.zone else "")
+        for place in places
+    )
+
+
+def _config(
+    place: ServerPlace, places: Sequence[ServerPlace], choices: ServerChoices, heading: str
+) -> str:
+    lines = [
+        f"# {heading}",
+        f"server_name: {json.dumps(place.name)}",
+        f'listen: "0.0.0.0:{CLIENTS}"',
+        f'client_advertise: "{place.host}:{CLIENTS}"',
+        f'http: "127.0.0.1:{MONITOR}"',
+        "max_payload: 1MB",
+        "max_pending: 64MB",
+        'write_deadline: "10s"',
+        "# A client, or a server, that falls silent is noticed within seconds.",
+        'ping_interval: "5s"',
+        "ping_max: 2",
+        "# Clients leave one by one when it is to end.",
+        'lame_duck_duration: "30s"',
+        'lame_duck_grace_period: "2s"',
+        "jetstream {",
+        f"  store_dir: {json.dumps(choices.store)}",
+        f"  max_file_store: {choices.max_store}",
+        "}",
+    ]
+    others = [other for other in places if other is not place]
+    if others:
+        lines += [
+            "cluster {",
+            f"  name: {json.dumps(choices.cluster)}",
+            f'  listen: "0.0.0.0:{ROUTES}"',
+            f'  cluster_advertise: "{place.host}:{ROUTES}"',
+            '  ping_interval: "1s"',
+            "  ping_max: 2",
+            "  routes: [",
+            *(f'    "nats://{other.host}:{ROUTES}"' for other in others),
+            "  ]",
+        ]
+        if choices.routes is not None:
+            lines += [
+                "  tls {",
+                f"    cert_file: {json.dumps(choices.routes.cert)}",
+                f"    key_file: {json.dumps(choices.routes.key)}",
+                f"    ca_file: {json.dumps(choices.routes.ca)}",
+                "    verify: true",
+                "  }",
+            ]
+        lines.append("}")
+    if choices.has_users:
+        lines.append(f'include "{USERS}"')
+    return "\n".join(lines) + "\n"
+
+
+def _unit(choices: ServerChoices, heading: str) -> str:
+    return f"""\
+# {heading}
+[Unit]
+Description=nats-server
+Wants=network-online.target
+After=network-online.target time-sync.target
+
+[Service]
+Type=exec
+User=nats
+ExecStart=/usr/local/bin/nats-server --config /etc/nats/nats-server.conf
+ExecReload=/bin/kill -HUP $MAINPID
+# Lame duck: its clients leave one by one.
+KillSignal=SIGUSR2
+TimeoutStopSec={STOP_SECONDS}
+Restart=on-failure
+RestartSec=2
+LimitNOFILE=200000
+NoNewPrivileges=yes
+ProtectSystem=strict
+ReadWritePaths={choices.store}
+ProtectHome=yes
+PrivateTmp=yes
+PrivateDevices=yes
+CapabilityBoundingSet=
+
+[Install]
+WantedBy=multi-user.target
+"""

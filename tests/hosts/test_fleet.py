@@ -1,0 +1,179 @@
+"""A fleet as docs/guides/fleet has it: made by the pages' commands, upgraded, broken and mended."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.certificates import Authority
+from tests.conditions import wait_until
+
+from dynbus.bus.nats.server_process import find_nats_server
+
+from .host import Host
+from .lab import Lab
+from .program import Program
+
+ACTORS = """
+from dynbus import Actor, handler
+
+class Echo(Actor, namespace="fleet"):
+    @handler(idempotent=True)
+    async def echo(self, text: str) -> str:
+        return text
+
+    @handler(durable=True)
+    async def keep(self, text: str) -> str:
+        return text
+"""
+CALLER = """
+import asyncio
+from dynbus import DynbusError, Runtime
+
+async def main():
+    async with Runtime.connect(name="web") as runtime:
+        echo = await runtime.endpoint("fleet.Echo.echo").client()
+        await echo.wait_for_instances(60.0)
+        count = 0
+        while True:
+            try:
+                await echo.generate("text")
+                count += 1
+                print("answered", count, flush=True)
+            except DynbusError as error:
+                print("failed", type(error).__name__, error, flush=True)
+            await asyncio.sleep(0.05)
+
+asyncio.run(main())
+"""
+SERVERS, WORKERS = "abc", "de"
+
+
+class Fleet:
+    """Servers on a, b and c, workers on d and e, and everybody else on f; by TLS, with users."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.servers: dict[str, Program] = {}
+        self.url = ""
+        self.authority = Authority(folder)
+        (folder / "actors.py").write_text(ACTORS)
+
+    def make(self, *command: str) -> str:
+        """What a command of dynbus prints that asks nobody, in the project's folder."""
+        done = subprocess.run(
+            [sys.executable, "-m", "dynbus", *command],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def command(self, user: str, *words: str) -> list[str]:
+        """A command line that runs in the project's folder with the key of a user."""
+        variables = [
+            f"NATS_URL={self.url}",
+            f"DYNBUS_CREDENTIALS={self.folder}/auth/seeds{user and f'/{user}.nk'}",
+            f"DYNBUS_TLS_CA={self.authority.ca}",
+        ]
+        folder = str(self.folder)
+        return ["env", "-C", folder, *variables, sys.executable, *words]
+
+    def dynbus(self, *words: str, user: str = "operator") -> str:
+        """What a command prints on f."""
+        return self.lab["f"].run(*self.command(user, "-m", "dynbus", *words))
+
+    def is_well(self) -> bool:
+        """True if `dynbus doctor --all` finds nothing that failed."""
+        try:
+            self.dynbus("doctor", "--all")
+        except AssertionError:
+            return False
+        return True
+
+    def start_server(self, host: Host) -> None:
+        """Start the server of a host, with what its store has."""
+        for name in (f"deploy/nats/{host.name}.conf", "auth/nats-users.conf"):
+            shutil.copy(self.folder / name, host.folder)
+        host.run("mount", "--bind", str(host.folder), "/mnt")
+        path = f"/mnt/{host.name}.conf"
+        self.servers[host.name] = host.popen(str(find_nats_server()), "-c", path)
+
+    def end_server(self, name: str) -> None:
+        """End a server by its lame-duck mode, as its unit does."""
+        server = self.servers[name]
+        server.signal(signal.SIGUSR2)
+        wait_until(lambda: server.has_ended, what=f"{server!r} ends")
+        self.lab[name].run("umount", "/mnt")
+
+    def start_worker(self, host: Host) -> Program:
+        command = self.command("", "-m", "dynbus", "run", "actors.py")
+        return host.popen(*command, name="run")
+
+
+@pytest.fixture
+def fleet(namespaces: None, tmp_path: Path) -> Iterator[Fleet]:
+    with Lab("abcdef", tmp_path / "hosts") as lab:
+        yield Fleet(lab, tmp_path)
+
+
+def test_a_fleet_is_made_upgraded_and_mended_without_a_call_that_fails(fleet: Fleet) -> None:
+    lab = fleet.lab
+    addresses = [lab[name].address for name in SERVERS]
+    pair = fleet.authority.sign("server", *addresses, peer=True)
+    fleet.make("auth", "init", "--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    fleet.make("auth", "add", "actors.py")
+    fleet.make("auth", "add", "actors.py", "--client", "web")
+    servers = [f"--server={name}={lab[name].address}" for name in SERVERS]
+    route_tls = ["--route-tls", str(pair.cert), str(pair.key), str(fleet.authority.ca)]
+    files = ["--users", "auth/nats-users.conf", "--store", "/mnt/nats", "--max-store", "20GB"]
+    printed = fleet.make("deploy", "nats", *servers, *files, *route_tls)
+    fleet.url = printed.split("NATS_URL=")[1].strip()
+    assert fleet.url.count("tls://") == 3
+
+    # Servers, streams, workers, callers.
+    for name in SERVERS:
+        fleet.start_server(lab[name])
+    wait_until(fleet.is_well, what="the servers have a leader")
+    fleet.dynbus("setup", "fleet", "--durable", "Echo.keep")
+    for worker in [fleet.start_worker(lab[name]) for name in WORKERS]:
+        worker.says("fleet.Echo@")
+    caller = lab["f"].popen(*fleet.command("web", "-c", CALLER), name="caller")
+    caller.says("answered 20")
+    assert fleet.dynbus("call", "fleet.Echo.echo", '"text"', user="web").strip() == '"text"'
+    assert fleet.is_well()
+
+    # Each server in turn, in its lame-duck mode.
+    for name in SERVERS:
+        fleet.end_server(name)
+        fleet.start_server(lab[name])
+        wait_until(fleet.is_well, what=f"{name} is back")
+
+    # A host is lost with its disk, and replaced.
+    lab["b"].die()
+    answered(caller, 40)
+    assert not fleet.is_well()
+    shutil.rmtree(lab["b"].folder / "nats")
+    lab.power_on(lab["b"])
+    fleet.start_server(lab["b"])
+    wait_until(fleet.is_well, what="b is back, and its streams with it")
+
+    # A host more.
+    fleet.start_worker(lab["a"]).says("fleet.Echo@")
+    answered(caller, 20)
+    assert "failed" not in caller.output
+
+
+def answered(caller: Program, more: int) -> None:
+    """Wait until so many further calls were answered."""
+    numbers = re.findall(r"answered (\d+)", caller.output)
+    caller.says(f"answered {int(numbers[-1]) + more}\n")
