@@ -65,14 +65,21 @@ def grants_of_client(
     """
     grants = [hears_replies(principal), finds_instances()]
     for place, actor in sorted(called.items(), key=lambda each: each[0]):
-        grants += _to_call(place, actor)
+        grants += _to_call(place, actor, untyped=True)
     return list(dict.fromkeys(grants))
 
 
-def _to_call(address: ComponentName, actor: type[DeclaredActor]) -> Iterable[Grant]:
+def _to_call(
+    address: ComponentName, actor: type[DeclaredActor], *, untyped: bool = False
+) -> Iterable[Grant]:
+    """The grants of a caller of an actor.
+
+    Args:
+        untyped: whether it may have no class of the actor, as `dynbus call`: then an instance
+            submits the job of a durable handler. Others call that by way of its queue alone.
+    """
     handlers = actor.__dynbus_handlers__.values()
-    # A durable one is called by way of its queue.
-    if direct := sorted(spec.name for spec in handlers if spec.durable is None):
+    if direct := sorted(spec.name for spec in handlers if untyped or spec.durable is None):
         yield calls(address, direct)
     for queue in _queues(address, actor):
         options = actor.__dynbus_handlers__[queue.endpoint].durable

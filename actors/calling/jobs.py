@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
 
@@ -27,6 +27,7 @@ from dynbus.bus.errors import (
     InvalidRequest,
     InvalidResponse,
     PayloadTooLarge,
+    PermissionDenied,
     Unavailable,
 )
 from dynbus.bus.protocol import headers
@@ -48,7 +49,6 @@ from dynbus.bus.work_queue import (
     NoDeadLetter,
     Outcome,
     RunPhase,
-    TryFailure,
     WorkQueue,
     letter_id_of,
 )
@@ -358,31 +358,33 @@ class JobQueue:
         queued, result = await self._find(name)
         failures = tuple(await self.log.failures(name))
         if queued:
-            is_held, tries = await self._progress(name, queued, failures)
-            return JobState("running" if is_held else "waiting", tries, failures)
+            tries = await self._held_in(queued)
+            status = "running" if tries else "waiting"
+            state, _ = await self.log.run_state(name)
+            if state is not None:
+                # It goes on with its try after each wait.
+                tries = len(failures) + 1
+            return JobState(status, tries or len(failures), failures)
         assert result is not None, "it is in its queue, or has ended"
         tries = result.tries or len(failures)
         return JobState(result.outcome.value, tries, failures, error_line(result.error))
 
-    async def _progress(
-        self, name: str, queued: list[StoredMessage], failures: Sequence[TryFailure]
-    ) -> tuple[bool, int]:
-        """The tries of a job in its queue, and before them True if a taker is known to hold it."""
-        tries = max([await self.queue.holding(one) for one in queued])
-        state, _ = await self.log.run_state(name)
-        if state is not None:
-            # It goes on with its try after each wait.
-            return tries > 0, len(failures) + 1
-        return tries > 0, tries or len(failures)
+    async def _held_in(self, queued: list[StoredMessage]) -> int:
+        """The try in which a taker holds one of the messages of a job; 0 where none is known to."""
+        try:
+            return max([await self.queue.holding(one) for one in queued])
+        except PermissionDenied:
+            # What takers hold is for takers and operators.
+            return 0
 
     async def cancel(self, name: str) -> bool:
         """Have a job end as cancelled; see `JobHandle.cancel`."""
         queued, ended = await self._find(name)
         if ended is not None:
             return False
-        _, tries = await self._progress(name, queued, await self.log.failures(name))
+        # Who may cancel it may not see who holds it: in which try it was is not known here.
         error = Cancelled("the job was cancelled")
-        result = JobResult.failed(error, Outcome.CANCELLED)._replace(tries=tries)
+        result = JobResult.failed(error, Outcome.CANCELLED)
         if not await self.log.end(name, result, self.options.result_age):
             return False
         if lane_of_subject(queued[0].subject) in ORDERED_LANES:

@@ -198,8 +198,10 @@ class JobState(NamedTuple):
 
     Attributes:
         status: "waiting" in its queue (for a taker, for its time, or for its next try), "running",
-            "done", "failed" or "cancelled".
-        tries: how often it was handed out, as far as that is known; 0 before the first time.
+            "done", "failed" or "cancelled". A process whose user may not see what takers hold is
+            given "waiting" for "running".
+        tries: how often it was handed out, as far as that is known; 0 before the first time, and
+            where it was cancelled before its first try had ended.
         failures: its tries that failed and were followed by another, oldest first.
         error: the type and text of what it ended with; empty where it has not ended so.
     """

@@ -149,7 +149,9 @@ def test_a_fleet_is_made_upgraded_and_mended_without_a_call_that_fails(fleet: Fl
         worker.says("fleet.Echo@")
     caller = lab["f"].popen(*fleet.command("web", "-c", CALLER), name="caller")
     caller.says("answered 20")
-    assert fleet.dynbus("call", "fleet.Echo.echo", '"text"', user="web").strip() == '"text"'
+    for endpoint in ("echo", "keep"):
+        said = fleet.dynbus("call", f"fleet.Echo.{endpoint}", '"text"', user="web")
+        assert said.strip() == '"text"'
     assert fleet.is_well()
 
     # Each server in turn, in its lame-duck mode.

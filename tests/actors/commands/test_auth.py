@@ -103,6 +103,7 @@ def test_a_client_calls_the_actors_of_a_run_and_submits_their_jobs(folder: Path)
         "finds instances",
         "calls shop.Front",
         "hears cancels in shop",
+        "calls shop.Printer",
         "submits jobs of shop.Printer.print",
     ]
 
