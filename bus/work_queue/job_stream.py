@@ -195,7 +195,10 @@ class JobStream:
     async def _refuse_other_order(self) -> None:
         ordered = not self.config.ordered
         other = queue_config(self.name, self.config._replace(ordered=ordered))
-        there = await self.jetstream.stream_config(self.stream)
+        try:
+            there = await self.jetstream.stream_config(self.stream)
+        except NoStream:  # another region has one
+            return
         if set(there.subjects) == set(other.subjects):
             raise ConfigError(
                 f"the queue {self.name} was made {'with' if ordered else 'without'} an order of "
