@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack
 
 import anyio
@@ -44,6 +45,7 @@ from dynbus.bus.work_queue import (
     ORDERED_LANES,
     DeadLetter,
     DeadLetters,
+    DeathReason,
     JobLog,
     JobResult,
     NoDeadLetter,
@@ -232,7 +234,8 @@ class JobQueue:
                         job_id,
                     )
                 return job_id
-        await self.queue.put(
+        put = partial(
+            self.queue.put,
             data,
             job_id=name,
             deadline=None if deadline is None else monotonic() + deadline,
@@ -242,6 +245,13 @@ class JobQueue:
             # An ordered queue keeps its order, whatever the priority of the running call is.
             priority=inherited(options, parent)[1] if order_key is None else 0,
         )
+        await put()
+        if key:
+            try:
+                await self._find(name)
+            except NoJob:
+                # The server knew it from a job that was purged a moment ago, and stored nothing.
+                await put(anew=True)
         return job_id
 
     async def _delay(self, when: Submission) -> float:
@@ -342,9 +352,17 @@ class JobQueue:
         letter = await self._letter(name)
         if letter is not None:
             error = HandlerError(f"the job failed for good: {letter.error}")
-            # It was not begun when it was handed out last.
-            return JobResult.failed(error)._replace(tries=max(0, letter.tries - 1))
+            return JobResult.failed(error)._replace(tries=self._tries_of(letter))
         return None
+
+    def _tries_of(self, letter: DeadLetter) -> int:
+        """The last try of a job that is a dead letter; 0 for one that did not begin."""
+        if letter.reason == DeathReason.REFUSED:
+            return letter.tries
+        if letter.reason == DeathReason.TRIES:
+            # One whose taker gave no sign was handed out once more.
+            return min(letter.tries, self.options.tries)
+        return max(0, letter.tries - 1)
 
     async def _letter(self, name: str) -> DeadLetter | None:
         letters = DeadLetters(self._bus.data.jetstream, self.endpoint.namespace)

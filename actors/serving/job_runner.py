@@ -234,7 +234,7 @@ class JobRunner(TakingRunner):
             # Who has it keeps it alive; if nobody has, it comes back.
             await job.give_back(delay=self._options.ack_wait)
         elif run.delay is not None:
-            await job.give_back(delay=run.delay)
+            await job.give_back(delay=run.delay, waits=True)
             if self._options.ordered_by is not None:
                 await run.wait_in_order()
         elif run.scope.cancelled_caught:
@@ -295,9 +295,9 @@ class JobRunner(TakingRunner):
         """
         is_copy = is_copy_subject(job.delivery.message.subject)
         if not is_copy and not (job.may_have_begun and is_known):
-            if job.tries > 1:
-                await self._note_lost(job)
-            is_first = not job.may_have_begun
+            await self._note_lost(job)
+            # A key may have been another job's, whose claim is there still.
+            is_first = not job.may_have_begun and not is_known
             return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=is_first)
         own = job.delivery.message.sequence
         while True:
@@ -320,8 +320,9 @@ class JobRunner(TakingRunner):
                 last = stored
             else:
                 # It was running by this very message, and its instance did not say how that ended.
-                await self._log.note_failure(job.job_id, _lost(job.tries))
-            # Deliveries count its waits, too.
+                failed = len(await self._log.failures(job.job_id))
+                await self._log.note_failure(job.job_id, _lost(failed + 1))
+            # Deliveries may count its waits, too.
             tries = len(await self._log.failures(job.job_id)) + 1
             run = self._again(job, state, last, tries)
             if tries > self._options.tries:
@@ -332,6 +333,8 @@ class JobRunner(TakingRunner):
 
     async def _note_lost(self, job: Job) -> None:
         """Keep of the tries before this one that they were lost, where none says how it failed."""
+        if job.tries == 1:
+            return
         noted = {one.tries for one in await self._log.failures(job.job_id)}
         for tries in range(1, min(job.tries, self._options.tries + 1)):
             if tries not in noted:

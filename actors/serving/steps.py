@@ -228,7 +228,8 @@ class JobRun:
                 with anyio.move_on_after(min(left, STAYS)):
                     await heard.wait()
                 if not heard.is_set() and left > STAYS:
-                    await self._wait_outside(min(left - STAYS, RECHECK), (name, taken))
+                    seen = max(taken, *misfits, 0)
+                    await self._wait_outside(min(left - STAYS, RECHECK), (name, seen))
                 heard = anyio.Event()
         finally:
             subscription.unsubscribe()
@@ -424,7 +425,8 @@ def _stored(codec: AnyCodec, place: int, finished: FinishedStep) -> Any:
         label = step_label(finished.kind, finished.name)
         raise StepMismatch(
             f"step {place + 1} of this job, {label}, was finished with a value that does not fit "
-            f"the type that it has now: {error}"
+            f"the type that it has now ({error}): let the version that began such jobs end them, "
+            "or keep the type, and add a step behind the others"
         ) from None
 
 

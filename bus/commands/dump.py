@@ -25,7 +25,7 @@ _HELP: Final = """Collect the state of a fleet in one archive, for somebody who 
     hold, and the last warnings and errors of each process. No prompts, answers, jobs or headers
     are, and no credentials of URLs. Names, ids and addresses are: look into it before you send it.
 
-    It takes 30 seconds at most. What cannot be had is told, and the rest is collected.
+    It takes about 30 seconds at most. What cannot be had is told, and the rest is collected.
 
     \b
     dynbus dump

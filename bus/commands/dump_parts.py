@@ -40,6 +40,8 @@ SECONDS: Final = 25.0
 AT_A_TIME: Final = 8
 ASKED_AT_ONCE: Final = 50
 """Instances that send their logs at once, of some 50 kB each."""
+LOG_SECONDS: Final = 15.0
+"""Seconds after which no more instances are asked for their logs."""
 _STATS: Final = "$SRV.STATS"
 _SERVER_FACTS: Final = ("server_name", "version", "cluster", "domain", "jetstream", "max_payload")
 
@@ -260,8 +262,10 @@ async def _logs(server: Server, rows: Sequence[InstanceReport]) -> dict[str, Any
         for row in rows
     }
     processes: dict[str, dict[str, Any]] = {}
-    services = list(silent)
+    services, begun = list(silent), monotonic()
     for first in range(0, len(services), ASKED_AT_ONCE):
+        if monotonic() - begun > LOG_SECONDS:
+            break
         subjects = [
             f"{_STATS}.{name}.{one}" for name, one in services[first : first + ASKED_AT_ONCE]
         ]

@@ -274,8 +274,8 @@ async def _pause(jetstream: NatsJetStream, name: str, paused: bool) -> None:
 def purge(name: str, yes: bool, nats: str | None) -> None:
     """Drop all jobs of a queue, those too that are held, and their steps and signals.
 
-    A job that runs goes on, and whatever becomes of it, it is not begun again. A key is free again:
-    a job that is submitted under it runs beside the one that still does.
+    A job that runs goes on, and whatever becomes of it, it is not begun again. Its key is free, but
+    both would have one result and the same steps: submit another one when it has ended.
     """
     if not yes:
         click.confirm(f"Drop all jobs of {name}?", abort=True)

@@ -43,6 +43,7 @@ READ_BYTES: Final = 256 * 1024
 EARLY_WRITE_BYTES: Final = 8192
 HEAD_START: Final = 0.15
 """Seconds that a server has before the next one is tried beside it."""
+LAST_WORDS_SECONDS: Final = 1.0
 BUSY_INTERVAL: Final = 0.25
 """Seconds between two pings while anything is sent."""
 IDLE_INTERVAL: Final = 2.0
@@ -671,7 +672,7 @@ class _Race:
         own: dict[str, Any] = {"ssl": context, "server_hostname": name}
         writer: asyncio.StreamWriter | None = None
         try:
-            with anyio.fail_after(self._timeout):
+            with anyio.fail_after(LAST_WORDS_SECONDS):
                 reader, writer = await asyncio.open_connection(
                     parts.hostname,
                     parts.port or DEFAULT_PORT,
@@ -683,7 +684,7 @@ class _Race:
                 await reader.read(1)
         except ssl.SSLError as alert:
             return alert
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:
             logger.debug("%s says nothing more: %s", _address(server), error)
         finally:
             if writer is not None:

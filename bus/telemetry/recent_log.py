@@ -1,12 +1,14 @@
 """The last warnings and errors of this process, for somebody who looks at it from afar.
 
 They leave the process, so they hold no texts of users' code: of a record's arguments numbers and
-names are kept, of an exception its type, and of any other text the first word.
+names are kept, of an exception its type, and of any other text the first word if that may be a
+name.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from typing import Any, Final
 
@@ -23,6 +25,9 @@ MOST_TEXT: Final = 500
 OWN_TEXTS: Final = ("dynbus.bus.nats.", "dynbus.bus.records.")
 """Loggers whose arguments are dynbus's and the server's alone: the reason of a lost connection is
 told whole."""
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:@/$*>=+-]{0,128}")
 
 
 class RecentLog(logging.Handler):
@@ -93,7 +98,7 @@ def _text(record: logging.LogRecord) -> str:
             return record.getMessage()
         if isinstance(arguments, tuple) and arguments:
             return text % tuple(map(_shown, arguments))
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 - what users' objects raise when they are shown
         pass  # it does not fit its arguments, which other handlers report
     return text
 
@@ -108,8 +113,11 @@ def _shown(argument: object) -> object:
     # Objects of dynbus say their names in angle brackets.
     if text.startswith("<") and type(argument).__module__.startswith(f"{ROOT}."):
         return text
-    words = text.split(maxsplit=1)
-    return f"{words[0]} ..." if len(words) > 1 else text
+    first, *rest = text.split(maxsplit=1) or [""]
+    # A text in a language without spaces, JSON or a token is no name.
+    if not _NAME.fullmatch(first):
+        return f"({len(text)} characters)"
+    return f"{first} ..." if rest else first
 
 
 recent_log: Final = RecentLog()

@@ -231,7 +231,7 @@ def judge(
         names = (facts.job_id, fields.get(header_names.REQUEST_ID, ""))
         if cancelled.has_job(names, queued):
             return Disposition(facts, JobEnd.CANCELLED)
-    if deadline is not None and now >= deadline:
+    if deadline is not None and now >= deadline and delivery.tries <= config.tries:
         return Disposition(facts, JobEnd.EXPIRED)
     if config.max_age is not None and now - queued > config.max_age:
         error = f"it was not begun within the {config.max_age:g} s of max_age"

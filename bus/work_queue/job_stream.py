@@ -74,7 +74,9 @@ LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 KEPT_BY_COPIES: Final = (header_names.DEADLINE, header_names.JOB_BEGINS)
 RETURN_RECORD: Final = "return"
-RETURNS_KEPT_FOR: Final = 7 * 24 * 3600.0
+RETURNS_KEPT_FOR: Final = 400 * 24 * 3600.0
+"""Seconds: the server counts deliveries for as long as a job is there, which may be as long as its
+steps are kept."""
 CLOCK_AGE: Final = 60.0
 """Seconds after which the server is asked again what time it is: its clock may have been set."""
 
@@ -328,6 +330,8 @@ class JobStream:
         timeout: float,
         delay: float,
         lane: str,
+        *,
+        anew: bool,
     ) -> None:
         """See `WorkQueue.put`."""
         now = monotonic()
@@ -349,9 +353,7 @@ class JobStream:
                 raise DeadlineExceeded(f"job {job_id} was not put: its deadline has passed")
             until = min(until, deadline)
         subject = work_subject(self.name, job_token(job_id), lane)
-        # Of a key the log says whether it was done. The server would know a key again whose job was
-        # purged, and store nothing.
-        message_id = random_id() if header_names.KEYED in fields else job_id
+        message_id = random_id() if anew else job_id
         await self._store(subject, data, job_id, message_id, fields, deadline, until)
         self._depth = QueueDepth(self._depth.waiting + 1, self._depth.held)
 

@@ -93,6 +93,7 @@ class WorkQueue:
         delay: float = 0.0,
         key: str | None = None,
         priority: int = 0,
+        anew: bool = False,
     ) -> None:
         """Put a job; on return the server has stored it. One that is in the queue under this id, or
         was put under it in the last two minutes, is not put again.
@@ -110,6 +111,7 @@ class WorkQueue:
             priority: jobs above 0 begin before those of 0, and these before those below it, for
                 ever where more of them come. A taker that is busy with jobs below 0 learns within
                 a second that one of 0 was put.
+            anew: put it although one was put under its id in the last two minutes, and is gone.
 
         Raises:
             ConfigError: the id or a header is not usable, or an ordered queue is given no key, a
@@ -122,7 +124,8 @@ class WorkQueue:
         lane = self._lane(key, priority, delay)
         with self._figures.putting(job_id) as trace:
             await self._jobs.put(
-                data, job_id, deadline, {**trace, **(headers or {})}, timeout, delay, lane
+                *(data, job_id, deadline, {**trace, **(headers or {})}, timeout, delay, lane),
+                anew=anew,
             )
         self._figures.put()
 

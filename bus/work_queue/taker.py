@@ -181,17 +181,21 @@ class Job:
 
         await self._settle(settle)
 
-    async def give_back(self, *, delay: float = 0.0) -> None:
+    async def give_back(self, *, delay: float = 0.0, waits: bool = False) -> None:
         """Give it back, to be handed out again after `delay` seconds: nothing was wrong with it, it
         is not for this taker.
 
         That is no failure, and no try of a durable handler or in an ordered queue. In others it
         uses up a delivery: a job whose deliveries are used up is put in again as a copy; only where
         a full queue has no room for that it becomes a dead letter.
+
+        Args:
+            waits: whether it waits by its own will, which it may do for years, again and again:
+                that uses up a delivery wherever a copy can go on in its place.
         """
 
         async def settle(job: Job) -> None:
-            await self._taker.give_back(job, delay)
+            await self._taker.give_back(job, delay, waits=waits)
 
         await self._settle(settle)
 
@@ -794,22 +798,26 @@ class Taker:
         await self._hand_back(job.delivery, pause)
         self._left(job, JobEnd.RETRIED, error)
 
-    async def give_back(self, job: Job, delay: float) -> None:
+    async def give_back(self, job: Job, delay: float, *, waits: bool) -> None:
         """See `Job.give_back`."""
-        await self._return(job.delivery, job.job_id, delay)
+        await self._return(job.delivery, job.job_id, delay, waits=waits)
         job.left(JobEnd.RETURNED)
 
-    async def _return(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
-        await self._pass_on(delivery, job_id, delay)
+    async def _return(
+        self, delivery: Delivery, job_id: str, delay: float = 0.0, *, waits: bool = False
+    ) -> None:
+        await self._pass_on(delivery, job_id, delay, waits=waits)
         self._figures.left(JobEnd.RETURNED)
 
-    async def _pass_on(self, delivery: Delivery, job_id: str, delay: float = 0.0) -> None:
+    async def _pass_on(
+        self, delivery: Delivery, job_id: str, delay: float = 0.0, *, waits: bool = False
+    ) -> None:
         """Have another taker get a job with which nothing is wrong."""
         # The server counts its deliveries, and not what became of them.
         is_last = delivery.tries >= self._jobs.config.tries
         await self._want_no_more_than_is_waited_for()
-        if self.keeps_returns:
-            # A copy would come behind others.
+        if self._ordered or (self.keeps_returns and not waits):
+            # A copy would come behind others, and has all its tries again.
             await self._jobs.note_return(delivery, job_id)
         elif is_last and await self._jobs.put_again(delivery, job_id, delay):
             await self._drop(delivery, self._jobs.created)

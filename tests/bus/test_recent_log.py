@@ -131,3 +131,25 @@ def test_an_instance_tells_it_to_those_who_ask() -> None:
     assert [record["text"] for record in all_of_them["log"]["records"]][-2:] == ["first", "second"]
     assert len(all_of_them["log"]["process"]) == 8
     assert recent_log in logging.getLogger("dynbus").handlers
+
+
+@pytest.mark.parametrize("said", ["ここだけの話です", '{"prompt":"private"}', "hf_" + "x" * 200])
+def test_a_text_without_spaces_is_no_name(log: RecentLog, said: str) -> None:
+    logging.getLogger("dynbus.test").warning("%s: %s", "a.B.c", said)
+
+    assert texts(log) == [f"a.B.c: ({len(said)} characters)"]
+
+
+def test_what_cannot_be_shown_harms_nobody(log: RecentLog) -> None:
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    logger = logging.getLogger(OWN)
+    logger.propagate = False
+    try:
+        log.emit(logger.makeRecord(OWN, logging.WARNING, "", 1, "of %s", (Broken(),), None))
+    finally:
+        logger.propagate = True
+
+    assert texts(log) == ["of %s"]

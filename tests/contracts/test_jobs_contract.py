@@ -523,6 +523,21 @@ async def test_a_job_that_goes_elsewhere_has_all_its_tries(desk: Desk) -> None:
     assert (await job.state())[1:3] == (1, ())
 
 
+async def test_submits_of_one_key_at_once_are_one_job_whatever_their_priorities(
+    desk: Desk,
+) -> None:
+    await desk.start()
+    charge = desk.client.charge
+
+    jobs = await asyncio.gather(
+        *(charge.submit(Order(7), idempotency_key="seven", priority=one) for one in (5, 0, -5))
+    )
+
+    assert {(await ended(job)).number for job in jobs} == {7}
+    await empty(desk)
+    assert desk.tills[0].begun == [7]
+
+
 async def test_a_key_is_free_again_once_its_queue_was_purged(desk: Desk) -> None:
     charge = desk.client.charge
     await charge.submit(Order(7), idempotency_key="seven")

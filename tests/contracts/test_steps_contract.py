@@ -43,6 +43,7 @@ from dynbus.bus.protocol.names import (
     dead_letter_stream,
     holder_subject,
     job_log_stream,
+    job_log_subject,
     topic_stream,
     work_stream,
 )
@@ -153,6 +154,12 @@ class Shop(Actor, abstract=True):
         await sleep_until(begun + timedelta(seconds=seconds))
         return await step("count", self.count)
 
+    @handler(durable=True, tries=2)
+    async def nap(self, seconds: float) -> int:
+        for _ in range(5):
+            await sleep_until(timedelta(seconds=seconds))
+        return context().attempt
+
     @handler(durable=True)
     async def rest(self, seconds: float) -> float:
         begun = unix_time()
@@ -213,7 +220,7 @@ async def fleet(bus: Bus) -> AsyncIterator[Fleet]:
     js = made.runtime.bus.data.jetstream
     for runtime in made.runtimes[:0:-1]:
         await runtime.stop(0.0)
-    for name in ("sell", "approve", "lend", "remind", "rest"):
+    for name in ("sell", "approve", "lend", "remind", "rest", "nap"):
         queue = EndpointName(namespace, "Shop", name)
         await js.delete_stream(work_stream(queue))
         await js.delete_stream(job_log_stream(queue))
@@ -417,6 +424,48 @@ async def test_a_signal_of_another_type_is_left_out(
     assert "leaves a signal 'approved' out, and waits for the next" in caplog.text
 
 
+async def test_a_job_that_left_a_signal_out_waits_on_without_a_place(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0)
+    await eventually(lambda: fleet.notes.done["send 1"])
+    await job.signal("approved")
+
+    await comes_to(job, "running")
+    await comes_to(job, "waiting")
+    await job.signal("approved", "the clerk")
+    await job.signal("sealed", "the mayor")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
+
+
+async def test_a_job_may_wait_more_often_than_it_has_tries(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.nap.submit(0.3)
+
+    assert await job.result(PATIENCE) == 1
+    queue = EndpointName.parse(job.id.rpartition(".")[0])
+    js, returns = fleet.runtime.bus.data.jetstream, job_log_subject(queue, "*", "return")
+    # Nothing is kept of each wait: a job may wait for years.
+    assert await js.read(job_log_stream(queue), returns) == []
+
+
+async def test_a_key_whose_last_job_was_claimed_has_its_steps_done_once(fleet: Fleet) -> None:
+    await fleet.start(fleet.shop)
+    queue = EndpointName(fleet.shop.__dynbus_service__.namespace, "Shop", "sell")
+    await JobLog(fleet.runtime.bus.data.jetstream, queue).claim("seven")
+
+    job = await fleet.client.sell.submit(Order(7), idempotency_key="seven")
+
+    assert (await job.result(PATIENCE))[1] == "parcel 7!"
+    assert fleet.notes.done == {"charge 7": 1, "send 7": 1}
+
+
 async def test_a_job_takes_signals_in_turn(fleet: Fleet) -> None:
     await fleet.start(fleet.shop)
     job = await fleet.client.approve.submit(60.0)
@@ -539,9 +588,9 @@ async def test_a_signal_that_comes_while_a_job_goes_back_to_its_ordered_queue_is
     give_back = Job.give_back
     jobs: list[JobHandle[str]] = []
 
-    async def with_signal(self: Job, *, delay: float = 0.0) -> None:
+    async def with_signal(self: Job, *, delay: float = 0.0, waits: bool = False) -> None:
         await jobs.pop().signal("returned", "just now")
-        await give_back(self, delay=delay)
+        await give_back(self, delay=delay, waits=waits)
 
     jobs.append(await fleet.client.lend.submit(Order(1)))
     (job,) = jobs

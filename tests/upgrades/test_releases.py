@@ -16,7 +16,7 @@ from tests.scenarios.processes import ROOT, Process
 from dynbus.bus.nats.server_process import RunningServer
 
 from . import shop
-from .recording import READERS, Sample, read
+from .recording import Sample, read
 from .releases import install
 
 pytestmark = pytest.mark.anyio
@@ -224,7 +224,7 @@ def test_messages_of_a_release_are_read_as_it_read_them(release: str) -> None:
 
     for one in samples:
         assert is_within(one.read, read(one.kind, one.subject, one.headers, one.data)), one
-    assert {one.kind for one in samples} == set(READERS)
+    assert {one.kind for one in samples} >= {"frames", "record", "request", "step", "events"}
 
 
 def is_within(old: Any, new: Any) -> bool:
