@@ -83,7 +83,7 @@ class Servers:
         return clients
 
     def look(self) -> Served:
-        """What they say now."""
+        """Their figures now."""
         said = [_ask(monitor, "varz") for monitor in self.running]
         streams = [_ask(monitor, "jsz") for monitor in self.running]
         clients = [one for monitor in self.running for one in self.clients_of(monitor)]

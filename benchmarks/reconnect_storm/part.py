@@ -20,7 +20,7 @@ HUNG = 5.0
 
 
 class Echo(Actor, namespace="storm"):
-    """What each instance serves."""
+    """The actor of each instance."""
 
     @handler(idempotent=True)
     async def echo(self, number: int) -> int:

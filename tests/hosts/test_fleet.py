@@ -67,7 +67,7 @@ class Fleet:
         (folder / "actors.py").write_text(ACTORS)
 
     def make(self, *command: str) -> str:
-        """What a command of dynbus prints that asks nobody, in the project's folder."""
+        """The output of a command of dynbus that asks nobody, in the project's folder."""
         done = subprocess.run(
             [sys.executable, "-m", "dynbus", *command],
             cwd=self.folder,
@@ -89,7 +89,7 @@ class Fleet:
         return ["env", "-C", folder, *variables, sys.executable, *words]
 
     def dynbus(self, *words: str, user: str = "operator") -> str:
-        """What a command prints on f."""
+        """The output of a command on f."""
         return self.lab["f"].run(*self.command(user, "-m", "dynbus", *words))
 
     def is_well(self) -> bool:

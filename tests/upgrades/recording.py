@@ -91,7 +91,7 @@ READERS: Final[Mapping[str, tuple[str, Reader]]] = {
 
 
 def read(kind: str, subject: str, headers: Mapping[str, str], data: bytes) -> Any:
-    """What this version reads in a message, as JSON has it."""
+    """The contents of a message as this version reads it, as JSON has them."""
     _, reader = READERS[kind]
     value = reader(subject, headers, data)
     return msgspec.json.decode(msgspec.json.encode(value))
@@ -131,7 +131,7 @@ def _form(value: Any) -> str:
 
 
 async def record() -> list[Sample]:
-    """What processes of this version say to each other that call, stream, do jobs and ask
+    """The messages of processes of this version that call, stream, do jobs and ask
     engines."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:

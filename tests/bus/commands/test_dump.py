@@ -206,7 +206,7 @@ async def own(config: BusConfig) -> dict[Any, Any]:
 async def parts_with(
     monkeypatch: pytest.MonkeyPatch, url: str, seconds: float, **values: str
 ) -> dict[str, Part]:
-    """What is collected in so many seconds with these parts of other packages."""
+    """The parts that are collected in so many seconds with these of other packages."""
     given = [metadata.EntryPoint(n, v, dump_parts.ENTRY_POINTS) for n, v in values.items()]
 
     def entry_points(*, group: str) -> list[metadata.EntryPoint]:
