@@ -67,51 +67,50 @@ def deploy() -> None:
     """
 
 
-def _out_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options about the files themselves."""
-    options: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
-        click.option(
-            "--out",
-            metavar="FOLDER",
-            type=click.Path(file_okay=False, path_type=Path),
-            help="Default: deploy/ and the target.",
-        ),
-        click.option(
-            "--check",
-            is_flag=True,
-            help="Write nothing; end with 1 where the files are not as they would be written.",
-        ),
-        click.option(
-            "--force", is_flag=True, help="Write over files that are not of a deployment."
-        ),
-    )
-    for option in options:
-        command = option(command)
-    return command
+Command = Callable[..., None]
 
 
-def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every target."""
-    options: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
-        click.option(
-            "--secret",
-            "variables",
-            metavar="VARIABLE",
-            multiple=True,
-            help="A variable whose value is a secret: named in the files, set elsewhere. "
-            "Repeatable.",
-        ),
-        click.option("--name", metavar="NAME", default="", help="Default: the run's namespace."),
-        _out_options,
-        terminal.nats_option,
-        namespace_option,
-        file_option,
-        targets_argument,
-        click.pass_context,
-    )
-    for option in options:
-        command = option(command)
-    return command
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options of a command as one decorator."""
+
+    def decorate(command: Command) -> Command:
+        for option in options:
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_out_options = _together(
+    click.option(
+        "--out",
+        metavar="FOLDER",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Default: deploy/ and the target.",
+    ),
+    click.option(
+        "--check",
+        is_flag=True,
+        help="Write nothing; end with 1 where the files are not as they would be written.",
+    ),
+    click.option("--force", is_flag=True, help="Write over files that are not of a deployment."),
+)
+_common = _together(
+    click.option(
+        "--secret",
+        "variables",
+        metavar="VARIABLE",
+        multiple=True,
+        help="A variable whose value is a secret: named in the files, set elsewhere. Repeatable.",
+    ),
+    click.option("--name", metavar="NAME", default="", help="Default: the run's namespace."),
+    _out_options,
+    terminal.nats_option,
+    namespace_option,
+    file_option,
+    targets_argument,
+    click.pass_context,
+)
 
 
 secret_file_option = click.option(

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import anyio
 
@@ -193,6 +193,9 @@ class HandlerRunner(ABC):
 class TakingRunner(HandlerRunner):
     """Runs a method with what a taker hands out, as much at a time as the endpoint has places."""
 
+    _keeps_returns: ClassVar[bool] = False
+    """See `Taker.keeps_returns`: it has a log for them."""
+
     def __init__(self, bus: Bus, instance: InstanceName, endpoint: Endpoint) -> None:
         super().__init__(bus, instance, endpoint)
         self._taker: Taker | None = None
@@ -212,11 +215,6 @@ class TakingRunner(HandlerRunner):
 
     async def _has_begun(self, job_id: str) -> bool:
         """True if it is known that a try of one has begun."""
-        return False
-
-    @property
-    def _has_log(self) -> bool:
-        """True if what is taken has a log, which keeps what was no try."""
         return False
 
     async def _take_no_more(self) -> None:
@@ -242,7 +240,7 @@ class TakingRunner(HandlerRunner):
             self._taker = taker
             taker.on_dropped = self._note_dropped
             taker.has_begun = self._has_begun
-            taker.keeps_returns = taker.keeps_returns or self._has_log
+            taker.keeps_returns |= self._keeps_returns
             if self._is_draining:
                 await taker.drain()
             try:

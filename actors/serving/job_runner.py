@@ -75,6 +75,8 @@ class JobRunner(TakingRunner):
         options: of the handler.
     """
 
+    _keeps_returns = True
+
     def __init__(
         self, bus: Bus, instance: InstanceName, endpoint: Endpoint, options: DurableOptions
     ) -> None:
@@ -154,10 +156,6 @@ class JobRunner(TakingRunner):
             scope, called = running
             called.kill()
             scope.cancel()
-
-    @property
-    def _has_log(self) -> bool:
-        return True
 
     async def _has_begun(self, job_id: str) -> bool:
         return await self._log.has_begun(job_id)

@@ -26,3 +26,16 @@ async def pages(
         yield page
         total = int(page.get("total") or 0)
         begin += int(page.get("limit") or total)
+
+
+async def subject_counts(jetstream: NatsJetStream, stream: str, wanted: str) -> dict[str, int]:
+    """The subjects of a stream that are meant, with the number of messages of each.
+
+    Raises:
+        NoStream: there is no such stream.
+        PermissionDenied, Unavailable: the server does not tell.
+    """
+    counts: dict[str, int] = {}
+    async for page in pages(jetstream, f"STREAM.INFO.{stream}", {"subjects_filter": wanted}):
+        counts |= page["state"].get("subjects") or {}
+    return counts

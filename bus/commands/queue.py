@@ -10,7 +10,7 @@ import click
 
 from dynbus.bus import exit_codes
 
-from .listing import API_SECONDS, pages
+from .listing import API_SECONDS, pages, subject_counts
 from .terminal import terminal
 
 if TYPE_CHECKING:
@@ -154,16 +154,14 @@ async def list_queues(jetstream: NatsJetStream, wanted: QueueFilter) -> list[Que
                 info = await jetstream.stream_info(stream, timeout=API_SECONDS)
                 oldest = round(info.oldest_age, 3) if info.messages else None
                 rows[name] = QueueRow(str(name), waiting, held, 0, oldest)
-    asked = {"subjects_filter": dead_letter_subject(*wanted)}
+    dead = dead_letter_stream(wanted.namespace)
     with suppress(NoStream):
-        call = f"STREAM.INFO.{dead_letter_stream(wanted.namespace)}"
-        async for page in pages(jetstream, call, asked):
-            counts: dict[str, int] = page["state"].get("subjects") or {}
-            for subject, count in counts.items():
-                namespace, component, _, endpoint, _ = subject.split(".")
-                name = EndpointName(namespace, component, endpoint)
-                row = rows.get(name, QueueRow(str(name), 0, 0, 0))
-                rows[name] = row._replace(dead=row.dead + count)
+        letters = await subject_counts(jetstream, dead, dead_letter_subject(*wanted))
+        for subject, count in letters.items():
+            namespace, component, _, endpoint, _ = subject.split(".")
+            name = EndpointName(namespace, component, endpoint)
+            row = rows.get(name, QueueRow(str(name), 0, 0, 0))
+            rows[name] = row._replace(dead=row.dead + count)
     return [rows[name] for name in sorted(rows)]
 
 
@@ -298,25 +296,15 @@ async def _purge(jetstream: NatsJetStream, name: str) -> int:
     queue = EndpointName.parse(name)
     stream, log = _stream_of(name), job_log_stream(queue)
     with if_there(name):
-        jobs = {job_of_subject(one) for one in await _subjects(jetstream, stream, ">")}
+        jobs = {job_of_subject(one) for one in await subject_counts(jetstream, stream, ">")}
         count = await jetstream.purge(stream)
     with suppress(NoStream):  # of a work queue without durable handler
         for record in ("log.>", FAILURE_RECORD):
             wanted = job_log_subject(queue, "*", record)
-            kept = {job_of_record(one) for one in await _subjects(jetstream, log, wanted)}
+            kept = {job_of_record(one) for one in await subject_counts(jetstream, log, wanted)}
             for job in jobs & kept:
                 await jetstream.purge(log, job_log_subject(queue, job, record))
     return count
-
-
-async def _subjects(jetstream: NatsJetStream, stream: str, wanted: str) -> list[str]:
-    """The subjects of the messages of a stream, of those that are meant."""
-    call, asked = f"STREAM.INFO.{stream}", {"subjects_filter": wanted}
-    return [
-        subject
-        async for page in pages(jetstream, call, asked)
-        for subject in page["state"].get("subjects") or ()
-    ]
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynbus.bus.clock import monotonic
@@ -22,7 +21,7 @@ from dynbus.bus.protocol.names import (
 from dynbus.bus.transport import NoStream, StoredMessage
 from dynbus.bus.work_queue import CONSUMER, holders_of, lanes_of, put_at
 
-from .listing import API_SECONDS, pages
+from .listing import API_SECONDS, pages, subject_counts
 
 if TYPE_CHECKING:
     from dynbus.bus.nats.jetstream import NatsJetStream
@@ -240,11 +239,9 @@ async def _oldest(
 
 
 async def _count_dead(jetstream: NatsJetStream, name: EndpointName) -> int:
-    asked = {"subjects_filter": dead_letter_subject(*name)}
-    count = 0
-    with suppress(NoStream):
-        call = f"STREAM.INFO.{dead_letter_stream(name.namespace)}"
-        async for page in pages(jetstream, call, asked):
-            letters: dict[str, int] = page["state"].get("subjects") or {}
-            count += sum(letters.values())
-    return count
+    stream = dead_letter_stream(name.namespace)
+    try:
+        letters = await subject_counts(jetstream, stream, dead_letter_subject(*name))
+    except NoStream:
+        return 0
+    return sum(letters.values())
