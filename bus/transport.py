@@ -108,6 +108,22 @@ class StreamLimits(NamedTuple):
     keep_first: bool = False
 
 
+class StreamSource(NamedTuple):
+    """The stream of another region that a stream here copies from, as long as there is a way.
+
+    Attributes:
+        region: the JetStream domain that has it.
+        subject: the subjects that are copied, with wildcards.
+        stored_as: the subjects under which they are stored here, with the same wildcards; as they
+            are unless given.
+    """
+
+    region: str
+    stream: str
+    subject: str
+    stored_as: str = ""
+
+
 class StreamConfig(NamedTuple):
     """A JetStream stream.
 
@@ -123,6 +139,7 @@ class StreamConfig(NamedTuple):
         lanes: over how many lanes the messages of its first subject are spread, which ends with
             `.*`: what is published as `x.key` is kept as `x.lane.key`, whose lane is the 32-bit
             FNV-1a hash of the key, modulo this. 0 for messages that are kept as they are published.
+        sources: the streams of other regions that it copies.
     """
 
     name: str
@@ -136,6 +153,7 @@ class StreamConfig(NamedTuple):
     description: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
     lanes: int = 0
+    sources: tuple[StreamSource, ...] = ()
 
     @property
     def to_look_up(self) -> tuple[str, ...]:

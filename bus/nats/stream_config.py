@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from dynbus.bus.transport import StreamConfig, StreamLimits
+from dynbus.bus.transport import StreamConfig, StreamLimits, StreamSource
 
 NANOSECONDS: Final = 1_000_000_000
 METADATA_PREFIX: Final = "dynbus."
@@ -64,6 +64,8 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         source = config.subjects[0]
         lane = f"{{{{partition({config.lanes},1)}}}}.{{{{wildcard(1)}}}}"
         request["subject_transform"] = {"src": source, "dest": f"{source[:-1]}{lane}"}
+    if config.sources:
+        request["sources"] = [_source_request(source) for source in config.sources]
     if config.marker_ttl is not None:
         request["allow_msg_ttl"] = True
         if config.marker_ttl:
@@ -106,6 +108,31 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
             if str(name).startswith(METADATA_PREFIX)
         ),
         lanes=_lanes(settings.get("subject_transform") or {}),
+        sources=tuple(map(_source, settings.get("sources") or ())),
+    )
+
+
+def _source_request(source: StreamSource) -> dict[str, Any]:
+    # The answer to a request in another domain comes by the inbox of who asks: no `deliver`.
+    return {
+        "name": source.stream,
+        "subject_transforms": [
+            {"src": source.subject, "dest": source.stored_as or source.subject}
+        ],
+        "external": {"api": f"$JS.{source.region}.API", "deliver": ""},
+    }
+
+
+def _source(settings: Mapping[str, Any]) -> StreamSource:
+    """The source as dynbus writes it; one that somebody else wrote has less."""
+    transform = (settings.get("subject_transforms") or [{}])[0]
+    api = str((settings.get("external") or {}).get("api") or "")
+    subject, stored_as = str(transform.get("src") or ""), str(transform.get("dest") or "")
+    return StreamSource(
+        region=api.removeprefix("$JS.").removesuffix(".API"),
+        stream=str(settings["name"]),
+        subject=subject,
+        stored_as=stored_as if stored_as != subject else "",
     )
 
 
