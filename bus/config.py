@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,6 +32,8 @@ MAX_SERVERS: Final = 5
 SCHEMA_CHECKS: Final = ("warn", "off")
 ROUTINGS: Final = ("round_robin", "random", "least_loaded", "power_of_two", "local_first")
 """The policies by which clients choose an instance; `actors/calling/routing.py` has them."""
+Spill = Literal["never", "region"]
+"""The choice for calls that nobody in their own region can take: to stay, or to go to another."""
 _PREFIX: Final = "DYNBUS_"
 GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
 """The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
@@ -107,6 +109,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         schema_check: what a typed client does about an instance of another version of its class:
             `warn` of it in the log, or `off` for nothing.
         routing: how clients choose an instance that are given no `routing` of their own.
+        spill: `region` where calls may go to another region while nobody in their own can take
+            them, `never` where they stay.
     """
 
     servers: tuple[str, ...] = (DEFAULT_URL,)
@@ -134,6 +138,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     debug: bool = False
     schema_check: str = SCHEMA_CHECKS[0]
     routing: str = ROUTINGS[0]
+    spill: str = "never"
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "servers", tuple(map(_with_scheme, self.servers)))
@@ -338,6 +343,8 @@ def _problem(name: str, value: Any) -> str:
         return f"write one of {', '.join(SCHEMA_CHECKS)}"
     if name == "routing" and value not in ROUTINGS:
         return f"write one of {', '.join(ROUTINGS)}"
+    if name == "spill" and value not in get_args(Spill):
+        return f"write one of {', '.join(get_args(Spill))}"
     return ""
 
 

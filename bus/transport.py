@@ -224,6 +224,23 @@ class StoredMessage(NamedTuple):
         )
 
 
+class SourceState(NamedTuple):
+    """The copying of a stream of another region.
+
+    Attributes:
+        region: the JetStream domain that has it.
+        stream: its name there.
+        lag: messages that it has and that were not copied yet, as far as was heard.
+        silent: seconds since the other region was heard, which says something every second; None
+            before it is heard for the first time.
+    """
+
+    region: str
+    stream: str
+    lag: int
+    silent: float | None
+
+
 class StreamInfo(NamedTuple):
     """The contents of a stream in numbers.
 
@@ -238,6 +255,7 @@ class StreamInfo(NamedTuple):
         replicas: how many servers keep it.
         in_cluster: whether more servers could.
         now: Unix seconds by the clock of the server that answered, as it did.
+        sources: how far the copies are that it takes of streams of other regions.
         first_time: Unix seconds at which the oldest message was stored; 0 when there is none.
     """
 
@@ -250,6 +268,7 @@ class StreamInfo(NamedTuple):
     in_cluster: bool = False
     now: float = 0.0
     first_time: float = 0.0
+    sources: tuple[SourceState, ...] = ()
 
     @property
     def oldest_age(self) -> float:
@@ -763,6 +782,12 @@ class Connection(Protocol):
     @property
     def server_name(self) -> str:
         """The address connected to, without credentials."""
+        ...
+
+    @property
+    def region(self) -> str:
+        """The region of the server: its JetStream domain; empty for none, and before the first
+        session."""
         ...
 
     @property

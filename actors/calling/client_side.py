@@ -15,8 +15,8 @@ from dynbus.bus.calling.caller import Caller
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, Unavailable
 from dynbus.bus.protocol.cancellation import OPERATOR, EndedCall
-from dynbus.bus.protocol.names import ComponentName, EndpointName
-from dynbus.bus.records.discovery import Discovery
+from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
+from dynbus.bus.records.discovery import ABROAD, Discovery
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import ConnectionState
 
@@ -31,6 +31,9 @@ class ClientSide:
 
     Attributes:
         bus: the connections, which belong to somebody else.
+        discovery: the instances of the own region.
+        abroad: those of other regions, which are looked for once a call may leave its own.
+        spills: whether calls may that do not say.
         migrations: has streams that move wait for their turn.
         schema_check: None where the classes of clients and instances are not compared.
     """
@@ -39,7 +42,10 @@ class ClientSide:
         self.bus = bus
         self.caller = Caller(bus)
         self.discovery = Discovery(bus, self.caller.is_heard, self.caller.silent_since)
+        self.abroad = Discovery(bus, self.caller.is_heard, self.caller.silent_since, ABROAD)
+        self.spills = bus.config.spill == "region"
         self.caller.on_heard_again(self.discovery.hear)
+        self.caller.on_heard_again(self.abroad.hear)
         self.migrations = Migrations()
         self.schema_check = SchemaCheck() if bus.config.schema_check == "warn" else None
         self._connected = asyncio.Event()
@@ -61,6 +67,7 @@ class ClientSide:
         async with AsyncExitStack() as then:
             then.callback(self.bus.cancels.remove, self._cancel_waits)
             then.push_async_callback(self.discovery.close)
+            then.push_async_callback(self.abroad.close)
             then.push_async_callback(self.caller.close)
 
     @property
@@ -127,6 +134,10 @@ class ClientSide:
         if jobs is None or (options is not None and options != jobs.options):
             jobs = self._jobs[endpoint] = JobQueue(self.bus, endpoint, options or DEFAULTS)
         return jobs
+
+    def knowing(self, instance: InstanceName) -> Discovery:
+        """The discovery that knows an instance; that of the own region where none does."""
+        return self.abroad if self.abroad.view.find(instance) is not None else self.discovery
 
     def known_instances(self, component: ComponentName) -> Sequence[Instance]:
         """The instances of a component that may be chosen now."""

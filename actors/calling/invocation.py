@@ -133,11 +133,14 @@ class Invocation:
         self._terms = terms
         self._idempotent = terms.idempotent
         limit = terms.timeout
+        spills = side.spills
         if options:
             self.request_id = options.get("request_id") or ""
             self.instance_id = options.get("instance") or ""
             self._idempotent = terms.idempotent or bool(options.get("idempotency_key"))
             limit = options.get("timeout", limit)
+            if spill := options.get("spill"):
+                spills = spill == "region"
         if not self.request_id:
             self.request_id = parent.id if parent else random_id()
         self.parent = parent
@@ -146,7 +149,7 @@ class Invocation:
         self._left = False
         self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
-            side, endpoint, router, request, routed_as, self.request_id, parent
+            side, endpoint, router, request, routed_as, self.request_id, parent, spills
         )
         self._fields: dict[str, str] | None = None
         self._metadata: Mapping[str, str] = NO_METADATA
@@ -491,8 +494,8 @@ class Invocation:
 
     def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
         """Have nobody choose the instance for a while: it is away, or has fallen silent."""
-        discovery = self.side.discovery
         instance = self.endpoint.component_name.instance(self.instance_id)
+        discovery = self.side.knowing(instance)
         if not unreachable:
             discovery.suspect(instance)
         elif error.started:

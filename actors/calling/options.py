@@ -7,10 +7,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, Final, TypedDict, Unpack, cast
+from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 from dynbus.actors.middleware.passing import Middleware, checked_middleware
-from dynbus.bus.config import suggestion
+from dynbus.bus.config import Spill, suggestion
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.endpoint import MAX_SECONDS
@@ -33,6 +33,7 @@ class ClientOptions(TypedDict, total=False):
     retries: int | None
     metadata: Mapping[str, str] | None
     middleware: Sequence[Middleware] | None
+    spill: Spill | None
 
 
 class CallOptions(ClientOptions, total=False):
@@ -185,6 +186,8 @@ def call_options(**options: Unpack[CallOptions]) -> OptionsBlock:
         retries: how often to repeat a call that failed for a passing reason.
         metadata: keys and values that reach the handler and every sub-call.
         middleware: of clients alone: what is done around their calls, the first outermost.
+        spill: `region` to call an instance of another region when nobody in the own one can take
+            the call, `never` to stay; `DYNBUS_SPILL` says it for calls that do not.
 
     Raises:
         ConfigError: there is no such option, a value is not usable, or a generator opens the
@@ -215,6 +218,8 @@ def _checked(given: Mapping[str, Any]) -> CallOptions:
     wait = options.get("wait", 0.0)
     if not (_is_number(wait) and wait >= 0):
         raise ConfigError(f"wait={wait!r} must be 0 or more seconds")
+    if "spill" in options and options["spill"] not in get_args(Spill):
+        raise ConfigError(f"spill={options['spill']!r} must be one of {', '.join(get_args(Spill))}")
     if "instance" in options:
         check_token("instance", options["instance"])
     for name in ("request_id", "idempotency_key"):

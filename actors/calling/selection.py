@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
+
+import anyio
 
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.clock import monotonic
@@ -41,6 +44,7 @@ class Selection:
     Args:
         request: as the caller gave it, for the router.
         routed_as: what the router looks at in place of this and later requests; None for those.
+        spills: whether the call may go to another region when nobody in its own can take it.
     """
 
     __slots__ = (
@@ -52,6 +56,7 @@ class Selection:
         "_routed_as",
         "_router",
         "_side",
+        "_spills",
         "_tried",
     )
 
@@ -64,7 +69,11 @@ class Selection:
         routed_as: Any,
         request_id: str,
         parent: Context | None,
+        spills: bool = False,
     ) -> None:
+        if spills:
+            side.abroad.begin()
+        self._spills = spills
         self._side = side
         self._endpoint = endpoint
         self._router = router
@@ -320,6 +329,9 @@ class Selection:
     def _known(self) -> list[Instance]:
         namespace, component, _ = self._endpoint
         known = self._side.discovery.view.instances(namespace, component, monotonic())
+        if self._spills and all(one.id in self._tried for one in known):
+            abroad = self._side.abroad.view.instances(namespace, component, monotonic())
+            known = [*known, *abroad]
         return known if self._left is None else [one for one in known if self._is_offered(one)]
 
     def _is_offered(self, instance: Instance) -> bool:
@@ -331,7 +343,8 @@ class Selection:
 
     def find(self, instance_id: str) -> Instance | None:
         """The instance of an id, as far as it is known."""
-        return self._side.discovery.view.find(self._instance(instance_id))
+        name = self._instance(instance_id)
+        return self._side.discovery.view.find(name) or self._side.abroad.view.find(name)
 
     def _load(self, instance_id: str) -> Load:
         caller = self._side.caller
@@ -344,6 +357,22 @@ class Selection:
     def _instance(self, instance_id: str) -> InstanceName:
         return InstanceName(self._endpoint.namespace, self._endpoint.component, instance_id)
 
+    async def _wait_for_one(self, wait: float) -> list[Instance]:
+        """The instances of the own region; those abroad where it has none and the call may leave
+        it, and the first to come anywhere where there is nobody."""
+        wait_at_home = partial(self._side.discovery.wait, self._endpoint, 1, suits=self._is_offered)
+        if not self._spills:
+            return await wait_at_home(wait)
+        wait_abroad = partial(self._side.abroad.wait, self._endpoint, 1, suits=self._is_offered)
+        for look in (wait_at_home, wait_abroad):
+            try:
+                return await look(0)
+            except NoInstances as error:
+                nobody: NoInstances = error
+        if not wait:
+            raise nobody
+        return await _first_of(partial(wait_at_home, wait), partial(wait_abroad, wait))
+
     async def _wait(self, wait: float, left: float | None) -> list[Instance]:
         telemetry = self._side.bus.telemetry
         if telemetry is not None:
@@ -351,12 +380,7 @@ class Selection:
             telemetry.waiting(self._endpoint, 1)
         try:
             async with asyncio.timeout(left):
-                return await self._side.discovery.wait(
-                    self._endpoint,
-                    1,
-                    wait if left is None else min(wait, left),
-                    suits=self._is_offered,
-                )
+                return await self._wait_for_one(wait if left is None else min(wait, left))
         except TimeoutError:
             # The first reading of the records does not end, and no wait was asked for.
             raise DeadlineExceeded(
@@ -367,6 +391,26 @@ class Selection:
         finally:
             if telemetry is not None:
                 telemetry.waiting(self._endpoint, -1)
+
+
+async def _first_of(*looks: Callable[[], Awaitable[list[Instance]]]) -> list[Instance]:
+    """The instances of the look that ends first with any; the others are ended then."""
+    seen: list[list[Instance]] = []
+    errors: list[DynbusError] = []
+
+    async def look_for(look: Callable[[], Awaitable[list[Instance]]]) -> None:
+        try:
+            seen.append(await look())
+            group.cancel_scope.cancel()
+        except DynbusError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as group:
+        for look in looks:
+            group.start_soon(look_for, look)
+    if seen:
+        return seen[0]
+    raise errors[0]
 
 
 def kind_of(instance: Instance | None, endpoint: EndpointName) -> str | None:

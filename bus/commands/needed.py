@@ -3,12 +3,14 @@ topics."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName, check_token
 from dynbus.bus.protocol.seconds import seconds_of
+from dynbus.bus.records.abroad import abroad_config, check_abroad
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.topics import (
     DEFAULT_MAX_BYTES,
@@ -89,6 +91,20 @@ class NeededStream(NamedTuple):
         )
         made = group_consumers(TopicConfig(*topic, None), tries)
         return self._replace(consumers=(*self.consumers, *made))
+
+    @classmethod
+    def of_regions(cls, own: str, others: Sequence[str]) -> NeededStream:
+        """The bucket in which a region keeps copies of the records of other regions' instances.
+
+        Args:
+            own: the region of the servers that keep it.
+
+        Raises:
+            ConfigError: one of the names is not usable.
+        """
+        config = abroad_config(others)
+        check_abroad(own, others)
+        return cls(config)
 
     @staticmethod
     def of_kernel(namespace: str) -> list[StreamConfig]:

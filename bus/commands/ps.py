@@ -31,6 +31,7 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
            unlisted  it answers and has no record: just starting, or no JetStream
     LOAD   calls that run / that wait
     ZONE   where it is, if any has a zone
+    REGION the region whose servers it is at, where others are joined to this one
     STATUS what the instance's process says of how it is, if any says something
 
     With --hosts each host, as DYNBUS_HOST or its name says, with what it has.
@@ -117,6 +118,7 @@ def _list(
     import asyncio
 
     from dynbus.bus.clock import unix_time
+    from dynbus.bus.records.abroad import HEARD_WITHIN
     from dynbus.bus.serving.services import MOST_REQUESTS
 
     from .survey import Survey, survey
@@ -129,6 +131,10 @@ def _list(
     survey_result = asyncio.run(look())
     if survey_result.notice:
         terminal.notice(survey_result.notice)
+    for region in survey_result.abroad:
+        if region.silent is None or region.silent > HEARD_WITHIN:
+            silent = "" if region.silent is None else f" for {terminal.duration(region.silent)}"
+            terminal.notice(f"region {region.region} is not heard{silent}: its rows are as old")
     rows = [row for row in survey_result.rows if namespace in (None, row.namespace)]
     if requests:
         show_requests(rows, as_json=as_json)
@@ -145,9 +151,15 @@ def _list(
         return
     says = any(row.status for row in rows)
     has_zones = any(row.zone for row in rows)
+    has_regions = bool(survey_result.abroad)
     columns = ("COMPONENT", "INSTANCE", "STATE", "AGE", "LOAD", "ENDPOINTS", "ADDRESS")
     terminal.print_table(
-        (*columns, *(["ZONE"] if has_zones else []), *(["STATUS"] if says else [])),
+        (
+            *columns,
+            *(["ZONE"] if has_zones else []),
+            *(["REGION"] if has_regions else []),
+            *(["STATUS"] if says else []),
+        ),
         [
             (
                 terminal.plain(f"{row.namespace}.{row.component}"),
@@ -158,6 +170,7 @@ def _list(
                 terminal.plain(", ".join(sorted(row.endpoints))),
                 terminal.plain(row.address or "-"),
                 *([terminal.plain(row.zone or "-")] if has_zones else []),
+                *([terminal.plain(row.region or survey_result.region)] if has_regions else []),
                 *([_status(row.status)] if says else []),
             )
             for row in rows

@@ -18,8 +18,9 @@ from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.abroad import read_abroad, regions_abroad
 from dynbus.bus.records.instance_records import read_instances
-from dynbus.bus.transport import NoStream
+from dynbus.bus.transport import NoStream, SourceState
 
 from .server import Server
 
@@ -83,6 +84,8 @@ class InstanceReport(NamedTuple):
         version: of dynbus in its process; empty where it does not tell.
         clock: seconds by which its clock is ahead of this machine's, less what its answer took;
             None where it does not tell.
+        region: the other region that it is in, as a copy of its record says; empty for that of the
+            server that was asked.
     """
 
     namespace: str
@@ -104,6 +107,7 @@ class InstanceReport(NamedTuple):
     host: str = ""
     version: str = ""
     clock: float | None = None
+    region: str = ""
 
     @classmethod
     def read(cls, data: bytes, now: float = 0.0) -> InstanceReport | None:
@@ -167,10 +171,17 @@ class InstanceReport(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """The instances, and what a user should know about how complete they are."""
+    """The instances, and what a user should know about how complete they are.
+
+    Attributes:
+        region: that of the server that was asked; empty for none.
+        abroad: the other regions, and how long each has been silent.
+    """
 
     rows: list[InstanceReport]
     notice: str
+    region: str = ""
+    abroad: tuple[SourceState, ...] = ()
 
 
 async def survey(server: Server, requests: int = 0) -> Survey:
@@ -183,12 +194,18 @@ async def survey(server: Server, requests: int = 0) -> Survey:
         PermissionDenied, Unavailable: the server cannot be used.
     """
     notice = ""
-    records: list[InstanceRecord] = []
+    records: list[tuple[str, InstanceRecord]] = []
+    abroad: tuple[SourceState, ...] = ()
 
     async def read_records() -> None:
-        nonlocal notice, records
+        nonlocal notice, records, abroad
         try:
-            records = await _read_records(server)
+            records = [("", record) for record in await _read_records(server)]
+            if server.connection.region:
+                jetstream = server.connection.jetstream
+                abroad = await regions_abroad(jetstream, timeout=READ_SECONDS)
+                if abroad:
+                    records += await read_abroad(jetstream, timeout=READ_SECONDS)
         except DynbusError as error:
             notice = f"the records cannot be read ({error}): only instances that answer are shown"
 
@@ -201,15 +218,16 @@ async def survey(server: Server, requests: int = 0) -> Survey:
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
         )
-    return Survey(join(records, answers), notice)
+    return Survey(join(records, answers), notice, server.connection.region, abroad)
 
 
 def join(
-    records: Iterable[InstanceRecord], answers: Iterable[InstanceReport]
+    records: Iterable[tuple[str, InstanceRecord]], answers: Iterable[InstanceReport]
 ) -> list[InstanceReport]:
-    """Rows by component and start, out of what is listed and what answers."""
+    """Rows by component and start, out of what is listed, each with its region, and what
+    answers."""
     rows = {InstanceName(*row[:3]): row for row in answers}
-    for record in records:
+    for region, record in records:
         row = rows.get(record.name, InstanceReport(*record.name))
         draining = record.draining or row.state == "draining"
         rows[record.name] = row._replace(
@@ -221,6 +239,7 @@ def join(
             schemas=record.schemas,
             zone=record.zone,
             host=record.host,
+            region=region,
         )
     return sorted(rows.values(), key=lambda row: (row.namespace, row.component, row.started))
 

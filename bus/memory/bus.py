@@ -333,6 +333,11 @@ class MemoryConnection(WatchedConnection):
         return self._bus.name
 
     @property
+    def region(self) -> str:
+        """In memory there is one region, without a name."""
+        return ""
+
+    @property
     def jetstream(self) -> MemoryJetStream:
         return self._jetstream
 

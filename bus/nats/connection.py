@@ -268,6 +268,10 @@ class NatsConnection(WatchedConnection):
         self._error_listeners.append(listener)
 
     @property
+    def region(self) -> str:
+        return str(self.server_info.get("domain") or "")
+
+    @property
     def has_peers(self) -> bool:
         return bool(self.server_info.get("cluster"))
 

@@ -52,7 +52,13 @@ from .consumer import NatsOrderedConsumer
 from .direct_get import read_last, read_page, read_stream
 from .pull_reader import NatsPullReader
 from .regions import KEEP_APART, count_keepers
-from .stream_config import NANOSECONDS, misfits, stream_config, stream_request
+from .stream_config import (
+    NANOSECONDS,
+    misfits,
+    source_state,
+    stream_config,
+    stream_request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +107,8 @@ class NatsJetStream:
             if info is None:
                 raise NoStream(f"stream {config.name} was deleted while it was made")
         _refuse_misfit(info, config)
-        settings = await self._deny_rollups(info["config"], config, timeout)
+        settings = await self._copy_from(info["config"], config, timeout)
+        settings = await self._deny_rollups(settings, config, timeout)
         if _is_in_cluster(info):
             has = int(settings.get("num_replicas") or 1)
             await self._add_replicas(settings, has, wanted, timeout)
@@ -170,6 +177,19 @@ class NatsJetStream:
                 else:
                     raise
 
+    async def _copy_from(
+        self, settings: dict[str, Any], config: StreamConfig, timeout: float
+    ) -> dict[str, Any]:
+        """Have a stream that copies others copy these, and no more; the settings that it has then.
+
+        What it has copied of others stays, until it expires.
+        """
+        if stream_config(settings).sources == config.sources:
+            return settings
+        request = {**settings, "sources": stream_request(config)["sources"]}
+        answer = await self.api(f"STREAM.UPDATE.{config.name}", request, timeout=timeout)
+        return dict(answer["config"])
+
     async def _deny_rollups(
         self, settings: dict[str, Any], config: StreamConfig, timeout: float
     ) -> dict[str, Any]:
@@ -215,6 +235,9 @@ class NatsJetStream:
             except DynbusError as error:
                 if isinstance(error, JetStreamError) and error.error_code == NO_PEERS:
                     continue
+                if isinstance(error, JetStreamError) and error.error_code == ONE_SERVER:
+                    # A leaf node names the cluster that it belongs to in another region.
+                    return
                 if isinstance(error, PermissionDenied):
                     self._left_as_is.add(name)
                 logger.warning(
@@ -322,6 +345,7 @@ class NatsJetStream:
                 _is_in_cluster(answer),
                 unix_seconds(answer["ts"]),
                 unix_seconds(state["first_ts"]) if state["messages"] else 0.0,
+                tuple(source_state(source) for source in answer.get("sources") or ()),
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:

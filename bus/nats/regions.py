@@ -6,6 +6,7 @@ Subjects of buckets (`$KV.`, `$O.`) and of JetStream itself stay in their region
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Final
 
@@ -16,10 +17,23 @@ from dynbus.bus.transport import Message
 
 from .api_requests import ServerLink
 
+REGIONAL: Final = (
+    "*.*._work.>",
+    "*.*._jobs.>",
+    "*.*._dead.*.*",
+    "*._topic.>",
+    "*.*._kv.*.*",
+    "*.*._kv_load.>",
+    "*.*._kv_resync.>",
+    "_streams.>",
+)
+"""The subjects that do not leave a region: those that its streams store, and what its routers tell
+each other. Those of buckets (`$KV.`, `$O.`) stay by themselves where each side has a JetStream
+domain."""
 KEEP_APART: Final = (
     "a leaf node joins two servers with JetStream. Keep their streams apart, by deny_imports and "
-    'deny_exports = ["*.*._work.*", "*.*._dead.*.*", "*.*._kv.*.*", "_streams.>"] of the leaf '
-    "node's remotes, or connect all processes to the servers of one region: docs/guides/clusters.md"
+    f"deny_exports = {json.dumps(REGIONAL)} of the leaf "
+    "node's remotes, or connect all processes to the servers of one region: docs/guides/regions.md"
 )
 OTHERS: Final = 0.5
 """Seconds in which a region far away answers, after the near one has."""

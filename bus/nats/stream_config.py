@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from dynbus.bus.transport import StreamConfig, StreamLimits, StreamSource
+from dynbus.bus.transport import SourceState, StreamConfig, StreamLimits, StreamSource
 
 NANOSECONDS: Final = 1_000_000_000
 METADATA_PREFIX: Final = "dynbus."
@@ -116,20 +116,33 @@ def _source_request(source: StreamSource) -> dict[str, Any]:
     # The answer to a request in another domain comes by the inbox of who asks: no `deliver`.
     return {
         "name": source.stream,
-        "subject_transforms": [
-            {"src": source.subject, "dest": source.stored_as or source.subject}
-        ],
+        "subject_transforms": [{"src": source.subject, "dest": source.stored_as or source.subject}],
         "external": {"api": f"$JS.{source.region}.API", "deliver": ""},
     }
+
+
+def source_state(answer: Mapping[str, Any]) -> SourceState:
+    """The server's word on the copying of a stream; it writes -1 for one that was never heard."""
+    active = int(answer.get("active") or 0)
+    return SourceState(
+        _region_of(answer),
+        str(answer["name"]),
+        int(answer.get("lag") or 0),
+        None if active < 0 else active / NANOSECONDS,
+    )
+
+
+def _region_of(source: Mapping[str, Any]) -> str:
+    api = str((source.get("external") or {}).get("api") or "")
+    return api.removeprefix("$JS.").removesuffix(".API")
 
 
 def _source(settings: Mapping[str, Any]) -> StreamSource:
     """The source as dynbus writes it; one that somebody else wrote has less."""
     transform = (settings.get("subject_transforms") or [{}])[0]
-    api = str((settings.get("external") or {}).get("api") or "")
     subject, stored_as = str(transform.get("src") or ""), str(transform.get("dest") or "")
     return StreamSource(
-        region=api.removeprefix("$JS.").removesuffix(".API"),
+        region=_region_of(settings),
         stream=str(settings["name"]),
         subject=subject,
         stored_as=stored_as if stored_as != subject else "",
@@ -148,6 +161,9 @@ def misfits(settings: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
     A stream that takes messages from elsewhere, or hands them on, would show them to others.
     """
     needed = stream_request(wanted)
+    if wanted.sources and settings.get("sources"):
+        # The regions that a stream copies are an operator's to change.
+        needed["sources"] = settings["sources"]
     listed: list[str] = []
     for name in (*_ESSENTIAL, *_NEEDED):
         has, needs = settings.get(name) or None, needed.get(name) or None

@@ -22,6 +22,8 @@ REPLY_ROOT: Final = "_R"
 ANONYMOUS: Final = "-"
 
 INSTANCES_BUCKET: Final = "dynbus_instances"
+ABROAD_BUCKET: Final = "dynbus_abroad"
+"""The bucket with copies of the records of the instances of other regions."""
 WORK: Final = "_work"
 JOBS: Final = "_jobs"
 DEAD: Final = "_dead"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import (
+        abroad,
         discovery,
         expired_records,
         instance_records,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "abroad",
     "discovery",
     "expired_records",
     "instance_records",

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 
@@ -23,6 +23,7 @@ from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
+from .abroad import ABROAD_STREAM, instance_abroad_at, record_abroad, region_at
 from .expired_records import ExpiredRecords
 from .instance_records import INSTANCES_STREAM, ensure_bucket, instance_at, record_of
 from .instance_view import (
@@ -48,6 +49,29 @@ QUESTIONS_PER_TURN: Final = 100
 READ_AFTER: Final = 0.3
 READ_INTERVAL: Final = 1.0
 READ_TIMEOUT: Final = 2.0
+NO_ABROAD_DELAY: Final = 10.0
+"""Seconds between two looks whether an operator has joined this region to others."""
+
+
+class RecordBucket(NamedTuple):
+    """A bucket of records of instances, and how it is read.
+
+    Attributes:
+        region_of: the region of the instance whose record has a subject; empty for the own one.
+    """
+
+    stream: str
+    instance_of: Callable[[str], InstanceName | None]
+    record_of: Callable[[StoredMessage], InstanceRecord | None]
+    region_of: Callable[[str], str]
+
+
+def _own_region(_subject: str) -> str:
+    return ""
+
+
+AT_HOME: Final = RecordBucket(INSTANCES_STREAM.name, instance_at, record_of, _own_region)
+ABROAD: Final = RecordBucket(ABROAD_STREAM, instance_abroad_at, record_abroad, region_at)
 
 
 class Discovery:
@@ -56,6 +80,7 @@ class Discovery:
     Args:
         is_heard: whether heartbeats of an instance arrive just now.
         silent_since: when it was found that those of an instance come no more; None for never.
+        bucket: the records that it follows, those of the own region or of the others.
 
     Attributes:
         view: belongs to the main loop.
@@ -66,10 +91,12 @@ class Discovery:
         bus: Bus,
         is_heard: Callable[[InstanceName], bool],
         silent_since: Callable[[InstanceName], float | None],
+        bucket: RecordBucket = AT_HOME,
     ) -> None:
         self._bus = bus
         self._is_heard = is_heard
         self._silent_since = silent_since
+        self._bucket = bucket
         # Records are renewed three times in a lease.
         self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2), bus.config.zone)
         self.synchronized = asyncio.Event()
@@ -89,7 +116,7 @@ class Discovery:
         That there are none, or that we may not ask, is an answer.
         """
         try:
-            await self._bus.data.jetstream.stream_info(INSTANCES_STREAM.name, timeout=timeout)
+            await self._bus.data.jetstream.stream_info(self._bucket.stream, timeout=timeout)
         except Unavailable:
             return False
         except DynbusError:
@@ -255,7 +282,7 @@ class Discovery:
 
     def _launch(self) -> None:
         background = self._bus.lane.background
-        expired = ExpiredRecords(self._bus.lane.connection.jetstream, INSTANCES_STREAM.name)
+        expired = ExpiredRecords(self._bus.lane.connection.jetstream, self._bucket.stream)
         self._works = [
             background.start(partial(self._watch, expired), name="discovery"),
             background.start(expired.remove, name="the removal of expired records"),
@@ -281,7 +308,10 @@ class Discovery:
                 )
                 break
             except NoStream:
-                await self._make_bucket()
+                if self._bucket is ABROAD:
+                    await self._wait_for_operator()
+                else:
+                    await self._make_bucket()
             except DynbusError as error:
                 logger.warning("discovery cannot watch yet: %s", error)
                 await anyio.sleep(RETRY_DELAY)
@@ -304,7 +334,7 @@ class Discovery:
                 return
             delay = READ_INTERVAL
             try:
-                records = await jetstream.read(INSTANCES_STREAM.name, timeout=READ_TIMEOUT)
+                records = await jetstream.read(self._bucket.stream, timeout=READ_TIMEOUT)
             except PermissionDenied as error:
                 logger.info("the records are not read directly: %s", error)
                 return
@@ -324,21 +354,29 @@ class Discovery:
             logger.log(level, "the instances bucket cannot be made: %s", error)
             await anyio.sleep(RETRY_DELAY)
 
+    async def _wait_for_operator(self) -> None:
+        """Other regions are known once an operator has named them; nobody is there until then."""
+        if not self._problem:
+            self._problem = "no other region is known: `dynbus setup --region NAME` makes it so"
+            logger.warning("calls stay in this region, %s", self._problem)
+        self._bus.to_main(self._end_reading)
+        await anyio.sleep(NO_ABROAD_DELAY)
+
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
             self._bus.to_main(self._came_back)
 
     def _receive(self, message: StoredMessage) -> None:
-        name = instance_at(message.subject)
+        name = self._bucket.instance_of(message.subject)
         if name is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         elif message.is_marker:
             end = self._expire if MARKER_REASON in message.headers else self._delete
             self._bus.to_main(end, name)
-        elif (record := record_of(message)) is None:
+        elif (record := self._bucket.record_of(message)) is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         else:
-            self._bus.to_main(self._put, record, message.time, message.ttl)
+            self._bus.to_main(self._put, record, message)
 
     # On the main loop ----------------------------------------------------------------------
 
@@ -354,23 +392,25 @@ class Discovery:
         if self._is_watching:
             return
         for message in messages:
-            record = None if message.is_marker else record_of(message)
+            record = None if message.is_marker else self._bucket.record_of(message)
             if record is None:
                 continue
             known = self.view.find(record.name)
             if known is None or known.renewed < message.time:
-                self._put(record, message.time, message.ttl)
+                self._put(record, message)
             # Who is gone by then is not shown by the consumer.
             self.view.doubt(record.name)
         self._ask_outdated()
         self._end_reading()
 
-    def _put(self, record: InstanceRecord, renewed: float, ttl: float | None) -> None:
+    def _put(self, record: InstanceRecord, stored: StoredMessage) -> None:
         before = self.view.find(record.name)
+        renewed = stored.time
         # What comes while nothing is read anew was written just now, whatever our clock says.
         age = max(0.0, unix_time() - renewed) if self.view.is_reading() else 0.0
-        lifetime = (ttl or self._bus.config.lease_ttl) + EXPIRY_GRACE
-        news = self.view.put(record, renewed, monotonic() + lifetime - age)
+        lifetime = (stored.ttl or self._bus.config.lease_ttl) + EXPIRY_GRACE
+        region = self._bucket.region_of(stored.subject)
+        news = self.view.put(record, renewed, monotonic() + lifetime - age, region)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
             if (

@@ -32,7 +32,7 @@ ANSWER = InstanceReport("demo", "Hello", "i1", "unlisted", 100.0, True, 2, 3, ("
 
 
 def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
-    assert join([RECORD], [ANSWER]) == [
+    assert join([("", RECORD)], [ANSWER]) == [
         InstanceReport(
             "demo", "Hello", "i1", "serving", 100.0, True, 2, 3, ("greet",), "host:1", {}
         )
@@ -40,7 +40,7 @@ def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
 
 
 def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown() -> None:
-    (row,) = join([msgspec.structs.replace(RECORD, schemas={"greet": "1e5f"})], [])
+    (row,) = join([("", msgspec.structs.replace(RECORD, schemas={"greet": "1e5f"}))], [])
 
     assert row.state == "silent"
     assert row.to_json(160.0) == {
@@ -58,6 +58,7 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
         "zone": "",
         "host": "",
         "version": "",
+        "region": "",
         "status": {},
         "age": 60.0,
     }
@@ -66,7 +67,7 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
 def test_what_an_instance_says_of_itself_is_in_the_json() -> None:
     described = msgspec.structs.replace(RECORD, metadata={"model": "tiny"})
 
-    (row,) = join([described], [ANSWER])
+    (row,) = join([("", described)], [ANSWER])
 
     assert row.to_json(160.0)["metadata"] == {"model": "tiny"}
 
@@ -85,7 +86,7 @@ def test_an_instance_that_answers_without_a_record_is_unlisted() -> None:
     ],
 )
 def test_draining_is_told_by_either(record: InstanceRecord, answer: InstanceReport) -> None:
-    (row,) = join([record], [answer])
+    (row,) = join([("", record)], [answer])
 
     assert row.state == "draining"
 
@@ -94,7 +95,7 @@ def test_rows_come_by_component_and_the_oldest_first() -> None:
     younger = msgspec.structs.replace(RECORD, instance_id="i2", started=50.0)
     other = msgspec.structs.replace(RECORD, component="Abc", instance_id="i3", started=200.0)
 
-    rows = join([RECORD, younger, other], [])
+    rows = join([("", each) for each in (RECORD, younger, other)], [])
 
     assert [row.instance_id for row in rows] == ["i3", "i2", "i1"]
 
@@ -172,7 +173,7 @@ async def test_a_server_on_which_nothing_ever_ran_has_no_instance(
 ) -> None:
     found = await survey_of(own_server.url)
 
-    assert found == ([], "")
+    assert (found.rows, found.notice) == ([], "")
 
 
 def test_the_requests_that_are_shown_are_bounded_and_what_is_left_out_is_told(

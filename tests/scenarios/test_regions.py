@@ -1,0 +1,147 @@
+"""Regions with JetStream of their own: calls stay, go abroad when nobody is at home, and go on
+elsewhere when the region that serves them is lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import pytest
+from tests.conditions import eventually
+from tests.joined_regions import joined_regions
+
+from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
+from dynbus.bus.bus import Bus
+from dynbus.bus.commands.needed import NeededStream
+from dynbus.bus.commands.survey import Survey, survey
+from dynbus.bus.commands.terminal import terminal
+from dynbus.bus.config import BusConfig
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.records.abroad import HEARD_WITHIN, regions_abroad
+from dynbus.llm.commands.setting_up import Status, set_up
+
+pytestmark = pytest.mark.anyio
+
+
+class Counter(Actor, namespace="demo"):
+    """Counts, and says where it does."""
+
+    @handler
+    async def where(self) -> str:
+        return self.instance_id
+
+    @handler(resume="replay")
+    async def count(self, most: int) -> AsyncIterator[int]:
+        for number in range(most):
+            yield number
+            await anyio.sleep(0.01)
+
+
+async def join(server: RunningServer, others: Sequence[str]) -> list[Status]:
+    async with terminal.server(BusConfig(servers=(server.url,)), "test") as reached:
+        connection = reached.connection
+        needed = NeededStream.of_regions(connection.region, others)
+        return [one.status for one in await set_up(connection.jetstream, [needed])]
+
+
+async def look(server: RunningServer) -> Survey:
+    async with terminal.server(BusConfig(servers=(server.url,)), "test") as reached:
+        return await survey(reached)
+
+
+async def test_a_call_goes_abroad_while_nobody_is_at_home(tmp_path: Path) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+        assert await join(regions["eu"], ["us"]) == [Status.MADE]
+        assert await join(regions["eu"], ["us"]) == [Status.THERE]
+        connect = [Runtime.connect(regions[name].url) for name in ("eu", "us")]
+        eu, us = [await exits.enter_async_context(one) for one in connect]
+        await us.start(Counter, instance_id="in-us")
+        staying, spilling = eu.client(Counter), eu.client(Counter, spill="region")
+
+        with call_options(wait=30.0):
+            assert await spilling.where() == "in-us"
+        assert [number async for number in spilling.count(3)] == [0, 1, 2]
+        with pytest.raises(NoInstances):
+            await staying.where()
+        with call_options(spill="never"), pytest.raises(NoInstances):
+            await eu.client(Counter).where()
+        at_home = await eu.start(Counter, instance_id="in-eu")
+        assert {await spilling.where() for _ in range(5)} == {"in-eu"}
+
+        seen = await look(regions["eu"])
+        assert [(row.instance_id, row.state, row.region) for row in seen.rows] == [
+            ("in-us", "serving", "us"),
+            ("in-eu", "serving", ""),
+        ]
+        [us_seen] = seen.abroad
+        assert (seen.region, us_seen.region) == ("eu", "us")
+        assert us_seen.silent is not None
+        assert us_seen.silent < HEARD_WITHIN
+        await at_home.stop()
+        assert await spilling.where() == "in-us"
+
+
+async def test_a_stream_goes_on_in_another_region_when_its_own_is_lost(tmp_path: Path) -> None:
+    names = ("eu", "us", "ap")
+    async with joined_regions(tmp_path, names) as regions, AsyncExitStack() as exits:
+        await join(regions["eu"], ["us", "ap"])
+        eu = await exits.enter_async_context(Runtime.connect(regions["eu"].url, spill="region"))
+        for name in ("us", "ap"):
+            there = await exits.enter_async_context(Runtime.connect(regions[name].url))
+            await there.start(Counter, instance_id=f"in-{name}")
+        counter = eu.client(Counter)
+        answered: set[str] = set()
+
+        async def know_both() -> bool:
+            with call_options(wait=30.0):
+                answered.add(await counter.where())
+            return answered == {"in-us", "in-ap"}
+
+        await eventually(know_both)
+
+        async def read(all_read: list[list[int]]) -> None:
+            numbers: list[int] = []
+            all_read.append(numbers)
+            async for number in counter.count(300):
+                numbers.append(number)
+
+        streams: list[list[int]] = []
+        async with anyio.create_task_group() as reading:
+            for _ in range(20):
+                reading.start_soon(read, streams)
+            await eventually(lambda: len(streams) == 20 and all(len(s) > 20 for s in streams))
+            regions["us"].kill()
+
+        assert all(numbers == list(range(300)) for numbers in streams)
+        assert {await counter.where() for _ in range(5)} == {"in-ap"}
+        bus = await Bus.connect(BusConfig(servers=(regions["eu"].url,)))
+        exits.push_async_callback(bus.close)
+
+        async def is_told() -> bool:
+            known = {one.region: one for one in await regions_abroad(bus.data.jetstream, timeout=5)}
+            ap, us = known["ap"].silent, known["us"].silent
+            return ap is not None and us is not None and ap < HEARD_WITHIN < us
+
+        await eventually(is_told)
+
+        async def is_forgotten() -> bool:
+            rows = (await look(regions["eu"])).rows
+            return [row.instance_id for row in rows] == ["in-ap"]
+
+        await eventually(is_forgotten)
+
+
+async def test_regions_without_a_name_or_with_that_of_the_server_are_refused(
+    tmp_path: Path, own_server: RunningServer
+) -> None:
+    with pytest.raises(ConfigError, match="no JetStream domain"):
+        await join(own_server, ["us"])
+    async with joined_regions(tmp_path, ("eu",)) as regions:
+        with pytest.raises(ConfigError, match="region eu is that of the server itself"):
+            await join(regions["eu"], ["us", "eu"])
+        with pytest.raises(ConfigError, match="'u.s' is not a valid name"):
+            await join(regions["eu"], ["u.s"])
+        assert await join(regions["eu"], ["us"]) == [Status.MADE]
+        assert await join(regions["eu"], ["us", "ap"]) == [Status.THERE]
