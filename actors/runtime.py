@@ -507,8 +507,8 @@ class Runtime(ClientSide):
             node: which of the nodes that run the class is called, see `address_of`.
             namespace: where it runs, see `address_of`.
             routing: the name of a policy, or a `Router`; round robin unless given.
-            options: `timeout`, `wait`, `priority`, `retries`, `metadata` and `middleware` of
-                every call of the client, see `call_options`.
+            options: `timeout`, `wait`, `priority`, `retries`, `metadata`, `middleware` and
+                `spill` of every call of the client, see `call_options`.
 
         Raises:
             ConfigError: as of `address_of`, or `routing` or an option is not usable.

@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.conditions import eventually
 
 from dynbus.bus.nats.connection import connect
-from dynbus.bus.nats.regions import REGIONAL
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.protocol.names import REGIONAL
 from dynbus.bus.transport import Message
 
 

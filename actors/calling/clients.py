@@ -362,8 +362,8 @@ class EndpointAddress:
                 for that. `"replay"` sends the same request again and compares; a function gets
                 the request and the list of accepted items, both decoded, and returns the request
                 to go on with, or None when nothing is left to come. See `handler`.
-            options: `timeout`, `wait`, `priority`, `retries`, `metadata` and `middleware` of
-                every call of the client, see `call_options`.
+            options: `timeout`, `wait`, `priority`, `retries`, `metadata`, `middleware` and
+                `spill` of every call of the client, see `call_options`.
 
         Raises:
             ConfigError: `routing`, `resume` or an option is not usable.

@@ -125,8 +125,8 @@ def depends(
         node: which of the nodes that run the class is called; the one named as its component
             unless given.
         routing: the name of a policy, or a `Router`; round robin unless given.
-        options: `timeout`, `wait`, `priority`, `retries`, `metadata` and `middleware` of every
-            call made through it, see `call_options`.
+        options: `timeout`, `wait`, `priority`, `retries`, `metadata`, `middleware` and
+            `spill` of every call made through it, see `call_options`.
 
     Raises:
         ConfigError: `actor` is not an Actor class or the name of one, or `node` or an option is

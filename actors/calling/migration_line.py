@@ -21,7 +21,7 @@ from dynbus.bus.protocol.names import ComponentName
 
 AT_A_TIME: Final = 8
 """Streams that are on their way at once, for each instance that may be chosen."""
-LINE_SECONDS: Final = 1.5
+LINE_SECONDS: Final = 1.0
 """Seconds that a stream waits until it is sent, at most."""
 
 T = TypeVar("T", bound=Hashable)

@@ -41,6 +41,7 @@ from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.files import write_whole
 from dynbus.bus.protocol.names import check_token
+from dynbus.bus.records.abroad import check_region
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
@@ -297,6 +298,23 @@ def slurm(ctx: click.Context, /, prefix: str, **given: Any) -> None:
     nargs=3,
     help="Files with which servers know each other, as they are called on each host.",
 )
+@click.option(
+    "--region",
+    metavar="NAME",
+    default="",
+    help="The region of the servers, which keeps its own streams: their JetStream domain.",
+)
+@click.option(
+    "--backbone",
+    metavar="ADDRESS",
+    multiple=True,
+    help="A server that joins the regions, the nearest first; needs --region. Repeatable.",
+)
+@click.option(
+    "--as-backbone",
+    is_flag=True,
+    help="These are the servers that join regions; they keep nothing.",
+)
 @click.option("--cluster", metavar="NAME", default="dynbus", show_default=True)
 @click.option("--store", metavar="FOLDER", default="/var/lib/nats", show_default=True)
 @click.option("--max-store", metavar="SIZE", default="100GB", show_default=True)
@@ -309,6 +327,9 @@ def nats(
     users: Path | None,
     without_users: bool,
     route_tls: tuple[str, str, str] | None,
+    region: str,
+    backbone: tuple[str, ...],
+    as_backbone: bool,
     cluster: str,
     store: str,
     max_store: str,
@@ -322,8 +343,20 @@ def nats(
     \b
     dynbus deploy nats --server a=10.0.0.1 --server b=10.0.0.2 --server c=10.0.0.3 \\
         --users auth/nats-users.conf
+    dynbus deploy nats --as-backbone --server eu=10.9.0.1 --server us=10.9.0.2
+    dynbus deploy nats --region eu --backbone 10.9.0.1 --backbone 10.9.0.2 \\
+        --server a=10.0.0.1 --without-users
     """
-    if (users is None) != without_users:
+    if as_backbone and (users is not None or region or backbone):
+        raise click.UsageError(
+            "--as-backbone: no process connects to these servers, and they are of no region: leave "
+            "out --users, --region and --backbone"
+        )
+    if bool(region) != bool(backbone):
+        raise click.UsageError("give --region and --backbone together, or neither")
+    if region:
+        check_region(region)
+    if (users is None) != without_users and not as_backbone:
         raise click.UsageError(
             "the servers listen beyond their hosts: give --users auth/nats-users.conf, which "
             "`dynbus auth` makes, or --without-users where all who reach them may do everything"
@@ -334,10 +367,20 @@ def nats(
     places = [ServerPlace.parse(text) for text in servers]
     is_encrypted = users is not None and re.search(r"^tls \{", _text(users), re.M) is not None
     routes = RouteTls(*route_tls) if route_tls else None
-    choices = ServerChoices(cluster, store.rstrip("/"), max_store, users is not None, routes)
+    choices = ServerChoices(
+        cluster,
+        store.rstrip("/"),
+        max_store,
+        users is not None,
+        routes,
+        region,
+        backbone,
+        as_backbone,
+    )
     files = server_files(places, choices, heading("nats"))
     _finish(ctx, given["out"] or Path("deploy/nats"), files, given)
-    click.echo(f"NATS_URL={server_urls(places, encrypted=is_encrypted)}")
+    if not as_backbone:
+        click.echo(f"NATS_URL={server_urls(places, encrypted=is_encrypted)}")
 
 
 @deploy.command()

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import check_token
+from dynbus.bus.protocol.names import REGIONAL, check_token
 
 CLIENTS: Final = 4222
 ROUTES: Final = 6222
+LEAFS: Final = 7422
 MONITOR: Final = 8222
 USERS: Final = "nats-users.conf"
 UNIT: Final = "nats-server.service"
@@ -74,6 +75,10 @@ class ServerChoices(NamedTuple):
         store: the folder where each keeps its streams.
         max_store: the most that it keeps there, such as `100GB`.
         has_users: whether the file of users lies beside each configuration.
+        routes: the files of mutual TLS between servers; None for none.
+        region: the JetStream domain of the servers; empty for none.
+        backbone: the addresses of the servers that join the regions, the nearest first.
+        is_backbone: whether these are those servers.
     """
 
     cluster: str
@@ -81,6 +86,9 @@ class ServerChoices(NamedTuple):
     max_store: str
     has_users: bool
     routes: RouteTls | None = None
+    region: str = ""
+    backbone: tuple[str, ...] = ()
+    is_backbone: bool = False
 
 
 def server_files(
@@ -97,11 +105,14 @@ def server_files(
     ):
         if len(set(values)) < len(values):
             raise ConfigError(f"the servers have the {what} {', '.join(values)}: give each its own")
-    if len(places) == 2:
+    if len(places) == 2 and not choices.is_backbone:
         raise ConfigError(
             "two servers stop when one of them does, since neither is the majority: give one, or "
             "three"
         )
+    for address in choices.backbone:
+        if not _HOST.fullmatch(address):
+            raise ConfigError(f"--backbone {address!r} is no address of a host")
     if not _SIZE.fullmatch(choices.max_store):
         raise ConfigError(f"--max-store {choices.max_store!r} is no size: write one as in 100GB")
     files = {f"{place.name}.conf": _config(place, places, choices, heading) for place in places}
@@ -123,8 +134,7 @@ def _config(
     lines = [
         f"# {heading}",
         f"server_name: {json.dumps(place.name)}",
-        f'listen: "0.0.0.0:{CLIENTS}"',
-        f'client_advertise: "{place.host}:{CLIENTS}"',
+        *_clients(place, choices),
         f'http: "127.0.0.1:{MONITOR}"',
         "max_payload: 1MB",
         "max_pending: 64MB",
@@ -135,10 +145,8 @@ def _config(
         "# Clients leave one by one when it is to end.",
         'lame_duck_duration: "30s"',
         'lame_duck_grace_period: "2s"',
-        "jetstream {",
-        f"  store_dir: {json.dumps(choices.store)}",
-        f"  max_file_store: {choices.max_store}",
-        "}",
+        *_jetstream(choices),
+        *_leaf_nodes(choices),
     ]
     others = [other for other in places if other is not place]
     if others:
@@ -153,19 +161,70 @@ def _config(
             *(f'    "nats://{other.host}:{ROUTES}"' for other in others),
             "  ]",
         ]
-        if choices.routes is not None:
-            lines += [
-                "  tls {",
-                f"    cert_file: {json.dumps(choices.routes.cert)}",
-                f"    key_file: {json.dumps(choices.routes.key)}",
-                f"    ca_file: {json.dumps(choices.routes.ca)}",
-                "    verify: true",
-                "  }",
-            ]
-        lines.append("}")
+        lines += [*_tls(choices, "  "), "}"]
     if choices.has_users:
         lines.append(f'include "{USERS}"')
     return "\n".join(lines) + "\n"
+
+
+def _clients(place: ServerPlace, choices: ServerChoices) -> list[str]:
+    if choices.is_backbone:
+        return [
+            "# Processes connect to the servers of their region.",
+            f'listen: "127.0.0.1:{CLIENTS}"',
+        ]
+    return [
+        f'listen: "0.0.0.0:{CLIENTS}"',
+        f'client_advertise: "{place.host}:{CLIENTS}"',
+    ]
+
+
+def _jetstream(choices: ServerChoices) -> list[str]:
+    if choices.is_backbone:
+        return ["# Each region keeps its own streams: none are kept here."]
+    return [
+        "jetstream {",
+        f"  store_dir: {json.dumps(choices.store)}",
+        f"  max_file_store: {choices.max_store}",
+        *([f"  domain: {json.dumps(choices.region)}"] if choices.region else []),
+        "}",
+    ]
+
+
+def _leaf_nodes(choices: ServerChoices) -> list[str]:
+    """The part by which servers of regions reach the backbone, and this hears them."""
+    if choices.is_backbone:
+        return ["leafnodes {", f'  listen: "0.0.0.0:{LEAFS}"', *_tls(choices, "  "), "}"]
+    if not choices.backbone:
+        return []
+    hosts = [f"[{one}]" if ":" in one else one for one in choices.backbone]
+    return [
+        "# What a region stores stays in it, and calls go to the others.",
+        "leafnodes {",
+        '  reconnect: "1s"',
+        "  remotes: [{",
+        f"    urls: {json.dumps([f'nats-leaf://{host}:{LEAFS}' for host in hosts])}",
+        "    no_randomize: true",
+        f"    deny_imports: {json.dumps(REGIONAL)}",
+        f"    deny_exports: {json.dumps(REGIONAL)}",
+        *_tls(choices, "    "),
+        "  }]",
+        "}",
+    ]
+
+
+def _tls(choices: ServerChoices, indent: str) -> list[str]:
+    """Mutual TLS between servers, where there is any."""
+    if choices.routes is None:
+        return []
+    return [
+        f"{indent}tls {{",
+        f"{indent}  cert_file: {json.dumps(choices.routes.cert)}",
+        f"{indent}  key_file: {json.dumps(choices.routes.key)}",
+        f"{indent}  ca_file: {json.dumps(choices.routes.ca)}",
+        f"{indent}  verify: true",
+        f"{indent}}}",
+    ]
 
 
 def _unit(choices: ServerChoices, heading: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from dynbus.bus.protocol.names import (
+    ABROAD_BUCKET,
     CANCEL,
     CONTROL,
     DEFAULT_REPLY_PREFIXES,
@@ -39,6 +40,7 @@ from dynbus.bus.protocol.names import (
 
 SERVICES: Final = ("PING", "INFO", "STATS")
 _INSTANCES: Final = f"KV_{INSTANCES_BUCKET}"
+_ABROAD: Final = f"KV_{ABROAD_BUCKET}"
 _HOLDERS: Final = f"KV_{HOLDERS_BUCKET}"
 
 
@@ -89,9 +91,14 @@ def hears_replies(principal: str) -> Grant:
 
 
 def finds_instances() -> Grant:
-    """The instances that there are, with what they announce."""
+    """The instances that there are, with what they announce, in other regions too."""
     return Grant(
-        "finds instances", (*follow_subjects(_INSTANCES), f"$JS.API.DIRECT.GET.{_INSTANCES}")
+        "finds instances",
+        tuple(
+            subject
+            for stream in (_INSTANCES, _ABROAD)
+            for subject in (*follow_subjects(stream), f"$JS.API.DIRECT.GET.{stream}")
+        ),
     )
 
 

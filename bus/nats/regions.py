@@ -13,23 +13,11 @@ from typing import Final
 import anyio
 
 from dynbus.bus.protocol import headers as header_block
+from dynbus.bus.protocol.names import REGIONAL
 from dynbus.bus.transport import Message
 
 from .api_requests import ServerLink
 
-REGIONAL: Final = (
-    "*.*._work.>",
-    "*.*._jobs.>",
-    "*.*._dead.*.*",
-    "*._topic.>",
-    "*.*._kv.*.*",
-    "*.*._kv_load.>",
-    "*.*._kv_resync.>",
-    "_streams.>",
-)
-"""The subjects that do not leave a region: those that its streams store, and what its routers tell
-each other. Those of buckets (`$KV.`, `$O.`) stay by themselves where each side has a JetStream
-domain."""
 KEEP_APART: Final = (
     "a leaf node joins two servers with JetStream. Keep their streams apart, by deny_imports and "
     f"deny_exports = {json.dumps(REGIONAL)} of the leaf "

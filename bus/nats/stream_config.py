@@ -133,13 +133,15 @@ def source_state(answer: Mapping[str, Any]) -> SourceState:
 
 
 def _region_of(source: Mapping[str, Any]) -> str:
-    api = str((source.get("external") or {}).get("api") or "")
+    external: Mapping[str, Any] = source.get("external") or {}
+    api = str(external.get("api") or "")
     return api.removeprefix("$JS.").removesuffix(".API")
 
 
 def _source(settings: Mapping[str, Any]) -> StreamSource:
     """The source as dynbus writes it; one that somebody else wrote has less."""
-    transform = (settings.get("subject_transforms") or [{}])[0]
+    transforms: list[Mapping[str, Any]] = settings.get("subject_transforms") or [{}]
+    transform = transforms[0]
     subject, stored_as = str(transform.get("src") or ""), str(transform.get("dest") or "")
     return StreamSource(
         region=_region_of(settings),

@@ -36,6 +36,20 @@ GROUP: Final = "_group"
 NO_KEY: Final = "="
 """The token of an event without a key; that of a key is never this."""
 
+REGIONAL: Final = (
+    "*.*._work.>",
+    "*.*._jobs.>",
+    "*.*._dead.*.*",
+    "*._topic.>",
+    "*.*._kv.*.*",
+    "*.*._kv_load.>",
+    "*.*._kv_resync.>",
+    "_streams.>",
+)
+"""The subjects that do not leave a region: those that its streams store, and what its routers tell
+each other. Those of buckets (`$KV.`, `$O.`) stay by themselves where each side has a JetStream
+domain."""
+
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 _ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
 

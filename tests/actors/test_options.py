@@ -96,7 +96,7 @@ async def test_a_task_begun_inside_the_block_has_its_options() -> None:
         (
             {"timout": 3},
             "call_options(...) has no option 'timout' (did you mean timeout?); its options are "
-            "timeout, wait, priority, retries, metadata, middleware, instance, request_id, "
+            "timeout, wait, priority, retries, metadata, middleware, spill, instance, request_id, "
             "idempotency_key",
         ),
         ({"priority": 1.5}, "priority=1.5 must be a whole number from -9999 to 99999"),

@@ -352,12 +352,12 @@ def test_bad_options_are_refused_before_the_block_is_entered() -> None:
         (
             {"time_out": 1.0},
             "depends(Mirror) has no option 'time_out'; its options are timeout, wait, priority, "
-            "retries, metadata, middleware",
+            "retries, metadata, middleware, spill",
         ),
         (
             {"request_id": "r1"},
             "depends(Mirror) has no option 'request_id': give it with with_options(client, ...); "
-            "its options are timeout, wait, priority, retries, metadata, middleware",
+            "its options are timeout, wait, priority, retries, metadata, middleware, spill",
         ),
         ({"wait": "long"}, "wait='long' must be 0 or more seconds"),
         ({"metadata": "tenant"}, "metadata='tenant' must be a mapping of strings to strings"),
@@ -419,7 +419,7 @@ def test_metadata_of_block_and_client_together_is_bounded() -> None:
         (
             {"timout": 3},
             "with_options(client, ...) has no option 'timout' (did you mean timeout?); its "
-            "options are timeout, wait, priority, retries, metadata, middleware, instance, "
+            "options are timeout, wait, priority, retries, metadata, middleware, spill, instance, "
             "request_id, idempotency_key",
         ),
         (

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.certificates import Authority
 
 from dynbus.actors.deploying.servers import (
     UNIT,
@@ -47,6 +48,40 @@ def test_a_server_knows_the_others_and_not_itself() -> None:
     assert "b.example:6222" not in text.split("routes:")[1]
     assert '    ca_file: "/etc/ca.pem"\n    verify: true\n' in text
     assert text.endswith('include "nats-users.conf"\n')
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_nats_server_takes_the_files_of_regions_and_of_what_joins_them(
+    tmp_path: Path, encrypted: bool
+) -> None:
+    (tmp_path / "region").mkdir()
+    (tmp_path / "backbone").mkdir()
+    routes: RouteTls | None = None
+    if encrypted:
+        authority = Authority(tmp_path)
+        own = authority.sign("server", "10.0.0.1", peer=True)
+        routes = RouteTls(own.cert, own.key, authority.ca)
+    choices = CHOICES._replace(routes=routes)
+    backbone = choices._replace(is_backbone=True)
+    region = choices._replace(region="eu", backbone=("10.0.0.1", "fd00::3"))
+    for folder, chosen, places in (("backbone", backbone, THREE[:2]), ("region", region, THREE)):
+        for name, text in server_files(places, chosen, "made").items():
+            (tmp_path / folder / name).write_text(text)
+        done = subprocess.run(
+            [find_nats_server(), "-t", "-c", tmp_path / folder / "a.conf"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    text = (tmp_path / "region" / "a.conf").read_text()
+    assert '  domain: "eu"\n' in text
+    assert 'urls: ["nats-leaf://10.0.0.1:7422", "nats-leaf://[fd00::3]:7422"]' in text
+    assert text.count('"*.*._work.>"') == 2
+    joining = (tmp_path / "backbone" / "a.conf").read_text()
+    assert "jetstream {" not in joining
+    assert 'listen: "127.0.0.1:4222"' in joining
 
 
 def test_processes_are_given_each_server_with_its_zone() -> None:

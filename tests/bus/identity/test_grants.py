@@ -101,13 +101,17 @@ def test_an_instance_hears_its_own_component_and_writes_its_own_records() -> Non
 
 
 def test_who_finds_instances_makes_a_consumer_of_its_own_and_nothing_else() -> None:
-    assert finds_instances().publish == (
-        "$JS.API.STREAM.INFO.KV_dynbus_instances",
-        "$JS.API.STREAM.MSG.GET.KV_dynbus_instances",
-        "$JS.API.CONSUMER.CREATE.KV_dynbus_instances.*.>",
-        "$JS.API.CONSUMER.DELETE.KV_dynbus_instances.*",
-        "$JS.FC.KV_dynbus_instances.>",
-        "$JS.API.DIRECT.GET.KV_dynbus_instances",
+    assert finds_instances().publish == tuple(
+        subject.format(bucket)
+        for bucket in ("dynbus_instances", "dynbus_abroad")
+        for subject in (
+            "$JS.API.STREAM.INFO.KV_{}",
+            "$JS.API.STREAM.MSG.GET.KV_{}",
+            "$JS.API.CONSUMER.CREATE.KV_{}.*.>",
+            "$JS.API.CONSUMER.DELETE.KV_{}.*",
+            "$JS.FC.KV_{}.>",
+            "$JS.API.DIRECT.GET.KV_{}",
+        )
     )
 
 
@@ -137,11 +141,15 @@ def test_an_observer_changes_nothing() -> None:
     allowed = ("$SRV.", "$JS.API.STREAM.INFO.", "$JS.API.CONSUMER.INFO.", "$JS.FC.")
     others = [one for one in published if not one.startswith(allowed)]
     assert sorted(others) == [
+        "$JS.API.CONSUMER.CREATE.KV_dynbus_abroad.*.>",
         "$JS.API.CONSUMER.CREATE.KV_dynbus_instances.*.>",
+        "$JS.API.CONSUMER.DELETE.KV_dynbus_abroad.*",
         "$JS.API.CONSUMER.DELETE.KV_dynbus_instances.*",
         "$JS.API.CONSUMER.NAMES.*",
+        "$JS.API.DIRECT.GET.KV_dynbus_abroad",
         "$JS.API.DIRECT.GET.KV_dynbus_instances",
         "$JS.API.INFO",
+        "$JS.API.STREAM.MSG.GET.KV_dynbus_abroad",
         "$JS.API.STREAM.MSG.GET.KV_dynbus_instances",
         "$JS.API.STREAM.NAMES",
     ]
