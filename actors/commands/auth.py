@@ -1,16 +1,19 @@
-"""`dynbus auth`: the users of a server with permissions, in files."""
+"""`dynbus auth`: the users of a server with permissions, and accounts of teams, in files."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
+import msgspec
 
 from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.resources import bytes_of, memory_text
 from dynbus.actors.needed import setup_commands
 from dynbus.actors.permissions import grants_of, grants_of_client
 from dynbus.actors.running.graph import Node
@@ -19,6 +22,13 @@ from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.identity.accounts import (
+    Account,
+    Accounts,
+    Limits,
+    open_users,
+    users_in,
+)
 from dynbus.bus.identity.credentials import user_of
 from dynbus.bus.identity.grants import (
     Grant,
@@ -29,8 +39,10 @@ from dynbus.bus.identity.grants import (
     observes,
     operates,
 )
-from dynbus.bus.identity.registry import ACTOR, Registry, ServerTls, User
+from dynbus.bus.identity.registry import Registry
+from dynbus.bus.identity.users import ACTOR, SERVER_FILE, ServerTls, User, Users
 from dynbus.bus.protocol.names import ComponentName, check_token
+from dynbus.bus.protocol.seconds import seconds_of
 
 if TYPE_CHECKING:
     from dynbus.actors.runtime import Actor
@@ -51,6 +63,27 @@ folder_option = click.option(
     show_default=True,
     help="Where the files are.",
 )
+
+
+def _lifetime(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+    return None if text is None else seconds_of(text, "--expires")
+
+
+account_option = click.option(
+    "--account",
+    metavar="NAME",
+    help="The account, in a folder with accounts; may be left out where there is one.",
+)
+expires_option = click.option(
+    "--expires",
+    "lifetime",
+    metavar="TIME",
+    callback=_lifetime,
+    help='How long credentials of an account count, such as "30d"; 0 for ever, which is the '
+    "default. `rotate` issues others in time.",
+)
+FIRST_ACCOUNT: Final = "main"
+UNLIMITED: Final = "none"
 
 
 def caller(namespaces: Sequence[str]) -> list[Grant]:
@@ -92,7 +125,7 @@ def grants_of_role(role: str, namespaces: Sequence[str], principal: str) -> list
 
 
 class NeededUser(NamedTuple):
-    """A user as `Registry.put` takes it; see `User`."""
+    """A user as `Users.put` takes it; see `User`."""
 
     name: str
     role: str
@@ -160,6 +193,13 @@ def auth() -> None:
     dynbus auth rotate billing
     dynbus auth revoke billing --previous
     dynbus auth show
+
+    With accounts of teams, each of which sees itself alone:
+
+    \b
+    dynbus auth init --jwt --account red
+    dynbus auth account blue --disk 100Gi --connections 500
+    dynbus auth add actors.py --account blue --expires 30d
     """
 
 
@@ -171,27 +211,45 @@ def auth() -> None:
     metavar="FILE",
     help="Want certificates of clients, signed by the authorities in FILE.",
 )
+@click.option(
+    "--jwt",
+    is_flag=True,
+    help="Accounts of teams, with tokens: an operator of the server, and a first account.",
+)
+@click.option("--account", metavar="NAME", help=f"With --jwt: the first account [{FIRST_ACCOUNT}].")
 @folder_option
 @terminal.json_option
 def init(
     tls_cert: str | None,
     tls_key: str | None,
     tls_client_ca: str | None,
+    jwt: bool,
+    account: str | None,
     folder: Path,
     as_json: bool,
 ) -> None:
     """Make the files, with an operator.
 
-    The operator may do everything: it makes the streams of namespaces with `dynbus setup`. The
-    files of TLS are paths on the machine of the server.
+    The operator may do everything: it makes the streams of namespaces with `dynbus setup`. With
+    accounts each has one, which may do everything in it. The files of TLS are paths on the machine
+    of the server.
 
     \b
     dynbus auth init --tls-cert /etc/nats/server.pem --tls-key /etc/nats/server.key
     """
-    registry = Registry.make(folder, _server_tls(tls_cert, tls_key, tls_client_ca))
-    registry.put("operator", "operator", "all", _operator())
-    registry.save()
-    _tell(registry, {"operator": "added"}, as_json)
+    tls = _server_tls(tls_cert, tls_key, tls_client_ca)
+    if account is not None and not jwt:
+        raise click.UsageError("--account is for a folder with accounts: give --jwt too")
+    users: Users
+    if jwt:
+        accounts = Accounts.make(folder, tls)
+        accounts.put(account or FIRST_ACCOUNT, Limits())
+        users = accounts.users(account or FIRST_ACCOUNT)
+    else:
+        users = Registry.make(folder, tls)
+    users.put("operator", "operator", "all", _operator())
+    users.save()
+    _tell(users, {"operator": "added"}, as_json, reload=True)
 
 
 def _server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
@@ -206,6 +264,117 @@ def _operator() -> list[Grant]:
     return [Grant("may do everything", (">",), (">",))]
 
 
+def _limit(_ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """The value of an option that is a field of `Limits`."""
+    if text is None:
+        return None
+    if text == UNLIMITED:
+        return Limits().disk
+    is_bytes = param.name in ("disk", "memory")
+    try:
+        number = bytes_of(text) if is_bytes else int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 2**63:
+        wanted = "bytes, such as 20Gi" if is_bytes else "a number above 0"
+        raise click.BadParameter(f"{text!r}: give {wanted}, or {UNLIMITED}")
+    return number
+
+
+def limit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of `Limits`."""
+    for field in reversed(msgspec.structs.fields(Limits)):
+        kind = "BYTES" if field.name in ("disk", "memory") else "NUMBER"
+        meaning = f"The most {'bytes of' if kind == 'BYTES' else ''} {field.name} it may have"
+        option = click.option(
+            f"--{field.name}", metavar=kind, callback=_limit, help=f"{meaning.replace('  ', ' ')}."
+        )
+        command = option(command)
+    return command
+
+
+@auth.command()
+@click.argument("name", required=False)
+@limit_options
+@click.option("--remove", is_flag=True, help="Remove the account with its users.")
+@folder_option
+@terminal.json_option
+def account(
+    name: str | None, remove: bool, folder: Path, as_json: bool, **limits: int | None
+) -> None:
+    """Add an account for a team, change its limits, or list the accounts.
+
+    Who is in an account sees, calls and stores nothing of another, whatever its namespaces are
+    called. A limit that is not given stays as it is, and is none for a new account, which gets an
+    operator of its own.
+
+    \b
+    dynbus auth account blue --disk 100Gi --connections 500
+    dynbus auth account blue --connections none
+    """
+    accounts = Accounts(folder)
+    given = {key: value for key, value in limits.items() if value is not None}
+    if name is None:
+        if given or remove:
+            raise click.UsageError("give the NAME of the account")
+        _show_accounts(list(accounts.accounts.values()), as_json)
+        return
+    if remove:
+        shown = accounts.account(name)
+        accounts.remove(name)
+        changed = accounts.save()
+        _show_accounts([shown], as_json, "removed")
+    else:
+        known = accounts.accounts.get(name)
+        before = known.limits if known is not None else Limits()
+        done = accounts.put(name, msgspec.structs.replace(before, **given))
+        users = accounts.users(name)
+        if done == "added":
+            users.put("operator", "operator", "all", _operator())
+        changed = users.save()
+        _show_accounts([accounts.account(name)], as_json, done)
+    if changed and not as_json:
+        _ask_to_reload(accounts.folder / SERVER_FILE)
+
+
+def _show_accounts(accounts: Sequence[Account], as_json: bool, done: str = "") -> None:
+    if as_json:
+        terminal.print_json(
+            [
+                {
+                    "name": one.name,
+                    "key": one.key,
+                    "limits": msgspec.structs.asdict(one.limits),
+                    "users": len(one.users),
+                    "revoked": len(one.revoked),
+                    **({"done": done} if done else {}),
+                }
+                for one in accounts
+            ]
+        )
+        return
+    names = [field.name for field in msgspec.structs.fields(Limits)]
+    terminal.print_table(
+        ("ACCOUNT", "", *(name.upper() for name in names), "USERS", "REVOKED"),
+        [
+            (
+                one.name,
+                done,
+                *(_limit_text(name, getattr(one.limits, name)) for name in names),
+                str(len(one.users)),
+                str(len(one.revoked)),
+            )
+            for one in accounts
+        ],
+    )
+
+
+def _limit_text(name: str, value: int) -> str:
+    if value < 0:
+        return "-"
+    return memory_text(value) if name in ("disk", "memory") else str(value)
+
+
 @auth.command(cls=TargetsCommand)
 @click.argument("targets", nargs=-1, required=True, metavar="(TARGET... | NAME)")
 @file_option
@@ -216,6 +385,8 @@ def _operator() -> list[Grant]:
 @click.option(
     "--client", metavar="NAME", help="Make the user NAME that calls TARGETs, and none for them."
 )
+@account_option
+@expires_option
 @folder_option
 @terminal.json_option
 @click.pass_context
@@ -228,6 +399,8 @@ def add(
     namespace: str | None,
     role: str | None,
     client: str | None,
+    account: str | None,
+    lifetime: float | None,
     folder: Path,
     as_json: bool,
 ) -> None:
@@ -243,7 +416,7 @@ def add(
     dynbus auth add actors.py --client billing
     dynbus auth add billing --role caller --namespace hello,accounts
     """
-    registry = Registry(folder)
+    registered = open_users(folder, account)
     if client is not None and role is not None:
         raise click.UsageError("give --client or --role, not both")
     setup: list[str] = []
@@ -254,9 +427,9 @@ def add(
         users, setup = users_of_run(request), setup_of_run(request)
     else:
         users = [_user_in_role(role, targets, config_files, namespace)]
-    done = {user.name: registry.put(*user) for user in users}
-    registry.save()
-    _tell(registry, done, as_json, setup)
+    done = {user.name: registered.put(*user, lifetime=lifetime) for user in users}
+    reload = registered.save()
+    _tell(registered, done, as_json, setup, reload=reload)
 
 
 def _user_in_role(
@@ -274,59 +447,91 @@ def _user_in_role(
 
 @auth.command()
 @click.argument("name")
+@account_option
+@expires_option
 @folder_option
 @terminal.json_option
-def rotate(name: str, folder: Path, as_json: bool) -> None:
+def rotate(
+    name: str, account: str | None, lifetime: float | None, folder: Path, as_json: bool
+) -> None:
     """Give a user another key.
 
     The server takes both, until the one before is revoked: reload the server, give the process its
-    new file and restart it, then `dynbus auth revoke NAME --previous`, and reload again.
+    new file and restart it, then `dynbus auth revoke NAME --previous`, and reload again. A
+    credential of an account is taken without a first reload, and counts as long as the one before
+    unless --expires says otherwise.
     """
-    registry = Registry(folder)
-    registry.rotate(name)
-    registry.save()
-    _tell(registry, {name: "rotated"}, as_json)
+    users = open_users(folder, account)
+    users.rotate(name, lifetime=lifetime)
+    reload = users.save()
+    _tell(users, {name: "rotated"}, as_json, reload=reload)
 
 
 @auth.command()
 @click.argument("name")
 @click.option("--previous", is_flag=True, help="Only the key that it had before its last one.")
+@account_option
 @folder_option
 @terminal.json_option
-def revoke(name: str, previous: bool, folder: Path, as_json: bool) -> None:
+def revoke(name: str, previous: bool, account: str | None, folder: Path, as_json: bool) -> None:
     """Remove a user, or the key that it had before `rotate`.
 
     The server ends its connections when it is reloaded.
     """
-    registry = Registry(folder)
-    registry.revoke(name, previous=previous)
-    registry.save()
-    _tell(registry, {name: "previous key revoked" if previous else "revoked"}, as_json)
+    users = open_users(folder, account)
+    users.revoke(name, previous=previous)
+    reload = users.save()
+    done = "previous key revoked" if previous else "revoked"
+    _tell(users, {name: done}, as_json, reload=reload)
 
 
 @auth.command()
 @click.argument("name", required=False)
+@account_option
 @folder_option
 @terminal.json_option
-def show(name: str | None, folder: Path, as_json: bool) -> None:
+def show(name: str | None, account: str | None, folder: Path, as_json: bool) -> None:
     """List the users, or what one of them may publish and hear, and for what."""
-    registry = Registry(folder)
     if name is not None:
-        _show_user(registry.user(name), as_json)
-    elif as_json:
-        terminal.print_json([_json(registry.users[each]) for each in sorted(registry.users)])
-    else:
-        terminal.print_table(
-            ("USER", "WHO", "KEYS", "LAST KEY"),
-            [
-                (user.name, terminal.plain(user.what), str(len(user.keys)), user.keys[-1])
-                for _, user in sorted(registry.users.items())
-            ],
-        )
+        users = open_users(folder, account)
+        _show_user(users.account, users.user(name), as_json)
+        return
+    listed = [
+        (users.account, user)
+        for users in users_in(folder, account)
+        for _, user in sorted(users.users.items())
+    ]
+    if as_json:
+        terminal.print_json([_json(*one) for one in listed])
+        return
+    has_accounts = any(account for account, _ in listed)
+    terminal.print_table(
+        (*(["ACCOUNT"] if has_accounts else []), "USER", "WHO", "KEYS", "LAST KEY")
+        + (("EXPIRES",) if has_accounts else ()),
+        [
+            (
+                *([account] if has_accounts else []),
+                user.name,
+                terminal.plain(user.what),
+                str(len(user.keys)),
+                user.keys[-1],
+                *([_expiry(user)] if has_accounts else []),
+            )
+            for account, user in listed
+        ],
+    )
 
 
-def _json(user: User) -> dict[str, Any]:
+def _expiry(user: User) -> str:
+    if not user.expires:
+        return "never"
+    left = user.expires - time.time()
+    return f"in {terminal.duration(left)}" if left > 0 else "expired"
+
+
+def _json(account: str, user: User) -> dict[str, Any]:
     return {
+        **({"account": account, "expires": user.expires or None} if account else {}),
         "name": user.name,
         "role": user.role,
         "of": user.of,
@@ -335,9 +540,9 @@ def _json(user: User) -> dict[str, Any]:
     }
 
 
-def _show_user(user: User, as_json: bool) -> None:
+def _show_user(account: str, user: User, as_json: bool) -> None:
     if as_json:
-        terminal.print_json(_json(user))
+        terminal.print_json(_json(account, user))
         return
     terminal.print_table(
         ("FOR", "", "SUBJECT"),
@@ -351,31 +556,41 @@ def _show_user(user: User, as_json: bool) -> None:
 
 
 def _tell(
-    registry: Registry, done: dict[str, str], as_json: bool, setup: Sequence[str] = ()
+    users: Users,
+    done: dict[str, str],
+    as_json: bool,
+    setup: Sequence[str] = (),
+    *,
+    reload: bool,
 ) -> None:
-    """Say what was done, where the keys are, and what is left to do.
+    """Say what was done, where the credentials are, and what is left to do.
 
     Args:
         setup: the commands that make what these users need at the server.
+        reload: whether the server has to read its configuration again.
     """
     if as_json:
         terminal.print_json(
             {
                 "users": [{"name": name, "done": how} for name, how in sorted(done.items())],
-                "server_file": str(registry.server_file),
+                "server_file": str(users.server_file),
                 "setup": list(setup),
             }
         )
         return
     rows = [
-        (name, how, str(registry.seed_file(name)) if name in registry.users else "")
+        (name, how, str(users.credential_file(name)) if name in users.users else "")
         for name, how in sorted(done.items())
     ]
     terminal.print_table(("USER", "", "KEY"), rows)
-    if set(done.values()) != {"there"}:
-        terminal.notice(
-            f"{registry.server_file} is written: include it in the configuration of nats-server, "
-            "and have it read that again: nats-server --signal reload"
-        )
+    if reload:
+        _ask_to_reload(users.server_file)
     for command in setup:
         terminal.notice(f"an operator makes what they need, before they start: {command}")
+
+
+def _ask_to_reload(server_file: Path) -> None:
+    terminal.notice(
+        f"{server_file} is written: include it in the configuration of nats-server, and have it "
+        "read that again: nats-server --signal reload"
+    )

@@ -120,6 +120,15 @@ def memory_text(count: int) -> str:
     return str(count)
 
 
+def bytes_of(value: Any) -> int:
+    """Bytes, of a number or of text in Kubernetes' form of quantities; a part of one is one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return math.ceil(_quantity(value, "bytes, for example 20Gi, 16G or 500Mi"))
+
+
 def _cores(value: Any) -> float:
     cores = _quantity(value, "cores, for example 4, 0.5 or 500m")
     if not MIN_CORES <= cores <= MAX_CORES:
@@ -128,13 +137,13 @@ def _cores(value: Any) -> float:
 
 
 def _memory(value: Any) -> int:
-    count = _quantity(value, "bytes, for example 20Gi, 16G or 500Mi")
+    count = bytes_of(value)
     if not MIN_MEMORY <= count <= MAX_MEMORY:
         unit = "" if count > MAX_MEMORY else "; M and Mi are millions, m is a thousandth"
         raise ValueError(
             f"give bytes from {memory_text(MIN_MEMORY)} to {memory_text(MAX_MEMORY)}{unit}"
         )
-    return math.ceil(count)
+    return count
 
 
 def _gpus(value: Any) -> int:

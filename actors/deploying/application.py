@@ -27,7 +27,8 @@ from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import LoadedRun
 from dynbus.bus.config import is_loopback, suggestion
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.identity.credentials import SUFFIX, user_of
+from dynbus.bus.identity.credentials import CREDS, user_of
+from dynbus.bus.identity.keys import SUFFIX
 from dynbus.bus.protocol.endpoint import DEFAULT_CONCURRENCY
 from dynbus.bus.protocol.names import ComponentName, work_stream
 from dynbus.bus.telemetry.logs import redact_url
@@ -293,7 +294,7 @@ def application_of(
 
 def _key_folder(run: LoadedRun) -> str:
     credentials = run.config.credentials
-    if credentials.endswith((SUFFIX, ".creds")):
+    if credentials.endswith((SUFFIX, CREDS)):
         raise ConfigError(
             f"credentials = {credentials!r} is a file, and each node is deployed with a key of its "
             "own: name the folder that `dynbus auth add` has made, such as auth/seeds"

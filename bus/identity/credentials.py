@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.protocol.names import ANONYMOUS, ComponentName, check_token
 
-from .files import write_whole
+from .keys import SUFFIX, Kind, check_extra, is_seed
+from .tokens import user_of_credentials
 
-SUFFIX: Final = ".nk"
-_SEED_OF_USER: Final = "SU"
-
-
-class NewKey(NamedTuple):
-    """A pair of keys: the public one, and the seed that only its owner has."""
-
-    public: str
-    seed: str
-
-    def __repr__(self) -> str:
-        return f"<NewKey {self.public}>"
-
-
-def new_key() -> NewKey:
-    """A new NKEY of a user.
-
-    Raises:
-        ConfigError: the extra `nkeys` is missing.
-    """
-    nkeys = _nkeys()
-    seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
-    pair = nkeys.from_seed(bytearray(seed))
-    return NewKey(pair.public_key.decode(), seed.decode())
-
-
-def write_seed(path: Path, seed: str) -> None:
-    """Write a seed into a file that its owner alone can read.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    write_whole(path, f"{seed}\n", secret=True)
+CREDS: Final = ".creds"
+"""The suffix of a credentials file of NATS: the token of a user, and its seed."""
 
 
 def user_of(component: ComponentName) -> str:
@@ -74,68 +42,75 @@ def own_credentials(credentials: str, served: Sequence[str]) -> str:
             f"process serves {', '.join(served)}: run them in processes of their own, or name a "
             "file"
         )
-    path = folder / f"{user_of(ComponentName.parse(served[0]))}{SUFFIX}"
-    if not path.is_file():
+    user = user_of(ComponentName.parse(served[0]))
+    paths = [folder / f"{user}{suffix}" for suffix in (SUFFIX, CREDS)]
+    there = [path for path in paths if path.is_file()]
+    if not there:
         raise ConfigError(
-            f"there is no {path}, which would be the credential of {served[0]}: make it with "
-            "`dynbus auth add`"
+            f"there is no {paths[0]}, and no {paths[1].name}, which would be the credential of "
+            f"{served[0]}: make it with `dynbus auth add`"
         )
-    return str(path)
+    return str(there[0])
 
 
 def identified(config: BusConfig) -> BusConfig:
-    """A configuration with its principal: the name of the file with its NKEY, unless it is set.
+    """A configuration with its principal, unless it is set: the name of the file with its NKEY, or
+    the user of a credentials file that dynbus wrote.
 
     Raises:
         ConfigError: the file cannot be read or used.
     """
-    if config.principal != ANONYMOUS or not _seed_in(config.credentials):
+    if config.principal != ANONYMOUS or not config.credentials:
         return config
-    name = Path(config.credentials).stem
+    text = _content(config.credentials)
+    name = Path(config.credentials).stem if _is_key(text) else user_of_credentials(text)
+    if not name:
+        return config
     return msgspec.structs.replace(config, principal=check_token("the user of credentials", name))
 
 
 def credential_options(credentials: str) -> dict[str, Any]:
     """The options of nats-py's `connect` for a file with a credential.
 
+    A credentials file is read again for each connection, so that it can be replaced by one that
+    expires later.
+
     Raises:
         ConfigError: the file cannot be read or used.
     """
     if not credentials:
         return {}
-    seed = _seed_in(credentials)
-    return {"nkeys_seed_str": seed} if seed else {"user_credentials": credentials}
+    text = _content(credentials)
+    if _is_key(text):
+        return {"nkeys_seed_str": text}
+    check_extra()
+    return {"user_credentials": credentials}
 
 
-def _seed_in(credentials: str) -> str:
-    """The NKEY that a file has; empty for a file of another kind, or none."""
-    if not credentials:
-        return ""
+def _is_key(text: str) -> bool:
+    """True if a file's content is an NKEY, and not one of another kind."""
+    return text.startswith(f"S{Kind.USER}")
+
+
+def _content(credentials: str) -> str:
+    """The content of a file with a credential, whose NKEY is whole where it is one.
+
+    Raises:
+        ConfigError: it cannot be read, or is a broken NKEY.
+    """
     path, source = Path(credentials), f"credentials = {credentials!r}"
     try:
         text = path.read_text(encoding="utf-8").strip()
     except IsADirectoryError:
-        names = ", ".join(sorted(one.name for one in path.glob(f"*{SUFFIX}")))
+        files = (one for suffix in (SUFFIX, CREDS) for one in path.glob(f"*{suffix}"))
+        names = ", ".join(sorted(one.name for one in files))
         raise ConfigError(
             f"{source} is a folder: name a file in it; there are: {names or 'none'}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{source} cannot be read: {reason}") from None
-    if not text.startswith(_SEED_OF_USER):
-        return ""
-    nkeys = _nkeys()
-    try:
-        nkeys.from_seed(bytearray(text.encode()))
-    except (nkeys.NkeysError, ValueError):
-        # What it raises may tell of the seed.
-        raise ConfigError(f"{source} is no NKEY of a user, although it begins like one") from None
+    if _is_key(text) and not is_seed(text, Kind.USER):
+        # What the package raises may tell of the seed.
+        raise ConfigError(f"{source} is no NKEY of a user, although it begins like one")
     return text
-
-
-def _nkeys() -> Any:
-    if not has_extra("nkeys"):
-        raise ConfigError(f"NKEYs need an extra: {how_to_install('nkeys')}")
-    import nkeys
-
-    return nkeys

@@ -28,3 +28,18 @@ def write_whole(path: Path, text: str, *, secret: bool = False) -> None:
         beside.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_changed(path: Path, text: str) -> bool:
+    """Write a file that has no secrets; True if it was not there, or had another content.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        is_changed = path.read_text(encoding="utf-8") != text
+    except (OSError, UnicodeDecodeError):
+        is_changed = True
+    if is_changed:
+        write_whole(path, text)
+    return is_changed

@@ -1,12 +1,13 @@
 """The permissions of a credential, each part of them with what it is for.
 
-This is where permissions are spelled: `dynbus auth` renders the server's configuration of it, and
-`docs/permissions.md` is made of it. Packages above the kernel add what is theirs, as data.
+This is where permissions are spelled: `dynbus auth` renders the server's configuration of it, or
+the tokens of accounts, and `docs/permissions.md` is made of it. Packages above the kernel add what
+is theirs, as data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dynbus.bus.protocol.names import (
@@ -340,6 +341,46 @@ def denied(grants: Iterable[Grant], shared: Iterable[tuple[str, str]]) -> tuple[
         for subject in sorted({one for grant in grants for one in grant.publish})
         if subject.startswith(own)
     )
+
+
+class Permission(NamedTuple):
+    """The subjects of one verb, publishing or subscribing, as a server is to be told of them.
+
+    Attributes:
+        allow: for each purpose its subjects, each of them once.
+        deny: those that are refused all the same. It is everything where nothing is allowed: an
+            empty list of what is allowed allows everything.
+    """
+
+    allow: Mapping[str, Sequence[str]]
+    deny: Sequence[str] = ()
+
+
+def permissions(
+    grants: Sequence[Grant], shared: Iterable[tuple[str, str]]
+) -> tuple[Permission, Permission]:
+    """The permissions of a user to publish and to subscribe.
+
+    Args:
+        shared: consumers that it may not change; see `shared_consumers`.
+    """
+    publish = _by_purpose((grant.purpose, grant.publish) for grant in grants)
+    subscribe = _by_purpose((grant.purpose, grant.subscribe) for grant in grants)
+    return (
+        Permission(publish, denied(grants, shared) if publish else (">",)),
+        Permission(subscribe, () if subscribe else (">",)),
+    )
+
+
+def _by_purpose(purposes: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
+    seen: set[str] = set()
+    allowed: dict[str, list[str]] = {}
+    for purpose, subjects in purposes:
+        new = [one for one in dict.fromkeys(subjects) if one not in seen]
+        seen.update(new)
+        if new:
+            allowed.setdefault(purpose, []).extend(new)
+    return allowed
 
 
 # People ------------------------------------------------------------------------------------

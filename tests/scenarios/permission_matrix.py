@@ -21,10 +21,10 @@ from nats.aio.client import Client
 from dynbus import Actor, Topic, depends, handler, subscribe
 from dynbus.actors.commands.auth import grants_of_role
 from dynbus.actors.permissions import grants_of
-from dynbus.bus.identity.credentials import NewKey, new_key
+from dynbus.bus.identity.credentials import credential_options
 from dynbus.bus.identity.grants import Grant, covers, denied, shared_consumers
-from dynbus.bus.identity.registry import User, server_config
-from dynbus.bus.nats.connection import connect
+from dynbus.bus.identity.registry import Registry
+from dynbus.bus.identity.users import Users
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.protocol.names import ComponentName, EndpointName
@@ -46,6 +46,8 @@ from dynbus.llm.models.names import NAMES_STREAM
 from dynbus.llm.models.records import CARDS_STREAM
 from dynbus.llm.resumable.store import LOGS_STREAM
 from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
+
+from .guarded import connect_plainly
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "permissions.md"
 
@@ -320,20 +322,20 @@ def granted(role: str, row: Row) -> int:
     return 0
 
 
-def config_of(keys: Mapping[str, NewKey]) -> str:
-    """The configuration of a server with a user in each role, and one who makes its streams."""
-    users = [User(role, role, "demo", (keys[role].public,), tuple(GRANTS[role])) for role in ROLES]
-    everything = Grant("makes the streams", (">",), (">",))
-    users.append(User("maker", "maker", "all", (keys["maker"].public,), (everything,)))
-    return server_config(users)
+async def measured(users: Users) -> dict[str, set[Row]]:
+    """The rows that a server allows, by role; a role at a time, the operator last.
 
-
-async def measured(folder: Path) -> dict[str, set[Row]]:
-    """The rows that a server allows, by role; a role at a time, the operator last."""
-    keys = {name: new_key() for name in (*ROLES, "maker")}
-    server = await run_server(store_dir=folder, config=config_of(keys))
+    Args:
+        users: none yet, in a folder beside which the server has its own.
+    """
+    for role in ROLES:
+        users.put(role, role, "demo", GRANTS[role])
+    users.put("maker", "maker", "all", [Grant("makes the streams", (">",), (">",))])
+    users.save()
+    include = f'include "../{users.folder.name}/{users.server_file.name}"'
+    server = await run_server(store_dir=users.folder.parent / "nats-server", config=include)
     try:
-        maker = await connect([server.url], options={"nkeys_seed_str": keys["maker"].seed})
+        maker = await connect_plainly(server, users, "maker")
         try:
             needed = needed_in(
                 "demo",
@@ -348,12 +350,12 @@ async def measured(folder: Path) -> dict[str, set[Row]]:
             await set_up(maker.jetstream, needed)
         finally:
             await maker.close()
-        return {role: await _allowed(server, role, keys[role]) for role in ROLES}
+        return {role: await _allowed(server, role, users) for role in ROLES}
     finally:
         await server.stop()
 
 
-async def _allowed(server: RunningServer, role: str, key: NewKey) -> set[Row]:
+async def _allowed(server: RunningServer, role: str, users: Users) -> set[Row]:
     refused: set[tuple[str, str]] = set()
 
     async def note(error: Exception) -> None:
@@ -365,10 +367,10 @@ async def _allowed(server: RunningServer, role: str, key: NewKey) -> set[Row]:
     client = Client()
     await client.connect(
         server.url,
-        nkeys_seed_str=key.seed,
         error_cb=note,
         allow_reconnect=False,
         inbox_prefix=f"_R.{role}".encode(),
+        **credential_options(str(users.credential_file(role))),
     )
     # Before the operator deletes streams.
     cleared: set[Row] = set()
@@ -449,4 +451,4 @@ Permissions are about subjects. What they leave open is closed where it arrives:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(page(asyncio.run(measured(Path(folder)))), end="")
+        print(page(asyncio.run(measured(Registry.make(Path(folder) / "auth")))), end="")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.conditions import eventually
 
-from dynbus import PermissionDenied, Runtime, call_options
+from dynbus import PermissionDenied, call_options
 from dynbus.actors.commands.auth import (
     client_of_run,
     grants_of_role,
@@ -20,15 +18,14 @@ from dynbus.actors.commands.auth import (
     users_of_run,
 )
 from dynbus.actors.running.plan import PlanRequest
-from dynbus.actors.runtime import Connecting
-from dynbus.bus.identity.registry import Registry
-from dynbus.bus.nats.connection import NatsConnection, connect
-from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.identity.users import Users
+from dynbus.bus.nats.server_process import run_server
 from dynbus.bus.topics import TopicStream
 from dynbus.bus.work_queue import DeadLetters
 from dynbus.llm.commands.setting_up import needed_in, set_up
 from dynbus.llm.commands.setup import setup
 
+from .guarded import KINDS, Guarded, connect_plainly
 from .guarded_shop import (
     UNPAID,
     Audit,
@@ -47,39 +44,11 @@ pytestmark = pytest.mark.anyio
 RUN = PlanRequest(targets=[Press.__module__])
 
 
-class Guarded:
-    """A server whose users are in files, and how to be one of them."""
-
-    def __init__(self, server: RunningServer, registry: Registry, operator: NatsConnection) -> None:
-        self.server = server
-        self.registry = registry
-        self.operator = operator
-
-    def connect(self, user: str) -> Connecting:
-        path = self.registry.seed_file(user)
-        return Runtime.connect(self.server.url, credentials=str(path), drain_grace=1.0)
-
-    async def reload(self) -> None:
-        """Have the server read its users again."""
-        self.registry.save()
-        before = self._reloads()
-        os.kill(self.server.pid, signal.SIGHUP)
-        await eventually(lambda: self._reloads() > before, what="the server has read its users")
-
-    def _reloads(self) -> int:
-        return self.server.log.read_text().count("Reloaded server configuration")
-
-    @property
-    def refusals(self) -> list[str]:
-        lines = self.server.log.read_text().splitlines()
-        return [line for line in lines if "iolation" in line]
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+@pytest.fixture(params=KINDS)
+async def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guarded]:
     """A server with users for the graph, a client of it and an operator, and with its
     streams, which the operator makes as `dynbus auth add` says."""
-    registry = Registry.make(tmp_path / "auth")
+    registry: Users = KINDS[request.param](tmp_path / "auth")
     registry.put("operator", "operator", "shop", grants_of_role("operator", ["shop"], "operator"))
     for user in [*users_of_run(RUN), client_of_run("billing", RUN)]:
         registry.put(*user)
@@ -87,10 +56,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
     include = f'include "../auth/{registry.server_file.name}"'
     server = await run_server(store_dir=tmp_path / "nats", config=include)
     try:
-        seed = registry.seed_file("operator").read_text().strip()
-        operator = await connect(
-            [server.url], inbox="_R.operator.setup", options={"nkeys_seed_str": seed}
-        )
+        operator = await connect_plainly(server, registry, "operator")
         try:
             for command in setup_of_run(RUN):
                 given = setup.make_context("setup", shlex.split(command)[2:]).params

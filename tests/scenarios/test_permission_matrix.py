@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from .guarded import KINDS
 from .permission_matrix import ALL_ROWS, GRANTS, PAGE, ROLES, Row, granted, measured, page
 
 pytestmark = pytest.mark.anyio
@@ -14,10 +15,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module")
-async def allowed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Row]]:
-    """What a server allows, by role."""
-    return await measured(tmp_path_factory.mktemp("matrix"))
+@pytest.fixture(scope="module", params=KINDS)
+async def allowed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, set[Row]]:
+    """What a server allows, by role: with a key of each, and with a token of each."""
+    return await measured(KINDS[request.param](tmp_path_factory.mktemp("matrix") / "auth"))
 
 
 def test_there_are_500_cells() -> None:

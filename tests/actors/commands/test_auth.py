@@ -50,7 +50,7 @@ def test_each_component_of_a_run_becomes_a_user(folder: Path) -> None:
     assert sorted(registry.users) == ["operator", "shop_Front", "shop_Printer"]
     purposes = [grant.purpose for grant in registry.user("shop_Front").grants]
     assert "submits jobs of shop.Printer.print" in purposes
-    assert registry.seed_file("shop_Front").is_file()
+    assert registry.credential_file("shop_Front").is_file()
 
 
 def test_what_was_done_is_told_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,9 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.credentials import (
     credential_options,
     identified,
-    new_key,
     own_credentials,
-    write_seed,
 )
+from dynbus.bus.identity.keys import new_key, write_seed
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.grants import Grant, hears_events, operates, takes_events
-from dynbus.bus.identity.registry import Registry, ServerTls, User, server_config
+from dynbus.bus.identity.registry import Registry, server_config
+from dynbus.bus.identity.users import ServerTls, User
 from dynbus.bus.protocol.names import EndpointName
 
 CALLS = Grant("calls demo.A", ("demo.A.x",), ())
@@ -129,7 +130,7 @@ def test_the_same_users_make_the_same_files(registry: Registry) -> None:
 
 def test_keys_are_kept_from_repositories(registry: Registry) -> None:
     assert (registry.folder / "seeds" / ".gitignore").read_text() == "*\n"
-    seed = registry.seed_file("one").read_text().strip()
+    seed = registry.credential_file("one").read_text().strip()
     assert seed not in (registry.folder / "users.json").read_text()
     assert seed not in registry.server_file.read_text()
 
@@ -151,11 +152,11 @@ def test_a_rotated_key_is_taken_beside_the_one_before_until_that_is_revoked(
     registry: Registry,
 ) -> None:
     (before,) = registry.user("one").keys
-    seed = registry.seed_file("one").read_text()
+    seed = registry.credential_file("one").read_text()
 
     registry.rotate("one")
     _, after = registry.user("one").keys
-    assert registry.seed_file("one").read_text() != seed
+    assert registry.credential_file("one").read_text() != seed
     with pytest.raises(ConfigError, match="revoke one --previous"):
         registry.rotate("one")
     registry.revoke("one", previous=True)
@@ -171,7 +172,7 @@ def test_a_user_that_is_revoked_is_gone_with_its_key(registry: Registry) -> None
     registry.save()
 
     assert Registry(registry.folder).users == {}
-    assert not registry.seed_file("one").exists()
+    assert not registry.credential_file("one").exists()
     with pytest.raises(ConfigError, match="there is no user 'one'"):
         registry.user("one")
 

@@ -1,0 +1,222 @@
+"""The users of a server, or of one of its accounts: who there is, in which role, with which grants.
+
+What a credential is differs, and with it what is written for a server: `registry.py` has NKEYs,
+`accounts.py` tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+import msgspec
+
+from dynbus.bus.config import suggestion
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import check_token
+
+from .grants import Grant
+
+SERVER_FILE: Final = "nats-users.conf"
+"""The file that nats-server includes."""
+ACTOR: Final = "actor"
+"""The role of a user that is a component."""
+
+
+class User(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A user of the server.
+
+    Attributes:
+        role: `actor`, `caller` and so on.
+        of: what it is that of: a component, or namespaces.
+        keys: its public NKEYs; the last one is the one that is handed out, one before it is still
+            taken.
+        scope: of an account's user, the public half of the key that signs its tokens.
+        lifetime: seconds for which a token counts; 0 for ever.
+        expires: when its last token does, in Unix seconds; 0 for never.
+    """
+
+    name: str
+    role: str
+    of: str
+    keys: tuple[str, ...]
+    grants: tuple[Grant, ...]
+    scope: str = ""
+    lifetime: float = 0.0
+    expires: int = 0
+
+    @property
+    def what(self) -> str:
+        """A phrase for people, such as `caller of hello`."""
+        return f"{self.role} {self.of}" if self.role == ACTOR else f"{self.role} of {self.of}"
+
+
+class ServerTls(msgspec.Struct, frozen=True):
+    """The files of nats-server's TLS, as paths on its machine.
+
+    Attributes:
+        cert, key: its own certificate, and its key.
+        client_ca: the authorities of the certificates that it wants of clients; empty for none.
+    """
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+    def __post_init__(self) -> None:
+        for path in (self.cert, self.key, self.client_ca or "/"):
+            if not path.startswith("/"):
+                raise ConfigError(
+                    f"{path} is no absolute path, which nats-server needs, since it looks for "
+                    "others from the folder that it was started in: begin it with /"
+                )
+
+    def lines(self) -> list[str]:
+        """The block `tls` of the server's configuration."""
+        lines = [f"  cert_file: {json.dumps(self.cert)}", f"  key_file: {json.dumps(self.key)}"]
+        if self.client_ca:
+            lines += [f"  ca_file: {json.dumps(self.client_ca)}", "  verify: true"]
+        return ["tls {", *lines, "}"]
+
+
+class Users(ABC):
+    """Users with a credential each, in files of a folder.
+
+    Attributes:
+        account: the name of theirs; empty where the server has one.
+    """
+
+    folder: Path
+    account: str = ""
+    users: dict[str, User]
+    may_expire: ClassVar[bool]
+    """True if credentials may count for a time alone."""
+
+    @property
+    def server_file(self) -> Path:
+        """The file that nats-server includes."""
+        return self.folder / SERVER_FILE
+
+    @abstractmethod
+    def credential_file(self, name: str) -> Path:
+        """The file with the credential of a user, for its process."""
+
+    @abstractmethod
+    def save(self) -> bool:
+        """Write the files that are no credentials; True if what the server reads is another.
+
+        Raises:
+            ConfigError: they cannot be written.
+        """
+
+    @abstractmethod
+    def _issue(self, user: User) -> User:
+        """Write a new credential of a user; the user with it.
+
+        Raises:
+            ConfigError: it cannot be made or written.
+        """
+
+    @abstractmethod
+    def _withdraw(self, user: User, keys: Sequence[str]) -> None:
+        """Have the server take no credential of some of a user's keys.
+
+        Raises:
+            ConfigError: a file cannot be removed.
+        """
+
+    def user(self, name: str) -> User:
+        """The user of a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name not in self.users:
+            raise ConfigError(
+                f"there is no user {name!r}{suggestion(name, self.users)}; there are: "
+                f"{', '.join(sorted(self.users)) or 'none'}"
+            )
+        return self.users[name]
+
+    def put(
+        self,
+        name: str,
+        role: str,
+        of: str,
+        grants: Sequence[Grant],
+        *,
+        lifetime: float | None = None,
+    ) -> str:
+        """Add a user with a new credential, or give one that is there these grants; what was done:
+        `added`, `changed` or `there`.
+
+        Args:
+            lifetime: seconds that its credentials count from now on; as before unless given.
+
+        Raises:
+            ConfigError: the name is no token or somebody else's, or its credential cannot be
+                written, or cannot expire.
+        """
+        check_token("user", name)
+        self._check_lifetime(name, lifetime)
+        known = self.users.get(name)
+        if known is None:
+            user = User(name, role, of, (), tuple(grants), lifetime=lifetime or 0.0)
+            self.users[name] = self._issue(user)
+            return "added"
+        if known.role != role:
+            raise ConfigError(
+                f"the user {name} is {known.what}, and no {role}: revoke it first, or give another "
+                "name"
+            )
+        lasts = known.lifetime if lifetime is None else lifetime
+        user = msgspec.structs.replace(known, of=of, grants=tuple(grants), lifetime=lasts)
+        self.users[name] = user
+        return "there" if user == known else "changed"
+
+    def rotate(self, name: str, *, lifetime: float | None = None) -> None:
+        """Give a user another key; the one that it had is taken until it is revoked.
+
+        Args:
+            lifetime: see `put`.
+
+        Raises:
+            ConfigError: there is no such user, or two keys already, or it cannot be written.
+        """
+        user = self.user(name)
+        if len(user.keys) > 1:
+            raise ConfigError(
+                f"{name} has a key before its last one: revoke that first, with `dynbus auth "
+                f"revoke {name} --previous`"
+            )
+        self._check_lifetime(name, lifetime)
+        if lifetime is not None:
+            user = msgspec.structs.replace(user, lifetime=lifetime)
+        self.users[name] = self._issue(user)
+
+    def revoke(self, name: str, *, previous: bool = False) -> None:
+        """Remove a user, or the key that it had before its last one.
+
+        Raises:
+            ConfigError: there is no such user, or no such key.
+        """
+        user = self.user(name)
+        if not previous:
+            self._withdraw(user, user.keys)
+            del self.users[name]
+            self.credential_file(name).unlink(missing_ok=True)
+        elif len(user.keys) == 1:
+            raise ConfigError(f"{name} has one key: leave --previous out to remove the user")
+        else:
+            self._withdraw(user, user.keys[:-1])
+            self.users[name] = msgspec.structs.replace(user, keys=user.keys[-1:])
+
+    def _check_lifetime(self, name: str, lifetime: float | None) -> None:
+        if lifetime and not self.may_expire:
+            raise ConfigError(
+                f"the key of {name} cannot expire: only the tokens of accounts' users do, in a "
+                "folder that `dynbus auth init --jwt` has made"
+            )
