@@ -28,11 +28,10 @@ from .credentials import CREDS
 from .files import write_changed, write_whole
 from .grants import Permission, permissions, shared_consumers
 from .keys import SUFFIX, Kind, new_key, read_seed, write_seed
-from .registry import USERS_FILE, Registry
-from .users import SERVER_FILE, ServerTls, User, Users
+from .registry import Registry
+from .users import ACCOUNTS_FILE, SERVER_FILE, ServerTls, User, Users, check_unused
 
 VERSION: Final = 1
-ACCOUNTS_FILE: Final = "accounts.json"
 KEYS: Final = "keys"
 CREDS_FOLDER: Final = "creds"
 OPERATOR: Final = "operator"
@@ -169,12 +168,7 @@ class Accounts:
         Raises:
             ConfigError: there are users already, or the files cannot be written.
         """
-        for name in (ACCOUNTS_FILE, USERS_FILE):
-            if (folder / name).exists():
-                raise ConfigError(
-                    f"{folder / name} is there already: add users to it with `dynbus auth add`, "
-                    "or name another folder by --folder"
-                )
+        check_unused(folder)
         operator, system = new_key(Kind.OPERATOR), new_key(Kind.ACCOUNT)
         claims = tokens.operator_claims(operator.public, "dynbus", system_account=system.public)
         token = tokens.issue(claims, operator, clock())
@@ -234,7 +228,7 @@ class Accounts:
         Raises:
             ConfigError: there is none.
         """
-        return AccountUsers(self, self.account(name))
+        return AccountUsers(self, name)
 
     def save(self) -> bool:
         """Sign what has changed, and write both files; True if what the server reads is another.
@@ -257,7 +251,8 @@ class Accounts:
         if tokens.says(account.token, claims):
             return account
         path = self.folder / KEYS / f"{OPERATOR}{SUFFIX}"
-        operator = read_seed(path, Kind.OPERATOR, f"signs the account {account.name}")
+        public = tokens.read_claims(self._content.operator)["sub"]
+        operator = read_seed(path, public, f"signs the account {account.name}")
         token = tokens.issue(claims, operator, self.clock())
         return msgspec.structs.replace(account, token=token)
 
@@ -267,16 +262,18 @@ class AccountUsers(Users):
 
     Args:
         accounts: which keep them.
+
+    Raises:
+        ConfigError: there is no such account.
     """
 
     may_expire = True
 
-    def __init__(self, accounts: Accounts, account: Account) -> None:
+    def __init__(self, accounts: Accounts, account: str) -> None:
         self.folder = accounts.folder
-        self.users = {user.name: user for user in account.users}
-        self.account = account.name
+        self.account = account
+        self.users = {user.name: user for user in accounts.account(account).users}
         self._accounts = accounts
-        self._account = account
 
     def __repr__(self) -> str:
         return f"<AccountUsers {self.account} [{len(self.users)} users]>"
@@ -285,25 +282,28 @@ class AccountUsers(Users):
         return self.folder / CREDS_FOLDER / self.account / f"{name}{CREDS}"
 
     def save(self) -> bool:
-        self._keep()
+        self._keep(users=tuple(self.users[name] for name in sorted(self.users)))
         return self._accounts.save()
 
-    def _keep(self) -> None:
-        users = tuple(self.users[name] for name in sorted(self.users))
-        self._account = msgspec.structs.replace(self._account, users=users)
-        self._accounts.accounts[self.account] = self._account
+    def _keep(self, **changes: object) -> None:
+        """Have the account differ in some of its fields."""
+        account = self._accounts.account(self.account)
+        self._accounts.accounts[self.account] = msgspec.structs.replace(account, **changes)
 
     def _issue(self, user: User) -> User:
         path, now = self._scope_file(user.name), self._accounts.clock()
         if user.scope:
-            signer = read_seed(path, Kind.ACCOUNT, f"signs tokens of {user.name}")
+            signer = read_seed(path, user.scope, f"signs tokens of {user.name}")
         else:
             signer = new_key(Kind.ACCOUNT)
             write_seed(path, signer.seed)
         key = new_key()
         expires = math.ceil(now + user.lifetime) if user.lifetime else 0
         claims = tokens.user_claims(
-            key.public, user.name, account=self._account.key, expires=expires
+            key.public,
+            user.name,
+            account=self._accounts.account(self.account).key,
+            expires=expires,
         )
         text = tokens.credentials_text(tokens.issue(claims, signer, now), key.seed)
         write_whole(self.credential_file(user.name), text, secret=True)
@@ -312,8 +312,9 @@ class AccountUsers(Users):
 
     def _withdraw(self, user: User, keys: Sequence[str]) -> None:
         # Who signs for a user goes with it; but servers end the connections of revoked keys alone.
-        revoked = self._account.revoked | dict.fromkeys(keys, math.ceil(self._accounts.clock()))
-        self._account = msgspec.structs.replace(self._account, revoked=revoked)
+        now = math.ceil(self._accounts.clock())
+        before = self._accounts.account(self.account).revoked
+        self._keep(revoked=before | dict.fromkeys(keys, now))
         if len(keys) == len(user.keys):
             self._scope_file(user.name).unlink(missing_ok=True)
 

@@ -60,14 +60,15 @@ def write_seed(path: Path, seed: str) -> None:
     write_whole(path, f"{seed}\n", secret=True)
 
 
-def read_seed(path: Path, kind: Kind, purpose: str) -> NewKey:
+def read_seed(path: Path, public: str, purpose: str) -> NewKey:
     """The pair of keys whose seed is in a file.
 
     Args:
+        public: its public key.
         purpose: what it is needed for, for the message.
 
     Raises:
-        ConfigError: there is no such file, or it is no seed of this kind.
+        ConfigError: there is no such file, or it has another key.
     """
     try:
         text = path.read_text(encoding="utf-8").strip()
@@ -76,9 +77,10 @@ def read_seed(path: Path, kind: Kind, purpose: str) -> NewKey:
         raise ConfigError(
             f"{path}, which {purpose}, cannot be read: {reason}; put it back where it was"
         ) from None
-    if not is_seed(text, kind):
-        raise ConfigError(f"{path}, which {purpose}, is no seed of this kind of key (S{kind}...)")
-    return NewKey(_nkeys().from_seed(bytearray(text.encode())).public_key.decode(), text)
+    is_whole = is_seed(text, Kind(public[0]))
+    if not is_whole or _nkeys().from_seed(bytearray(text.encode())).public_key.decode() != public:
+        raise ConfigError(f"{path}, which {purpose}, is not the seed of {public}: put that there")
+    return NewKey(public, text)
 
 
 def is_seed(text: str, kind: Kind) -> bool:

@@ -20,10 +20,9 @@ from dynbus.bus.errors import ConfigError
 from .files import write_changed, write_whole
 from .grants import Permission, permissions, shared_consumers
 from .keys import SUFFIX, new_key, write_seed
-from .users import SERVER_FILE, ServerTls, User, Users
+from .users import SERVER_FILE, USERS_FILE, ServerTls, User, Users, check_unused
 
 VERSION: Final = 1
-USERS_FILE: Final = "users.json"
 SEEDS: Final = "seeds"
 
 
@@ -82,10 +81,7 @@ class Registry(Users):
         Raises:
             ConfigError: there is one already, or the files cannot be written.
         """
-        if (folder / USERS_FILE).exists():
-            raise ConfigError(
-                f"{folder / USERS_FILE} is there already: add users to it with `dynbus auth add`"
-            )
+        check_unused(folder)
         write_whole(folder / SEEDS / ".gitignore", "*\n", secret=True)
         write_whole(folder / USERS_FILE, _encoded((), tls))
         registry = cls(folder)

@@ -48,17 +48,23 @@ class Guarded:
     async def reload(self) -> None:
         """Have the server read its users again."""
         self.registry.save()
-        before = self._reloads()
-        os.kill(self.server.pid, signal.SIGHUP)
-        await eventually(lambda: self._reloads() > before, what="the server has read its users")
-
-    def _reloads(self) -> int:
-        return self.server.log.read_text().count("Reloaded server configuration")
+        await reload(self.server)
 
     @property
     def refusals(self) -> list[str]:
         lines = self.server.log.read_text().splitlines()
         return [line for line in lines if "iolation" in line]
+
+
+async def reload(server: RunningServer) -> None:
+    """Have a server read its configuration again."""
+
+    def reloads() -> int:
+        return server.log.read_text().count("Reloaded server configuration")
+
+    before = reloads()
+    os.kill(server.pid, signal.SIGHUP)
+    await eventually(lambda: reloads() > before, what="the server has read its users")
 
 
 async def connect_plainly(server: RunningServer, users: Users, user: str) -> NatsConnection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,85 @@ def test_the_server_gets_its_tls_whole_or_not_at_all(
     assert auth("add", "one", "--folder", "whole", "--role", "caller", "--namespace", "a") == 0
 
     assert 'tls {\n  cert_file: "/etc/s.pem"' in Path("whole/nats-users.conf").read_text()
+
+
+def test_teams_have_accounts_with_limits_and_users_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    in_teams = ("--folder", "teams")
+    assert auth("init", "--jwt", "--account", "red", *in_teams) == exit_codes.OK
+    limits = ("--disk", "100Gi", "--connections", "500")
+    assert auth("account", "blue", *limits, *in_teams) == exit_codes.OK
+    for team in ("red", "blue"):
+        assert auth("add", "authorised_actors.py", "--account", team, *in_teams) == exit_codes.OK
+    assert auth("account", "blue", "--connections", "none", *in_teams) == exit_codes.OK
+    capsys.readouterr()
+
+    assert auth("account", "--json", *in_teams) == exit_codes.OK
+    blue, red = json.loads(capsys.readouterr().out)
+    assert auth("show", "--json", *in_teams) == exit_codes.OK
+    users = json.loads(capsys.readouterr().out)
+    assert (blue["name"], blue["users"], red["name"], red["users"]) == ("blue", 3, "red", 3)
+    assert (blue["limits"]["disk"], blue["limits"]["connections"]) == (100 * 1024**3, -1)
+    assert [(user["account"], user["name"]) for user in users] == [
+        (team, name)
+        for team in ("blue", "red")
+        for name in ("operator", "shop_Front", "shop_Printer")
+    ]
+    assert Path("teams/creds/red/shop_Front.creds").is_file()
+
+
+def test_a_credential_of_an_account_expires_is_rotated_and_revoked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    in_teams = ("--folder", "teams")
+    auth("init", "--jwt", *in_teams)
+    role = ("--role", "caller", "--namespace", "shop", "--expires", "30d")
+    assert auth("add", "billing", *role, *in_teams) == exit_codes.OK
+    assert "nats-server --signal reload" in capsys.readouterr().err
+    # Nothing of it is for the server.
+    assert auth("rotate", "billing", *in_teams) == exit_codes.OK
+    assert "reload" not in capsys.readouterr().err
+    assert auth("revoke", "billing", "--previous", *in_teams) == exit_codes.OK
+    assert "nats-server --signal reload" in capsys.readouterr().err
+
+    assert auth("show", *in_teams) == exit_codes.OK
+    shown = capsys.readouterr().out
+    assert re.search(r"main +billing +caller of shop +1 +U\w+ +in (30d|29d 23h)", shown), shown
+    assert auth("account", *in_teams) == exit_codes.OK
+    assert re.search(r"main .* 2 +1 *$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_an_account_is_removed_with_its_users(capsys: pytest.CaptureFixture[str]) -> None:
+    in_teams = ("--folder", "teams")
+    auth("init", "--jwt", *in_teams)
+    auth("account", "blue", *in_teams)
+
+    assert auth("account", "blue", "--remove", *in_teams) == exit_codes.OK
+    assert "removed" in capsys.readouterr().out
+    assert auth("show", "--account", "blue", *in_teams) == exit_codes.CONFIG_ERROR
+    assert "there is no account 'blue'; there are: main" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (["init", "--account", "red", "--folder", "x"], exit_codes.USAGE, "give --jwt too"),
+        (["account"], exit_codes.CONFIG_ERROR, "make it with `dynbus auth init --jwt`"),
+        (["account", "--remove"], exit_codes.CONFIG_ERROR, "auth init --jwt"),
+        (["account", "a", "--disk", "much"], exit_codes.USAGE, "give bytes, such as 20Gi, or none"),
+        (["account", "a", "--streams", "0"], exit_codes.USAGE, "a number above 0, or none"),
+        (["show", "--account", "red"], exit_codes.CONFIG_ERROR, "auth has no accounts"),
+        (["rotate", "operator", "--expires", "30d"], exit_codes.CONFIG_ERROR, "cannot expire"),
+        (["rotate", "operator", "--expires", "soon"], exit_codes.CONFIG_ERROR, "--expires='soon'"),
+    ],
+)
+def test_what_is_for_accounts_alone_is_refused_elsewhere(
+    arguments: list[str], code: int, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert auth(*arguments) == code
+
+    assert problem in capsys.readouterr().err
 
 
 def test_without_init_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
