@@ -30,6 +30,7 @@ from dynbus.bus.identity.accounts import (
     users_in,
 )
 from dynbus.bus.identity.credentials import user_of
+from dynbus.bus.identity.files import SERVER_FILE
 from dynbus.bus.identity.grants import (
     Grant,
     calls_all,
@@ -40,7 +41,7 @@ from dynbus.bus.identity.grants import (
     operates,
 )
 from dynbus.bus.identity.registry import Registry
-from dynbus.bus.identity.users import ACTOR, SERVER_FILE, ServerTls, User, Users
+from dynbus.bus.identity.users import ACTOR, ServerTls, User, Users
 from dynbus.bus.protocol.names import ComponentName, check_token
 from dynbus.bus.protocol.seconds import seconds_of
 

@@ -39,7 +39,9 @@ from dynbus.actors.running.planning import load_run
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.identity.files import write_whole
+from dynbus.bus.identity.credentials import suffix_in
+from dynbus.bus.identity.files import server_file_of, write_whole
+from dynbus.bus.identity.keys import SUFFIX
 from dynbus.bus.protocol.names import check_token
 from dynbus.bus.records.abroad import check_region
 
@@ -417,10 +419,11 @@ def _application(ctx: click.Context, choices: Choices, given: Mapping[str, Any])
     for warning in run.warnings:
         terminal.notice(f"dynbus: {warning}")
     configs = {path: _text(Path(path)) for path in request.config_files}
-    users = ""
+    users, suffix = "", SUFFIX
     if run.config.credentials:
-        users = _text(Path(run.config.credentials).parent / "nats-users.conf")
-    return application_of(run, request, choices, configs, users)
+        folder = Path(run.config.credentials)
+        users, suffix = _text(server_file_of(folder)), suffix_in(folder)
+    return application_of(run, request, choices, configs, users, key_suffix=suffix)
 
 
 def _text(path: Path) -> str:

@@ -165,6 +165,7 @@ class Application:
         configs: the YAML files, by their paths as given.
         servers: of the bus; empty where one is deployed beside the workloads.
         keys: the folder with a key for each workload, each a user of its own; empty without users.
+        key_suffix: that of these files: of NKEYs, or of credentials files of NATS.
         server_users: the file with these users, which nats-server includes; empty without keys.
         variables, secret_files, egress: as of `Choices`.
     """
@@ -176,10 +177,15 @@ class Application:
     configs: Mapping[str, str] = field(default_factory=dict[str, str])
     servers: tuple[str, ...] = ()
     keys: str = ""
+    key_suffix: str = SUFFIX
     server_users: str = ""
     variables: tuple[str, ...] = ()
     secret_files: Mapping[str, str] = field(default_factory=dict[str, str])
     egress: tuple[int, ...] = ()
+
+    def key_file(self, workload: Workload) -> str:
+        """The name of the file with the key of a workload."""
+        return f"{workload.user}{self.key_suffix}"
 
     def command(
         self,
@@ -216,6 +222,8 @@ def application_of(
     choices: Choices,
     configs: Mapping[str, str],
     server_users: str = "",
+    *,
+    key_suffix: str = SUFFIX,
 ) -> Application:
     """The deployment of a run.
 
@@ -223,6 +231,7 @@ def application_of(
         request: of which the run was made.
         configs: the YAML files by their paths.
         server_users: the text of the file with the users of the server, where there is one.
+        key_suffix: see `Application`.
 
     Raises:
         ConfigError: a name cannot be used, a choice is of a node that the run has not, or a secret
@@ -285,6 +294,7 @@ def application_of(
         configs=configs,
         servers=tuple(run.config.servers) if "servers" in run.bus.sources else (),
         keys=_key_folder(run),
+        key_suffix=key_suffix,
         server_users=server_users,
         variables=tuple(choices.variables),
         secret_files=choices.secret_files,
@@ -297,7 +307,8 @@ def _key_folder(run: LoadedRun) -> str:
     if credentials.endswith((SUFFIX, CREDS)):
         raise ConfigError(
             f"credentials = {credentials!r} is a file, and each node is deployed with a key of its "
-            "own: name the folder that `dynbus auth add` has made, such as auth/seeds"
+            "own: name the folder that `dynbus auth add` has made, such as auth/seeds or "
+            "auth/creds/red"
         )
     return credentials
 

@@ -91,7 +91,7 @@ def compose(application: Application, image: str, folder: Path, heading: str) ->
     for each in application.workloads:
         services[each.name] = _service(application, each, image, build)
         if application.keys:
-            secrets[each.user] = {"file": f"{up}/{application.keys}/{each.user}.nk"}
+            secrets[each.user] = {"file": f"{up}/{application.keys}/{application.key_file(each)}"}
     for name in application.secret_files:
         secrets[name] = {"file": f"{up}/secrets/{name}"}
     document: dict[str, Any] = {"name": application.name, "services": services}
@@ -164,7 +164,9 @@ def _service(
         service["ports"] = [f"127.0.0.1:{own}:{workload.port}"]
     secrets = [{"source": name, "target": path} for name, path in application.secret_files.items()]
     if application.keys:
-        secrets.append({"source": workload.user, "target": f"{KEYS}/{workload.user}.nk"})
+        secrets.append(
+            {"source": workload.user, "target": f"{KEYS}/{application.key_file(workload)}"}
+        )
     if secrets:
         service["secrets"] = secrets
     deploy = _deploy(workload)
@@ -176,7 +178,7 @@ def environment(application: Application, workload: Workload) -> dict[str, str]:
     servers = ",".join(application.servers) or "nats://nats:4222"
     variables = {"NATS_URL": servers}
     if application.keys:
-        variables["DYNBUS_CREDENTIALS"] = f"{KEYS}/{workload.user}.nk"
+        variables["DYNBUS_CREDENTIALS"] = f"{KEYS}/{application.key_file(workload)}"
     return variables
 
 

@@ -47,7 +47,7 @@ def _service(
         ("Environment", f"NATS_URL={','.join(application.servers) or 'nats://127.0.0.1:4222'}"),
     ]
     if application.keys:
-        key = f"{workload.user}.nk"
+        key = application.key_file(workload)
         # Root reads it, and only this service sees it.
         service += [
             ("LoadCredential", f"{key}:/etc/{application.name}/keys/{key}"),

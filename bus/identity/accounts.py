@@ -25,15 +25,21 @@ from dynbus.bus.protocol.names import check_token
 
 from . import tokens
 from .credentials import CREDS
-from .files import write_changed, write_whole
+from .files import (
+    ACCOUNTS_FILE,
+    CREDS_FOLDER,
+    SERVER_FILE,
+    check_unused,
+    write_changed,
+    write_whole,
+)
 from .grants import Permission, permissions, shared_consumers
 from .keys import SUFFIX, Kind, new_key, read_seed, write_seed
 from .registry import Registry
-from .users import ACCOUNTS_FILE, SERVER_FILE, ServerTls, User, Users, check_unused
+from .users import ServerTls, User, Users
 
 VERSION: Final = 1
 KEYS: Final = "keys"
-CREDS_FOLDER: Final = "creds"
 OPERATOR: Final = "operator"
 SYSTEM: Final = "SYS"
 """The account in which servers speak of themselves: it has no users, and nobody else's name."""

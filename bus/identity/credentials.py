@@ -53,6 +53,11 @@ def own_credentials(credentials: str, served: Sequence[str]) -> str:
     return str(there[0])
 
 
+def suffix_in(folder: Path) -> str:
+    """The suffix of the files in a folder of credentials: that of NKEYs, or of NATS's files."""
+    return CREDS if any(folder.glob(f"*{CREDS}")) else SUFFIX
+
+
 def identified(config: BusConfig) -> BusConfig:
     """A configuration with its principal, unless it is set: the name of the file with its NKEY, or
     the user of a credentials file that dynbus wrote.

@@ -1,12 +1,22 @@
-"""Files of users, written so that who reads one meanwhile has the whole of it, old or new."""
+"""Files of users: their names, and their writing, by which a reader has the whole of one, old or
+new.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 from pathlib import Path
+from typing import Final
 
 from dynbus.bus.errors import ConfigError
+
+USERS_FILE: Final = "users.json"
+ACCOUNTS_FILE: Final = "accounts.json"
+SERVER_FILE: Final = "nats-users.conf"
+"""The file that nats-server includes."""
+CREDS_FOLDER: Final = "creds"
+"""The folder with one for the credentials files of each account."""
 
 
 def write_whole(path: Path, text: str, *, secret: bool = False) -> None:
@@ -43,3 +53,23 @@ def write_changed(path: Path, text: str) -> bool:
     if is_changed:
         write_whole(path, text)
     return is_changed
+
+
+def check_unused(folder: Path) -> None:
+    """Refuse a folder that has users already.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for name in (USERS_FILE, ACCOUNTS_FILE):
+        if (folder / name).exists():
+            raise ConfigError(
+                f"{folder / name} is there already: add users to it with `dynbus auth add`, or "
+                "name another folder by --folder"
+            )
+
+
+def server_file_of(folder: Path) -> Path:
+    """The file for nats-server that goes with a folder of credentials, which `dynbus auth` made."""
+    of_account = folder.parent.name == CREDS_FOLDER
+    return (folder.parents[1] if of_account else folder.parent) / SERVER_FILE

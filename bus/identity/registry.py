@@ -17,10 +17,10 @@ import msgspec
 
 from dynbus.bus.errors import ConfigError
 
-from .files import write_changed, write_whole
+from .files import SERVER_FILE, USERS_FILE, check_unused, write_changed, write_whole
 from .grants import Permission, permissions, shared_consumers
 from .keys import SUFFIX, new_key, write_seed
-from .users import SERVER_FILE, USERS_FILE, ServerTls, User, Users, check_unused
+from .users import ServerTls, User, Users
 
 VERSION: Final = 1
 SEEDS: Final = "seeds"

@@ -18,28 +18,11 @@ from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
+from .files import SERVER_FILE
 from .grants import Grant
 
-USERS_FILE: Final = "users.json"
-ACCOUNTS_FILE: Final = "accounts.json"
-SERVER_FILE: Final = "nats-users.conf"
-"""The file that nats-server includes."""
 ACTOR: Final = "actor"
 """The role of a user that is a component."""
-
-
-def check_unused(folder: Path) -> None:
-    """Refuse a folder that has users already.
-
-    Raises:
-        ConfigError: it has.
-    """
-    for name in (USERS_FILE, ACCOUNTS_FILE):
-        if (folder / name).exists():
-            raise ConfigError(
-                f"{folder / name} is there already: add users to it with `dynbus auth add`, or "
-                "name another folder by --folder"
-            )
 
 
 class User(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -75,6 +75,30 @@ def test_each_node_is_served_by_itself_as_the_run_would() -> None:
     assert found["printer"]["stop_grace_period"] == "95s"
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys", "suffix"),
+    [((), "auth/seeds", ".nk"), (("--jwt", "--account", "red"), "auth/creds/red", ".creds")],
+)
+def test_each_node_has_its_own_credential_and_the_server_its_users(
+    folder: Path, kind: tuple[str, ...], keys: str, suffix: str
+) -> None:
+    for arguments in (["init", *kind], ["add", "deployed_actors.py"]):
+        with pytest.raises(SystemExit):
+            cli.main(["auth", *arguments])
+    (folder / "shop.yaml").write_text(f"bus: {{credentials: {keys}}}\n")
+    users = (folder / "auth" / "nats-users.conf").read_text()
+
+    assert deploy("docker") == exit_codes.OK
+
+    compose = yaml.safe_load(Path("deploy/docker/compose.yaml").read_text())
+    assert compose["configs"]["nats-users"]["content"].replace("$$", "$") == users
+    assert compose["secrets"]["shop_Front"]["file"] == f"../../{keys}/shop_Front{suffix}"
+    front = compose["services"]["front"]
+    key = f"/etc/dynbus/keys/shop_Front{suffix}"
+    assert front["environment"]["DYNBUS_CREDENTIALS"] == key
+    assert front["secrets"] == [{"source": "shop_Front", "target": key}]
+
+
 def test_check_fails_where_the_files_are_not_those_of_the_graph(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
