@@ -83,6 +83,12 @@ expires_option = click.option(
     help='How long credentials of an account count, such as "30d"; 0 for ever, which is the '
     "default. `rotate` issues others in time.",
 )
+_LIMITS: Final = {
+    "consumers": ("NUMBER", "consumers of each stream"),
+    "disk": ("BYTES", "bytes of its streams in files, such as 20Gi"),
+    "memory": ("BYTES", "bytes of its streams in memory"),
+}
+"""The options of limits that their name does not say all of: their values, and the meaning."""
 FIRST_ACCOUNT: Final = "main"
 UNLIMITED: Final = "none"
 
@@ -265,13 +271,17 @@ def _operator() -> list[Grant]:
     return [Grant("may do everything", (">",), (">",))]
 
 
+def _is_bytes(limit: str) -> bool:
+    return limit in _LIMITS and _LIMITS[limit][0] == "BYTES"
+
+
 def _limit(_ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
     """The value of an option that is a field of `Limits`."""
     if text is None:
         return None
     if text == UNLIMITED:
         return Limits().disk
-    is_bytes = param.name in ("disk", "memory")
+    is_bytes = _is_bytes(param.name or "")
     try:
         number = bytes_of(text) if is_bytes else int(text)
     except ValueError:
@@ -285,12 +295,13 @@ def _limit(_ctx: click.Context, param: click.Parameter, text: str | None) -> int
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each field of `Limits`."""
     for field in reversed(msgspec.structs.fields(Limits)):
-        kind = "BYTES" if field.name in ("disk", "memory") else "NUMBER"
-        meaning = f"The most {'bytes of' if kind == 'BYTES' else ''} {field.name} it may have"
-        option = click.option(
-            f"--{field.name}", metavar=kind, callback=_limit, help=f"{meaning.replace('  ', ' ')}."
-        )
-        command = option(command)
+        kind, meaning = _LIMITS.get(field.name, ("NUMBER", field.name))
+        command = click.option(
+            f"--{field.name}",
+            metavar=kind,
+            callback=_limit,
+            help=f"The most {meaning}, or {UNLIMITED}.",
+        )(command)
     return command
 
 
@@ -373,7 +384,7 @@ def _show_accounts(accounts: Sequence[Account], as_json: bool, done: str = "") -
 def _limit_text(name: str, value: int) -> str:
     if value < 0:
         return "-"
-    return memory_text(value) if name in ("disk", "memory") else str(value)
+    return memory_text(value) if _is_bytes(name) else str(value)
 
 
 @auth.command(cls=TargetsCommand)

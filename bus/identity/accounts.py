@@ -49,6 +49,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     """The most that an account may use of a server, or of a cluster; -1 is any number.
 
     Attributes:
+        consumers: of each stream.
         disk, memory: bytes that its streams take; those of each replica count.
     """
 
@@ -317,7 +318,7 @@ class AccountUsers(Users):
         return msgspec.structs.replace(user, keys=keys, scope=signer.public, expires=expires)
 
     def _withdraw(self, user: User, keys: Sequence[str]) -> None:
-        # Who signs for a user goes with it; but servers end the connections of revoked keys alone.
+        # Who signs for a user goes with it, which would do; a revocation is what NATS's tools show.
         now = math.ceil(self._accounts.clock())
         before = self._accounts.account(self.account).revoked
         self._keep(revoked=before | dict.fromkeys(keys, now))

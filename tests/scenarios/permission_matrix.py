@@ -430,7 +430,7 @@ def page(allowed: Mapping[str, set[Row]]) -> str:
 INTRODUCTION: Final = """# Permissions
 
 What the users that [`dynbus auth`](guides/identity.md) writes may do, in a namespace `demo`. Shop depends on Printer, whose handler `print` is durable, and publishes the topic `order.sold`, which each Window hears, Ledger takes as a group and Audit as an ordered one; Engine serves a model, and Router routes to it. `stranger` calls in another namespace. This page is
-made by a test that tries each cell at a server; a cell has the number of the grant that allows it, of those [below](#what-each-may-and-for-what), or `-` where the server refuses it, since none does.
+made by a test that tries each cell at a server; a cell has the number of the grant that allows it, of those [below](#what-each-may-and-for-what), or `-` where the server refuses it, since none does. The test has each user once with a key, and once with a token of an [account](guides/accounts.md): they may do the same.
 
 ## Matrix
 
