@@ -205,7 +205,7 @@ def auth() -> None:
 
     \b
     dynbus auth init --jwt --account red
-    dynbus auth account blue --disk 100Gi --connections 500
+    dynbus auth account blue --disk 10Gi --connections 500
     dynbus auth add actors.py --account blue --expires 30d
     """
 
@@ -318,10 +318,11 @@ def account(
 
     Who is in an account sees, calls and stores nothing of another, whatever its namespaces are
     called. A limit that is not given stays as it is, and is none for a new account, which gets an
-    operator of its own.
+    operator of its own. Bytes are set aside: a server that has fewer than all accounts together
+    gives the last of them no JetStream.
 
     \b
-    dynbus auth account blue --disk 100Gi --connections 500
+    dynbus auth account blue --disk 10Gi --connections 500
     dynbus auth account blue --connections none
     """
     accounts = Accounts(folder)

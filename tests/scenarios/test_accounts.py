@@ -291,6 +291,22 @@ async def test_an_account_has_no_more_than_its_limits(teams: Teams) -> None:
         await first.close()
 
 
+async def test_an_account_has_no_streams_where_its_bytes_cannot_be_set_aside(teams: Teams) -> None:
+    teams.accounts.put("large", Limits(disk=2**60))
+    users = teams.users("large")
+    users.put("operator", "operator", "all", EVERYTHING)
+    users.save()
+    await teams.reload()
+
+    operator = await teams.plainly("large", "operator")
+    try:
+        with pytest.raises(DynbusError, match="is JetStream enabled"):
+            await operator.jetstream.ensure_stream(StreamConfig("ONE", ("one",)))
+    finally:
+        await operator.close()
+    assert "insufficient storage resources available" in teams.server.log.read_text()
+
+
 async def test_an_account_that_is_removed_is_refused(teams: Teams) -> None:
     path = teams.users("red").credential_file("billing")
     kept = path.read_text()
