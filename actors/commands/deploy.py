@@ -43,7 +43,6 @@ from dynbus.bus.identity.credentials import suffix_in
 from dynbus.bus.identity.files import server_file_of, write_whole
 from dynbus.bus.identity.keys import SUFFIX
 from dynbus.bus.protocol.names import check_token
-from dynbus.bus.records.abroad import check_region
 
 from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
@@ -357,7 +356,7 @@ def nats(
     if bool(region) != bool(backbone):
         raise click.UsageError("give --region and --backbone together, or neither")
     if region:
-        check_region(region)
+        check_token("region", region)
     if (users is None) != without_users and not as_backbone:
         raise click.UsageError(
             "the servers listen beyond their hosts: give --users auth/nats-users.conf, which "

@@ -3,14 +3,13 @@ topics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName, check_token
 from dynbus.bus.protocol.seconds import seconds_of
-from dynbus.bus.records.abroad import abroad_config, check_abroad
+from dynbus.bus.records.abroad import ABROAD_STREAM
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.topics import (
     DEFAULT_MAX_BYTES,
@@ -93,18 +92,13 @@ class NeededStream(NamedTuple):
         return self._replace(consumers=(*self.consumers, *made))
 
     @classmethod
-    def of_regions(cls, own: str, others: Sequence[str]) -> NeededStream:
-        """The bucket in which a region keeps copies of the records of other regions' instances.
+    def of_region(cls, region: str) -> list[NeededStream]:
+        """The stream in which a region keeps what the others' instances say of themselves.
 
         Args:
-            own: the region of the servers that keep it.
-
-        Raises:
-            ConfigError: one of the names is not usable.
+            region: that of the servers; empty for none, which needs no stream.
         """
-        config = abroad_config(others)
-        check_abroad(own, others)
-        return cls(config)
+        return [cls(ABROAD_STREAM)] if region else []
 
     @staticmethod
     def of_kernel(namespace: str) -> list[StreamConfig]:

@@ -132,9 +132,9 @@ def _list(
     if survey_result.notice:
         terminal.notice(survey_result.notice)
     for region in survey_result.abroad:
-        if region.silent is None or region.silent > HEARD_WITHIN:
-            silent = "" if region.silent is None else f" for {terminal.duration(region.silent)}"
-            terminal.notice(f"region {region.region} is not heard{silent}: its rows are as old")
+        if region.silent > HEARD_WITHIN:
+            silent = terminal.duration(region.silent)
+            terminal.notice(f"region {region.name}: none of its instances was heard for {silent}")
     rows = [row for row in survey_result.rows if namespace in (None, row.namespace)]
     if requests:
         show_requests(rows, as_json=as_json)

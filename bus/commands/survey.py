@@ -18,9 +18,9 @@ from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.abroad import read_abroad, regions_abroad
+from dynbus.bus.records.abroad import Abroad, RegionAbroad, read_abroad
 from dynbus.bus.records.instance_records import read_instances
-from dynbus.bus.transport import NoStream, SourceState
+from dynbus.bus.transport import NoStream
 
 from .server import Server
 
@@ -175,13 +175,13 @@ class Survey(NamedTuple):
 
     Attributes:
         region: that of the server that was asked; empty for none.
-        abroad: the other regions, and how long each has been silent.
+        abroad: the other regions of which anything was heard, and since when nothing.
     """
 
     rows: list[InstanceReport]
     notice: str
     region: str = ""
-    abroad: tuple[SourceState, ...] = ()
+    abroad: tuple[RegionAbroad, ...] = ()
 
 
 async def survey(server: Server, requests: int = 0) -> Survey:
@@ -195,17 +195,14 @@ async def survey(server: Server, requests: int = 0) -> Survey:
     """
     notice = ""
     records: list[tuple[str, InstanceRecord]] = []
-    abroad: tuple[SourceState, ...] = ()
+    abroad = Abroad()
 
     async def read_records() -> None:
         nonlocal notice, records, abroad
         try:
             records = [("", record) for record in await _read_records(server)]
-            if server.connection.region:
-                jetstream = server.connection.jetstream
-                abroad = await regions_abroad(jetstream, timeout=READ_SECONDS)
-                if abroad:
-                    records += await read_abroad(jetstream, timeout=READ_SECONDS)
+            abroad = await _read_abroad(server)
+            records += abroad.records
         except DynbusError as error:
             notice = f"the records cannot be read ({error}): only instances that answer are shown"
 
@@ -218,7 +215,7 @@ async def survey(server: Server, requests: int = 0) -> Survey:
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
         )
-    return Survey(join(records, answers), notice, server.connection.region, abroad)
+    return Survey(join(records, answers), notice, server.connection.region, abroad.regions)
 
 
 def join(
@@ -287,3 +284,13 @@ async def _read_records(server: Server) -> list[InstanceRecord]:
         return await read_instances(server.connection.jetstream, timeout=READ_SECONDS)
     except NoStream:
         return []  # no instance has ever been started on this server
+
+
+async def _read_abroad(server: Server) -> Abroad:
+    connection = server.connection
+    if not connection.region:
+        return Abroad()
+    try:
+        return await read_abroad(connection.jetstream, connection.region, timeout=READ_SECONDS)
+    except NoStream:
+        return Abroad()  # nobody here has looked abroad yet

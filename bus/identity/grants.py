@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dynbus.bus.protocol.names import (
-    ABROAD_BUCKET,
     CANCEL,
     CONTROL,
     DEFAULT_REPLY_PREFIXES,
@@ -22,6 +21,7 @@ from dynbus.bus.protocol.names import (
     SCHEMA,
     ComponentName,
     EndpointName,
+    abroad_subject,
     dead_letter_stream,
     dead_letter_subject,
     event_subject,
@@ -41,7 +41,7 @@ from dynbus.bus.protocol.names import (
 
 SERVICES: Final = ("PING", "INFO", "STATS")
 _INSTANCES: Final = f"KV_{INSTANCES_BUCKET}"
-_ABROAD: Final = f"KV_{ABROAD_BUCKET}"
+_REGIONS: Final = "DYNBUS_ABROAD"
 _HOLDERS: Final = f"KV_{HOLDERS_BUCKET}"
 
 
@@ -97,7 +97,7 @@ def finds_instances() -> Grant:
         "finds instances",
         tuple(
             subject
-            for stream in (_INSTANCES, _ABROAD)
+            for stream in (_INSTANCES, _REGIONS)
             for subject in (*follow_subjects(stream), f"$JS.API.DIRECT.GET.{stream}")
         ),
     )
@@ -159,7 +159,11 @@ def serves(component: ComponentName) -> list[Grant]:
         ),
         Grant(
             f"holds leases of {component}",
-            (f"$KV.{INSTANCES_BUCKET}.{component}.*", *look_up_subjects(_INSTANCES)),
+            (
+                f"$KV.{INSTANCES_BUCKET}.{component}.*",
+                *look_up_subjects(_INSTANCES),
+                abroad_subject("*", component.instance("*")),
+            ),
         ),
         hears_cancels(component.namespace),
         hears_operators(component.namespace),

@@ -22,8 +22,7 @@ REPLY_ROOT: Final = "_R"
 ANONYMOUS: Final = "-"
 
 INSTANCES_BUCKET: Final = "dynbus_instances"
-ABROAD_BUCKET: Final = "dynbus_abroad"
-"""The bucket with copies of the records of the instances of other regions."""
+ABROAD: Final = "_abroad"
 WORK: Final = "_work"
 JOBS: Final = "_jobs"
 DEAD: Final = "_dead"
@@ -202,6 +201,12 @@ def cancel_subject(namespace: str) -> str:
     what another one asked for.
     """
     return f"{namespace}.{CANCEL}"
+
+
+def abroad_subject(region: str, instance: InstanceName) -> str:
+    """The subject at which an instance says to all regions what it is; `*` for any region, and for
+    any part of a name."""
+    return f"{ABROAD}.{region}.{instance.namespace}.{instance.component}.{instance.instance_id}"
 
 
 def run_subject(namespace: str) -> str:

@@ -1,109 +1,90 @@
-"""The records of instances of other regions: a bucket that copies theirs, and how old it is.
+"""The records of instances of other regions: how each is announced there, kept and read.
 
 A region is a JetStream domain: servers that keep streams of their own, and are leaf nodes of the
-servers that join the regions. Each keeps a copy of the others' records, so that a call that finds
-nobody at home finds out at once who is abroad, and so that a region which is lost or cut off
-leaves the copy as its records run out.
+servers that join the regions. An instance that renews its record says the same to all regions, and
+each keeps what it hears in a stream of its own: a call that finds nobody at home finds out at once
+who is abroad. Nothing is asked of the other region's JetStream, so what is known here is right
+again with the first renewal after a cut, and runs out by itself while there is none.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import ABROAD_BUCKET, TOKEN, InstanceName
+from dynbus.bus.clock import unix_time
+from dynbus.bus.protocol.names import (
+    TOKEN,
+    InstanceName,
+    abroad_subject,
+)
 from dynbus.bus.protocol.wire import InstanceRecord, decode_record
 from dynbus.bus.transport import (
+    Connection,
     JetStream,
-    NoStream,
-    SourceState,
     StoredMessage,
     StreamConfig,
-    StreamSource,
+    publish_headers,
 )
 
-from .instance_records import INSTANCES_STREAM
-from .reading import read_latest
+from .instance_records import INSTANCES_STREAM, MARKER_TTL
+from .reading import read_until
 
-ABROAD_STREAM: Final = f"KV_{ABROAD_BUCKET}"
-HEARD_WITHIN: Final = 5.0
-"""Seconds within which a region that can be reached says something, five times over."""
+ABROAD_STREAM: Final = StreamConfig(
+    name="DYNBUS_ABROAD",
+    subjects=(abroad_subject("*", InstanceName("*", "*", "*")),),
+    limits=INSTANCES_STREAM.limits,
+    marker_ttl=MARKER_TTL,
+    description="dynbus: the instances of all regions, as they say themselves",
+)
+HEARD_WITHIN: Final = 10.0
+"""Seconds within which each instance of a region that can be reached says something, twice over."""
 
-_REGION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
+class RegionAbroad(NamedTuple):
+    """Another region of which something was heard within the last minutes.
 
-def check_region(name: str) -> str:
-    """Return the name of a region where it is one.
-
-    Raises:
-        ConfigError: it is not of 1 to 32 letters, digits, '_' and '-'.
+    Attributes:
+        silent: seconds since one of its instances was heard, or was no longer.
     """
-    if _REGION.fullmatch(name):
-        return name
-    raise ConfigError(
-        f"region {name!r} is not a valid name: use 1 to 32 letters, digits, '_' or '-', beginning "
-        "with a letter or a digit, as the JetStream domain of its servers"
-    )
+
+    name: str
+    silent: float
 
 
-def abroad_config(regions: Sequence[str]) -> StreamConfig:
-    """The bucket that copies the records of the instances of some regions.
+class Abroad(NamedTuple):
+    """The other regions, and the records of the instances of each."""
 
-    Raises:
-        ConfigError: one of them is no name of a region.
-    """
-    [records] = INSTANCES_STREAM.subjects
-    return INSTANCES_STREAM._replace(
-        name=ABROAD_STREAM,
-        subjects=(),
-        description="dynbus: copies of the records of instances of other regions",
-        sources=tuple(
-            StreamSource(
-                check_region(region),
-                INSTANCES_STREAM.name,
-                records,
-                f"$KV.{ABROAD_BUCKET}.{region}.>",
-            )
-            for region in sorted(set(regions))
-        ),
-    )
+    regions: tuple[RegionAbroad, ...] = ()
+    records: tuple[tuple[str, InstanceRecord], ...] = ()
 
 
-def check_abroad(own: str, regions: Sequence[str]) -> None:
-    """Check that servers of a region may copy from others.
+def announce_abroad(connection: Connection, name: InstanceName, record: bytes, ttl: float) -> None:
+    """Say to other regions what an instance has said at home; nothing where there is no region.
 
     Args:
-        own: the region of the servers; empty for none.
-
-    Raises:
-        ConfigError: it has no name, or is among the others.
+        record: as it is stored at home; empty once it is withdrawn.
+        ttl: seconds for which it is believed.
     """
-    if not own:
-        raise ConfigError(
-            "the server has no JetStream domain, which is the name of its region: write "
-            "`jetstream { domain: NAME ... }` in its configuration, docs/guides/regions.md"
-        )
-    if own in regions:
-        raise ConfigError(f"region {own} is that of the server itself: name the others")
+    if connection.region:
+        fields = publish_headers({"ttl": ttl} if record else {"ttl": MARKER_TTL, "deleted": True})
+        connection.publish(abroad_subject(connection.region, name), record, headers=fields)
 
 
 def region_at(subject: str) -> str:
-    """The region of the instance whose record was copied to a subject."""
-    return subject.split(".")[2]
+    """The region of the instance that said what is stored under a subject."""
+    return subject.split(".")[1]
 
 
 def instance_abroad_at(subject: str) -> InstanceName | None:
-    """The instance whose record was copied to a subject; None for any other subject."""
+    """The instance that said what is stored under a subject; None for any other subject."""
     tokens = subject.split(".")
-    if len(tokens) != 6 or not all(map(TOKEN.fullmatch, tokens[2:])):
+    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[1:])):
         return None
-    return InstanceName(*tokens[3:])
+    return InstanceName(*tokens[2:])
 
 
 def record_abroad(message: StoredMessage) -> InstanceRecord | None:
-    """The record in a copy; None for one that cannot be read, or that speaks of another instance
+    """The record in a message; None for one that cannot be read, or that speaks of another instance
     than its subject."""
     record = decode_record(message.data)
     if record is None or record.name != instance_abroad_at(message.subject):
@@ -111,30 +92,38 @@ def record_abroad(message: StoredMessage) -> InstanceRecord | None:
     return record
 
 
-async def read_abroad(jetstream: JetStream, *, timeout: float) -> list[tuple[str, InstanceRecord]]:
-    """The regions and records of the instances that have a lease in another region.
+async def read_abroad(jetstream: JetStream, own: str, *, timeout: float) -> Abroad:
+    """The other regions as this one knows them.
+
+    Args:
+        own: the region that is asked.
 
     Raises:
-        NoStream: the servers of this region know no other one.
+        NoStream: nobody in this region has looked abroad yet.
         Unavailable: not all could be read within `timeout` seconds.
     """
-    subject = f"$KV.{ABROAD_BUCKET}.>"
-    messages = await read_latest(jetstream, ABROAD_STREAM, subject, timeout=timeout)
-    return [
-        (region_at(one.subject), record)
-        for one in messages.values()
-        if (record := record_abroad(one)) is not None
-    ]
+    heard: dict[str, StoredMessage] = {}
 
+    def keep(message: StoredMessage) -> None:
+        if region_at(message.subject) != own:
+            heard[message.subject] = message
 
-async def regions_abroad(jetstream: JetStream, *, timeout: float) -> tuple[SourceState, ...]:
-    """The other regions, and how long each has been silent; none where no other is known.
-
-    Raises:
-        Unavailable: the server did not answer in time.
-    """
-    try:
-        info = await jetstream.stream_info(ABROAD_STREAM, timeout=timeout)
-    except NoStream:
-        return ()
-    return tuple(sorted(info.sources))
+    await read_until(
+        jetstream,
+        ABROAD_STREAM.name,
+        keep,
+        timeout=timeout,
+        last_per_subject=True,
+        on_restart=heard.clear,
+    )
+    last: dict[str, float] = {}
+    records: list[tuple[str, InstanceRecord]] = []
+    for subject, message in heard.items():
+        region = region_at(subject)
+        last[region] = max(last.get(region, 0.0), message.time)
+        record = None if message.is_marker else record_abroad(message)
+        if record is not None:
+            records.append((region, record))
+    now = unix_time()
+    regions = (RegionAbroad(name, max(0.0, now - time)) for name, time in sorted(last.items()))
+    return Abroad(tuple(regions), tuple(records))

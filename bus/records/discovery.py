@@ -49,8 +49,8 @@ QUESTIONS_PER_TURN: Final = 100
 READ_AFTER: Final = 0.3
 READ_INTERVAL: Final = 1.0
 READ_TIMEOUT: Final = 2.0
-NO_ABROAD_DELAY: Final = 10.0
-"""Seconds between two looks whether an operator has joined this region to others."""
+RENEWAL_MARGIN: Final = 0.5
+"""Seconds that renewals may come late."""
 
 
 class RecordBucket(NamedTuple):
@@ -71,7 +71,7 @@ def _own_region(_subject: str) -> str:
 
 
 AT_HOME: Final = RecordBucket(INSTANCES_STREAM.name, instance_at, record_of, _own_region)
-ABROAD: Final = RecordBucket(ABROAD_STREAM, instance_abroad_at, record_abroad, region_at)
+ABROAD: Final = RecordBucket(ABROAD_STREAM.name, instance_abroad_at, record_abroad, region_at)
 
 
 class Discovery:
@@ -308,10 +308,7 @@ class Discovery:
                 )
                 break
             except NoStream:
-                if self._bucket is ABROAD:
-                    await self._wait_for_operator()
-                else:
-                    await self._make_bucket()
+                await (self._look_abroad() if self._bucket is ABROAD else self._make_bucket())
             except DynbusError as error:
                 logger.warning("discovery cannot watch yet: %s", error)
                 await anyio.sleep(RETRY_DELAY)
@@ -348,25 +345,37 @@ class Discovery:
             jetstream = self._bus.lane.connection.jetstream
             await ensure_bucket(jetstream)
         except DynbusError as error:
-            # Once for each reason: it is tried again and again.
-            level = logging.DEBUG if self._problem == str(error) else logging.WARNING
-            self._problem = str(error)
-            logger.log(level, "the instances bucket cannot be made: %s", error)
+            self._cannot_make(error)
             await anyio.sleep(RETRY_DELAY)
 
-    async def _wait_for_operator(self) -> None:
-        """Other regions are known once an operator has named them; nobody is there until then."""
-        if not self._problem:
-            self._problem = "no other region is known: `dynbus setup --region NAME` makes it so"
-            logger.warning("calls stay in this region, %s", self._problem)
-        self._bus.to_main(self._end_reading)
-        await anyio.sleep(NO_ABROAD_DELAY)
+    def _cannot_make(self, error: DynbusError) -> None:
+        # Once for each reason: it is tried again and again.
+        level = logging.DEBUG if self._problem == str(error) else logging.WARNING
+        self._problem = str(error)
+        logger.log(level, "the stream %s cannot be made: %s", self._bucket.stream, error)
+
+    async def _look_abroad(self) -> None:
+        """Have this region keep what others say of themselves, and wait until all have said it."""
+        connection = self._bus.lane.connection
+        if not connection.region:
+            # It is joined to no other one. A server that is started again may be.
+            self._bus.to_main(self._end_reading)
+            await anyio.sleep(self._bus.config.lease_ttl)
+            return
+        try:
+            await connection.jetstream.ensure_stream(ABROAD_STREAM)
+        except DynbusError as error:
+            self._cannot_make(error)
+            self._bus.to_main(self._end_reading)
+        await anyio.sleep(self._bus.config.lease_ttl / 3 + RENEWAL_MARGIN)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
             self._bus.to_main(self._came_back)
 
     def _receive(self, message: StoredMessage) -> None:
+        if self._bucket is ABROAD and self._is_at_home(message):
+            return
         name = self._bucket.instance_of(message.subject)
         if name is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
@@ -377,6 +386,10 @@ class Discovery:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         else:
             self._bus.to_main(self._put, record, message)
+
+    def _is_at_home(self, message: StoredMessage) -> bool:
+        """True if an instance of the own region has said to the others what a message has."""
+        return region_at(message.subject) == self._bus.data.region
 
     # On the main loop ----------------------------------------------------------------------
 
@@ -393,7 +406,7 @@ class Discovery:
             return
         for message in messages:
             record = None if message.is_marker else self._bucket.record_of(message)
-            if record is None:
+            if record is None or (self._bucket is ABROAD and self._is_at_home(message)):
                 continue
             known = self.view.find(record.name)
             if known is None or known.renewed < message.time:

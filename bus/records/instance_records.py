@@ -142,6 +142,8 @@ class LeaseKeeper:
             as many as instances.
         on_lapse: called on the lane when the record has run out and the server does not take its
             renewal; again after twice as long, if it still does not.
+        on_written: called on the lane with the record each time that it was stored, and with
+            nothing once it is withdrawn.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class LeaseKeeper:
         on_state: Callable[[LeaseState], None] | None = None,
         on_count: Callable[[int], None] | None = None,
         on_lapse: Callable[[], None] | None = None,
+        on_written: Callable[[bytes], object] | None = None,
     ) -> None:
         self._jetstream = jetstream
         self._background = background
@@ -160,6 +163,7 @@ class LeaseKeeper:
         self._on_state = on_state
         self._on_count = on_count
         self._on_lapse = on_lapse
+        self._on_written = on_written
         # When the record will have run out, or it is time to say so again; and after how long.
         self._lapses_at = math.inf
         self._lapse = ttl
@@ -306,7 +310,10 @@ class LeaseKeeper:
         if self._work is not None:
             await self._work.end()
         before = self.state
+        is_held = before in (LeaseState.HELD, LeaseState.LOST)
         await self._leased.withdraw(is_connected=self._is_connected)
+        if is_held and self._on_written is not None:
+            self._on_written(b"")
         self._tell(before)
 
     async def _keep(self) -> None:
@@ -352,8 +359,11 @@ class LeaseKeeper:
         before = self.state
         self._record = msgspec.structs.replace(self._record, counter=self._record.counter + 1)
         try:
-            if not await self._leased.write(encode_record(self._record)):
+            data = encode_record(self._record)
+            if not await self._leased.write(data):
                 raise self.conflict(self._record)
+            if self._on_written is not None:
+                self._on_written(data)
             self._lapse = self._leased.lease.ttl
             self._lapses_at = monotonic() + self._lapse
         finally:

@@ -221,7 +221,7 @@ async def _has_consumers(jetstream: JetStream, one: NeededStream) -> bool:
 async def _differences(jetstream: JetStream, one: NeededStream) -> list[str]:
     """The differences of a stream, or of its consumers, from those that dynbus makes."""
     existing = await jetstream.stream_config(one.stream.name)
-    listed = one.stream.differences(existing, "in_memory", "rollup", "marker_ttl", "sources")
+    listed = one.stream.differences(existing, "in_memory", "rollup", "marker_ttl")
     for consumer in one.consumers:
         has = await jetstream.consumer_info(one.stream.name, consumer.name)
         if has.ack_wait != consumer.ack_wait:
@@ -237,12 +237,8 @@ def run(
     nats: str | None,
     replicas: int | None,
     dry_run: bool,
-    regions: Sequence[str] = (),
 ) -> list[Outcome]:
     """Make streams at a server, or look for them.
-
-    Args:
-        regions: the other ones whose instances are to be known in the server's own.
 
     Raises:
         DynbusError: a setting is not usable, or the server cannot be reached.
@@ -254,7 +250,7 @@ def run(
     async def work() -> list[Outcome]:
         async with terminal.server(config, "dynbus-setup") as server:
             connection = server.connection
-            abroad = [NeededStream.of_regions(connection.region, regions)] if regions else []
+            abroad = NeededStream.of_region(connection.region)
             return await set_up(connection.jetstream, [*needed, *abroad], dry_run=dry_run)
 
     return asyncio.run(work())

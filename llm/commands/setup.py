@@ -29,7 +29,6 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     dynbus setup demo --durable Desk.summarise --durable Billing.charge,ordered=true
     dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
     dynbus setup demo --topic closed,retain=30d --group Billing.bill,topic=closed,group=billing
-    dynbus setup demo --region us --region ap
     dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
     dynbus setup demo --dry-run --json
     """
@@ -71,13 +70,6 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     "May be repeated.",
 )
 @click.option(
-    "--region",
-    "regions",
-    metavar="NAME",
-    multiple=True,
-    help="Another region, whose instances calls from here may go to. Name all of them.",
-)
-@click.option(
     "--replicas",
     type=click.IntRange(1, 5),
     help="How many servers of a cluster keep each; by default the setting `replicas`, 3.",
@@ -94,7 +86,6 @@ def setup(
     topics: Sequence[str],
     durable: Sequence[str],
     groups: Sequence[str],
-    regions: Sequence[str],
     replicas: int | None,
     dry_run: bool,
     as_json: bool,
@@ -103,7 +94,7 @@ def setup(
     from .setting_up import Status, needed_in, run
 
     needed = needed_in(namespace, queues, topics, durable, groups)
-    outcomes = run(needed, nats=nats, replicas=replicas, dry_run=dry_run, regions=regions)
+    outcomes = run(needed, nats=nats, replicas=replicas, dry_run=dry_run)
     if as_json:
         terminal.print_json([outcome._asdict() for outcome in outcomes])
     else:

@@ -118,6 +118,8 @@ class Lab:
         host.namespaces.ip("link set eth0 up")
         ip(f"link set {port} up")
         self._ports[host] = port
+        if self._distances:
+            host.run(*SWITCH, "plain", "eth0")
         self.heal(host)
 
     def power_off(self, host: Host) -> None:

@@ -1,4 +1,5 @@
-"""A caller whose streams go to other regions: it prints what it read, and how long it waited."""
+"""A caller whose streams go to other regions: it prints what it read, how long it waited, and when
+u2 is there, which is the worker of the region whose power is back."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import msgspec
 
 from dynbus import DynbusError, Runtime, call_options
 from dynbus.bus.lane import new_event_loop
+from dynbus.bus.protocol.names import InstanceName
 
 from .workload import Count, Counter
 
@@ -70,6 +72,9 @@ async def call(url: str, streams: int, known: set[str]) -> None:
                 reading.start_soon(read, number)
         seen = Read(whole, failed, sorted(stalls))
         print("read", msgspec.json.encode(seen).decode(), flush=True)
+        back = InstanceName("hosts", "Counter", "u2")
+        await runtime.abroad.wait_for_instance(back, timeout=60.0)
+        print("knows u2", flush=True)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def url_of(host: Host) -> str:
 
 
 def start_regions(lab: Lab, folder: Path) -> None:
-    """Start the servers as docs/guides/regions.md has it, and let each region know the others."""
+    """Start the servers as docs/guides/regions.md has it, and far from each other."""
     joining = [f"--server={REGIONS[own]}={lab[name].address}" for own, name in BACKBONE.items()]
     dynbus(folder, "deploy", "nats", "--as-backbone", *joining, "--out", "backbone")
     for name, region in REGIONS.items():
@@ -57,15 +57,21 @@ def start_regions(lab: Lab, folder: Path) -> None:
             *(f"--server={region}={lab[name].address}", "--out", region),
             *("--store", str(lab[name].folder / "nats"), "--max-store", "20GB"),
         )
-        near.popen(str(find_nats_server()), "-c", str(folder / "backbone" / f"{region}.conf"))
-        server = lab[name].popen(
-            str(find_nats_server()), "-c", str(folder / region / f"{region}.conf")
-        )
-        server.says("Server is ready")
-        others = [f"--region={other}" for other in REGIONS.values() if other != region]
-        command = (sys.executable, "-m", "dynbus", "setup", "hosts", *others)
-        lab[name].run(*command, "--nats", url_of(lab[name]))
-        lab.delay(near, APART / 4)
+        start_region(lab, folder, name)
+
+
+def start_region(lab: Lab, folder: Path, name: str) -> None:
+    """Start the servers of the region of a host, with what their stores have."""
+    region, near = REGIONS[name], lab[BACKBONE[name]]
+    for host, files in ((near, "backbone"), (lab[name], region)):
+        path = folder / files / f"{region}.conf"
+        host.popen(str(find_nats_server()), "-c", str(path)).says("Server is ready")
+    lab.delay(near, APART / 4)
+
+
+def start_worker(host: Host, instance_id: str) -> None:
+    worker = host.python("tests.hosts.worker", url_of(host), host.folder / "effects", instance_id)
+    worker.says("ready")
 
 
 @pytest.mark.nightly
@@ -75,10 +81,7 @@ def test_streams_go_on_when_the_region_that_serves_them_loses_its_power(
     with Lab("eupxyz", tmp_path / "hosts") as lab:
         start_regions(lab, tmp_path)
         for name in "up":
-            worker = lab[name].python(
-                "tests.hosts.worker", url_of(lab[name]), lab[name].folder / "effects", name
-            )
-            worker.says("ready")
+            start_worker(lab[name], name)
         caller = lab["e"].python("tests.hosts.regional", url_of(lab["e"]), STREAMS, "u", "p")
         caller.says("all streams have begun", within=90)
 
@@ -96,4 +99,10 @@ def test_streams_go_on_when_the_region_that_serves_them_loses_its_power(
         assert seen.failed == []
         assert seen.whole == STREAMS
         assert late <= LONGEST
+
+        for name in "yu":
+            lab.power_on(lab[name])
+        start_region(lab, tmp_path, "u")
+        start_worker(lab["u"], "u2")
+        caller.says("knows u2", within=30)
         caller.end()

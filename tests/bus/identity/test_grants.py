@@ -95,6 +95,7 @@ def test_an_instance_hears_its_own_component_and_writes_its_own_records() -> Non
         "$KV.dynbus_instances.demo.Printer.*",
         "$JS.API.STREAM.INFO.KV_dynbus_instances",
         "$JS.API.STREAM.MSG.GET.KV_dynbus_instances",
+        "_abroad.*.demo.Printer.*",
     )
     assert cancels.subscribe == ("demo._cancel",)
     assert (operators.publish, operators.subscribe) == ((), ("demo._run",))
@@ -102,15 +103,15 @@ def test_an_instance_hears_its_own_component_and_writes_its_own_records() -> Non
 
 def test_who_finds_instances_makes_a_consumer_of_its_own_and_nothing_else() -> None:
     assert finds_instances().publish == tuple(
-        subject.format(bucket)
-        for bucket in ("dynbus_instances", "dynbus_abroad")
+        subject.format(stream)
+        for stream in ("KV_dynbus_instances", "DYNBUS_ABROAD")
         for subject in (
-            "$JS.API.STREAM.INFO.KV_{}",
-            "$JS.API.STREAM.MSG.GET.KV_{}",
-            "$JS.API.CONSUMER.CREATE.KV_{}.*.>",
-            "$JS.API.CONSUMER.DELETE.KV_{}.*",
-            "$JS.FC.KV_{}.>",
-            "$JS.API.DIRECT.GET.KV_{}",
+            "$JS.API.STREAM.INFO.{}",
+            "$JS.API.STREAM.MSG.GET.{}",
+            "$JS.API.CONSUMER.CREATE.{}.*.>",
+            "$JS.API.CONSUMER.DELETE.{}.*",
+            "$JS.FC.{}.>",
+            "$JS.API.DIRECT.GET.{}",
         )
     )
 
@@ -141,15 +142,15 @@ def test_an_observer_changes_nothing() -> None:
     allowed = ("$SRV.", "$JS.API.STREAM.INFO.", "$JS.API.CONSUMER.INFO.", "$JS.FC.")
     others = [one for one in published if not one.startswith(allowed)]
     assert sorted(others) == [
-        "$JS.API.CONSUMER.CREATE.KV_dynbus_abroad.*.>",
+        "$JS.API.CONSUMER.CREATE.DYNBUS_ABROAD.*.>",
         "$JS.API.CONSUMER.CREATE.KV_dynbus_instances.*.>",
-        "$JS.API.CONSUMER.DELETE.KV_dynbus_abroad.*",
+        "$JS.API.CONSUMER.DELETE.DYNBUS_ABROAD.*",
         "$JS.API.CONSUMER.DELETE.KV_dynbus_instances.*",
         "$JS.API.CONSUMER.NAMES.*",
-        "$JS.API.DIRECT.GET.KV_dynbus_abroad",
+        "$JS.API.DIRECT.GET.DYNBUS_ABROAD",
         "$JS.API.DIRECT.GET.KV_dynbus_instances",
         "$JS.API.INFO",
-        "$JS.API.STREAM.MSG.GET.KV_dynbus_abroad",
+        "$JS.API.STREAM.MSG.GET.DYNBUS_ABROAD",
         "$JS.API.STREAM.MSG.GET.KV_dynbus_instances",
         "$JS.API.STREAM.NAMES",
     ]
