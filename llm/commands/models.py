@@ -136,7 +136,11 @@ def add(kind: str, name: str, endpoint: str, nats: str | None) -> None:
 @click.argument("name")
 @terminal.nats_option
 def rm(name: str, nats: str | None) -> None:
-    """Remove a name that was added with `dynbus models add`."""
+    """Remove a name that was added with `dynbus models add`, or whose workers are gone for good.
+
+    Front ends hold requests for a model that has been registered (`dynbus http --hold`) until its
+    name is removed.
+    """
     from dynbus.llm.models.publishing import remove_model
 
     _run(lambda runtime: remove_model(runtime.bus, name), nats)

@@ -296,11 +296,17 @@ class Application:
         cards = self._cards()
         if caller.is_anthropics:
             return json_response(model_list([cards[name] for name in sorted(cards)]))
-        entries = [_entry(cards[name]) for name in sorted(cards)]
-        return json_response({"object": "list", "data": entries})
+        entries = {name: _entry(card) for name, card in cards.items()}
+        for name in self._shared.models.without_engine:
+            entries[name] = _entry_without_engine(name)
+        return json_response(
+            {"object": "list", "data": [entries[name] for name in sorted(entries)]}
+        )
 
     async def _model(self, name: str, caller: Caller) -> Response:
         card = self._cards().get(name)
+        if card is None and name in self._shared.models.without_engine:
+            return json_response(_entry_without_engine(name))
         if card is None:
             raise self._shared.models.unknown(name)
         return json_response(model_info(card) if caller.is_anthropics else _entry(card))
@@ -378,6 +384,11 @@ def _refused(
 
 
 _started: Final = int(time.time())
+
+
+def _entry_without_engine(name: str) -> dict[str, Any]:
+    """A model of which no more is known while it has no engine than that it may come."""
+    return {"id": name, "object": "model", "created": _started, "owned_by": "dynbus"}
 
 
 def _entry(card: ModelCard) -> dict[str, Any]:

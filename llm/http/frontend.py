@@ -17,7 +17,7 @@ from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
 from dynbus.llm.page.to_try import ways_to_chat
 from dynbus.llm.pipeline import RoutingChoice
-from dynbus.llm.pipeline.models import ModelCatalog, Models
+from dynbus.llm.pipeline.models import Hold, ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.spi import ComponentName, Grant, Openable
@@ -61,7 +61,12 @@ class HttpFrontEnd(Openable):
             # Otherwise each request would be told, and nobody before.
             router.load()
         self._models = Models(
-            runtime, catalog, routing=routing, router=router, opened=self._announce
+            runtime,
+            catalog,
+            routing=routing,
+            router=router,
+            opened=self._announce,
+            hold=Hold(settings.hold, settings.max_held),
         )
         self._status = runtime.bus.status
         self._announced: set[str] = set()

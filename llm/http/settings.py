@@ -80,6 +80,18 @@ class HttpSettings(Options):
     max_requests: Annotated[
         int, Option("requests that run at a time; further ones are answered 429", least=1)
     ] = 8192
+    hold: Annotated[
+        float,
+        Option(
+            "seconds that a request waits for an engine of a model that has none; 0 refuses it",
+            least=0,
+            unit="seconds",
+        ),
+    ] = 0.0
+    max_held: Annotated[
+        int,
+        Option("requests that wait so for one model; further ones are answered 429", least=1),
+    ] = 256
     max_strangers: Annotated[
         int,
         Option(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -17,6 +17,7 @@ from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import (
+    ComponentName,
     ExpiredRecords,
     NoStream,
     Openable,
@@ -220,6 +221,15 @@ class Catalog(Openable):
         if self._models is None:
             self._models = self._view.models()
         return self._models
+
+    @property
+    def registered(self) -> Mapping[str, tuple[ComponentName, ...]]:
+        """The names of all models that were registered and not forgotten, and to whom each belongs,
+        whether it is served now or not; nothing before that is known."""
+        if not self._names_caught_up.is_set():
+            return {}
+        owned = ((name, self._names.owners(name)) for name in self._names.names)
+        return {name: owners.components for name, owners in owned if owners is not None}
 
     def find(self, name: str, type: ModelType) -> ModelCard | None:
         """The model of a name that is asked for this; None where none is served now."""

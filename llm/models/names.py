@@ -145,6 +145,11 @@ class NameView:
         subject, first = min(records.items(), key=lambda one: one[1].sequence)
         return Owners(first.components, Reason.FIRST, subject, first.sequence)
 
+    @property
+    def names(self) -> list[str]:
+        """The names that anything is said of."""
+        return sorted(self._by_name)
+
     def added(self, name: str) -> list[StoredCard]:
         """The cards of a name that operators added by hand."""
         records = self._by_name.get(name, {}).values()

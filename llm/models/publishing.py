@@ -395,21 +395,36 @@ async def add_model(side_bus: Bus, discovery: Discovery, card: ModelCard) -> Non
 
 
 async def remove_model(bus: Bus, name: str) -> int:
-    """Remove the cards of a name that were added by `add_model`; returns how many.
+    """Remove the cards of a name that were added by `add_model`, or else what is remembered of a
+    name whose components are gone; returns how many records.
 
     Raises:
-        ConfigError: there is none, and who registered the model if somebody did.
+        ConfigError: there is none, and who serves the model, or who bound it, if somebody did.
     """
     jetstream = bus.data.jetstream
     names = Names(jetstream)
-    added = (await names.read(name)).added(name)
-    if not added:
-        others = sorted({one.card.endpoint for one in await read_cards(jetstream, name)})
+    if added := (await names.read(name)).added(name):
+        for one in added:
+            await names.remove(one)
+        return len(added)
+    if others := sorted({one.card.endpoint for one in await read_cards(jetstream, name)}):
         raise ConfigError(
             f"the model {name!r} was registered by {', '.join(others)}: it goes when they stop"
-            if others
-            else f"there is no model {name!r}: `dynbus models` lists those that there are"
         )
-    for one in added:
-        await names.remove(one)
-    return len(added)
+    return await _forget(names, name)
+
+
+async def _forget(names: Names, name: str) -> int:
+    """Take back the records of all components that registered a name."""
+    forgotten = 0
+    while (owners := (await names.read(name)).owners(name)) is not None:
+        if owners.reason is Reason.BOUND:
+            raise ConfigError(
+                f"the model {name!r} is bound to {', '.join(map(str, owners.components))}: "
+                f"`dynbus models unbind {name}` first"
+            )
+        await names.release(owners)
+        forgotten += 1
+    if not forgotten:
+        raise ConfigError(f"there is no model {name!r}: `dynbus models` lists those that there are")
+    return forgotten

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, Self, get_args
+from typing import Any, Final, NamedTuple, Protocol, Self, get_args
 
 import anyio
 
@@ -17,6 +18,7 @@ from dynbus import (
     EndpointName,
     Instance,
     NoInstances,
+    Overloaded,
     Relay,
     Runtime,
     Unavailable,
@@ -28,6 +30,7 @@ from dynbus.llm.openai.errors import BadRequest, ModelNotFound
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import (
     Background,
+    ComponentName,
     InstanceName,
     ResumeRule,
     describe_exception,
@@ -66,7 +69,14 @@ LOOK_INTERVAL: Final = 0.05
 """Seconds between two looks for an instance with an adapter."""
 
 OPENING_TIMEOUT: Final = 10.0
-"""Seconds that who depends on a model waits for its tokenizer and its routers, at least."""
+"""Seconds that a request which was held, and who depends on a model, wait for its tokenizer and its
+routers, at least."""
+
+HELD_RETRY: Final = 5.0
+"""Seconds after which a request that found no place among those that wait may be sent again."""
+
+ANY_ENDPOINT: Final = "*"
+"""The endpoint in the count of those that wait: which one they will be sent to nobody knows yet."""
 
 FIRST_RETRY_DELAY: Final = 1.0
 MAX_RETRY_DELAY: Final = 30.0
@@ -74,6 +84,21 @@ MAX_RETRY_DELAY: Final = 30.0
 
 _Key = tuple[str, str, tuple[str, ...]]
 """Name, endpoint and types of a model: a name may be served by several for different things."""
+
+
+class Hold(NamedTuple):
+    """The holding of requests for models that have no engine.
+
+    Attributes:
+        seconds: for which one waits; 0 holds none, but while a model is only away.
+        most: requests that wait for one model at a time.
+    """
+
+    seconds: float = 0.0
+    most: int = 256
+
+
+NO_HOLD: Final = Hold()
 
 
 class ModelCatalog(Protocol):
@@ -86,6 +111,11 @@ class ModelCatalog(Protocol):
 
     def changes(self) -> AsyncIterator[list[ServedModel]]:
         """Give the models that are served now, and again at each change."""
+        ...
+
+    @property
+    def registered(self) -> Mapping[str, tuple[ComponentName, ...]]:
+        """The names of all models that may be served, and the components that serve them."""
         ...
 
     async def text_model(self, card: ModelCard) -> TextModel:
@@ -102,6 +132,7 @@ class Models:
         router: the settings of routers that go by what is cached; `exact` is decided by what the
             instances say.
         opened: called when a model can be asked, and again when it has been away.
+        hold: of requests for models that have no engine.
 
     Raises:
         ConfigError: there is no such routing.
@@ -116,6 +147,7 @@ class Models:
         router: RouterConfig | None = None,
         only: str = "",
         opened: Callable[[OpenModel], object] = lambda _: None,
+        hold: Hold = NO_HOLD,
     ) -> None:
         choices = get_args(RoutingChoice)
         if routing not in choices:
@@ -125,6 +157,8 @@ class Models:
         self._routing: RoutingChoice = routing
         self._only = only
         self._opened = opened
+        self._hold = hold
+        self._held: Counter[str] = Counter()
         self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
         self._gone: dict[tuple[str, ModelType], float] = {}
@@ -153,10 +187,24 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """Of the models that can be asked now for all that they are there for."""
+        """Of the models that can be asked now for all that they are there for, and of those whose
+        requests are held."""
         opened = {model.card.name for model in self.served}
         opening = {one.card.name for one in self._served.values() if not one.opened.is_set()}
-        return sorted(opened - opening)
+        return sorted((opened - opening) | set(self.without_engine))
+
+    @property
+    def without_engine(self) -> Mapping[str, tuple[ComponentName, ...]]:
+        """The models whose requests are held, since none of their engines is there now, and to whom
+        each belongs."""
+        if not self._hold.seconds:
+            return {}
+        served = {one.card.name for one in self._served.values()}
+        return {
+            name: owners
+            for name, owners in self._catalog.registered.items()
+            if name not in served and self._only in ("", name)
+        }
 
     @property
     def problem(self) -> str:
@@ -191,11 +239,15 @@ class Models:
         Raises:
             ModelNotFound: there is none.
             BadRequest: it is not there for this.
-            NoInstances: the last instance has gone just now.
+            NoInstances: the last instance has gone just now, or it was held in vain.
+            Overloaded: as many requests as may be are held for it already.
             Unavailable: it cannot be served, or nobody knows yet which models there are, and why.
         """
+        opening = INSTANCE_TIMEOUT
         serving = self._serving(name, wanted)
-        if serving is None and self._is_away(name, wanted):
+        if serving is None and name in self.without_engine:
+            serving, opening = await self._hold_for(name, wanted), OPENING_TIMEOUT
+        elif serving is None and self._is_away(name, wanted):
             # Its instances may be started again.
             with anyio.move_on_after(INSTANCE_TIMEOUT):
                 while not (serving := self._serving(name, wanted)) and self._is_away(name, wanted):
@@ -207,7 +259,7 @@ class Models:
                 raise _not_for_this(named[0].card, wanted)
             raise self.unknown(name)
         if serving.model is None:
-            with anyio.move_on_after(INSTANCE_TIMEOUT):
+            with anyio.move_on_after(opening):
                 await serving.opened.wait()
         if serving.model is None:
             raise Unavailable(
@@ -215,6 +267,52 @@ class Models:
                 started=False,
             )
         return serving.model
+
+    async def _hold_for(self, name: str, wanted: ModelType) -> _Serving | None:
+        """The model of a name, once an engine is there; None where it is forgotten meanwhile, or
+        there for something else.
+
+        Raises:
+            NoInstances: none came in time.
+            Overloaded: as many requests as may be wait for it already.
+        """
+        with self._place(name), anyio.move_on_after(self._hold.seconds):
+            while name in self.without_engine:
+                await self._reconciled.wait()
+            return self._serving(name, wanted)
+        raise NoInstances(
+            f"the model {name} has no engine, and none came within {self._hold.seconds:g} s: ask "
+            "again later",
+            started=False,
+        )
+
+    @contextmanager
+    def _place(self, name: str) -> Generator[None]:
+        """A place among the requests that wait for an engine of a model, which is counted for what
+        scales engines."""
+        if self._held[name] >= self._hold.most:
+            raise Overloaded(
+                f"the model {name} has no engine, and {self._held[name]} requests wait for one "
+                "already; ask again later",
+                retry_after=HELD_RETRY,
+                started=False,
+            )
+        owners = self.without_engine[name]
+        self._held[name] += 1
+        self._count_waiting(owners, 1)
+        try:
+            yield
+        finally:
+            self._count_waiting(owners, -1)
+            self._held[name] -= 1
+            if not self._held[name]:
+                del self._held[name]
+
+    def _count_waiting(self, components: Sequence[ComponentName], delta: int) -> None:
+        telemetry = self._runtime.bus.telemetry
+        if telemetry is not None:
+            for component in components:
+                telemetry.waiting(component.endpoint(ANY_ENDPOINT), delta)
 
     async def wait_for(self, name: str, wanted: ModelType, wait: float) -> OpenModel:
         """The model of a name, once it is ready; see `get` for what is raised.

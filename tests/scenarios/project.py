@@ -102,10 +102,10 @@ class Folder:
         """Start `dynbus run`."""
         return self._start("run", *arguments, python=python)
 
-    def start_front_end(self, port: int) -> subprocess.Popen[bytes]:
-        """Start `dynbus http`."""
+    def start_front_end(self, port: int, *more: str) -> subprocess.Popen[bytes]:
+        """Start `dynbus http`, with more options."""
         options = ("--port", str(port), "--grace", "20", "--log-level", "warning")
-        return self._start("http", *options)
+        return self._start("http", *options, *more)
 
     def _start(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         """Start a command as a terminal would: in a process group of its own."""

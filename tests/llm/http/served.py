@@ -11,6 +11,7 @@ from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
 
 from dynbus import Actor, InvalidRequest, Overloaded, context, handler
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
@@ -209,6 +210,7 @@ class FixedCatalog:
 
     def __init__(self, cards: Mapping[str, ModelCard] = CARDS, template: str = CHATML) -> None:
         self.cards = dict(cards)
+        self.registered: dict[str, tuple[ComponentName, ...]] = {}
         self.template = template
         self._news = asyncio.Event()
 

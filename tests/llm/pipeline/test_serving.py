@@ -6,18 +6,27 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from tests.conditions import eventually
 from tests.llm.http.served import FixedCatalog, ScriptedEngine, card
 
 from dynbus import Actor, handler
-from dynbus.bus.errors import DynbusError, InvalidResponse, Unavailable
+from dynbus.bus.errors import (
+    DynbusError,
+    InvalidResponse,
+    NoInstances,
+    Overloaded,
+    Unavailable,
+)
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType
 from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.api import format_of
+from dynbus.llm.openai.errors import ModelNotFound, answer_of
 from dynbus.llm.openai.requests import read_chat
-from dynbus.llm.pipeline.models import Models
+from dynbus.llm.pipeline.models import Hold, Models
 from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.text.text_model import TextModel
@@ -107,5 +116,64 @@ def test_a_model_that_could_not_be_opened_is_tried_again(
                     await models.get("tiny", ModelType.Chat)
                 await eventually(lambda: models.names == ["tiny"], within=30.0)
                 assert (await ask(models, "tiny")).error is None
+
+    run(story())
+
+
+def test_requests_for_a_model_without_an_engine_wait_for_one_in_bounded_number() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            catalog = FixedCatalog({})
+            owner = (ComponentName("test", "ScriptedEngine"),)
+            catalog.registered = {"tiny": owner}
+            async with Models(kit.caller, catalog, hold=Hold(30.0, 2)) as models:
+                assert models.names == ["tiny"]
+                answered: list[Kept] = []
+
+                async def ask_tiny() -> None:
+                    answered.append(await ask(models, "tiny"))
+
+                async with anyio.create_task_group() as tasks:
+                    leaving = anyio.CancelScope()
+
+                    async def leave() -> None:
+                        with leaving:
+                            await models.get("tiny", ModelType.Chat)
+
+                    tasks.start_soon(leave)
+                    tasks.start_soon(ask_tiny)
+                    await anyio.wait_all_tasks_blocked()
+                    with pytest.raises(Overloaded, match="no engine, and 2 requests wait") as full:
+                        await models.get("tiny", ModelType.Chat)
+                    assert full.value.retry_after > 0
+                    leaving.cancel()
+                    await anyio.wait_all_tasks_blocked()
+                    tasks.start_soon(ask_tiny)
+                    await anyio.wait_all_tasks_blocked()
+                    await kit.start(ScriptedEngine)
+                    catalog.change({"tiny": card("tiny", "test.ScriptedEngine.generate")})
+
+                assert [kept.error for kept in answered] == [None, None]
+                assert models.without_engine == {}
+                with pytest.raises(ModelNotFound):
+                    await models.get("nobody", ModelType.Chat)
+
+    run(story())
+
+
+def test_a_request_that_was_held_in_vain_says_so_and_none_is_held_unless_it_is_asked_for() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            catalog = FixedCatalog({})
+            catalog.registered = {"tiny": (ComponentName("test", "ScriptedEngine"),)}
+            async with Models(kit.caller, catalog, hold=Hold(5.0)) as models:
+                with pytest.raises(NoInstances, match="none came within 5 s") as late:
+                    await models.get("tiny", ModelType.Chat)
+                assert answer_of(late.value).status == 503
+                assert "Retry-After" in answer_of(late.value).headers
+            async with Models(kit.caller, catalog) as models:
+                await eventually(lambda: models.problem == "")
+                with pytest.raises(ModelNotFound):
+                    await models.get("tiny", ModelType.Chat)
 
     run(story())

@@ -1,0 +1,77 @@
+"""A front end holds requests for a model that has no engine, until one is there or its bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from tests.conditions import eventually
+
+from dynbus.bus.nats.server_process import RunningServer, free_port
+
+from .project import Folder
+from .test_front_ends_that_die import ENGINE, read
+from .test_serving_faults import get
+
+pytestmark = pytest.mark.anyio
+
+ASKING = json.dumps(
+    {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+).encode()
+REQUEST = (
+    "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    f"Content-Length: {len(ASKING)}\r\n\r\n"
+).encode() + ASKING
+
+
+async def lists_mock(port: int) -> bool:
+    return b'"mock"' in await asyncio.to_thread(get, port, "/v1/models")
+
+
+@pytest.mark.timeout(180)
+async def test_requests_wait_for_the_first_engine_of_a_model_that_had_one_before(
+    folder: Folder, own_server: RunningServer
+) -> None:
+    folder.url = own_server.url
+    (folder.path / "stack.py").write_text(ENGINE)
+    engine = ("stack.py", "--Engine.engine=mock", "--log-level=warning")
+    patient, hasty = free_port(), free_port()
+    run = folder.start(*engine)
+    folder.start_front_end(hasty, "--hold", "0.5")
+    await eventually(lambda: lists_mock(hasty), what="the model is served")
+    run.terminate()
+    assert await asyncio.to_thread(folder.exit_of, run) == 0
+
+    # One that has never seen it with an engine.
+    folder.start_front_end(patient, "--hold", "120")
+    await eventually(lambda: lists_mock(patient), what="the model is known")
+    assert b'"ok"' in await asyncio.to_thread(get, patient, "/health")
+    late = await read(hasty, REQUEST)
+    assert late.startswith(b"HTTP/1.1 503")
+    assert b"\r\nretry-after: " in late.lower()
+    assert b"has no engine, and none came within 0.5 s" in late
+
+    held = [asyncio.create_task(read(patient, REQUEST)) for _ in range(5)]
+    # It was asked after them, and says at once that it knows of no such model.
+    other = REQUEST.replace(b'"mock"', b'"none"')
+    assert (await read(patient, other)).startswith(b"HTTP/1.1 404")
+    folder.start(*engine)
+
+    answers = await asyncio.gather(*held)
+    assert [answer[:15] for answer in answers] == [b"HTTP/1.1 200 OK"] * 5
+    assert all(b'"assistant"' in answer for answer in answers)
+
+    run = folder.runs[-1]
+    told = await asyncio.to_thread(folder.dynbus, "models", "rm", "mock")
+    assert (told.returncode, "it goes when they stop" in told.stderr) == (3, True)
+    run.terminate()
+    assert await asyncio.to_thread(folder.exit_of, run) == 0
+    told = await asyncio.to_thread(folder.dynbus, "models", "rm", "mock")
+    assert told.returncode == 0, told.stderr
+
+    async def is_forgotten() -> bool:
+        return not await lists_mock(patient)
+
+    await eventually(is_forgotten, what="the name is forgotten")
+    assert (await read(patient, REQUEST)).startswith(b"HTTP/1.1 503")
