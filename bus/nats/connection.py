@@ -273,7 +273,9 @@ class NatsConnection(WatchedConnection):
 
     @property
     def has_peers(self) -> bool:
-        return bool(self.server_info.get("cluster"))
+        # A leaf node that is alone calls itself a cluster, by its own name.
+        info = self.server_info
+        return info.get("cluster", "") not in ("", info.get("server_name"))
 
     def on_peer_lost(self, listener: Callable[[], None]) -> None:
         self._peer_lost_listeners.append(listener)

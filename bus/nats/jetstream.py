@@ -235,9 +235,6 @@ class NatsJetStream:
             except DynbusError as error:
                 if isinstance(error, JetStreamError) and error.error_code == NO_PEERS:
                     continue
-                if isinstance(error, JetStreamError) and error.error_code == ONE_SERVER:
-                    # A leaf node names the cluster that it belongs to in another region.
-                    return
                 if isinstance(error, PermissionDenied):
                     self._left_as_is.add(name)
                 logger.warning(
@@ -486,6 +483,7 @@ def _refuse_misfit(info: Mapping[str, Any], config: StreamConfig) -> None:
 
 
 def _is_in_cluster(info: Mapping[str, Any]) -> bool:
-    """True if a stream's server belongs to a cluster; one alone names itself and no cluster."""
+    """True if a stream's server belongs to a cluster; one alone names none, or as a leaf node one
+    that is called as itself."""
     cluster: Mapping[str, Any] = info.get("cluster") or {}
-    return bool(cluster.get("name"))
+    return cluster.get("name", "") not in ("", cluster.get("leader"))

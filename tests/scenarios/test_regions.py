@@ -19,6 +19,7 @@ from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.records.abroad import HEARD_WITHIN
+from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.llm.commands.setting_up import Status, set_up
 
 pytestmark = pytest.mark.anyio
@@ -70,6 +71,18 @@ async def test_a_call_goes_abroad_while_nobody_is_at_home(tmp_path: Path) -> Non
         assert us_seen.silent < HEARD_WITHIN
         await at_home.stop()
         assert await spilling.where() == "in-us"
+
+
+async def test_a_region_of_one_server_is_no_cluster(tmp_path: Path) -> None:
+    async with (
+        joined_regions(tmp_path, ("eu", "us")) as regions,
+        Runtime.connect(regions["eu"].url) as runtime,
+    ):
+        await runtime.start(Counter)
+
+        assert not runtime.bus.data.has_peers
+        info = await runtime.bus.data.jetstream.stream_info(INSTANCES_STREAM.name)
+        assert not info.in_cluster
 
 
 async def test_a_stream_goes_on_in_another_region_when_its_own_is_lost(tmp_path: Path) -> None:
