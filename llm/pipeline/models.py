@@ -196,14 +196,16 @@ class Models:
     @property
     def without_engine(self) -> Mapping[str, tuple[ComponentName, ...]]:
         """The models whose requests are held, since none of their engines is there now, and to whom
-        each belongs."""
+        each belongs. An adapter that was unloaded is none: its engines are there."""
         if not self._hold.seconds:
             return {}
-        served = {one.card.name for one in self._served.values()}
+        cards = [one.card for one in self._served.values()]
+        served = {card.name for card in cards}
+        there = {card.endpoint_name.component_name for card in cards}
         return {
             name: owners
             for name, owners in self._catalog.registered.items()
-            if name not in served and self._only in ("", name)
+            if name not in served and there.isdisjoint(owners) and self._only in ("", name)
         }
 
     @property

@@ -125,9 +125,9 @@ def test_requests_for_a_model_without_an_engine_wait_for_one_in_bounded_number()
         async with TestKit() as kit:
             catalog = FixedCatalog({})
             owner = (ComponentName("test", "ScriptedEngine"),)
-            catalog.registered = {"tiny": owner}
+            catalog.registered = {"tiny": owner, "an-adapter-of-tiny": owner}
             async with Models(kit.caller, catalog, hold=Hold(30.0, 2)) as models:
-                assert models.names == ["tiny"]
+                assert models.names == ["an-adapter-of-tiny", "tiny"]
                 answered: list[Kept] = []
 
                 async def ask_tiny() -> None:
