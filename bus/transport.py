@@ -113,14 +113,14 @@ class StreamSource(NamedTuple):
 
     Attributes:
         region: the JetStream domain that has it.
-        subject: the subjects that are copied, with wildcards.
+        subject: the subjects that are copied, with wildcards; all of a mirror.
         stored_as: the subjects under which they are stored here, with the same wildcards; as they
             are unless given.
     """
 
     region: str
     stream: str
-    subject: str
+    subject: str = ""
     stored_as: str = ""
 
 
@@ -140,6 +140,9 @@ class StreamConfig(NamedTuple):
             `.*`: what is published as `x.key` is kept as `x.lane.key`, whose lane is the 32-bit
             FNV-1a hash of the key, modulo this. 0 for messages that are kept as they are published.
         sources: the streams of other regions that it copies.
+        mirror: whether it has one source, of which it copies everything with its sequence and its
+            time, also what a work queue there hands out and drops; nobody else stores anything in
+            it.
     """
 
     name: str
@@ -154,6 +157,7 @@ class StreamConfig(NamedTuple):
     metadata: tuple[tuple[str, str], ...] = ()
     lanes: int = 0
     sources: tuple[StreamSource, ...] = ()
+    mirror: bool = False
 
     @property
     def to_look_up(self) -> tuple[str, ...]:
@@ -513,6 +517,12 @@ class JetStream(Protocol):
         """The number of servers of a cluster that keep a stream which does not say so itself."""
         ...
 
+    def of_region(self, region: str) -> JetStream:
+        """That of another region, by its JetStream domain: its streams can be asked about, read
+        and purged, and their consumers paused, as long as there is a way. Nothing is stored there,
+        and nothing taken."""
+        ...
+
     async def ensure_stream(
         self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
     ) -> None:
@@ -645,6 +655,15 @@ class JetStream(Protocol):
 
         Raises:
             NoStream: the stream does not exist.
+        """
+        ...
+
+    async def note(self, stream: str, name: str, text: str, *, timeout: float = 5.0) -> None:
+        """Keep a text with a stream, among its `metadata`; nothing else of it changes.
+
+        Raises:
+            NoStream: the stream does not exist.
+            PermissionDenied: we may not change it.
         """
         ...
 

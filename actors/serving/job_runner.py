@@ -47,6 +47,7 @@ from dynbus.bus.work_queue import (
     RunState,
     Taker,
     TryFailure,
+    goes_on,
 )
 
 from .handler_runner import MIGRATE_DELAY, NOT_TRIED_AGAIN, TakingRunner
@@ -168,6 +169,10 @@ class JobRunner(TakingRunner):
         elif end is JobEnd.CANCELLED:
             error = Cancelled("an operator cancelled the job before it began")
             result = JobResult.failed(error, Outcome.CANCELLED)
+        elif end is JobEnd.MOVED:
+            # They go on elsewhere, and what is here would be old when the job comes back.
+            self._start(self._log.forget_steps(job_id))
+            return
         else:
             return
         self._start(self._store_end(job_id, result))
@@ -307,7 +312,9 @@ class JobRunner(TakingRunner):
                 return None
             if state is None:
                 await self._note_lost(job)
-                failed = len(await self._log.failures(job.job_id)) if is_copy else 0
+                failed = 0
+                if is_copy or goes_on(job.delivery.message):
+                    failed = len(await self._log.failures(job.job_id))
                 tries = max(job.tries, failed + 1)
                 return self._again(job, None, 0, tries)
             if how is Begin.CLAIM:

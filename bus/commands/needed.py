@@ -18,22 +18,29 @@ from dynbus.bus.topics import (
     group_consumers,
     topic_config,
 )
-from dynbus.bus.transport import PullConsumerConfig, StreamConfig
+from dynbus.bus.transport import Connection, PullConsumerConfig, StreamConfig
 from dynbus.bus.work_queue import (
     HOLDERS_STREAM,
     WorkQueueConfig,
+    copy_configs,
     dead_letter_config,
     job_log_config,
+    keep_copies,
     queue_config,
     takers_config,
 )
 
 
 class NeededStream(NamedTuple):
-    """A stream, and the consumers that its readers share, if they do."""
+    """A stream, and the consumers that its readers share, if they do.
+
+    Attributes:
+        copied: the queue whose jobs, or their log, it copies from another region; None for others.
+    """
 
     stream: StreamConfig
     consumers: tuple[PullConsumerConfig, ...] = ()
+    copied: EndpointName | None = None
 
     @classmethod
     def of_queue(cls, name: EndpointName, config: WorkQueueConfig) -> NeededStream:
@@ -44,6 +51,24 @@ class NeededStream(NamedTuple):
     def of_job_log(cls, name: EndpointName) -> NeededStream:
         """The stream in which a durable handler keeps the records of its jobs."""
         return cls(job_log_config(name))
+
+    @classmethod
+    def of_copies(cls, name: EndpointName, region: str) -> list[NeededStream]:
+        """The streams in which a region keeps copies of the jobs of a durable handler of another
+        one, and of what became of them."""
+        return [cls(config, copied=name) for config in copy_configs(name, region)]
+
+    async def announce(self, connection: Connection) -> None:
+        """Have the takers of another region know of a copy of their queue; nothing for what is no
+        copy.
+
+        Raises:
+            ConfigError: the connection is not to a region, or to that one, or that one has no such
+                queue.
+            Unavailable: that region does not answer.
+        """
+        if self.copied is not None:
+            await keep_copies(connection, self.copied, self.stream.sources[0].region)
 
     @classmethod
     def of_topic(

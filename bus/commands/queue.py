@@ -14,8 +14,9 @@ from .listing import API_SECONDS, pages, subject_counts
 from .terminal import terminal
 
 if TYPE_CHECKING:
+    from dynbus.bus.nats.connection import NatsConnection
     from dynbus.bus.nats.jetstream import NatsJetStream
-    from dynbus.bus.work_queue import DeadLetter, DeadLetters
+    from dynbus.bus.work_queue import DeadLetter, DeadLetters, TakenOver
 
     from .queue_report import QueueReport, Rates
 
@@ -84,6 +85,7 @@ def queue() -> None:
     dynbus queue dead demo 0123456789abcdef
     dynbus queue redrive demo 0123456789abcdef
     dynbus queue discard demo --all
+    dynbus queue take-over demo.Desk.summarise --from eu --lost
     """
 
 
@@ -263,6 +265,64 @@ async def _pause(jetstream: NatsJetStream, name: str, paused: bool) -> None:
     with if_there(name):
         for consumer in await consumers_of(jetstream, stream):
             await jetstream.pause_consumer(stream, consumer, paused, timeout=API_SECONDS)
+
+
+@queue.command("take-over", epilog=exit_codes.GENERAL)
+@queue_argument
+@click.option(
+    "--from", "region", metavar="REGION", required=True, help="The region that has the jobs."
+)
+@click.option("--lost", is_flag=True, help="Take the region for lost where it does not answer.")
+@click.option(
+    "--wait",
+    type=terminal.number(0, 3600),
+    metavar="SECONDS",
+    default=60.0,
+    show_default=True,
+    help="For how long jobs that run in a region which answers are waited for.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Move nothing: say which jobs would be, and prune the copies."
+)
+@terminal.json_option
+@terminal.nats_option
+def take_over(
+    name: str,
+    region: str,
+    lost: bool,
+    wait: float,
+    dry_run: bool,
+    as_json: bool,
+    nats: str | None,
+) -> None:
+    """Have the jobs of a durable handler of another region go on in the server's own.
+
+    The jobs are those of the copies that `dynbus setup --copies-of REGION` keeps. They have the
+    same ids, keys, lanes and times, and go on after their finished steps. It may be run again, also
+    after it was killed: no job is put twice. Each run prunes the copies of jobs that have ended.
+
+    A region that answers hands out no jobs of the queue meanwhile, and has none left. One that does
+    not has to be declared lost: what it had accepted and not copied yet is on its disks alone, and
+    goes on there when it is back. What was taken over does not.
+    """
+
+    async def work(connection: NatsConnection) -> TakenOver:
+        from dynbus.bus.protocol.names import EndpointName
+        from dynbus.bus.work_queue import TakeOver
+
+        taking = TakeOver(connection, EndpointName.parse(name), region)
+        return await taking.run(lost=lost, wait=wait, dry=dry_run)
+
+    taken = _connected(nats, work)
+    if as_json:
+        terminal.print_json(taken._asdict())
+        return
+    done = "to be taken over" if dry_run else "taken over"
+    for job in taken.jobs:
+        click.echo(f"{done}: {terminal.printable(job)}")
+    click.echo(f"{len(taken.jobs)} jobs of {name} {done} from region {region}")
+    for line in taken.remarks(region):
+        terminal.notice(line)
 
 
 @queue.command()
@@ -462,12 +522,16 @@ def _letters(
 
 
 def _run(nats: str | None, work: Callable[[NatsJetStream], Awaitable[T]]) -> T:
+    return _connected(nats, lambda connection: work(connection.jetstream))
+
+
+def _connected(nats: str | None, work: Callable[[NatsConnection], Awaitable[T]]) -> T:
     import asyncio
 
     config = terminal.settings(nats)
 
     async def ask() -> T:
         async with terminal.server(config, "dynbus-queue") as server:
-            return await work(server.connection.jetstream)
+            return await work(server.connection)
 
     return asyncio.run(ask())

@@ -424,6 +424,9 @@ class MemoryJetStream:
     def replicas(self) -> int:
         return 1
 
+    def of_region(self, region: str) -> MemoryJetStream:
+        raise ConfigError(f"region {region}: a bus in memory is alone, and joins no regions")
+
     async def ensure_stream(
         self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
     ) -> None:
@@ -500,6 +503,13 @@ class MemoryJetStream:
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
         return await self._look(stream, "INFO", lambda held: held.config, timeout)
+
+    async def note(self, stream: str, name: str, text: str, *, timeout: float = 5.0) -> None:
+        def keep(held: MemoryStream) -> None:
+            metadata = {**dict(held.config.metadata), name: text}
+            held.config = held.config._replace(metadata=tuple(metadata.items()))
+
+        await self._look(stream, "UPDATE", keep, timeout)
 
     async def consume(
         self,

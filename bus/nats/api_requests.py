@@ -331,10 +331,15 @@ def read_answer(data: bytes, what: str) -> dict[str, Any]:
     return answer
 
 
+def api_of(region: str) -> str:
+    """The subject below which the JetStream API of a region is called; empty for the own one."""
+    return f"$JS.{region}.API" if region else "$JS.API"
+
+
 async def call_jetstream(
-    link: ServerLink, call: str, request: Mapping[str, Any], *, timeout: float
+    link: ServerLink, call: str, request: Mapping[str, Any], *, timeout: float, region: str = ""
 ) -> dict[str, Any]:
-    """One call of `$JS.API`.
+    """One call of `$JS.API`, or of that of another region.
 
     Raises:
         NoStream, WrongLastSequence: the server refuses.
@@ -342,5 +347,5 @@ async def call_jetstream(
         Unavailable: it does not answer, or has no JetStream.
     """
     data = msgspec.json.encode(request) if request else b""
-    reply = await link.request(f"$JS.API.{call}", data, timeout=timeout, repeat=True)
+    reply = await link.request(f"{api_of(region)}.{call}", data, timeout=timeout, repeat=True)
     return read_answer(reply.data, call)

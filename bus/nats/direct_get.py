@@ -19,7 +19,7 @@ from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message, NoStream, StoredMessage
 
-from .api_requests import FIRST_REPEAT, ServerLink, unix_seconds
+from .api_requests import FIRST_REPEAT, ServerLink, api_of, unix_seconds
 
 PAGE: Final = 1000
 """Messages that are asked for at a time."""
@@ -80,7 +80,7 @@ def _stored(fields: Mapping[str, str], data: bytes) -> StoredMessage:
 
 
 async def read_stream(
-    connection: ServerLink, stream: str, subject: str, timeout: float
+    connection: ServerLink, stream: str, subject: str, timeout: float, region: str = ""
 ) -> list[StoredMessage]:
     """The messages of a subject in the stream, oldest first.
 
@@ -93,7 +93,7 @@ async def read_stream(
     sequence = 1
     with _answered(stream, timeout):
         while True:
-            page = await _read_page(connection, stream, _from(sequence, subject))
+            page = await _read_page(connection, stream, _from(sequence, subject), region)
             messages += page.messages
             if not page.pending or not page.messages:
                 return messages
@@ -101,7 +101,12 @@ async def read_stream(
 
 
 async def read_page(
-    connection: ServerLink, stream: str, subject: str, start: int, timeout: float
+    connection: ServerLink,
+    stream: str,
+    subject: str,
+    start: int,
+    timeout: float,
+    region: str = "",
 ) -> list[StoredMessage]:
     """The first of these messages from a sequence on; none where there are no more.
 
@@ -109,11 +114,15 @@ async def read_page(
         NoStream, PermissionDenied, Unavailable: as of `read_stream`.
     """
     with _answered(stream, timeout):
-        return (await _read_page(connection, stream, _from(start, subject))).messages
+        return (await _read_page(connection, stream, _from(start, subject), region)).messages
 
 
 async def read_last(
-    connection: ServerLink, stream: str, subjects: Sequence[str], timeout: float
+    connection: ServerLink,
+    stream: str,
+    subjects: Sequence[str],
+    timeout: float,
+    region: str = "",
 ) -> list[StoredMessage]:
     """The last message of each of some subjects that the stream has, oldest first.
 
@@ -122,7 +131,7 @@ async def read_last(
             1,024.
     """
     with _answered(stream, timeout):
-        return (await _read_page(connection, stream, {"multi_last": subjects})).messages
+        return (await _read_page(connection, stream, {"multi_last": subjects}, region)).messages
 
 
 def _from(sequence: int, subject: str) -> dict[str, Any]:
@@ -144,9 +153,11 @@ def _answered(stream: str, timeout: float) -> Generator[None]:
         raise Unavailable(f"no replica of {stream} answered within {timeout} s") from None
 
 
-async def _read_page(connection: ServerLink, stream: str, request: Mapping[str, Any]) -> _Page:
+async def _read_page(
+    connection: ServerLink, stream: str, request: Mapping[str, Any], region: str
+) -> _Page:
     """One answer that is complete; the caller bounds the wait."""
-    call = f"$JS.API.DIRECT.GET.{stream}"
+    call = f"{api_of(region)}.DIRECT.GET.{stream}"
     data = msgspec.json.encode(request)
     pause = FIRST_REPEAT
     while True:

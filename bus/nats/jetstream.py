@@ -56,6 +56,7 @@ from .stream_config import (
     NANOSECONDS,
     misfits,
     source_state,
+    sources_in,
     stream_config,
     stream_request,
 )
@@ -78,12 +79,17 @@ class NatsJetStream:
 
     Attributes:
         replicas: how many servers of a cluster keep a stream that does not say so itself.
+        region: whose JetStream it is; empty for the server's own.
     """
 
-    def __init__(self, connection: ServerLink, replicas: int = REPLICAS) -> None:
+    def __init__(self, connection: ServerLink, replicas: int = REPLICAS, region: str = "") -> None:
         self._connection = connection
         self.replicas = replicas
+        self.region = region
         self._left_as_is: set[str] = set()
+
+    def of_region(self, region: str) -> NatsJetStream:
+        return NatsJetStream(self._connection, self.replicas, region)
 
     @property
     def max_payload(self) -> int:
@@ -91,7 +97,9 @@ class NatsJetStream:
 
     async def api(self, call: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
         """One call of `$JS.API`; see `call_jetstream`."""
-        return await call_jetstream(self._connection, call, request, timeout=timeout)
+        return await call_jetstream(
+            self._connection, call, request, timeout=timeout, region=self.region
+        )
 
     async def ensure_stream(
         self, config: StreamConfig, *, probe: str = "", timeout: float = 5.0
@@ -259,17 +267,17 @@ class NatsJetStream:
     async def read(
         self, stream: str, subject: str = "", *, timeout: float = 5.0
     ) -> list[StoredMessage]:
-        return await read_stream(self._connection, stream, subject, timeout)
+        return await read_stream(self._connection, stream, subject, timeout, self.region)
 
     async def read_page(
         self, stream: str, subject: str = "", *, start: int = 1, timeout: float = 5.0
     ) -> list[StoredMessage]:
-        return await read_page(self._connection, stream, subject, start, timeout)
+        return await read_page(self._connection, stream, subject, start, timeout, self.region)
 
     async def read_last(
         self, stream: str, subjects: Sequence[str], *, timeout: float = 5.0
     ) -> list[StoredMessage]:
-        return await read_last(self._connection, stream, subjects, timeout)
+        return await read_last(self._connection, stream, subjects, timeout, self.region)
 
     async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
         try:
@@ -342,7 +350,7 @@ class NatsJetStream:
                 _is_in_cluster(answer),
                 unix_seconds(answer["ts"]),
                 unix_seconds(state["first_ts"]) if state["messages"] else 0.0,
-                tuple(source_state(source) for source in answer.get("sources") or ()),
+                tuple(map(source_state, sources_in(answer))),
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
@@ -350,6 +358,13 @@ class NatsJetStream:
         answer = await self.api(call, {}, timeout=timeout)
         with reading(call):
             return stream_config(answer["config"])
+
+    async def note(self, stream: str, name: str, text: str, *, timeout: float = 5.0) -> None:
+        settings = (await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout))["config"]
+        metadata: Mapping[str, Any] = settings.get("metadata") or {}
+        if metadata.get(name) != text:
+            request = {**settings, "metadata": {**metadata, name: text}}
+            await self.api(f"STREAM.UPDATE.{stream}", request, timeout=timeout)
 
     async def consume(
         self,

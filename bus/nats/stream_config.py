@@ -64,7 +64,9 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         source = config.subjects[0]
         lane = f"{{{{partition({config.lanes},1)}}}}.{{{{wildcard(1)}}}}"
         request["subject_transform"] = {"src": source, "dest": f"{source[:-1]}{lane}"}
-    if config.sources:
+    if config.mirror:
+        request["mirror"] = _mirror_request(config.sources[0])
+    elif config.sources:
         request["sources"] = [_source_request(source) for source in config.sources]
     if config.marker_ttl is not None:
         request["allow_msg_ttl"] = True
@@ -108,16 +110,26 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
             if str(name).startswith(METADATA_PREFIX)
         ),
         lanes=_lanes(settings.get("subject_transform") or {}),
-        sources=tuple(map(_source, settings.get("sources") or ())),
+        sources=tuple(map(_source, sources_in(settings))),
+        mirror=bool(settings.get("mirror")),
     )
 
 
-def _source_request(source: StreamSource) -> dict[str, Any]:
+def sources_in(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sources of a stream, or the one that it mirrors, in the server's JSON."""
+    return [answer["mirror"]] if answer.get("mirror") else answer.get("sources") or []
+
+
+def _mirror_request(source: StreamSource) -> dict[str, Any]:
     # The answer to a request in another domain comes by the inbox of who asks: no `deliver`.
+    external = {"api": f"$JS.{source.region}.API", "deliver": ""}
+    return {"name": source.stream, "external": external}
+
+
+def _source_request(source: StreamSource) -> dict[str, Any]:
     return {
-        "name": source.stream,
+        **_mirror_request(source),
         "subject_transforms": [{"src": source.subject, "dest": source.stored_as or source.subject}],
-        "external": {"api": f"$JS.{source.region}.API", "deliver": ""},
     }
 
 

@@ -293,6 +293,23 @@ def queue_of_stream(stream: str) -> EndpointName | None:
     return EndpointName(*names)
 
 
+SCHEDULE: Final = "=schedule"
+MOVES: Final = "=moves"
+NO_JOBS: Final = (SCHEDULE, MOVES)
+"""The tokens of a log that are no jobs'."""
+
+
+def copy_stream(stream: str, region: str) -> str:
+    """The stream in which another region keeps a copy of a stream of this one."""
+    return f"DYNBUS_COPY_{region}_{stream.removeprefix('DYNBUS_')}"
+
+
+def moves_subject(queue: EndpointName, region: str) -> str:
+    """The subject of the record of an endpoint's log that says which jobs of another region were
+    taken over from there."""
+    return job_log_subject(queue, MOVES, region)
+
+
 def holder_subject(queue: EndpointName, taker: str) -> str:
     """The subject under which one taker of an endpoint's jobs stores which of them it holds; `*`
     for any."""

@@ -7,6 +7,7 @@ jobs nobody has any more; `Taker` and `Holders` carry it out.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .copied_jobs import CopiedJob, CopiedJobs, Leftover, MovedRecord, copy_configs
     from .dead_letters import (
         DeadLetter,
         DeadLetters,
@@ -15,7 +16,16 @@ if TYPE_CHECKING:
         letter_id_of,
     )
     from .holders import HOLDERS_STREAM, holders_of
-    from .job import DeathReason, JobEnd, QueueDepth, WorkQueueConfig, is_reserved, put_at
+    from .job import (
+        DeathReason,
+        JobEnd,
+        Moves,
+        QueueDepth,
+        WorkQueueConfig,
+        goes_on,
+        is_reserved,
+        put_at,
+    )
     from .job_log import (
         END_RECORD,
         FAILURE_RECORD,
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
     from .observing import QueueFigures
     from .queue import WorkQueue, taking
     from .storing import store
+    from .take_over import TakenOver, TakeOver, keep_copies
     from .taker import Job, Taker
 
 __all__ = [
@@ -43,6 +54,8 @@ __all__ = [
     "HOLDERS_STREAM",
     "ORDERED_LANES",
     "RUN_RECORD",
+    "CopiedJob",
+    "CopiedJobs",
     "DeadLetter",
     "DeadLetters",
     "DeathReason",
@@ -51,21 +64,29 @@ __all__ = [
     "JobLog",
     "JobResult",
     "JobStream",
+    "Leftover",
+    "MovedRecord",
+    "Moves",
     "NoDeadLetter",
     "Outcome",
     "QueueDepth",
     "QueueFigures",
     "RunPhase",
     "RunState",
+    "TakeOver",
+    "TakenOver",
     "Taker",
     "TryFailure",
     "WorkQueue",
     "WorkQueueConfig",
+    "copy_configs",
     "dead_letter_config",
+    "goes_on",
     "holders_of",
     "is_reserved",
     "job_log_config",
     "lanes_of",
+    "keep_copies",
     "letter_id_of",
     "put_at",
     "queue_config",
@@ -90,5 +111,7 @@ if not TYPE_CHECKING:
             "queue",
             "observing",
             "storing",
+            "copied_jobs",
+            "take_over",
         ),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
+
+import msgspec
 
 from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol import headers as header_names
@@ -17,9 +19,15 @@ from dynbus.bus.transport import Delivery, StoredMessage
 MAX_ERROR_TEXT: Final = 1024
 MAX_RETRY_DELAY: Final = 60.0
 MIN_ACK_WAIT: Final = 0.2
+ROUNDED: Final = 0.001
+"""Seconds by which times of the server may be told differently, by a stream and by a consumer."""
 LEAST_WAIT: Final = 0.001
 """Seconds before its time from which on a job may begin: times of jobs are in milliseconds."""
 
+COPIED_BY: Final = "dynbus.copied-by."
+"""Names in the metadata of a queue's stream: each with a region behind it that copies the queue."""
+
+_KEPT_BY_COPIES: Final = (header_names.DEADLINE, header_names.JOB_BEGINS)
 _JOB_ID = re.compile(r"[!-~]{1,128}")
 _RESERVED: Final = ("nats-", "dynbus-job", "dynbus-dead", "dynbus-deadline")
 _MILLISECONDS = re.compile(r"[0-9]{1,15}")
@@ -41,6 +49,8 @@ class JobEnd(StrEnum):
     """Dropped before it was begun, because an operator had cancelled it."""
     DEAD = "dead"
     """Put among the dead letters."""
+    MOVED = "moved"
+    """Dropped, because another region had taken it over."""
 
 
 class DeathReason(StrEnum):
@@ -71,6 +81,23 @@ class QueueDepth(NamedTuple):
     def jobs(self) -> int:
         """Both."""
         return self.waiting + self.held
+
+
+class Moves(msgspec.Struct, frozen=True):
+    """The jobs of a region that another one has taken over: all up to one.
+
+    Attributes:
+        up_to: its sequence in the queue that they were taken from.
+        at: a time in Unix seconds by the clock of that queue's server, before which all of these
+            were stored. A queue that was made again has later jobs under the same sequences.
+    """
+
+    up_to: int
+    at: float
+
+    def have(self, message: StoredMessage) -> bool:
+        """True if a message of that queue is of a job that was taken over, or had ended."""
+        return message.sequence <= self.up_to and message.time <= self.at + ROUNDED
 
 
 class WorkQueueConfig(NamedTuple):
@@ -151,7 +178,7 @@ class Disposition(NamedTuple):
     """The decision on a delivery: begin it where both are None.
 
     Attributes:
-        end: DEAD or EXPIRED.
+        end: DEAD, EXPIRED, CANCELLED or MOVED.
         reason: of a dead letter.
         error: of a dead letter.
     """
@@ -180,6 +207,35 @@ def job_headers(job_id: str, headers: Mapping[str, str] | None) -> dict[str, str
     return {**(headers or {}), header_names.JOB: job_id}
 
 
+def copy_headers(message: StoredMessage, job_id: str, age: float) -> dict[str, str]:
+    """The headers of a message that goes on in the place of another one of a job.
+
+    Args:
+        age: seconds since the job was put: what counts from then goes on counting.
+    """
+    own = {
+        name: value
+        for name, value in message.headers.items()
+        if not is_reserved(name) or name in _KEPT_BY_COPIES
+    }
+    fields = header_names.carried(own)
+    fields[header_names.JOB] = job_id
+    fields[header_names.JOB_AGE] = milliseconds(age)
+    return fields
+
+
+def copying_regions(metadata: Iterable[tuple[str, str]]) -> list[str]:
+    """The regions that copy a queue, as the metadata of its stream say."""
+    return sorted(
+        name.removeprefix(COPIED_BY) for name, _ in metadata if name.startswith(COPIED_BY)
+    )
+
+
+def goes_on(message: StoredMessage) -> bool:
+    """True if a message goes on in the place of another one of its job, here or elsewhere."""
+    return header_names.JOB_AGE in message.headers
+
+
 def milliseconds(seconds: float) -> str:
     """A duration as a header tells it."""
     return str(max(0, math.ceil(seconds * 1000)))
@@ -189,6 +245,17 @@ def put_at(message: StoredMessage) -> float:
     """The time at which a job was put, in Unix seconds by the server; of a copy, its first put."""
     text = message.headers.get(header_names.JOB_AGE, "")
     return message.time - (int(text) / 1000 if _MILLISECONDS.fullmatch(text) else 0.0)
+
+
+def job_id_of(message: StoredMessage, default: str = "") -> str:
+    """The id of the job in a message of a queue: a plain NATS client may put jobs without one.
+
+    Args:
+        default: of such a job; that of its subject unless given.
+    """
+    fields = message.headers
+    named = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID)
+    return named or default or job_of_subject(message.subject)
 
 
 def is_reserved(name: str) -> bool:
@@ -203,6 +270,7 @@ def judge(
     config: WorkQueueConfig,
     cancelled: Tombstones | None = None,
     default_id: str = "",
+    moves: Collection[Moves] = (),
 ) -> Disposition:
     """The decision on a delivery. Times are of the own monotonic clock.
 
@@ -210,12 +278,11 @@ def judge(
         queued: when the job was put.
         default_id: the id of a job whose putter gave it none; that of its subject unless given.
         cancelled: what operators have cancelled: jobs by their ids, or those of their requests.
+        moves: what other regions have taken over.
     """
     message = delivery.message
     fields = message.headers
-    # A plain NATS client may put jobs too.
-    job_id = fields.get(header_names.JOB) or fields.get(header_names.MESSAGE_ID)
-    job_id = job_id or default_id or job_of_subject(message.subject)
+    job_id = job_id_of(message, default_id)
     own = {name: value for name, value in fields.items() if not is_reserved(name)}
     text = fields.get(header_names.DEADLINE)
     readable = text is None or _MILLISECONDS.fullmatch(text) is not None
@@ -227,6 +294,8 @@ def judge(
     if not _JOB_ID.fullmatch(facts.job_id):
         error = f"the job id {facts.job_id!r} is no printable ASCII without spaces, of 128 at most"
         return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
+    if any(one.have(message) for one in moves):
+        return Disposition(facts, JobEnd.MOVED)
     if cancelled:
         names = (facts.job_id, fields.get(header_names.REQUEST_ID, ""))
         if cancelled.has_job(names, queued):

@@ -19,11 +19,13 @@ import msgspec
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
+    SCHEDULE,
     EndpointName,
     job_log_stream,
     job_log_subject,
     job_of_record,
     job_token,
+    moves_subject,
 )
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.protocol.wire import Failed
@@ -36,6 +38,8 @@ from dynbus.bus.transport import (
     StreamLimits,
     WrongLastSequence,
 )
+
+from .job import Moves
 
 logger = logging.getLogger(__name__)
 
@@ -445,8 +449,41 @@ class JobLog:
 
     @property
     def _firing_subject(self) -> str:
-        # No job has this token.
-        return job_log_subject(self.queue, "=schedule", "last")
+        return job_log_subject(self.queue, SCHEDULE, "last")
+
+    async def moves(self, region: str) -> tuple[Moves | None, int]:
+        """The jobs of a region that were taken over from there, and the sequence of the record that
+        says so; None and 0 where there is none.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        try:
+            subject = moves_subject(self.queue, region)
+            message = await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
+        except NoStream:
+            return None, 0
+        if message is None:
+            return None, 0
+        return msgspec.json.decode(message.data, type=Moves), message.sequence
+
+    async def store_moves(self, region: str, moves: Moves, last: int) -> int | None:
+        """Store which jobs of a region were taken over, where the last record of that has this
+        sequence, 0 for none; the sequence of the new one, None where the last one has another.
+
+        Raises:
+            NoStream: there is no log.
+            Unavailable: the server does not answer; it may be stored.
+        """
+        try:
+            return await self.jetstream.publish(
+                moves_subject(self.queue, region),
+                msgspec.json.encode(moves),
+                timeout=LOG_TIMEOUT,
+                expected_last_subject_sequence=last,
+            )
+        except WrongLastSequence:
+            return None
 
     async def last_signal(self, job_id: str, name: str) -> int:
         """The sequence of the last signal of a name that a job was sent, as the leader of the log

@@ -48,13 +48,16 @@ from dynbus.bus.transport import (
 )
 
 from .job import (
+    Moves,
     QueueDepth,
     WorkQueueConfig,
-    is_reserved,
+    copy_headers,
+    copying_regions,
     job_headers,
     milliseconds,
     put_at,
 )
+from .job_log import JobLog
 from .lanes import lanes_of
 from .storing import MAX_RETRY_PAUSE, RETRY_PAUSE, TRY_SECONDS, store
 
@@ -72,11 +75,14 @@ WOKEN: Final = "woken"
 """The name of the copy by which a signal has a job handed out at once."""
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
-KEPT_BY_COPIES: Final = (header_names.DEADLINE, header_names.JOB_BEGINS)
 RETURN_RECORD: Final = "return"
 RETURNS_KEPT_FOR: Final = 400 * 24 * 3600.0
 """Seconds: the server counts deliveries for as long as a job is there, which may be as long as its
 steps are kept."""
+MOVES_WITHIN: Final = 15.0
+"""Seconds for which a region that copies the queue is asked what it has taken over: more than a
+leaf node takes to join another server."""
+MOVES_PAUSE: Final = 0.5
 CLOCK_AGE: Final = 60.0
 """Seconds after which the server is asked again what time it is: its clock may have been set."""
 
@@ -125,6 +131,8 @@ class JobStream:
         consumers: of the lanes.
         waiting: jobs in each lane at the last `ensure`.
         ack_wait: of the queue as it is, also where another process made it; known after `ensure`.
+        moves: what other regions have taken over of the jobs of this one.
+        moves_known_at: when that was learned, on the library's monotonic clock.
     """
 
     def __init__(self, connection: Connection, name: EndpointName, config: WorkQueueConfig) -> None:
@@ -146,6 +154,9 @@ class JobStream:
         # Since when no server can have forgotten, unnoticed here, what it had handed out.
         self.watched_since = math.inf
         self._watches_outages = False
+        self.moves: Sequence[Moves] = ()
+        self.moves_known_at = -math.inf
+        self._learning = asyncio.Lock()
         self._depth = QueueDepth(0, 0)
         self._measured = -1e9
         self._measuring = asyncio.Lock()
@@ -257,6 +268,42 @@ class JobStream:
                 "stream was made with that limit; nats stream edit %s --max-age 0",
                 *(self.name, age, self.stream),
             )
+
+    async def learn_moves(self) -> None:
+        """Learn which jobs other regions have taken over while this one was away, unless that is
+        known since the last outage.
+
+        A region that does not answer is waited for some seconds: it may be lost, and this one needs
+        nobody else to work.
+        """
+        async with self._learning:
+            asked_at = monotonic()
+            if self.moves_known_at >= self.watched_since:
+                return
+            until = asked_at + MOVES_WITHIN
+            while True:
+                try:
+                    self.moves = await self._ask_moves()
+                    break
+                except DynbusError as error:
+                    if not error.retryable or monotonic() + MOVES_PAUSE >= until:
+                        logger.warning(
+                            "jobs of %s begin though it is not known which of them another region "
+                            "has taken over: %s",
+                            *(self.name, error),
+                        )
+                        break
+                await anyio.sleep(MOVES_PAUSE)
+            self.moves_known_at = asked_at
+
+    async def _ask_moves(self) -> list[Moves]:
+        config = await self.jetstream.stream_config(self.stream, timeout=TRY_SECONDS)
+        logs = [
+            JobLog(self.jetstream.of_region(region), self.name)
+            for region in copying_regions(config.metadata)
+        ]
+        found = [(await log.moves(self.connection.region))[0] for log in logs]
+        return [moves for moves in found if moves is not None]
 
     async def read_clock(self) -> None:
         """Ask the server what time it is, unless it said so a moment ago.
@@ -505,16 +552,7 @@ class JobStream:
             repeat_id: the same for a repeat, which is not put again in two minutes.
             put: when the job was put, in Unix seconds by the server's clock.
         """
-        fields = header_names.carried(
-            {
-                name: value
-                for name, value in message.headers.items()
-                if not is_reserved(name) or name in KEPT_BY_COPIES
-            }
-        )
-        fields[header_names.JOB] = job_id
-        # What counts from the put counts from the first one.
-        fields[header_names.JOB_AGE] = milliseconds(await self.now() - put)
+        fields = copy_headers(message, job_id, await self.now() - put)
         if delay > 0:
             fields[header_names.JOB_DELAY] = milliseconds(delay)
         await self.jetstream.publish(

@@ -33,6 +33,7 @@ from .job import (
     JobEnd,
     counted,
     error_text,
+    goes_on,
     judge,
     put_at,
 )
@@ -127,7 +128,13 @@ class Job:
         self.created = created
         self.heard = self._handed_at = monotonic()
         put_here = self._handed_at - waited > taker.watched_since
-        self.may_have_begun = self.tries > 1 or returns > 0 or not put_here or was_long_on_its_way
+        self.may_have_begun = (
+            self.tries > 1
+            or returns > 0
+            or not put_here
+            or was_long_on_its_way
+            or goes_on(delivery.message)
+        )
         self._taker = taker
         self._is_settled = False
         self._is_doubted = False
@@ -574,6 +581,8 @@ class Taker:
         """The next jobs that may begin, `most` at most; none where there are none."""
         if self._ready:
             await self._read_clock()
+            if self._jobs.moves_known_at < self._jobs.watched_since:
+                await self._jobs.learn_moves()
         jobs: list[Job] = []
         while self._ready and not self._drained and len(jobs) < most and self._places() > 0:
             ready = self._ready.pop(0)
@@ -615,7 +624,8 @@ class Taker:
         """True if a job has begun before, which its deadline does not end."""
         delivery = ready.delivery
         is_first = delivery.tries == 1 and not ready.returns
-        if is_first and not is_copy_subject(delivery.message.subject):
+        message = delivery.message
+        if is_first and not is_copy_subject(message.subject) and not goes_on(message):
             return False
         try:
             return await self.has_begun(facts.job_id)
@@ -639,6 +649,7 @@ class Taker:
             self._jobs.config,
             self._cancelled,
             self._jobs.default_id(delivery.message),
+            self._jobs.moves,
         )
 
     async def _refuse(self, delivery: Delivery, disposition: Disposition) -> None:
@@ -648,6 +659,8 @@ class Taker:
             logger.info("job %s of %s is dropped: its deadline passed", job_id, self._jobs.name)
         elif disposition.end is JobEnd.CANCELLED:
             logger.info("job %s of %s is dropped: it was cancelled", job_id, self._jobs.name)
+        elif disposition.end is JobEnd.MOVED:
+            logger.info("job %s of %s is dropped: it was taken over", job_id, self._jobs.name)
         elif not await self._write_letter(
             delivery, job_id, disposition.reason or DeathReason.TRIES, disposition.error
         ):

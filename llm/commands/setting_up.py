@@ -63,6 +63,7 @@ def needed_in(
     topics: Sequence[str] = (),
     durable: Sequence[str] = (),
     groups: Sequence[str] = (),
+    copied: Sequence[str] = (),
 ) -> list[NeededStream]:
     """The streams that the processes of a namespace need.
 
@@ -72,11 +73,16 @@ def needed_in(
         durable: its durable handlers, as its queues.
         groups: those of its topics, as `read_group` takes them. A topic that is not among `topics`
             has no settings.
+        copied: regions whose jobs of these durable handlers are copied.
 
     Raises:
         ConfigError: a name or a setting is not usable.
     """
     check_token("namespace", namespace)
+    if copied and not durable:
+        raise ConfigError(
+            f"--copies-of {copied[0]} copies jobs of durable handlers: name them, by --durable"
+        )
     needed = [NeededStream(config) for config in all_streams(namespace)]
     for queue in queues:
         name, config = read_queue(namespace, queue)
@@ -84,6 +90,8 @@ def needed_in(
     for handler in durable:
         name, config = read_queue(namespace, handler)
         needed += [NeededStream.of_queue(name, config), NeededStream.of_job_log(name)]
+        for region in dict.fromkeys(copied):
+            needed += NeededStream.of_copies(name, region)
     kept = {topic.partition(",")[0]: read_topic(namespace, topic) for topic in topics}
     for text in groups:
         group = read_group(namespace, text)
@@ -251,6 +259,8 @@ def run(
         async with terminal.server(config, "dynbus-setup") as server:
             connection = server.connection
             abroad = NeededStream.of_region(connection.region)
+            for one in needed if not dry_run else ():
+                await one.announce(connection)
             return await set_up(connection.jetstream, [*needed, *abroad], dry_run=dry_run)
 
     return asyncio.run(work())

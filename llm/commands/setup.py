@@ -29,6 +29,7 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     dynbus setup demo --durable Desk.summarise --durable Billing.charge,ordered=true
     dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
     dynbus setup demo --topic closed,retain=30d --group Billing.bill,topic=closed,group=billing
+    dynbus setup demo --durable Desk.summarise --copies-of eu
     dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
     dynbus setup demo --dry-run --json
     """
@@ -70,6 +71,14 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     "May be repeated.",
 )
 @click.option(
+    "--copies-of",
+    "copied",
+    metavar="REGION",
+    multiple=True,
+    help="Another region, whose jobs of the durable handlers are copied here: `dynbus queue "
+    "take-over` has them go on here. May be repeated.",
+)
+@click.option(
     "--replicas",
     type=click.IntRange(1, 5),
     help="How many servers of a cluster keep each; by default the setting `replicas`, 3.",
@@ -86,6 +95,7 @@ def setup(
     topics: Sequence[str],
     durable: Sequence[str],
     groups: Sequence[str],
+    copied: Sequence[str],
     replicas: int | None,
     dry_run: bool,
     as_json: bool,
@@ -93,7 +103,7 @@ def setup(
 ) -> None:
     from .setting_up import Status, needed_in, run
 
-    needed = needed_in(namespace, queues, topics, durable, groups)
+    needed = needed_in(namespace, queues, topics, durable, groups, copied)
     outcomes = run(needed, nats=nats, replicas=replicas, dry_run=dry_run)
     if as_json:
         terminal.print_json([outcome._asdict() for outcome in outcomes])
