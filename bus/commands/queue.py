@@ -337,12 +337,15 @@ def purge(name: str, yes: bool, nats: str | None) -> None:
     """
     if not yes:
         click.confirm(f"Drop all jobs of {name}?", abort=True)
-    count = _run(nats, lambda jetstream: _purge(jetstream, name))
+    count = _connected(nats, lambda connection: purge_queue(connection, name))
     click.echo(f"dropped: {count} jobs of {name}")
 
 
-async def _purge(jetstream: NatsJetStream, name: str) -> int:
-    """Drop the jobs of a queue, and what their log has for their next tries; how many jobs."""
+async def purge_queue(connection: NatsConnection, name: str) -> int:
+    """Drop the jobs of a queue, and what their log has for their next tries; how many jobs.
+
+    A region that copies the queue learns it from the log.
+    """
     from dynbus.bus.protocol.names import (
         EndpointName,
         job_log_stream,
@@ -351,14 +354,18 @@ async def _purge(jetstream: NatsJetStream, name: str) -> int:
         job_of_subject,
     )
     from dynbus.bus.transport import NoStream
-    from dynbus.bus.work_queue import FAILURE_RECORD
+    from dynbus.bus.work_queue import FAILURE_RECORD, JobLog, Moves
 
     queue = EndpointName.parse(name)
+    jetstream, region = connection.jetstream, connection.region
     stream, log = _stream_of(name), job_log_stream(queue)
     with if_there(name):
         jobs = {job_of_subject(one) for one in await subject_counts(jetstream, stream, ">")}
-        count = await jetstream.purge(stream)
+        info = await jetstream.stream_info(stream, timeout=API_SECONDS)
+        count = await jetstream.purge(stream, up_to=info.last_sequence)
     with suppress(NoStream):  # of a work queue without durable handler
+        if region and info.last_sequence:
+            await JobLog(jetstream, queue).note_moves(region, Moves(info.last_sequence, info.now))
         for record in ("log.>", FAILURE_RECORD):
             wanted = job_log_subject(queue, "*", record)
             kept = {job_of_record(one) for one in await subject_counts(jetstream, log, wanted)}

@@ -451,13 +451,15 @@ class JobLog:
     def _firing_subject(self) -> str:
         return job_log_subject(self.queue, SCHEDULE, "last")
 
-    async def moves(self, region: str) -> tuple[Moves | None, int]:
-        """The jobs of a region that were taken over from there, and the sequence of the record that
-        says so; None and 0 where there is none.
+    async def moves(self, region: str) -> Moves | None:
+        """The jobs of a region that were taken over from there; None where none were.
 
         Raises:
             Unavailable: the server does not answer.
         """
+        return (await self._moves(region))[0]
+
+    async def _moves(self, region: str) -> tuple[Moves | None, int]:
         try:
             subject = moves_subject(self.queue, region)
             message = await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
@@ -467,23 +469,25 @@ class JobLog:
             return None, 0
         return msgspec.json.decode(message.data, type=Moves), message.sequence
 
-    async def store_moves(self, region: str, moves: Moves, last: int) -> int | None:
-        """Store which jobs of a region were taken over, where the last record of that has this
-        sequence, 0 for none; the sequence of the new one, None where the last one has another.
+    async def note_moves(self, region: str, moves: Moves) -> None:
+        """Store which jobs of a region were taken over, unless it says already that more were.
 
         Raises:
             NoStream: there is no log.
             Unavailable: the server does not answer; it may be stored.
         """
-        try:
-            return await self.jetstream.publish(
-                moves_subject(self.queue, region),
-                msgspec.json.encode(moves),
-                timeout=LOG_TIMEOUT,
-                expected_last_subject_sequence=last,
-            )
-        except WrongLastSequence:
-            return None
+        while True:
+            known, last = await self._moves(region)
+            if known is not None and known.at >= moves.at and known.up_to >= moves.up_to:
+                return
+            with suppress(WrongLastSequence):
+                await self.jetstream.publish(
+                    moves_subject(self.queue, region),
+                    msgspec.json.encode(moves),
+                    timeout=LOG_TIMEOUT,
+                    expected_last_subject_sequence=last,
+                )
+                return
 
     async def last_signal(self, job_id: str, name: str) -> int:
         """The sequence of the last signal of a name that a job was sent, as the leader of the log

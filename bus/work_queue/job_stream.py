@@ -302,7 +302,7 @@ class JobStream:
             JobLog(self.jetstream.of_region(region), self.name)
             for region in copying_regions(config.metadata)
         ]
-        found = [(await log.moves(self.connection.region))[0] for log in logs]
+        found = [await log.moves(self.connection.region) for log in logs]
         return [moves for moves in found if moves is not None]
 
     async def read_clock(self) -> None:

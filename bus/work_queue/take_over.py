@@ -274,7 +274,7 @@ class TakeOver:
 
     async def _drop_there(self, jobs: list[CopiedJob]) -> None:
         """Drop what was taken over: takers there would drop it, too."""
-        moves, _ = await self._log.moves(self.region)
+        moves = await self._log.moves(self.region)
         if moves is None:
             return
         await self._there.purge(work_stream(self.queue), up_to=moves.up_to)
@@ -293,31 +293,19 @@ class TakeOver:
     # Here ------------------------------------------------------------------------------
 
     async def _take(self, *, dry: bool = False) -> list[CopiedJob]:
-        moves, last = await self._log.moves(self.region)
+        moves = await self._log.moves(self.region)
         copied = await self._read_copies()
-        jobs = copied.unfinished(moves)
-        if not dry:
-            end = copied.last
+        jobs, end = copied.unfinished(moves), copied.last
+        if not dry and end is not None:
             for number, job in enumerate(jobs):
-                if number and number % STORED_EVERY == 0 and end is not None:
-                    moves = Moves(job.message.sequence - 1, end.time)
-                    last = await self._note(moves, last)
+                if number and number % STORED_EVERY == 0:
+                    before = Moves(job.message.sequence - 1, end.time)
+                    await self._log.note_moves(self.region, before)
                 await self._move(job)
-            if end is not None:
-                moves = Moves(end.sequence, end.time)
-                await self._note(moves, last)
+            moves = Moves(end.sequence, end.time)
+            await self._log.note_moves(self.region, moves)
         await self._prune(copied, moves)
         return jobs
-
-    async def _note(self, moves: Moves, last: int) -> int:
-        """Store how far this is, unless another one is further."""
-        while True:
-            known, last = await self._log.moves(self.region)
-            if known is not None and known.at >= moves.at and known.up_to >= moves.up_to:
-                return last
-            stored = await self._log.store_moves(self.region, moves, last)
-            if stored is not None:
-                return stored
 
     async def _read_copies(self) -> CopiedJobs:
         copied = CopiedJobs(self.region)

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
+from typing import ClassVar
 
 import anyio
 import pytest
@@ -15,14 +16,34 @@ from examples.billing.actors import Charge
 from tests.conditions import PATIENCE, eventually
 from tests.joined_regions import joined_regions
 
-from dynbus import EndpointName, Runtime, Unavailable
+from dynbus import (
+    Actor,
+    ConfigError,
+    EndpointName,
+    NoJob,
+    Runtime,
+    Unavailable,
+    WorkQueue,
+    context,
+    handler,
+    signal,
+    step,
+)
+from dynbus.actors.calling.jobs import JobQueue
+from dynbus.bus.commands.queue import purge_queue
 from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import copy_stream, job_log_stream, work_stream
+from dynbus.bus.protocol.names import (
+    copy_stream,
+    job_log_stream,
+    lane_of_subject,
+    work_stream,
+    work_subject,
+)
 from dynbus.bus.transport import Connection
-from dynbus.bus.work_queue import TakenOver, TakeOver
+from dynbus.bus.work_queue import JobLog, JobResult, Outcome, TakenOver, TakeOver
 from dynbus.llm.commands.setting_up import Status, needed_in, set_up
 
 from .job_shop import DATABASE, LEDGER, STEPS, Note, NotedBilling, Order, Shop
@@ -42,11 +63,15 @@ async def reached(server: RunningServer) -> AsyncGenerator[NatsConnection]:
 
 
 async def make(
-    server: RunningServer, queue: EndpointName, copied: Sequence[str] = ()
+    server: RunningServer,
+    queue: EndpointName,
+    copied: Sequence[str] = (),
+    *,
+    ordered: bool = False,
 ) -> list[Status]:
     """What `dynbus setup` does; the outcomes for the queue, its log, and their copies."""
-    name = f"{queue.component}.{queue.endpoint}"
-    needed = needed_in(queue.namespace, [], durable=[name], copied=copied)
+    handler = f"{queue.component}.{queue.endpoint},ack_wait=1,ordered={str(ordered).lower()}"
+    needed = needed_in(queue.namespace, [], durable=[handler], copied=copied)
     async with reached(server) as connection:
         for one in needed:
             await one.announce(connection)
@@ -158,3 +183,171 @@ async def test_jobs_of_a_lost_region_go_on_in_another_one_and_not_again_at_home(
             late = await customer.client(Shop).sell.submit(Order(JOBS), idempotency_key="k-late")
             assert len(await late.result(PATIENCE)) == len(STEPS)
         assert {one.number for one in notes(ledger) if one.pid == back.pid} == {JOBS}
+
+
+class Desk(Actor, namespace="demo"):
+    """Notes the steps that it does, and waits for a second signal."""
+
+    done: ClassVar[list[str]] = []
+
+    @handler(durable=True, ack_wait=1.0, backoff=0.1)
+    async def settle(self, number: int) -> list[str]:
+        first = await step("first", self.note, f"{self.instance_id} first {number}")
+        heard = [await signal("go", str), await signal("go", str)]
+        if context().attempt < 3:
+            raise ValueError(f"try {context().attempt}")
+        return [first, *heard, f"{self.instance_id} in try {context().attempt}"]
+
+    async def note(self, text: str) -> str:
+        self.done.append(text)
+        return text
+
+    @handler(durable=True, ack_wait=1.0, ordered_by="customer")
+    async def ship(self, order: Order) -> str:
+        self.done.append(f"{order.customer} {order.number}")
+        return self.instance_id
+
+
+SETTLE = EndpointName.of("demo", "Desk", "settle")
+SHIP = EndpointName.of("demo", "Desk", "ship")
+
+
+@pytest.fixture(autouse=True)
+def nothing_done() -> None:
+    Desk.done.clear()
+
+
+async def test_jobs_that_are_moved_on_purpose_go_on_after_their_steps_and_signals(
+    tmp_path: Path,
+) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+        eu, us = regions["eu"], regions["us"]
+        await make(eu, SETTLE)
+        await make(us, SETTLE, ["eu"])
+        at_home, elsewhere = [
+            await exits.enter_async_context(Runtime.connect(one.url)) for one in (eu, us)
+        ]
+        worker = await at_home.start(Desk, instance_id="in-eu")
+        desk = at_home.client(Desk).settle
+        begun = await desk.submit(1, idempotency_key="begun")
+        await begun.signal("go", "one")
+
+        async def has_waited() -> bool:
+            # Outside of its process, after the signal that it took.
+            log = JobLog(at_home.bus.data.jetstream, SETTLE)
+            state, _ = await log.run_state("begun")
+            return state is not None and len(await log.steps("begun")) == 2
+
+        await eventually(has_waited, what="the job waits for its second signal")
+        await worker.stop()
+        later = await desk.submit(2, delay=3600.0, priority=1)
+        with pytest.raises(ConfigError, match="is in region eu itself"):
+            await take_over(eu, SETTLE)
+
+        with anyio.move_on_after(1.2):
+            await take_over(us, SETTLE, lost=False)
+        taken = await take_over(us, SETTLE, lost=False)
+
+        assert taken.answered
+        for name in ("begun", later.id.rpartition(".")[2]):
+            assert await JobQueue(elsewhere.bus, SETTLE).state(name)
+            with pytest.raises(NoJob):
+                await JobQueue(at_home.bus, SETTLE).state(name)
+        job = elsewhere.job(f"{SETTLE}.begun", Desk.settle)
+        await elsewhere.start(Desk, instance_id="in-us")
+        await job.signal("go", "two")
+        assert await job.result(PATIENCE) == ["in-eu first 1", "one", "two", "in-us in try 3"]
+        assert Desk.done == ["in-eu first 1"]
+        [waiting] = await WorkQueue(elsewhere.bus, SETTLE).find(later.id.rpartition(".")[2])
+        assert lane_of_subject(waiting.subject) == "high"
+        assert (await elsewhere.job(later.id, Desk.settle).state()).status == "waiting"
+        # The region goes on with jobs of its own.
+        await at_home.start(Desk, instance_id="in-eu")
+        own = await desk.submit(3)
+        for value in ("one", "two"):
+            await own.signal("go", value)
+        assert (await own.result(PATIENCE))[0] == "in-eu first 3"
+
+
+async def test_jobs_that_are_taken_over_keep_their_order(tmp_path: Path) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+        eu, us = regions["eu"], regions["us"]
+        await make(eu, SHIP, ordered=True)
+        await make(us, SHIP, ["eu"], ordered=True)
+        async with Runtime.connect(eu.url) as customer:
+            for number in range(20):
+                await customer.client(Desk).ship.submit(Order(number, number % 3))
+            await eventually(lambda: is_whole(us, SHIP, 20), what="all jobs are copied")
+        eu.kill()
+
+        await take_over(us, SHIP)
+
+        elsewhere = await exits.enter_async_context(Runtime.connect(us.url))
+        await elsewhere.start(Desk)
+        await eventually(lambda: len(Desk.done) == 20, what="all jobs are done")
+        for customer_number in range(3):
+            of = [one for one in Desk.done if one.startswith(f"{customer_number} ")]
+            assert of == [
+                f"{customer_number} {number}"
+                for number in range(20)
+                if number % 3 == customer_number
+            ]
+
+
+async def is_whole(server: RunningServer, queue: EndpointName, jobs: int) -> bool:
+    async with reached(server) as connection:
+        info = await connection.jetstream.stream_info(copy_stream(work_stream(queue), "eu"))
+    return info.last_sequence >= jobs
+
+
+async def test_jobs_that_were_purged_or_have_ended_are_neither_moved_nor_kept(
+    tmp_path: Path,
+) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+        eu, us = regions["eu"], regions["us"]
+        await make(eu, SHIP)
+        await make(us, SHIP, ["eu"])
+        async with reached(eu) as there:
+            for number in range(3):
+                subject = work_subject(SHIP, f"job-{number}", "normal")
+                await there.jetstream.publish(subject, b"{}")
+            assert await purge_queue(there, str(SHIP)) == 3
+            await there.jetstream.publish(work_subject(SHIP, "job-3", "normal"), b"{}")
+            await there.jetstream.publish(work_subject(SHIP, "job-4", "normal"), b"{}")
+            end = JobResult(Outcome.DONE, b"null")
+            await JobLog(there.jetstream, SHIP).end("job-4", end, 60.0)
+        await eventually(lambda: is_whole(us, SHIP, 5), what="all jobs are copied")
+
+        async with reached(us) as here:
+            taking = TakeOver(here, SHIP, "eu")
+            copy = copy_stream(work_stream(SHIP), "eu")
+            await eventually(lambda: has_end(here), what="the end is copied")
+
+            assert (await taking.run(lost=False, dry=True)).jobs == ("job-3",)
+            assert [one.sequence for one in await here.jetstream.read(copy)] == [4]
+            assert (await taking.run(lost=False)).jobs == ("job-3",)
+            assert await here.jetstream.read(copy) == []
+
+
+async def has_end(connection: Connection) -> bool:
+    log = copy_stream(job_log_stream(SHIP), "eu")
+    records = await connection.jetstream.read(log)
+    return any(one.subject.endswith(".end") for one in records)
+
+
+async def test_regions_without_copies_or_with_no_name_are_refused(
+    tmp_path: Path, own_server: RunningServer
+) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions:
+        eu, us = regions["eu"], regions["us"]
+        with pytest.raises(ConfigError, match="region eu has no queue demo.Desk.ship"):
+            await make(us, SHIP, ["eu"])
+        await make(us, SHIP)
+        with pytest.raises(ConfigError, match="there is no stream DYNBUS_COPY_eu_WORK_demo"):
+            await take_over(us, SHIP)
+        with pytest.raises(ConfigError, match="'e.u' is no region"):
+            await make(us, SHIP, ["e.u"])
+        with pytest.raises(Unavailable, match="region ap does not answer"):
+            await make(us, SHIP, ["ap"])
+    with pytest.raises(ConfigError, match="the server is in none"):
+        await make(own_server, SHIP, ["eu"])
