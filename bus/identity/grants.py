@@ -219,6 +219,8 @@ def takes(queue: EndpointName, *, durable: bool = True) -> Grant:
         job_log_subject(queue, "*"),
         *read_subjects(log),
         f"$JS.API.STREAM.PURGE.{log}",
+        # What another region has taken over is in its log.
+        f"$JS.*.API.STREAM.MSG.GET.{log}",
     )
     return Grant(
         f"takes jobs of {queue}",
@@ -395,7 +397,7 @@ def operates(namespaces: Sequence[str]) -> list[Grant]:
     return [
         Grant(
             "decides over all that is stored",
-            ("$JS.API.>", "$KV.>", "$O.>", "$JS.FC.>", "$JS.ACK.>"),
+            ("$JS.API.>", "$JS.*.API.>", "$KV.>", "$O.>", "$JS.FC.>", "$JS.ACK.>"),
         ),
         Grant("asks instances how they are", tuple(f"$SRV.{verb}.>" for verb in SERVICES)),
         Grant("asks instances how they are, all at once", tuple(f"$SRV.{v}" for v in SERVICES)),

@@ -302,8 +302,8 @@ class JobStream:
             JobLog(self.jetstream.of_region(region), self.name)
             for region in copying_regions(config.metadata)
         ]
-        found = [await log.moves(self.connection.region) for log in logs]
-        return [moves for moves in found if moves is not None]
+        taken = [await log.moves(self.connection.region) for log in logs]
+        return [moves for moves in taken if moves is not None]
 
     async def read_clock(self) -> None:
         """Ask the server what time it is, unless it said so a moment ago.

@@ -68,7 +68,7 @@ class TakenOver(NamedTuple):
     full: tuple[str, ...]
 
     def remarks(self, region: str) -> list[str]:
-        """What an operator has to know of them."""
+        """The words to an operator about what the copies are worth."""
         lines: list[str] = []
         if self.silent is None:
             lines.append(f"the copies have not heard of region {region} yet: they have none of it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -126,9 +127,11 @@ async def test_jobs_of_a_lost_region_go_on_in_another_one_and_not_again_at_home(
         await eventually(is_copied, what="all jobs are copied")
 
         def done() -> int:
-            return sum(one.what == "stored" and one.name == STEPS[-1] for one in notes(ledger))
+            ends = [("stored", STEPS[-1]), ("worked", "charge")]
+            of_each = Counter((one.what, one.name) for one in notes(ledger))
+            return min(of_each[one] for one in ends)
 
-        await eventually(lambda: ledger.exists() and done() >= JOBS // 4, what="a quarter is done")
+        await eventually(lambda: ledger.exists() and done() >= JOBS // 8, what="some are done")
         for shop in shops:
             shop.kill()
         eu.kill()
@@ -193,10 +196,11 @@ class Desk(Actor, namespace="demo"):
     @handler(durable=True, ack_wait=1.0, backoff=0.1)
     async def settle(self, number: int) -> list[str]:
         first = await step("first", self.note, f"{self.instance_id} first {number}")
-        heard = [await signal("go", str), await signal("go", str)]
-        if context().attempt < 3:
-            raise ValueError(f"try {context().attempt}")
-        return [first, *heard, f"{self.instance_id} in try {context().attempt}"]
+        one = await signal("go", str)
+        if context().attempt == 1:
+            raise ValueError("the first try fails")
+        two = await signal("go", str)
+        return [first, one, two, f"{self.instance_id} in try {context().attempt}"]
 
     async def note(self, text: str) -> str:
         self.done.append(text)
@@ -256,7 +260,7 @@ async def test_jobs_that_are_moved_on_purpose_go_on_after_their_steps_and_signal
         job = elsewhere.job(f"{SETTLE}.begun", Desk.settle)
         await elsewhere.start(Desk, instance_id="in-us")
         await job.signal("go", "two")
-        assert await job.result(PATIENCE) == ["in-eu first 1", "one", "two", "in-us in try 3"]
+        assert await job.result(PATIENCE) == ["in-eu first 1", "one", "two", "in-us in try 2"]
         assert Desk.done == ["in-eu first 1"]
         [waiting] = await WorkQueue(elsewhere.bus, SETTLE).find(later.id.rpartition(".")[2])
         assert lane_of_subject(waiting.subject) == "high"
@@ -303,7 +307,7 @@ async def is_whole(server: RunningServer, queue: EndpointName, jobs: int) -> boo
 async def test_jobs_that_were_purged_or_have_ended_are_neither_moved_nor_kept(
     tmp_path: Path,
 ) -> None:
-    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions:
         eu, us = regions["eu"], regions["us"]
         await make(eu, SHIP)
         await make(us, SHIP, ["eu"])
@@ -339,7 +343,7 @@ async def test_regions_without_copies_or_with_no_name_are_refused(
     tmp_path: Path, own_server: RunningServer
 ) -> None:
     async with joined_regions(tmp_path, ("eu", "us")) as regions:
-        eu, us = regions["eu"], regions["us"]
+        us = regions["us"]
         with pytest.raises(ConfigError, match="region eu has no queue demo.Desk.ship"):
             await make(us, SHIP, ["eu"])
         await make(us, SHIP)
