@@ -18,6 +18,7 @@ from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
     MOVES,
     NO_JOBS,
+    SCHEDULE,
     EndpointName,
     copy_stream,
     job_log_stream,
@@ -117,6 +118,7 @@ class CopiedJobs:
 
     Attributes:
         last: the last message of the queue that was taken in, without its data.
+        last_firing: the record of the last firing of a scheduled handler; empty for none.
     """
 
     def __init__(self, region: str) -> None:
@@ -127,6 +129,7 @@ class CopiedJobs:
         self._jobs: dict[str, list[StoredMessage]] = {}
         self._purged: Moves | None = None
         self.last: StoredMessage | None = None
+        self.last_firing = b""
 
     def __repr__(self) -> str:
         return f"<CopiedJobs [{len(self._jobs)} jobs | {len(self._ends)} ends]>"
@@ -136,8 +139,12 @@ class CopiedJobs:
         token = job_of_record(message.subject)
         record = _record_of(message)
         if token in NO_JOBS:
+            # The last of them is needed.
+            self._first_records[token] = message.sequence
             if (token, record) == (MOVES, self._region):
                 self._purged = msgspec.json.decode(message.data, type=Moves)
+            elif token == SCHEDULE:
+                self.last_firing = message.data
             return
         self._first_records.setdefault(token, message.sequence)
         if record != END_RECORD:

@@ -439,6 +439,18 @@ class JobLog:
             await self._forget_firings(last)
         return stored
 
+    async def adopt_firing(self, record: bytes) -> None:
+        """Store the last firing of another region, unless the handler was submitted here: what was
+        missed since is made up where it is to be.
+
+        Raises:
+            Unavailable: the server does not answer; it may be stored.
+        """
+        with suppress(WrongLastSequence):
+            await self.jetstream.publish(
+                self._firing_subject, record, timeout=LOG_TIMEOUT, expected_last_subject_sequence=0
+            )
+
     async def _forget_firings(self, up_to: int) -> None:
         """Drop the records of earlier firings: in years they would fill the log."""
         try:

@@ -296,6 +296,8 @@ class TakeOver:
         moves = await self._log.moves(self.region)
         copied = await self._read_copies()
         jobs, end = copied.unfinished(moves), copied.last
+        if not dry and copied.last_firing:
+            await self._log.adopt_firing(copied.last_firing)
         if not dry and end is not None:
             for number, job in enumerate(jobs):
                 if number and number % STORED_EVERY == 0:

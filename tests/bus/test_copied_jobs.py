@@ -18,14 +18,16 @@ QUEUE = EndpointName.of("demo", "Desk", "settle")
 DAY = 24 * 3600.0
 
 
-def job(sequence: int, time: float, token: str = "a", lane: str = "normal", **fields: str):
+def job(
+    sequence: int, time: float, token: str = "a", lane: str = "normal", **fields: str
+) -> StoredMessage:
     headers = {name.replace("_", "-"): value for name, value in fields.items()}
     return StoredMessage(work_subject(QUEUE, token, lane), sequence, time, headers, b"{}")
 
 
 def record(
     sequence: int, time: float, kind: str, data: bytes = b"", token: str = "a", **fields: str
-):
+) -> StoredMessage:
     headers = {name.replace("_", "-"): value for name, value in fields.items()}
     return StoredMessage(job_log_subject(QUEUE, token, kind), sequence, time, headers, data)
 
@@ -145,6 +147,17 @@ def test_pruning_drops_jobs_that_are_over_and_the_records_of_those_long_ended() 
         0, {"a": 2, "c": 3, "d": 4}
     )
     assert copied([], []).leftover_jobs(None) == Leftover(0, {})
+
+
+def test_the_last_word_about_a_schedule_and_about_a_purge_is_kept() -> None:
+    firings = [record(n, float(n), "last", b"%d" % n, "=schedule") for n in (1, 2)]
+    log = [*firings, end(3, 3.0), record(4, 4.0, "eu", b'{"up_to":9,"at":5.0}', "=moves")]
+
+    both = copied([job(10, 100.0, "b")], log)
+
+    assert both.last_firing == b"2"
+    assert both.leftover_records() == Leftover(1, {"a": 3})
+    assert ids(both) == ["b"]
 
 
 class Event(NamedTuple):

@@ -223,6 +223,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("pause a queue", "publish", f"$JS.API.CONSUMER.PAUSE.{WORK}.takers-normal", "operator"),
         may("empty a queue", "publish", f"$JS.API.STREAM.PURGE.{WORK}", "operator"),
         may("drop what became of jobs", "publish", f"$JS.API.STREAM.PURGE.{LOG}", "Printer operator"),
+        may("ask another region what it has taken over", "publish", f"$JS.us.API.STREAM.MSG.GET.{LOG}", "Printer operator"),
+        may("empty a queue of another region", "publish", f"$JS.us.API.STREAM.PURGE.{WORK}", "operator"),
     ],
     "Topics": [
         may("publish an event", "publish", "demo._topic.order.sold._event.k", "Shop operator"),

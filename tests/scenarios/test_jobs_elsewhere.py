@@ -44,7 +44,7 @@ from dynbus.bus.protocol.names import (
     work_subject,
 )
 from dynbus.bus.transport import Connection
-from dynbus.bus.work_queue import JobLog, JobResult, Outcome, TakenOver, TakeOver
+from dynbus.bus.work_queue import JobLog, JobResult, Outcome, TakenOver, TakeOver, job_stream
 from dynbus.llm.commands.setting_up import Status, needed_in, set_up
 
 from .job_shop import DATABASE, LEDGER, STEPS, Note, NotedBilling, Order, Shop
@@ -355,3 +355,21 @@ async def test_regions_without_copies_or_with_no_name_are_refused(
             await make(us, SHIP, ["ap"])
     with pytest.raises(ConfigError, match="the server is in none"):
         await make(own_server, SHIP, ["eu"])
+
+
+async def test_a_region_that_does_not_say_what_it_took_over_is_waited_for_some_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(job_stream, "MOVES_WITHIN", 1.0)
+    async with joined_regions(tmp_path, ("eu",)) as regions, AsyncExitStack() as exits:
+        eu = regions["eu"]
+        await make(eu, SHIP, ordered=True)
+        async with reached(eu) as connection:
+            await connection.jetstream.note(work_stream(SHIP), "dynbus.copied-by.ap", "eu")
+        runtime = await exits.enter_async_context(Runtime.connect(eu.url))
+        await runtime.start(Desk, instance_id="in-eu")
+
+        job = await runtime.client(Desk).ship.submit(Order(1))
+
+        assert await job.result(PATIENCE) == "in-eu"
+    assert "it is not known which of them another region has taken over" in caplog.text
