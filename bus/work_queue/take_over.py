@@ -58,7 +58,8 @@ class TakenOver(NamedTuple):
     Attributes:
         jobs: their ids, in the order of their puts.
         answered: whether the region answered: nothing of it was lost then.
-        silent: seconds since the copies heard of the region; None for never.
+        silent: seconds since the copies heard of the region; None where not both have since their
+            server began.
         full: copies that may have dropped what is needed, since they are full.
     """
 
@@ -71,7 +72,10 @@ class TakenOver(NamedTuple):
         """The words to an operator about what the copies are worth."""
         lines: list[str] = []
         if self.silent is None:
-            lines.append(f"the copies have not heard of region {region} yet: they have none of it")
+            lines.append(
+                f"the servers here have not heard of region {region} since they began: how old the "
+                "copies are is not known"
+            )
         elif self.answered:
             lines.append(f"region {region} answers: the copies heard of it {self.silent:.0f} s ago")
         else:
