@@ -113,7 +113,6 @@ async def test_jobs_of_a_lost_region_go_on_in_another_one_and_not_again_at_home(
             assert await make(us, queue, ["eu"]) == [Status.THERE] * 4
         runtime = await exits.enter_async_context(Runtime.connect(us.url, wait=PATIENCE))
         jetstream = runtime.bus.data.jetstream
-        shops = [processes.begin_job_shop(eu.url) for _ in range(2)]
         async with Runtime.connect(eu.url, wait=PATIENCE) as customer:
             sell, charge = customer.client(Shop).sell, customer.client(NotedBilling).charge
             for number in range(JOBS):
@@ -130,18 +129,24 @@ async def test_jobs_of_a_lost_region_go_on_in_another_one_and_not_again_at_home(
             return all(info.last_sequence >= JOBS for info in infos)
 
         await eventually(is_copied, what="all jobs are copied")
+        log = copy_stream(job_log_stream(SELL), "eu")
+
+        async def is_noted() -> bool:
+            return any(one.subject.endswith(".end") for one in await jetstream.read(log))
+
+        shops = [processes.begin_job_shop(eu.url) for _ in range(2)]
 
         def done() -> int:
             of_each = Counter((one.what, one.name) for one in notes(ledger))
             return min(of_each["stored", STEPS[-1]], of_each["worked", "charge"])
 
         await eventually(lambda: ledger.exists() and done() >= JOBS // 16, what="some are done")
+        await eventually(is_noted, what="the end of one is copied")
         for shop in shops:
             shop.kill()
         eu.kill()
         lost_at = len(notes(ledger))
 
-        log = copy_stream(job_log_stream(SELL), "eu")
         records = [one.subject.split(".")[4:] for one in await jetstream.read(log)]
         ended = {job for job, *record in records if record == ["end"]}
         stored = {(int(job[2:]), int(of[2])) for job, *of in records if of[:2] == ["log", "step"]}
@@ -405,6 +410,16 @@ async def test_the_commands_keep_copies_and_say_what_they_move(tmp_path: Path) -
             f"1 jobs of {SETTLE} to be taken over from region eu",
         ]
         assert "not heard of region eu since" in looked.stderr or "eu answers" in looked.stderr
+
+        async def is_heard() -> bool:
+            async with reached(us) as here:
+                infos = [
+                    await here.jetstream.stream_info(copy_stream(stream, "eu"))
+                    for stream in (work_stream(SETTLE), job_log_stream(SETTLE))
+                ]
+            return all(one.silent is not None for info in infos for one in info.sources)
+
+        await eventually(is_heard, what="the copies say how old they are")
         eu.kill()
         refused = await command(queue_commands, us, *taking)
         assert isinstance(refused.exception, Unavailable)
