@@ -261,6 +261,7 @@ class StreamInfo(NamedTuple):
         now: Unix seconds by the clock of the server that answered, as it did.
         sources: how far the copies are that it takes of streams of other regions.
         first_time: Unix seconds at which the oldest message was stored; 0 when there is none.
+        metadata: as of `StreamConfig`.
     """
 
     messages: int
@@ -273,6 +274,7 @@ class StreamInfo(NamedTuple):
     now: float = 0.0
     first_time: float = 0.0
     sources: tuple[SourceState, ...] = ()
+    metadata: tuple[tuple[str, str], ...] = ()
 
     @property
     def oldest_age(self) -> float:

@@ -149,6 +149,7 @@ class MemoryStream:
             *(len(self._records), self._bytes, first, last, self.created),
             now=unix,
             first_time=begun,
+            metadata=self.config.metadata,
         )
 
     def purge(self, pattern: str, up_to: int = 0) -> int:

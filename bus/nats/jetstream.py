@@ -351,6 +351,7 @@ class NatsJetStream:
                 unix_seconds(answer["ts"]),
                 unix_seconds(state["first_ts"]) if state["messages"] else 0.0,
                 tuple(map(source_state, sources_in(answer))),
+                stream_config(answer["config"]).metadata,
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:

@@ -131,6 +131,7 @@ class JobStream:
         consumers: of the lanes.
         waiting: jobs in each lane at the last `ensure`.
         ack_wait: of the queue as it is, also where another process made it; known after `ensure`.
+        is_copied: whether another region copies the queue, as was known at most a minute ago.
         moves: what other regions have taken over of the jobs of this one.
         moves_known_at: when that was learned, on the library's monotonic clock.
     """
@@ -154,6 +155,7 @@ class JobStream:
         # Since when no server can have forgotten, unnoticed here, what it had handed out.
         self.watched_since = math.inf
         self._watches_outages = False
+        self.is_copied = False
         self.moves: Sequence[Moves] = ()
         self.moves_known_at = -math.inf
         self._learning = asyncio.Lock()
@@ -322,6 +324,7 @@ class JobStream:
         info = await self.jetstream.stream_info(self.stream, timeout=TRY_SECONDS)
         self._clock.set(info.now, monotonic())
         self._asked_at = unix_time()
+        self.is_copied = bool(copying_regions(info.metadata))
         return info.created
 
     async def now(self) -> float:
@@ -470,6 +473,21 @@ class JobStream:
             Unavailable: the server did not confirm that.
         """
         await self.jetstream.acknowledge(delivery.token, AckKind.ACK, timeout=TRY_SECONDS / 2)
+        await self._leave_to_no_copy(delivery)
+
+    async def _leave_to_no_copy(self, delivery: Delivery) -> None:
+        """Drop a job that is done from a queue that another region copies.
+
+        The server keeps it until it is copied, and it never is while the other region is lost: the
+        queue would fill with jobs that are done, and take no others.
+        """
+        if not self.is_copied:
+            return
+        sequence = delivery.message.sequence
+        try:
+            await self.jetstream.delete_message(self.stream, sequence, timeout=TRY_SECONDS)
+        except DynbusError as error:
+            logger.debug("%r: job %d stays until it is copied: %s", self, sequence, error)
 
     async def drop(self, delivery: Delivery, created: float, until: float) -> bool:
         """Have a job leave the queue; False when the server did not confirm that in time."""
@@ -479,6 +497,7 @@ class JobStream:
                 await self.jetstream.acknowledge(
                     delivery.token, AckKind.ACK, timeout=min(TRY_SECONDS / 2, left)
                 )
+                await self._leave_to_no_copy(delivery)
                 return True
             except DynbusError as error:
                 logger.debug("%r: %s", self, error)

@@ -267,7 +267,9 @@ class TakeOver:
         """Wait until the copies have what the region has."""
         until = monotonic() + COPIED_WITHIN
         for config in self._copies:
-            wanted = (await self._there.stream_info(config.sources[0].stream)).last_sequence
+            # What is gone there is not copied: jobs that were done before they were.
+            last = await self._there.last(config.sources[0].stream, ">")
+            wanted = 0 if last is None else last.sequence
             while (has := (await self._jetstream.stream_info(config.name)).last_sequence) < wanted:
                 if monotonic() >= until:
                     raise Unavailable(

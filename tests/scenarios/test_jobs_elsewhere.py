@@ -62,6 +62,17 @@ SELL = EndpointName.of("shop", "Shop", "sell")
 CHARGE = EndpointName.of("billing", "Billing", "charge")
 
 
+PACK = EndpointName.of("demo", "Packer", "pack")
+
+
+class Packer(Actor, namespace="demo"):
+    """Jobs that are done at once."""
+
+    @handler(durable=True, ack_wait=1.0)
+    async def pack(self, name: str) -> str:
+        return name
+
+
 @asynccontextmanager
 async def reached(server: RunningServer) -> AsyncGenerator[NatsConnection]:
     async with terminal.server(BusConfig(servers=(server.url,)), "test") as found:
@@ -280,6 +291,36 @@ async def test_jobs_that_are_moved_on_purpose_go_on_after_their_steps_and_signal
         for value in ("one", "two"):
             await own.signal("go", value)
         assert (await own.result(PATIENCE))[0] == "in-eu first 3"
+
+
+async def test_jobs_that_are_done_leave_their_queue_while_the_region_that_copies_it_is_lost(
+    tmp_path: Path,
+) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+        eu, us = regions["eu"], regions["us"]
+        await make(eu, PACK)
+        await make(us, PACK, ["eu"])
+        at_home = await exits.enter_async_context(Runtime.connect(eu.url))
+        await at_home.start(Packer)
+        pack = at_home.client(Packer).pack
+        assert await pack("first") == "first"
+        jetstream = at_home.bus.data.jetstream
+
+        async def messages() -> int:
+            return (await jetstream.stream_info(work_stream(PACK))).messages
+
+        us.kill()
+        for number in range(50):
+            assert await pack(str(number)) == str(number)
+
+        async def is_empty() -> bool:
+            return not await messages()
+
+        await eventually(is_empty, 5.0, what="the jobs that are done are gone")
+        # They never come to the copies, and nobody waits for them.
+        await us.start()
+        taken = await take_over(us, PACK, lost=False)
+        assert (taken.jobs, taken.answered) == ((), True)
 
 
 async def test_jobs_that_are_taken_over_keep_their_order(tmp_path: Path) -> None:
