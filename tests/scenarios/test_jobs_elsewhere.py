@@ -309,6 +309,12 @@ async def test_jobs_that_are_done_leave_their_queue_while_the_region_that_copies
         async def messages() -> int:
             return (await jetstream.stream_info(work_stream(PACK))).messages
 
+        async def is_heard() -> bool:
+            async with reached(us) as connection:
+                copy = await connection.jetstream.stream_info(copy_stream(work_stream(PACK), "eu"))
+            return all(one.silent is not None for one in copy.sources)
+
+        await eventually(is_heard, what="the copies hear of the region")
         us.kill()
         for number in range(50):
             assert await pack(str(number)) == str(number)
