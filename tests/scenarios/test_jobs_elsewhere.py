@@ -168,7 +168,7 @@ async def test_jobs_of_a_lost_region_go_on_in_another_one_and_not_again_at_home(
             await take_over(us, SELL, lost=False)
         with anyio.move_on_after(0.15):
             await take_over(us, SELL)
-        first, second = await asyncio.gather(take_over(us, SELL), take_over(us, SELL))
+        first, _ = await asyncio.gather(take_over(us, SELL), take_over(us, SELL))
         assert not first.answered
         assert first.silent is not None
         assert not set(first.jobs) & ended
