@@ -272,6 +272,11 @@ class NatsConnection(WatchedConnection):
         return str(self.server_info.get("domain") or "")
 
     @property
+    def is_joined(self) -> bool:
+        """True if the server belongs to a cluster, or is a leaf node; False while disconnected."""
+        return bool(self.server_info.get("cluster"))
+
+    @property
     def has_peers(self) -> bool:
         # A leaf node that is alone calls itself a cluster, by its own name.
         info = self.server_info

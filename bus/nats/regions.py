@@ -64,7 +64,7 @@ async def count_keepers(
                 # Who may not publish there stores nothing twice.
                 return expected
             await first.wait()
-        if heard and (seconds := others or (OTHERS if connection.has_peers else 0.0)):
+        if heard and (seconds := others or (OTHERS if connection.is_joined else 0.0)):
             with anyio.move_on_after(seconds):
                 await enough.wait()
     finally:
