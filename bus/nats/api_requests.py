@@ -67,6 +67,11 @@ class ServerLink(Connection, Protocol):
 
     inbox: str
 
+    @property
+    def is_joined(self) -> bool:
+        """True if the server belongs to a cluster, or is a leaf node."""
+        ...
+
     def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", reads_stream: bool = False
     ) -> Subscription: ...
