@@ -109,19 +109,14 @@ class StreamLimits(NamedTuple):
 
 
 class StreamSource(NamedTuple):
-    """The stream of another region that a stream here copies from, as long as there is a way.
+    """The stream of another region that a stream here copies, as long as there is a way.
 
     Attributes:
         region: the JetStream domain that has it.
-        subject: the subjects that are copied, with wildcards; all of a mirror.
-        stored_as: the subjects under which they are stored here, with the same wildcards; as they
-            are unless given.
     """
 
     region: str
     stream: str
-    subject: str = ""
-    stored_as: str = ""
 
 
 class StreamConfig(NamedTuple):
@@ -139,10 +134,8 @@ class StreamConfig(NamedTuple):
         lanes: over how many lanes the messages of its first subject are spread, which ends with
             `.*`: what is published as `x.key` is kept as `x.lane.key`, whose lane is the 32-bit
             FNV-1a hash of the key, modulo this. 0 for messages that are kept as they are published.
-        sources: the streams of other regions that it copies.
-        mirror: whether it has one source, of which it copies everything with its sequence and its
-            time, also what a work queue there hands out and drops; nobody else stores anything in
-            it.
+        mirror: the stream of which it copies everything with its sequence and its time, also what a
+            work queue there hands out and drops; nobody else stores anything in it then.
     """
 
     name: str
@@ -156,8 +149,7 @@ class StreamConfig(NamedTuple):
     description: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
     lanes: int = 0
-    sources: tuple[StreamSource, ...] = ()
-    mirror: bool = False
+    mirror: StreamSource | None = None
 
     @property
     def to_look_up(self) -> tuple[str, ...]:
@@ -228,23 +220,6 @@ class StoredMessage(NamedTuple):
         )
 
 
-class SourceState(NamedTuple):
-    """The copying of a stream of another region.
-
-    Attributes:
-        region: the JetStream domain that has it.
-        stream: its name there.
-        lag: messages that it has and that were not copied yet, as far as was heard.
-        silent: seconds since the other region was heard, which says something every second; None
-            before it is heard for the first time.
-    """
-
-    region: str
-    stream: str
-    lag: int
-    silent: float | None
-
-
 class StreamInfo(NamedTuple):
     """The contents of a stream in numbers.
 
@@ -259,8 +234,9 @@ class StreamInfo(NamedTuple):
         replicas: how many servers keep it.
         in_cluster: whether more servers could.
         now: Unix seconds by the clock of the server that answered, as it did.
-        sources: how far the copies are that it takes of streams of other regions.
         first_time: Unix seconds at which the oldest message was stored; 0 when there is none.
+        silent: of a mirror, seconds since its source was heard, which says something every second;
+            None before it is heard for the first time, and for no mirror.
         metadata: as of `StreamConfig`.
     """
 
@@ -273,7 +249,7 @@ class StreamInfo(NamedTuple):
     in_cluster: bool = False
     now: float = 0.0
     first_time: float = 0.0
-    sources: tuple[SourceState, ...] = ()
+    silent: float | None = None
     metadata: tuple[tuple[str, str], ...] = ()
 
     @property

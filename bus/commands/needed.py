@@ -67,8 +67,9 @@ class NeededStream(NamedTuple):
                 queue.
             Unavailable: that region does not answer.
         """
-        if self.copied is not None:
-            await keep_copies(connection, self.copied, self.stream.sources[0].region)
+        mirror = self.stream.mirror
+        if self.copied is not None and mirror is not None:
+            await keep_copies(connection, self.copied, mirror.region)
 
     @classmethod
     def of_topic(

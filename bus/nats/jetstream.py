@@ -55,9 +55,9 @@ from .regions import KEEP_APART, count_keepers
 from .stream_config import (
     NANOSECONDS,
     misfits,
-    source_state,
-    sources_in,
+    seconds_silent,
     stream_config,
+    stream_metadata,
     stream_request,
 )
 
@@ -115,8 +115,7 @@ class NatsJetStream:
             if info is None:
                 raise NoStream(f"stream {config.name} was deleted while it was made")
         _refuse_misfit(info, config)
-        settings = await self._copy_from(info["config"], config, timeout)
-        settings = await self._deny_rollups(settings, config, timeout)
+        settings = await self._deny_rollups(info["config"], config, timeout)
         if _is_in_cluster(info):
             has = int(settings.get("num_replicas") or 1)
             await self._add_replicas(settings, has, wanted, timeout)
@@ -184,19 +183,6 @@ class NatsJetStream:
                     replicas -= 1
                 else:
                     raise
-
-    async def _copy_from(
-        self, settings: dict[str, Any], config: StreamConfig, timeout: float
-    ) -> dict[str, Any]:
-        """Have a stream that copies others copy these, and no more; the settings that it has then.
-
-        What it has copied of others stays, until it expires.
-        """
-        if stream_config(settings).sources == config.sources:
-            return settings
-        request = {**settings, "sources": stream_request(config)["sources"]}
-        answer = await self.api(f"STREAM.UPDATE.{config.name}", request, timeout=timeout)
-        return dict(answer["config"])
 
     async def _deny_rollups(
         self, settings: dict[str, Any], config: StreamConfig, timeout: float
@@ -350,8 +336,8 @@ class NatsJetStream:
                 _is_in_cluster(answer),
                 unix_seconds(answer["ts"]),
                 unix_seconds(state["first_ts"]) if state["messages"] else 0.0,
-                tuple(map(source_state, sources_in(answer))),
-                stream_config(answer["config"]).metadata,
+                seconds_silent(answer),
+                stream_metadata(answer["config"]),
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:

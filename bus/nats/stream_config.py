@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from dynbus.bus.transport import SourceState, StreamConfig, StreamLimits, StreamSource
+from dynbus.bus.transport import StreamConfig, StreamLimits, StreamSource
 
 NANOSECONDS: Final = 1_000_000_000
 METADATA_PREFIX: Final = "dynbus."
@@ -64,10 +64,10 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         source = config.subjects[0]
         lane = f"{{{{partition({config.lanes},1)}}}}.{{{{wildcard(1)}}}}"
         request["subject_transform"] = {"src": source, "dest": f"{source[:-1]}{lane}"}
-    if config.mirror:
-        request["mirror"] = _mirror_request(config.sources[0])
-    elif config.sources:
-        request["sources"] = [_source_request(source) for source in config.sources]
+    if config.mirror is not None:
+        # The answer to a request in another domain comes by the inbox of who asks: no `deliver`.
+        external = {"api": f"$JS.{config.mirror.region}.API", "deliver": ""}
+        request["mirror"] = {"name": config.mirror.stream, "external": external}
     if config.marker_ttl is not None:
         request["allow_msg_ttl"] = True
         if config.marker_ttl:
@@ -82,7 +82,6 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
         value = int(settings.get(name) or 0)
         return value if value > 0 else None
 
-    kept: Mapping[str, Any] = settings.get("metadata") or {}
     age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
     without_marker = 0.0 if settings.get("allow_msg_ttl") else None
     return StreamConfig(
@@ -104,63 +103,35 @@ def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
         in_memory=settings.get("storage") == "memory",
         replicas=int(settings.get("num_replicas") or 1),
         description=str(settings.get("description") or ""),
-        metadata=tuple(
-            (str(name), str(value))
-            for name, value in kept.items()
-            if str(name).startswith(METADATA_PREFIX)
-        ),
+        metadata=stream_metadata(settings),
         lanes=_lanes(settings.get("subject_transform") or {}),
-        sources=tuple(map(_source, sources_in(settings))),
-        mirror=bool(settings.get("mirror")),
+        mirror=_mirrored(settings.get("mirror") or {}),
     )
 
 
-def sources_in(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The sources of a stream, or the one that it mirrors, in the server's JSON."""
-    return [answer["mirror"]] if answer.get("mirror") else answer.get("sources") or []
-
-
-def _mirror_request(source: StreamSource) -> dict[str, Any]:
-    # The answer to a request in another domain comes by the inbox of who asks: no `deliver`.
-    external = {"api": f"$JS.{source.region}.API", "deliver": ""}
-    return {"name": source.stream, "external": external}
-
-
-def _source_request(source: StreamSource) -> dict[str, Any]:
-    return {
-        **_mirror_request(source),
-        "subject_transforms": [{"src": source.subject, "dest": source.stored_as or source.subject}],
-    }
-
-
-def source_state(answer: Mapping[str, Any]) -> SourceState:
-    """The server's word on the copying of a stream; it writes -1 for one that was never heard."""
-    active = int(answer.get("active") or 0)
-    return SourceState(
-        _region_of(answer),
-        str(answer["name"]),
-        int(answer.get("lag") or 0),
-        None if active < 0 else active / NANOSECONDS,
+def stream_metadata(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The metadata of a stream that are dynbus's."""
+    kept: Mapping[str, Any] = settings.get("metadata") or {}
+    return tuple(
+        (str(name), str(value))
+        for name, value in kept.items()
+        if str(name).startswith(METADATA_PREFIX)
     )
 
 
-def _region_of(source: Mapping[str, Any]) -> str:
-    external: Mapping[str, Any] = source.get("external") or {}
+def seconds_silent(info: Mapping[str, Any]) -> float | None:
+    """The seconds since the source of a mirror was heard; the server writes -1 for never."""
+    mirror: Mapping[str, Any] = info.get("mirror") or {}
+    active = int(mirror.get("active") or 0)
+    return None if not mirror or active < 0 else active / NANOSECONDS
+
+
+def _mirrored(mirror: Mapping[str, Any]) -> StreamSource | None:
+    if not mirror:
+        return None
+    external: Mapping[str, Any] = mirror.get("external") or {}
     api = str(external.get("api") or "")
-    return api.removeprefix("$JS.").removesuffix(".API")
-
-
-def _source(settings: Mapping[str, Any]) -> StreamSource:
-    """The source as dynbus writes it; one that somebody else wrote has less."""
-    transforms: list[Mapping[str, Any]] = settings.get("subject_transforms") or [{}]
-    transform = transforms[0]
-    subject, stored_as = str(transform.get("src") or ""), str(transform.get("dest") or "")
-    return StreamSource(
-        region=_region_of(settings),
-        stream=str(settings["name"]),
-        subject=subject,
-        stored_as=stored_as if stored_as != subject else "",
-    )
+    return StreamSource(api.removeprefix("$JS.").removesuffix(".API"), str(mirror["name"]))
 
 
 def _lanes(transform: Mapping[str, Any]) -> int:
@@ -175,9 +146,6 @@ def misfits(settings: Mapping[str, Any], wanted: StreamConfig) -> list[str]:
     A stream that takes messages from elsewhere, or hands them on, would show them to others.
     """
     needed = stream_request(wanted)
-    if wanted.sources and settings.get("sources"):
-        # The regions that a stream copies are an operator's to change.
-        needed["sources"] = settings["sources"]
     listed: list[str] = []
     for name in (*_ESSENTIAL, *_NEEDED):
         has, needs = settings.get(name) or None, needed.get(name) or None

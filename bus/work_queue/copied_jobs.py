@@ -53,8 +53,7 @@ def copy_configs(queue: EndpointName, region: str) -> tuple[StreamConfig, Stream
             (),
             StreamLimits(max_bytes=MAX_COPY_BYTES),
             description=f"dynbus: copy of {what} of region {region}",
-            sources=(StreamSource(region, stream),),
-            mirror=True,
+            mirror=StreamSource(region, stream),
         )
 
     jobs, log = work_stream(queue), job_log_stream(queue)

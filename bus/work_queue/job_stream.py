@@ -299,10 +299,10 @@ class JobStream:
             self.moves_known_at = asked_at
 
     async def _ask_moves(self) -> list[Moves]:
-        config = await self.jetstream.stream_config(self.stream, timeout=TRY_SECONDS)
+        info = await self.jetstream.stream_info(self.stream, timeout=TRY_SECONDS)
         logs = [
             JobLog(self.jetstream.of_region(region), self.name)
-            for region in copying_regions(config.metadata)
+            for region in copying_regions(info.metadata)
         ]
         taken = [await log.moves(self.connection.region) for log in logs]
         return [moves for moves in taken if moves is not None]

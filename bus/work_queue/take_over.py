@@ -189,12 +189,11 @@ class TakeOver:
                 jobs = await self._take()
                 await self._drop_there(jobs)
         infos = [await self._jetstream.stream_info(one.name) for one in self._copies]
-        silent = [state.silent for info in infos for state in info.sources]
-        heard = [one for one in silent if one is not None]
+        heard = [info.silent for info in infos if info.silent is not None]
         return TakenOver(
             tuple(job.job_id for job in jobs),
             answers,
-            max(heard) if len(heard) == len(silent) else None,
+            max(heard) if len(heard) == len(infos) else None,
             tuple(
                 config.name
                 for config, info in zip(self._copies, infos, strict=True)
@@ -266,9 +265,10 @@ class TakeOver:
     async def _catch_up(self) -> None:
         """Wait until the copies have what the region has."""
         until = monotonic() + COPIED_WITHIN
-        for config in self._copies:
+        streams = (work_stream(self.queue), self._log.stream)
+        for stream, config in zip(streams, self._copies, strict=True):
             # What is gone there is not copied: jobs that were done before they were.
-            last = await self._there.last(config.sources[0].stream, ">")
+            last = await self._there.last(stream, ">")
             wanted = 0 if last is None else last.sequence
             while (has := (await self._jetstream.stream_info(config.name)).last_sequence) < wanted:
                 if monotonic() >= until:
