@@ -16,7 +16,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, Unavailable
 from dynbus.bus.protocol.cancellation import OPERATOR, EndedCall
 from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName
-from dynbus.bus.records.discovery import ABROAD, Discovery
+from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import ConnectionState
 
@@ -41,8 +41,9 @@ class ClientSide:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.caller = Caller(bus)
-        self.discovery = Discovery(bus, self.caller.is_heard, self.caller.silent_since)
-        self.abroad = Discovery(bus, self.caller.is_heard, self.caller.silent_since, ABROAD)
+        heard = (self.caller.is_heard, self.caller.silent_since)
+        self.discovery = Discovery(bus, *heard)
+        self.abroad = Discovery(bus, *heard, abroad=True)
         self.spills = bus.config.spill == "region"
         self.caller.on_heard_again(self.discovery.hear)
         self.caller.on_heard_again(self.abroad.hear)

@@ -69,7 +69,7 @@ class Selection:
         routed_as: Any,
         request_id: str,
         parent: Context | None,
-        spills: bool = False,
+        spills: bool,
     ) -> None:
         if spills:
             side.abroad.begin()

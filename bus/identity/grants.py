@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dynbus.bus.protocol.names import (
+    ABROAD_STREAM_NAME,
     CANCEL,
     CONTROL,
     DEFAULT_REPLY_PREFIXES,
@@ -41,7 +42,6 @@ from dynbus.bus.protocol.names import (
 
 SERVICES: Final = ("PING", "INFO", "STATS")
 _INSTANCES: Final = f"KV_{INSTANCES_BUCKET}"
-_REGIONS: Final = "DYNBUS_ABROAD"
 _HOLDERS: Final = f"KV_{HOLDERS_BUCKET}"
 
 
@@ -97,7 +97,7 @@ def finds_instances() -> Grant:
         "finds instances",
         tuple(
             subject
-            for stream in (_INSTANCES, _REGIONS)
+            for stream in (_INSTANCES, ABROAD_STREAM_NAME)
             for subject in (*follow_subjects(stream), f"$JS.API.DIRECT.GET.{stream}")
         ),
     )

@@ -23,6 +23,7 @@ ANONYMOUS: Final = "-"
 
 INSTANCES_BUCKET: Final = "dynbus_instances"
 ABROAD: Final = "_abroad"
+ABROAD_STREAM_NAME: Final = "DYNBUS_ABROAD"
 WORK: Final = "_work"
 JOBS: Final = "_jobs"
 DEAD: Final = "_dead"

@@ -12,12 +12,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dynbus.bus.clock import unix_time
-from dynbus.bus.protocol.names import (
-    TOKEN,
-    InstanceName,
-    abroad_subject,
-)
-from dynbus.bus.protocol.wire import InstanceRecord, decode_record
+from dynbus.bus.protocol.names import ABROAD_STREAM_NAME, InstanceName, abroad_subject
+from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import (
     Connection,
     JetStream,
@@ -26,11 +22,11 @@ from dynbus.bus.transport import (
     publish_headers,
 )
 
-from .instance_records import INSTANCES_STREAM, MARKER_TTL
+from .instance_records import INSTANCES_STREAM, MARKER_TTL, record_of
 from .reading import read_until
 
 ABROAD_STREAM: Final = StreamConfig(
-    name="DYNBUS_ABROAD",
+    name=ABROAD_STREAM_NAME,
     subjects=(abroad_subject("*", InstanceName("*", "*", "*")),),
     limits=INSTANCES_STREAM.limits,
     marker_ttl=MARKER_TTL,
@@ -75,23 +71,6 @@ def region_at(subject: str) -> str:
     return subject.split(".")[1]
 
 
-def instance_abroad_at(subject: str) -> InstanceName | None:
-    """The instance that said what is stored under a subject; None for any other subject."""
-    tokens = subject.split(".")
-    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[1:])):
-        return None
-    return InstanceName(*tokens[2:])
-
-
-def record_abroad(message: StoredMessage) -> InstanceRecord | None:
-    """The record in a message; None for one that cannot be read, or that speaks of another instance
-    than its subject."""
-    record = decode_record(message.data)
-    if record is None or record.name != instance_abroad_at(message.subject):
-        return None
-    return record
-
-
 async def read_abroad(jetstream: JetStream, own: str, *, timeout: float) -> Abroad:
     """The other regions as this one knows them.
 
@@ -121,7 +100,7 @@ async def read_abroad(jetstream: JetStream, own: str, *, timeout: float) -> Abro
     for subject, message in heard.items():
         region = region_at(subject)
         last[region] = max(last.get(region, 0.0), message.time)
-        record = None if message.is_marker else record_abroad(message)
+        record = None if message.is_marker else record_of(message)
         if record is not None:
             records.append((region, record))
     now = unix_time()

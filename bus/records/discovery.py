@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
@@ -23,7 +23,7 @@ from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
-from .abroad import ABROAD_STREAM, instance_abroad_at, record_abroad, region_at
+from .abroad import ABROAD_STREAM, region_at
 from .expired_records import ExpiredRecords
 from .instance_records import INSTANCES_STREAM, ensure_bucket, instance_at, record_of
 from .instance_view import (
@@ -53,34 +53,13 @@ RENEWAL_MARGIN: Final = 0.5
 """Seconds that renewals may come late."""
 
 
-class RecordBucket(NamedTuple):
-    """A bucket of records of instances, and how it is read.
-
-    Attributes:
-        region_of: the region of the instance whose record has a subject; empty for the own one.
-    """
-
-    stream: str
-    instance_of: Callable[[str], InstanceName | None]
-    record_of: Callable[[StoredMessage], InstanceRecord | None]
-    region_of: Callable[[str], str]
-
-
-def _own_region(_subject: str) -> str:
-    return ""
-
-
-AT_HOME: Final = RecordBucket(INSTANCES_STREAM.name, instance_at, record_of, _own_region)
-ABROAD: Final = RecordBucket(ABROAD_STREAM.name, instance_abroad_at, record_abroad, region_at)
-
-
 class Discovery:
     """The view of one process, kept current from `begin` to `close`.
 
     Args:
         is_heard: whether heartbeats of an instance arrive just now.
         silent_since: when it was found that those of an instance come no more; None for never.
-        bucket: the records that it follows, those of the own region or of the others.
+        abroad: whether it follows the instances of other regions, in place of those of the own.
 
     Attributes:
         view: belongs to the main loop.
@@ -91,14 +70,18 @@ class Discovery:
         bus: Bus,
         is_heard: Callable[[InstanceName], bool],
         silent_since: Callable[[InstanceName], float | None],
-        bucket: RecordBucket = AT_HOME,
+        *,
+        abroad: bool = False,
     ) -> None:
         self._bus = bus
         self._is_heard = is_heard
         self._silent_since = silent_since
-        self._bucket = bucket
+        self._is_abroad = abroad
+        self._stream = (ABROAD_STREAM if abroad else INSTANCES_STREAM).name
         # Records are renewed three times in a lease.
-        self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2), bus.config.zone)
+        grace = max(EXPIRY_GRACE, bus.config.lease_ttl / 2)
+        # Nobody abroad is near, whatever the zones there are called.
+        self.view = InstanceView(grace, "" if abroad else bus.config.zone)
         self.synchronized = asyncio.Event()
         self._changed: set[asyncio.Future[None]] = set()
         self._works: list[Work] = []
@@ -116,7 +99,7 @@ class Discovery:
         That there are none, or that we may not ask, is an answer.
         """
         try:
-            await self._bus.data.jetstream.stream_info(self._bucket.stream, timeout=timeout)
+            await self._bus.data.jetstream.stream_info(self._stream, timeout=timeout)
         except Unavailable:
             return False
         except DynbusError:
@@ -282,7 +265,7 @@ class Discovery:
 
     def _launch(self) -> None:
         background = self._bus.lane.background
-        expired = ExpiredRecords(self._bus.lane.connection.jetstream, self._bucket.stream)
+        expired = ExpiredRecords(self._bus.lane.connection.jetstream, self._stream)
         self._works = [
             background.start(partial(self._watch, expired), name="discovery"),
             background.start(expired.remove, name="the removal of expired records"),
@@ -308,7 +291,7 @@ class Discovery:
                 )
                 break
             except NoStream:
-                await (self._look_abroad() if self._bucket is ABROAD else self._make_bucket())
+                await (self._look_abroad() if self._is_abroad else self._make_bucket())
             except DynbusError as error:
                 logger.warning("discovery cannot watch yet: %s", error)
                 await anyio.sleep(RETRY_DELAY)
@@ -331,7 +314,7 @@ class Discovery:
                 return
             delay = READ_INTERVAL
             try:
-                records = await jetstream.read(self._bucket.stream, timeout=READ_TIMEOUT)
+                records = await jetstream.read(self._stream, timeout=READ_TIMEOUT)
             except PermissionDenied as error:
                 logger.info("the records are not read directly: %s", error)
                 return
@@ -352,7 +335,7 @@ class Discovery:
         # Once for each reason: it is tried again and again.
         level = logging.DEBUG if self._problem == str(error) else logging.WARNING
         self._problem = str(error)
-        logger.log(level, "the stream %s cannot be made: %s", self._bucket.stream, error)
+        logger.log(level, "the stream %s cannot be made: %s", self._stream, error)
 
     async def _look_abroad(self) -> None:
         """Have this region keep what others say of themselves, and wait until all have said it."""
@@ -374,22 +357,22 @@ class Discovery:
             self._bus.to_main(self._came_back)
 
     def _receive(self, message: StoredMessage) -> None:
-        if self._bucket is ABROAD and self._is_at_home(message):
+        if self._is_passed_over(message):
             return
-        name = self._bucket.instance_of(message.subject)
+        name = instance_at(message.subject)
         if name is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         elif message.is_marker:
             end = self._expire if MARKER_REASON in message.headers else self._delete
             self._bus.to_main(end, name)
-        elif (record := self._bucket.record_of(message)) is None:
+        elif (record := record_of(message)) is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         else:
             self._bus.to_main(self._put, record, message)
 
-    def _is_at_home(self, message: StoredMessage) -> bool:
-        """True if an instance of the own region has said to the others what a message has."""
-        return region_at(message.subject) == self._bus.data.region
+    def _is_passed_over(self, message: StoredMessage) -> bool:
+        """True if a message is of the own region, where those of others are followed."""
+        return self._is_abroad and region_at(message.subject) == self._bus.data.region
 
     # On the main loop ----------------------------------------------------------------------
 
@@ -405,8 +388,8 @@ class Discovery:
         if self._is_watching:
             return
         for message in messages:
-            record = None if message.is_marker else self._bucket.record_of(message)
-            if record is None or (self._bucket is ABROAD and self._is_at_home(message)):
+            record = None if message.is_marker else record_of(message)
+            if record is None or self._is_passed_over(message):
                 continue
             known = self.view.find(record.name)
             if known is None or known.renewed < message.time:
@@ -422,8 +405,7 @@ class Discovery:
         # What comes while nothing is read anew was written just now, whatever our clock says.
         age = max(0.0, unix_time() - renewed) if self.view.is_reading() else 0.0
         lifetime = (stored.ttl or self._bus.config.lease_ttl) + EXPIRY_GRACE
-        region = self._bucket.region_of(stored.subject)
-        news = self.view.put(record, renewed, monotonic() + lifetime - age, region)
+        news = self.view.put(record, renewed, monotonic() + lifetime - age)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
             if (

@@ -90,9 +90,10 @@ def record_subject(namespace: str, component: str, instance_id: str) -> str:
 
 
 def instance_at(subject: str) -> InstanceName | None:
-    """The instance whose record a subject stores; None for any other subject."""
+    """The instance whose record a subject stores, in the bucket of its region or among those that
+    other regions keep; None for any other subject."""
     tokens = subject.split(".")
-    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
+    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[1:])):
         return None
     return InstanceName(*tokens[2:])
 
