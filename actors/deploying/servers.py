@@ -56,7 +56,11 @@ class ServerPlace(NamedTuple):
     @property
     def host(self) -> str:
         """Its address as a URL has it."""
-        return f"[{self.address}]" if ":" in self.address else self.address
+        return _in_url(self.address)
+
+
+def _in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 class RouteTls(NamedTuple):
@@ -197,13 +201,13 @@ def _leaf_nodes(choices: ServerChoices) -> list[str]:
         return ["leafnodes {", f'  listen: "0.0.0.0:{LEAFS}"', *_tls(choices, "  "), "}"]
     if not choices.backbone:
         return []
-    hosts = [f"[{one}]" if ":" in one else one for one in choices.backbone]
+    urls = [f"nats-leaf://{_in_url(address)}:{LEAFS}" for address in choices.backbone]
     return [
         "# What a region stores stays in it, and calls go to the others.",
         "leafnodes {",
         '  reconnect: "1s"',
         "  remotes: [{",
-        f"    urls: {json.dumps([f'nats-leaf://{host}:{LEAFS}' for host in hosts])}",
+        f"    urls: {json.dumps(urls)}",
         "    no_randomize: true",
         f"    deny_imports: {json.dumps(REGIONAL)}",
         f"    deny_exports: {json.dumps(REGIONAL)}",

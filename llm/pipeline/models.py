@@ -247,8 +247,8 @@ class Models:
         """
         opening = INSTANCE_TIMEOUT
         serving = self._serving(name, wanted)
-        if serving is None and name in self.without_engine:
-            serving, opening = await self._hold_for(name, wanted), OPENING_TIMEOUT
+        if serving is None and (owners := self.without_engine.get(name)) is not None:
+            serving, opening = await self._hold_for(name, wanted, owners), OPENING_TIMEOUT
         elif serving is None and self._is_away(name, wanted):
             # Its instances may be started again.
             with anyio.move_on_after(INSTANCE_TIMEOUT):
@@ -270,15 +270,20 @@ class Models:
             )
         return serving.model
 
-    async def _hold_for(self, name: str, wanted: ModelType) -> _Serving | None:
+    async def _hold_for(
+        self, name: str, wanted: ModelType, owners: Sequence[ComponentName]
+    ) -> _Serving | None:
         """The model of a name, once an engine is there; None where it is forgotten meanwhile, or
         there for something else.
+
+        Args:
+            owners: the components that it belongs to.
 
         Raises:
             NoInstances: none came in time.
             Overloaded: as many requests as may be wait for it already.
         """
-        with self._place(name), anyio.move_on_after(self._hold.seconds):
+        with self._place(name, owners), anyio.move_on_after(self._hold.seconds):
             while name in self.without_engine:
                 await self._reconciled.wait()
             return self._serving(name, wanted)
@@ -289,7 +294,7 @@ class Models:
         )
 
     @contextmanager
-    def _place(self, name: str) -> Generator[None]:
+    def _place(self, name: str, owners: Sequence[ComponentName]) -> Generator[None]:
         """A place among the requests that wait for an engine of a model, which is counted for what
         scales engines."""
         if self._held[name] >= self._hold.most:
@@ -299,7 +304,6 @@ class Models:
                 retry_after=HELD_RETRY,
                 started=False,
             )
-        owners = self.without_engine[name]
         self._held[name] += 1
         self._count_waiting(owners, 1)
         try:
