@@ -19,6 +19,7 @@ from dynbus.bus.identity.grants import (
     takes,
     takes_events,
 )
+from dynbus.bus.protocol.endpoint import ANYBODY
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.topics import consumer_names
 
@@ -47,7 +48,7 @@ def grants_of(
     grants += [takes(queue) for queue in _queues(address, actor)]
     grants += _topics(address, actor)
     for place, dependency in sorted(called.items(), key=lambda each: each[0]):
-        grants += _to_call(place, dependency)
+        grants += _to_call(place, dependency, principal)
     calls_all_of = namespaces if actor.__dynbus_calls_all__ or actor.__dynbus_uses__ else ()
     for namespace in calls_all_of:
         grants += [calls_all(namespace), hears_cancels(namespace)]
@@ -65,21 +66,31 @@ def grants_of_client(
     """
     grants = [hears_replies(principal), finds_instances()]
     for place, actor in sorted(called.items(), key=lambda each: each[0]):
-        grants += _to_call(place, actor, untyped=True)
+        grants += _to_call(place, actor, principal, untyped=True)
     return list(dict.fromkeys(grants))
 
 
 def _to_call(
-    address: ComponentName, actor: type[DeclaredActor], *, untyped: bool = False
+    address: ComponentName,
+    actor: type[DeclaredActor],
+    principal: str,
+    *,
+    untyped: bool = False,
 ) -> Iterable[Grant]:
-    """The grants of a caller of an actor.
+    """The grants of a caller of an actor: for those of its handlers that it may call.
 
     Args:
         untyped: whether it may have no class of the actor, as `dynbus call`: then an instance
             submits the job of a durable handler. Others call that by way of its queue alone.
     """
     handlers = actor.__dynbus_handlers__.values()
-    if direct := sorted(spec.name for spec in handlers if untyped or spec.durable is None):
+    direct = sorted(
+        spec.name
+        for spec in handlers
+        if (untyped or spec.durable is None)
+        and (spec.allow is None or not spec.allow.isdisjoint((principal, ANYBODY)))
+    )
+    if direct:
         yield calls(address, direct)
     for queue in _queues(address, actor):
         options = actor.__dynbus_handlers__[queue.endpoint].durable

@@ -41,6 +41,8 @@ class Context:
             handler with effects looks it up before it repeats them.
         delivered: how many items its caller had, when it called, of a stream with which it can go
             on at another instance; None where it cannot.
+        principal: the user of the server who calls, proven, where the handler has `allow`; empty
+            elsewhere.
         hop: `namespace.component.endpoint@instance` where the call runs.
         TENANT_KEY: the key of `metadata` under which a front end says whose request it is.
     """
@@ -62,6 +64,7 @@ class Context:
         "id",
         "idempotency_key",
         "metadata",
+        "principal",
         "priority",
     )
 
@@ -88,6 +91,7 @@ class Context:
         self.attempt = attempt
         self.priority = priority
         self.delivered: int | None = None
+        self.principal = ""
         self.hop = hop
         self.idempotency_key = ""
         self._trace_headers = trace_headers or _EMPTY

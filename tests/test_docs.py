@@ -488,7 +488,7 @@ def test_every_option_of_a_handler_is_documented_with_its_default() -> None:
         "batch_wait": "0 with batch",
         "timeout": f"{DEFAULT_TIMEOUT} for unary, none for streams and jobs",
         "migration_limit": f"{ResumeRule.MIGRATION_LIMIT} with resume, else 0",
-        **dict.fromkeys(("resume", "batch", "batch_key", "batch_size_of"), "none"),
+        **dict.fromkeys(("resume", "batch", "batch_key", "batch_size_of", "allow"), "none"),
         **{name: _shown(value or "") for name, value in durable.DEFAULTS._asdict().items()},
     }
     assert documented == {

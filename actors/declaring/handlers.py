@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
+    Collection,
     Mapping,
     Sequence,
 )
@@ -20,6 +21,7 @@ from weakref import ref
 
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.endpoint import (
+    ANYBODY,
     DEFAULT_CONCURRENCY,
     DEFAULT_IDLE_TIMEOUT,
     DEFAULT_QUEUE,
@@ -100,6 +102,7 @@ class HandlerSpec:
             see `handler`.
         batch: how its calls go together; None where each runs alone. Its codecs are those of one
             request and one result all the same.
+        allow: the users of the server that may call it; None for all that the server lets call.
     """
 
     function: Callable[..., Any]
@@ -117,6 +120,7 @@ class HandlerSpec:
     migration_limit: int
     durable: DurableOptions | None
     batch: Batching | None
+    allow: frozenset[str] | None
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> HandlerSpec | None:
@@ -329,6 +333,7 @@ def handler(
     idempotent: bool = False,
     resume: None = None,
     migration_limit: int | None = None,
+    allow: tuple[str, ...] | None = None,
 ) -> HandlerDecorator: ...
 @overload
 def handler(
@@ -341,6 +346,7 @@ def handler(
     idempotent: bool = False,
     resume: str,
     migration_limit: int | None = None,
+    allow: tuple[str, ...] | None = None,
 ) -> StreamDecorator: ...
 @overload
 def handler(
@@ -368,6 +374,7 @@ def handler(
     batch_wait: float | str | None = None,
     batch_key: Selector | None = None,
     batch_size_of: Selector | None = None,
+    allow: tuple[str, ...] | None = None,
 ) -> BatchDecorator: ...
 
 
@@ -394,6 +401,7 @@ def handler(
     batch_wait: float | str | None = None,
     batch_key: Selector | None = None,
     batch_size_of: Selector | None = None,
+    allow: tuple[str, ...] | None = None,
 ) -> Any:
     """Make an `async def` method of an `Actor` callable over the bus.
 
@@ -444,6 +452,9 @@ def handler(
             together.
         batch_size_of: a field of the request, or a function of it, that says how large it is, such
             as its tokens: the metrics tell what share of a batch would be padding.
+        allow: the users of the server that may call it, by name, such as `("billing",)`; `("*",)`
+            for each of them. Others get `PermissionDenied`, and `context().principal` is the one
+            who calls, proven.
 
     Raises:
         ConfigError: the method or an option is not usable; the message says what to do.
@@ -473,6 +484,7 @@ def handler(
             batch_wait=batch_wait,
             batch_key=batch_key,
             batch_size_of=batch_size_of,
+            allow=allow,
         )
         if _is_in_class(method) and not inspect.signature(method).parameters:
             raise ConfigError(f"{spec.label} takes no self: a handler is a method of an Actor")
@@ -527,6 +539,7 @@ def declare(
     batch_wait: float | str | None = None,
     batch_key: Selector | None = None,
     batch_size_of: Selector | None = None,
+    allow: tuple[str, ...] | None = None,
 ) -> HandlerSpec:
     """The handler that a method is; its first parameter is the actor."""
     yields = _check_kind(method)
@@ -542,6 +555,11 @@ def declare(
         raise ConfigError(f"{label} streams, and the result of a job is one: return it")
     if durable and batch is not None:
         raise ConfigError(f"{label} is durable, and jobs are done one by one: leave out batch=")
+    if durable and allow is not None:
+        raise ConfigError(
+            f"{label} is durable, and a job is no call of somebody who can prove who it is: leave "
+            "out allow=, and let those alone submit jobs whose users have that (dynbus auth add)"
+        )
     batches = Batching.of(label, batch, batch_wait, batch_key, batch_size_of, streaming=streaming)
     if concurrency is _UNSET:
         concurrency = DEFAULT_JOBS if durable else DEFAULT_CONCURRENCY
@@ -563,6 +581,7 @@ def declare(
         migration_limit=checked_limit(label, migration_limit, resumes=resume is not None),
         durable=durable_options(label, durable, job_options),
         batch=batches,
+        allow=_check_allow(label, allow),
     )
 
 
@@ -638,6 +657,21 @@ def _check_limit(label: str, option: str, value: Any, least: int) -> int | None:
             f"{label}: {option}={value!r} must be {least} or more, or None for no limit"
         )
     return value
+
+
+def _check_allow(label: str, allow: Any) -> frozenset[str] | None:
+    if allow is None:
+        return None
+    if isinstance(allow, str) or not isinstance(allow, Collection) or not allow:
+        raise ConfigError(
+            f"{label}: allow={allow!r} must be the names of the users that may call it, such as "
+            f'allow=("billing",), or ("{ANYBODY}",) for each user'
+        )
+    names = typing.cast("Collection[object]", allow)
+    for name in names:
+        if name != ANYBODY:
+            check_token(f"{label}: the user in allow=", name)
+    return frozenset(str(name) for name in names)
 
 
 def _check_seconds(label: str, option: str, value: Any) -> float | None:

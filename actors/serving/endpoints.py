@@ -79,6 +79,7 @@ def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
         queue=spec.queue,
         timeout=spec.timeout,
         idle_timeout=spec.idle_timeout,
+        allow=spec.allow,
         schemas=schemas,
         contract=Contract(
             spec.schemas.hash,

@@ -393,7 +393,10 @@ class Caller:
     # What instances say on the control lane ----------------------------------------------
 
     def key_of(self, batch: Batch) -> str:
-        """Instances are known by what only they were told."""
+        """Instances are known by what only they were told, and none speaks for another with it."""
+        remote = self.registry.remotes.get(batch.incarnation)
+        if remote is not None and remote.name.instance_id != batch.sender:
+            return ""
         return batch.incarnation
 
     def cost(self, frame: Frame, remote: Remote | None) -> int | DropReason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -10,6 +10,8 @@ DEFAULT_CONCURRENCY: Final = 256
 DEFAULT_QUEUE: Final = 1024
 DEFAULT_TIMEOUT: Final = 60.0
 DEFAULT_IDLE_TIMEOUT: Final = 30.0
+ANYBODY: Final = "*"
+"""Allows everybody with a user of the server."""
 MAX_SECONDS: Final = 1e9
 """The longest time that may be asked for, about 32 years; for no limit there is None."""
 
@@ -65,6 +67,8 @@ class Endpoint:
         queue: calls that wait at most; None for no limit.
         timeout: seconds for a whole call; None for no limit.
         idle_timeout: seconds that a stream may be without an item; None for no limit.
+        allow: the principals that may call it, `"*"` for any; None for all that the server lets
+            call. With it their calls have the principal, proven, in their context.
         schemas: JSON schemas by `request` and `response`.
         contract: None where clients are not to ask for it.
     """
@@ -80,6 +84,7 @@ class Endpoint:
     queue: int | None = DEFAULT_QUEUE
     timeout: float | None = DEFAULT_TIMEOUT
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT
+    allow: Collection[str] | None = None
     schemas: Mapping[str, Any] = field(default_factory=dict[str, Any])
     contract: Contract | None = None
 

@@ -18,7 +18,7 @@ from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
 from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room, split_calls
 from dynbus.bus.protocol.names import InstanceName, is_safe_reply
-from dynbus.bus.protocol.wire import Batch, Failed, Frame, Heartbeat, Open, encode_batch
+from dynbus.bus.protocol.wire import Batch, Failed, Frame, Heartbeat, Open, Ping, encode_batch
 
 from .ledger import Action, Inquiry, Ledger, NothingHere, RemoteClient, Sender, client_key
 from .requests import PlainCancel, read_cancel
@@ -44,6 +44,7 @@ class ServerControl:
 
     Args:
         carry_out: does what the ledger asks for; called on the main loop.
+        proven: called on the main loop when a client has proven whose it is.
 
     Attributes:
         registry: the dynbus clients with calls here, by key.
@@ -57,6 +58,7 @@ class ServerControl:
         execution: Execution,
         outbox: Outbox,
         carry_out: Callable[[list[Action]], None],
+        proven: Callable[[RemoteClient], None],
     ) -> None:
         self.registry: Registry[RemoteClient] = Registry(
             name.instance_id, self, ledger.clients, bus.to_main
@@ -70,6 +72,7 @@ class ServerControl:
         self._execution = execution
         self._outbox = outbox
         self._carry_out = carry_out
+        self._proven = proven
         self._subject = name.control_subject
         self._subscription: Subscription | None = None
 
@@ -120,7 +123,9 @@ class ServerControl:
         """Clients come and go."""
 
     def answered(self, remote: RemoteClient, token: int, at: float) -> None:
-        """An instance measures no way: its pings ask whether anybody is there."""
+        """A client hears what is answered to its principal, if it is that which it was asked."""
+        if token == remote.proof and token:
+            self._bus.to_main(self._proven, remote)
 
     def heard_while_blocked(self, batch: Batch, remote: RemoteClient | None) -> None:
         """The requests of a client that is not known yet wait in front of the blocked main loop."""
@@ -203,6 +208,10 @@ class ServerControl:
         identity, load = self.registry.identity, self._execution.load
         batch = encode_batch(identity, sender.incarnation, load, [frame])
         self._bus.lane.call(self._bus.lane.connection.publish, subject, batch)
+
+    def ask_for_proof(self, client: RemoteClient) -> None:
+        """Ask a client to prove whose it is."""
+        self.tell(Sender(client.base, client.incarnation, client.key), Ping(client.proof))
 
     def tell_nothing_here(self, gone: NothingHere, blocked: float = 0.0) -> None:
         """Tell a client that none of some calls is here.

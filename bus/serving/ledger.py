@@ -239,6 +239,9 @@ class RemoteClient:
         short_of_room: its calls that wait until it has taken more of that.
         missing: heartbeats in a row that did not list a call, by request number.
         busy_at: when it last had calls here, on the monotonic clock.
+        principal: whose it is by its reply base, which it chose itself.
+        proof: the token by which it is asked to prove that; 0 while it is not asked.
+        is_proven: whether it has.
     """
 
     def __init__(
@@ -266,6 +269,9 @@ class RemoteClient:
         self.short_of_room: set[FramedCall] = set()
         self.missing: dict[int, int] = {}
         self.busy_at = now
+        self.principal = base.split(".")[1]
+        self.proof = 0
+        self.is_proven = False
         self._old_kept: frozenset[int] = frozenset()
         self._looked_at = now
         self._last_kept = 0
@@ -285,8 +291,8 @@ class RemoteClient:
     def label(self) -> str:
         """The name of the client in messages: its id, as in the log of its process, and its
         principal."""
-        _, principal, client_id = self.base.split(".")
-        of = "" if principal == ANONYMOUS else f" of {principal}"
+        client_id = self.base.rpartition(".")[2]
+        of = "" if self.principal == ANONYMOUS else f" of {self.principal}"
         return f"client {client_id[:8]}{of}"
 
     def has_work(self) -> bool:

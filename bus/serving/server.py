@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Final
@@ -54,6 +54,7 @@ from .ledger import (
     Tell,
 )
 from .outbox import ClientOutbox, Outbox
+from .proofs import Proofs
 from .reply import FramedReply, PlainReply, error_block
 from .requests import read_context, read_fields, read_framing, read_part, read_reply
 
@@ -118,7 +119,9 @@ class InstanceServer:
             self.execution,
             self._outbox,
             self._carry_out,
+            self._proven,
         )
+        self._proofs = Proofs(config.principal, config.max_request_bytes)
         self._queue_subscriptions: list[Subscription] = []
         self._subscriptions: list[Subscription] = []
         self._sweeper: asyncio.TimerHandle | None = None
@@ -288,8 +291,13 @@ class InstanceServer:
                 error.hop = served.hop
                 self.bus.data.publish(message.reply, b"", headers=error_block(error, framing))
             return
-        if call is not None:
-            self.execution.admit(call, message.data, now)
+        if call is None:
+            return
+        if (allowed := served.endpoint.allow) is not None:
+            # Plain clients have no part in proofs.
+            self.execution.refuse(call, self._proofs.of_nobody(allowed))
+            return
+        self.execution.admit(call, message.data, now)
 
     def _receive_framed(
         self,
@@ -332,18 +340,53 @@ class InstanceServer:
         else:
             assert isinstance(lookup, FramedCall)
             call = lookup
-        if part is None:
-            self.execution.admit(call, message.data, now)
-            return
-        try:
-            index, count = read_part(part)
-        except InvalidRequest:
-            self.ledger.forget(call)
-            raise
-        whole, actions = self.ledger.part(call, index, count, message.data)
-        self._carry_out(actions)
-        if whole is not None:
-            self.execution.admit(call, whole, now)
+        data = message.data
+        if part is not None:
+            try:
+                index, count = read_part(part)
+            except InvalidRequest:
+                self.ledger.forget(call)
+                raise
+            whole, actions = self.ledger.part(call, index, count, data)
+            self._carry_out(actions)
+            if whole is None:
+                return
+            data = whole
+        if served.endpoint.allow is None:
+            self.execution.admit(call, data, now)
+        else:
+            self._admit_allowed(call, served.endpoint.allow, data, now)
+
+    def _admit_allowed(
+        self, call: FramedCall, allowed: Collection[str], data: bytes, now: float
+    ) -> None:
+        """Let a call of an endpoint that is not for everybody run or wait, if its caller may call
+        it, and as soon as that is proven.
+        """
+        client = call.client
+        if (refusal := self._proofs.refusal(client.principal, allowed)) is not None:
+            self.execution.refuse(call, refusal)
+        elif client.is_proven:
+            call.context.principal = client.principal
+            self.execution.admit(call, data, now)
+        else:
+            is_to_be_asked, refused = self._proofs.hold(call, data)
+            if is_to_be_asked:
+                self.control.ask_for_proof(client)
+            self._refuse_all(refused)
+
+    def _proven(self, client: RemoteClient) -> None:
+        """A client has proven whose it is."""
+        now = monotonic()
+        for held in self._proofs.proven(client):
+            if not held.call.ended:
+                held.call.context.principal = client.principal
+                self.execution.admit(held.call, held.data, now)
+
+    def _refuse_all(self, refused: Iterable[tuple[FramedCall, DynbusError]]) -> None:
+        for call, error in refused:
+            if not call.ended:
+                self.execution.refuse(call, error)
 
     def _plain_call(
         self, served: ServedEndpoint, fields: dict[str, str], reply: str, now: float
@@ -466,6 +509,10 @@ class InstanceServer:
         self._carry_out(self.ledger.sweep(now, cut_off=cut_off))
         for call in self.ledger.calls():
             self.execution.end_if_stuck(call, now)
+        unproven, refused = self._proofs.sweep()
+        self._refuse_all(refused)
+        for client in unproven:
+            self.control.ask_for_proof(client)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 
 

@@ -208,10 +208,13 @@ def _run(
 def _progress(source: PackageSource, working: Path, said: str) -> Progress:
     """The progress of a wheel, by the size of its file."""
     done = 0
-    for path in working.rglob("*.whl"):
-        # It is moved when it is whole.
-        with contextlib.suppress(OSError):
-            done = max(done, path.stat().st_size)
+    # Files are moved when they are whole, and folders go with what pip unpacks in them; `walk`
+    # passes over those, and `rglob` does not.
+    for folder, _, files in os.walk(working):
+        for file in files:
+            if file.endswith(".whl"):
+                with contextlib.suppress(OSError):
+                    done = max(done, os.stat(os.path.join(folder, file)).st_size)
     named = _TOTAL.search(said)
     total = round(float(named[1]) * _UNITS[named[2]]) if named else 0
     return Progress(f"downloading {source.name} {source.version}", done, max(total, done))

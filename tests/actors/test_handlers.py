@@ -238,6 +238,11 @@ def test_a_type_without_json_is_refused_before_the_start() -> None:
         ({"queue": -1}, "queue=-1 must be 0 or more, or None for no limit"),
         ({"queue": "many"}, "queue='many' must be 0 or more, or None for no limit"),
         (
+            {"allow": "billing"},
+            "allow='billing' must be the names of the users that may call it, such as "
+            'allow=("billing",), or ("*",) for each user',
+        ),
+        (
             {"timeout": 0},
             "timeout=0 must be more than 0 and at most 1e+09 seconds, or None for no limit",
         ),

@@ -107,6 +107,16 @@ class PlayedClient:
                 await self._next()
         return found
 
+    async def asked(self, kind: type[F], count: int = 1) -> list[F]:
+        """All control frames of a kind, once there are so many."""
+        async with asyncio.timeout(BOUND):
+            while len(found := self._said(kind)) < count:
+                await self._next()
+        return found
+
+    def _said(self, kind: type[F]) -> list[F]:
+        return [frame for frame in self.control if isinstance(frame, kind)]
+
     async def reply(self) -> Message:
         """The first message at a reply subject, once it is there."""
         async with asyncio.timeout(BOUND):

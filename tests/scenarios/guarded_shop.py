@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynbus import Actor, Migrate, Topic, depends, every, handler, signal, step, subscribe
+from dynbus import Actor, Migrate, Topic, context, depends, every, handler, signal, step, subscribe
 from dynbus.kvrouter import RouterActor
 from dynbus.llm import MockWorker
 
@@ -44,6 +44,10 @@ class Counter(Actor, namespace="shop", publishes=[ordered, returned, asked]):
         job = await self.press.book.submit(title)
         await job.signal("approved", "by Ada")
         return await job.result(timeout=30.0)
+
+    @handler(allow=("billing",))
+    async def refund(self) -> str:
+        return context().principal
 
 
 class Heard(Actor, namespace="shop", abstract=True):

@@ -151,6 +151,23 @@ async def test_a_user_is_nobody_else(guarded: Guarded) -> None:
             await press.client(Counter).order("Emma")
 
 
+async def test_a_handler_is_for_the_users_that_it_allows(guarded: Guarded) -> None:
+    guarded.registry.put(*client_of_run("clerk", RUN))
+    await guarded.reload()
+    async with (
+        guarded.connect("shop_Counter") as server,
+        guarded.connect("billing") as billing,
+        guarded.connect("clerk") as clerk,
+    ):
+        await server.start(Counter)
+        with call_options(wait=60.0):
+            principal = await billing.client(Counter).refund()
+            with pytest.raises(PermissionDenied):
+                await clerk.client(Counter).refund()
+
+    assert principal == "billing"
+
+
 async def test_a_key_is_taken_until_it_is_revoked(guarded: Guarded) -> None:
     registry = guarded.registry
     async with guarded.connect("billing") as before:

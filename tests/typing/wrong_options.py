@@ -3,6 +3,7 @@ that it is ignored."""
 
 from __future__ import annotations
 
+from dynbus import Actor, handler
 from dynbus.kvrouter import RouterActor
 from dynbus.llm.http.frontend import Frontend
 from dynbus.llm.proxy import OpenAiWorker
@@ -43,3 +44,11 @@ class Nameless(VllmWorker, namespace="demo"):
 class Server(OpenAiWorker, namespace="demo"):
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:8000", ranks=None)  # type: ignore
+
+
+class Desk(Actor, namespace="demo"):
+    @handler(allow="billing")  # type: ignore
+    async def refund(self, amount: int) -> None: ...
+
+    @handler(durable=True, allow=("billing",))  # type: ignore
+    async def charge(self, amount: int) -> None: ...

@@ -702,6 +702,20 @@ def test_a_process_with_a_zone_measures_the_way_to_an_instance_while_calls_are_o
     assert measured == pytest.approx(0.25, abs=0.01)
 
 
+def test_a_ping_that_another_than_the_instance_passes_on_is_not_answered() -> None:
+    # It would prove to another instance that the calls of the first in our name are ours.
+    async def story() -> list[Pong]:
+        async with played() as side:
+            side.begin(streaming=True)
+            request = await side.far.request()
+            relayed = encode_batch("two", request.incarnation, 0, [Ping(7)])
+            side.far.connection.publish(f"{request.base}.ctl.f", relayed)
+            await side.far.send_control(Ping(8))
+            return await side.far.heard(Pong)
+
+    assert run(story()) == [Pong(8)]
+
+
 def test_a_process_without_a_zone_measures_no_way() -> None:
     async def story() -> None:
         async with played() as side:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,13 +97,22 @@ async def fill(url: str, namespace: str) -> None:
     await connection.close()
 
 
+async def withdraw(url: str, namespace: str) -> None:
+    """The end of that lease: an id is taken on the whole bus, and the server is that of others."""
+    connection = await connect([url], name="test")
+    subject = record_subject(namespace, "Engine", "a")
+    await connection.jetstream.publish(subject, b"", ttl=1.0, deleted=True)
+    await connection.close()
+
+
 @pytest.fixture(scope="module")
-def served(nats_server: RunningServer) -> Served:
+def served(nats_server: RunningServer) -> Iterator[Served]:
     # Other processes that run tests take some of this module, and may give them back: then it is
     # made once more, on the same server.
     namespace = f"kv{secrets.token_hex(6)}"
     asyncio.run(fill(nats_server.url, namespace))
-    return Served(nats_server.url, namespace)
+    yield Served(nats_server.url, namespace)
+    asyncio.run(withdraw(nats_server.url, namespace))
 
 
 def test_top_lists_instances_by_blocks_and_the_prefixes_that_most_of_them_hold(
@@ -277,19 +287,20 @@ async def fill_namespaces(url: str, namespaces: list[str], component: str) -> No
     await jetstream.ensure_stream(INSTANCES_STREAM)
     message = encode_events([BlockStored(None, [1], [1])], event_epoch=1, first_id=0)
     for namespace in namespaces:
+        instance = f"only-{namespace}"
         if namespace is not namespaces[-1]:
             await ensure_stream(jetstream, EventStream(namespace))
-            await jetstream.publish(f"{namespace}.{component}._kv.a.0", message)
+            await jetstream.publish(f"{namespace}.{component}._kv.{instance}.0", message)
         record = InstanceRecord(
             namespace=namespace,
             component=component,
-            instance_id="a",
+            instance_id=instance,
             incarnation="x",
             endpoints={},
             started=1.0,
             address="host:1",
         )
-        subject = record_subject(namespace, component, "a")
+        subject = record_subject(namespace, component, instance)
         await jetstream.publish(subject, encode_record(record), ttl=600.0)
     await connection.close()
 
