@@ -536,16 +536,24 @@ class ServedInstance:
     async def _claim_id(self, keeper: LeaseKeeper) -> None:
         """Make sure that no other process holds the id: two holders would both run every request
         until one of them notices."""
-        other = await self._bus.lane.run(keeper.other_holder())
+        bus = self._bus
+        other = await bus.lane.run(keeper.other_holder())
         if other is None:
+            # Requests go by the id alone, to all regions that are joined.
+            if bus.data.region and await bus.questions.is_there(self.name):
+                raise ConfigError(
+                    f"instance id {self.id!r} of {self.name.address} is in use in another region, "
+                    f"and each call would be done in both: put the region into it, such as "
+                    f"{self.id}-{bus.data.region}"
+                )
             return
-        if await self._bus.questions.is_there(other.record.name) is not False:
+        if await bus.questions.is_there(other.record.name) is not False:
             raise keeper.conflict(other.record)
         logger.warning(
             "%s waits for the lease of a process that had its id and is gone: %g s at most",
             *(self.name, other.ttl + EXPIRY_GRACE),
         )
-        await self._bus.lane.run(keeper.outlast(other))
+        await bus.lane.run(keeper.outlast(other))
 
     def _lease_changed(self, state: LeaseState) -> None:
         level = logging.DEBUG if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING

@@ -169,10 +169,6 @@ class JobRunner(TakingRunner):
         elif end is JobEnd.CANCELLED:
             error = Cancelled("an operator cancelled the job before it began")
             result = JobResult.failed(error, Outcome.CANCELLED)
-        elif end is JobEnd.MOVED:
-            # They go on elsewhere, and what is here would be old when the job comes back.
-            self._start(self._log.forget_steps(job_id))
-            return
         else:
             return
         self._start(self._store_end(job_id, result))

@@ -30,7 +30,7 @@ from dynbus.bus.protocol.names import (
 from dynbus.bus.transport import StoredMessage, StreamConfig, StreamLimits, StreamSource
 
 from .dead_letters import MAX_AGE
-from .job import Moves, is_reserved, job_id_of, put_at
+from .job import Moves, is_job_id, is_reserved, job_id_of, put_at, read_moves
 from .job_log import END_RECORD, FAILURE_RECORD, SIGNAL_RECORD, STEP_RECORD, Outcome
 
 MAX_COPY_BYTES: Final = 1024 * 1024 * 1024
@@ -80,6 +80,7 @@ class CopiedJob(NamedTuple):
     Attributes:
         token: of its subjects.
         message: as it was put, or the first of the copies that go on in its place.
+        sequences: of all its messages.
         records: what its tries have finished, and what it was sent, oldest first.
     """
 
@@ -87,7 +88,23 @@ class CopiedJob(NamedTuple):
     job_id: str
     lane: str
     message: StoredMessage
+    sequences: tuple[int, ...]
     records: Sequence[MovedRecord]
+
+    def hindrance(self, room: int) -> str:
+        """The reason why it can be put into no queue; empty where it can.
+
+        Args:
+            room: bytes of a message's data and headers.
+        """
+        if not is_job_id(self.job_id):
+            return "its id is no printable ASCII without spaces, of 128 at most"
+        message = self.message
+        sizes = [_size(message.headers, message.data)]
+        sizes += [_size(one.headers, one.data) for one in self.records]
+        if max(sizes) > room:
+            return f"{max(sizes)} bytes of it do not fit into a message here, which has {room}"
+        return ""
 
 
 class Leftover(NamedTuple):
@@ -114,34 +131,43 @@ class CopiedJobs:
 
     Args:
         region: that has the queue.
+        own: the region that keeps the copies.
 
     Attributes:
         last: the last message of the queue that was taken in, without its data.
+        last_record: the sequence of the last record that was.
         last_firing: the record of the last firing of a scheduled handler; empty for none.
+        moved_there: what that region has taken over of the queue of the own one.
     """
 
-    def __init__(self, region: str) -> None:
+    def __init__(self, region: str, own: str = "") -> None:
         self._region = region
+        self._own = own
         self._ends: dict[str, _End] = {}
         self._records: defaultdict[str, list[StoredMessage]] = defaultdict(list)
         self._first_records: dict[str, int] = {}
         self._jobs: dict[str, list[StoredMessage]] = {}
-        self._purged: Moves | None = None
+        self._purged: Sequence[Moves] = ()
         self.last: StoredMessage | None = None
+        self.last_record = 0
         self.last_firing = b""
+        self.moved_there: Sequence[Moves] = ()
 
     def __repr__(self) -> str:
         return f"<CopiedJobs [{len(self._jobs)} jobs | {len(self._ends)} ends]>"
 
     def add_record(self, message: StoredMessage) -> None:
         """Take the next record of the log."""
+        self.last_record = message.sequence
         token = job_of_record(message.subject)
         record = _record_of(message)
         if token in NO_JOBS:
             # The last of them is needed.
             self._first_records[token] = message.sequence
             if (token, record) == (MOVES, self._region):
-                self._purged = msgspec.json.decode(message.data, type=Moves)
+                self._purged = read_moves(message.data)
+            elif (token, record) == (MOVES, self._own):
+                self.moved_there = read_moves(message.data)
             elif token == SCHEDULE:
                 self.last_firing = message.data
             return
@@ -169,33 +195,41 @@ class CopiedJobs:
         # A key may have been another job's before, whose end was forgotten in its own region.
         return end is not None and end.time >= put_at(message)
 
-    def _is_over(self, token: str, message: StoredMessage, moves: Moves | None) -> bool:
-        gone = [one for one in (moves, self._purged) if one is not None]
-        return self._has_ended(token, message) or any(one.have(message) for one in gone)
+    def is_over(self, message: StoredMessage, moves: Sequence[Moves]) -> bool:
+        """True if a message of the queue is of a job that has ended, was purged there, or is put
+        here.
 
-    def unfinished(self, moves: Moves | None) -> list[CopiedJob]:
-        """The jobs that have neither ended nor been taken over, in the order of their puts.
+        Args:
+            moves: what was taken over before.
+        """
+        gone = (*self._purged, *(one for one in moves if one.is_put))
+        has_ended = self._has_ended(job_of_subject(message.subject), message)
+        return has_ended or any(one.have(message) for one in gone)
+
+    def unfinished(self, moves: Sequence[Moves]) -> list[CopiedJob]:
+        """The jobs that are not over, in the order of their puts.
 
         Args:
             moves: what was taken over before.
         """
         jobs: list[CopiedJob] = []
         for token, messages in self._jobs.items():
-            live = [one for one in messages if not self._is_over(token, one, moves)]
+            live = [one for one in messages if not self.is_over(one, moves)]
             if live:
                 first = live[0]
+                sequences = tuple(one.sequence for one in live)
                 records = tuple(_moved(self._records.get(token, ())))
                 lane = lane_of_subject(first.subject)
-                jobs.append(CopiedJob(token, job_id_of(first), lane, first, records))
+                jobs.append(CopiedJob(token, job_id_of(first), lane, first, sequences, records))
         return sorted(jobs, key=lambda job: job.message.sequence)
 
-    def leftover_jobs(self, moves: Moves | None) -> Leftover:
-        """The messages of jobs that have ended or were taken over."""
+    def leftover_jobs(self, moves: Sequence[Moves]) -> Leftover:
+        """The messages of jobs that are over."""
         over: dict[str, int] = {}
         needed: list[int] = []
         for token, messages in self._jobs.items():
             for one in messages:
-                if self._is_over(token, one, moves):
+                if self.is_over(one, moves):
                     over[token] = one.sequence
                 else:
                     needed.append(one.sequence)
@@ -220,6 +254,10 @@ class CopiedJobs:
 def _leftover(over: Mapping[str, int], needed: Collection[int], last: int) -> Leftover:
     up_to = min(needed) - 1 if needed else last
     return Leftover(up_to, {token: to for token, to in over.items() if to > up_to})
+
+
+def _size(headers: Mapping[str, str], data: bytes) -> int:
+    return len(data) + sum(len(name) + len(value) + 4 for name, value in headers.items())
 
 
 def _record_of(message: StoredMessage) -> str:

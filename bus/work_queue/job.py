@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import ConfigError, describe_exception
+from dynbus.bus.errors import ConfigError, InvalidRequest, describe_exception
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.cancellation import Tombstones
 from dynbus.bus.protocol.names import job_of_subject
@@ -83,21 +83,75 @@ class QueueDepth(NamedTuple):
         return self.waiting + self.held
 
 
-class Moves(msgspec.Struct, frozen=True):
-    """The jobs of a region that another one has taken over: all up to one.
+class Moves(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The jobs of a region that another one does: those of a range of its queue.
 
     Attributes:
-        up_to: its sequence in the queue that they were taken from.
+        up_to: the last sequence of the range.
         at: a time in Unix seconds by the clock of that queue's server, before which all of these
             were stored. A queue that was made again has later jobs under the same sequences.
+        after: the sequence before the first: of what came before, the copies had nothing any more.
+        left: sequences in the range of messages that are not among them.
+        is_put: whether all of them are in the queue of the other region. Before that they are done
+            nowhere, until it has put them.
     """
 
     up_to: int
     at: float
+    after: int = 0
+    left: tuple[int, ...] = ()
+    is_put: bool = True
 
     def have(self, message: StoredMessage) -> bool:
-        """True if a message of that queue is of a job that was taken over, or had ended."""
-        return message.sequence <= self.up_to and message.time <= self.at + ROUNDED
+        """True if a message of that queue is of one of these jobs, or of one that had ended."""
+        return self._has(message.sequence) and message.time <= self.at + ROUNDED
+
+    def _has(self, sequence: int) -> bool:
+        return self.after < sequence <= self.up_to and sequence not in self.left
+
+    def covers(self, other: Moves) -> bool:
+        """True if nothing is lost where this takes the place of another one."""
+        return (
+            self.after <= other.after
+            and other.up_to <= self.up_to
+            and other.at <= self.at
+            and set(self.left) <= set(other.left)
+            and self.is_put >= other.is_put
+        )
+
+    def joined(self, other: Moves) -> Moves | None:
+        """The range of this one and of a later one that goes on where it ends; None where it does
+        not, or one of them is not put.
+        """
+        follows = self.after <= other.after <= self.up_to <= other.up_to and self.at <= other.at
+        if not (follows and self.is_put and other.is_put):
+            return None
+        left = (one for one in (*self.left, *other.left) if not self._has(one))
+        return Moves(
+            other.up_to, other.at, self.after, tuple(one for one in left if not other._has(one))
+        )
+
+
+def with_moves(known: Sequence[Moves], new: Moves) -> list[Moves]:
+    """The ranges of a region with a further one, the latest last."""
+    if any(one.covers(new) for one in known):
+        return list(known)
+    kept = [one for one in known if not new.covers(one)]
+    if kept and (joined := kept[-1].joined(new)) is not None:
+        return [*kept[:-1], joined]
+    return [*kept, new]
+
+
+def read_moves(data: bytes) -> list[Moves]:
+    """The ranges in a record.
+
+    Raises:
+        InvalidRequest: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(data, type=list[Moves])
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"a record of jobs that were moved cannot be read: {error}") from None
 
 
 class WorkQueueConfig(NamedTuple):
@@ -196,7 +250,7 @@ def job_headers(job_id: str, headers: Mapping[str, str] | None) -> dict[str, str
         ConfigError: the id is not 1 to 128 printable ASCII characters without spaces, or a header's
             name is reserved.
     """
-    if not _JOB_ID.fullmatch(job_id):
+    if not is_job_id(job_id):
         raise ConfigError(
             f"job id {job_id!r} is not usable: give 1 to 128 printable ASCII characters without "
             "spaces"
@@ -258,6 +312,11 @@ def job_id_of(message: StoredMessage, default: str = "") -> str:
     return named or default or job_of_subject(message.subject)
 
 
+def is_job_id(text: str) -> bool:
+    """True if a job may have this id."""
+    return _JOB_ID.fullmatch(text) is not None
+
+
 def is_reserved(name: str) -> bool:
     """True if a header is the server's or the queue's own."""
     return name.lower().startswith(_RESERVED)
@@ -291,7 +350,7 @@ def judge(
     if not readable:
         error = f"{header_names.DEADLINE} is {text!r}, which is no number of milliseconds"
         return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
-    if not _JOB_ID.fullmatch(facts.job_id):
+    if not is_job_id(facts.job_id):
         error = f"the job id {facts.job_id!r} is no printable ASCII without spaces, of 128 at most"
         return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
     if any(one.have(message) for one in moves):

@@ -39,7 +39,7 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .job import Moves
+from .job import Moves, read_moves, with_moves
 
 logger = logging.getLogger(__name__)
 
@@ -463,39 +463,41 @@ class JobLog:
     def _firing_subject(self) -> str:
         return job_log_subject(self.queue, SCHEDULE, "last")
 
-    async def moves(self, region: str) -> Moves | None:
-        """The jobs of a region that were taken over from there; None where none were.
+    async def moves(self, region: str) -> list[Moves]:
+        """The jobs of a region that are done here in its place, or were purged there.
 
         Raises:
+            InvalidRequest: what says so cannot be read.
             Unavailable: the server does not answer.
         """
         return (await self._moves(region))[0]
 
-    async def _moves(self, region: str) -> tuple[Moves | None, int]:
+    async def _moves(self, region: str) -> tuple[list[Moves], int]:
         try:
             subject = moves_subject(self.queue, region)
             message = await self.jetstream.last(self.stream, subject, timeout=LOG_TIMEOUT)
         except NoStream:
-            return None, 0
+            return [], 0
         if message is None:
-            return None, 0
-        return msgspec.json.decode(message.data, type=Moves), message.sequence
+            return [], 0
+        return read_moves(message.data), message.sequence
 
     async def note_moves(self, region: str, moves: Moves) -> None:
-        """Store which jobs of a region were taken over, unless it says already that more were.
+        """Store which jobs of a region are done here from now on, or were purged there.
 
         Raises:
+            InvalidRequest: what says so until now cannot be read.
             NoStream: there is no log.
             Unavailable: the server does not answer; it may be stored.
         """
         while True:
             known, last = await self._moves(region)
-            if known is not None and known.at >= moves.at and known.up_to >= moves.up_to:
+            if (all_of := with_moves(known, moves)) == known:
                 return
             with suppress(WrongLastSequence):
                 await self.jetstream.publish(
                     moves_subject(self.queue, region),
-                    msgspec.json.encode(moves),
+                    msgspec.json.encode(all_of),
                     timeout=LOG_TIMEOUT,
                     expected_last_subject_sequence=last,
                 )
@@ -523,10 +525,14 @@ class JobLog:
             subject, data, message_id=random_id(), ttl=STEPS_KEPT_FOR, timeout=LOG_TIMEOUT
         )
 
-    async def forget_steps(self, job_id: str) -> None:
-        """Drop what the tries of a job have left for the next one: it has ended."""
+    async def forget_steps(self, job_id: str, *, up_to: int = 0) -> None:
+        """Drop what the tries of a job have left for the next one: it has ended.
+
+        Args:
+            up_to: the last sequence that is dropped; 0 for no such limit.
+        """
         try:
-            await self.jetstream.purge(self.stream, self.subject(job_id, "log.>"))
+            await self.jetstream.purge(self.stream, self.subject(job_id, "log.>"), up_to=up_to)
         except DynbusError as error:
             # They expire; nothing reads them before.
             logger.debug("the steps of job %s of %s stay: %s", job_id, self.queue, error)

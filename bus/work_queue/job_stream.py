@@ -157,6 +157,7 @@ class JobStream:
         self._watches_outages = False
         self.is_copied = False
         self.moves: Sequence[Moves] = ()
+        self._moved_log_end = 0
         self.moves_known_at = -math.inf
         self._learning = asyncio.Lock()
         self._depth = QueueDepth(0, 0)
@@ -304,8 +305,20 @@ class JobStream:
             JobLog(self.jetstream.of_region(region), self.name)
             for region in copying_regions(info.metadata)
         ]
-        taken = [await log.moves(self.connection.region) for log in logs]
-        return [moves for moves in taken if moves is not None]
+        if logs:
+            own = JobLog(self.jetstream, self.name)
+            with suppress(NoStream):
+                info = await self.jetstream.stream_info(own.stream, timeout=TRY_SECONDS)
+                self._moved_log_end = info.last_sequence
+        return [moves for log in logs for moves in await log.moves(self.connection.region)]
+
+    async def forget_moved(self, job_id: str) -> None:
+        """Drop the steps of a job that another region has taken over. What was written since that
+        is known is of a job that came back.
+        """
+        if self._moved_log_end:
+            log = JobLog(self.jetstream, self.name)
+            await log.forget_steps(job_id, up_to=self._moved_log_end)
 
     async def read_clock(self) -> None:
         """Ask the server what time it is, unless it said so a moment ago.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
 
 import anyio
+from msgspec.structs import replace
 
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
@@ -22,6 +23,7 @@ from dynbus.bus.protocol.names import (
 )
 from dynbus.bus.transport import (
     Connection,
+    JetStream,
     NoStream,
     PublishOptions,
     StoredMessage,
@@ -32,7 +34,7 @@ from .copied_jobs import CopiedJob, CopiedJobs, Leftover, copy_configs
 from .holders import holders_of
 from .job import COPIED_BY, Moves, copy_headers, put_at
 from .job_log import END_RECORD, JobLog
-from .job_stream import CONSUMER
+from .job_stream import CONSUMER, LETTER_ROOM
 from .storing import store
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,12 @@ logger = logging.getLogger(__name__)
 ANSWERS_WITHIN: Final = 3.0
 """Seconds within which a region answers that is not lost."""
 PUT_SECONDS: Final = 30.0
-STORED_EVERY: Final = 64
-"""Jobs that are taken over, after which it is stored how far that is."""
+DROPPED_EVERY: Final = 64
+"""Jobs that are put, after which they are dropped from the copy."""
+MOST_LEFT: Final = 1000
+"""Jobs that can be put into no queue here, of which each is named in the range of the others."""
+CLOCKS_DIFFER: Final = 10.0
+"""Seconds by which the clocks of a region's servers may differ."""
 AT_A_TIME: Final = 32
 """Requests to a region far away that are not answered yet."""
 LOOK_PAUSE: Final = 0.25
@@ -57,6 +63,7 @@ class TakenOver(NamedTuple):
 
     Attributes:
         jobs: their ids, in the order of their puts.
+        left: the ids of those that can be put into no queue here, and why.
         answered: whether the region answered: nothing of it was lost then.
         silent: seconds since the copies heard of the region; None where not both have since their
             server began.
@@ -64,6 +71,7 @@ class TakenOver(NamedTuple):
     """
 
     jobs: tuple[str, ...]
+    left: dict[str, str]
     answered: bool
     silent: float | None
     full: tuple[str, ...]
@@ -87,11 +95,27 @@ class TakenOver(NamedTuple):
             )
         lines += [
             f"the copy {name} is nearly full, and drops the oldest that it has: ended jobs may "
-            "begin again, and old ones be missing; raise it by `nats stream edit --max-bytes`, and "
-            "prune it more often, by --dry-run"
+            "begin again, and old ones be missing, which go on where they are; raise it by "
+            "`nats stream edit --max-bytes`, and prune it more often, by --dry-run"
             for name in self.full
         ]
+        lines += [
+            f"job {job} is left in region {region}, and in the copy: {why}"
+            for job, why in self.left.items()
+        ]
         return lines
+
+
+class _Plan(NamedTuple):
+    """The jobs to take over, and those that cannot be put.
+
+    Attributes:
+        moves: the range of the queue that they are in; None where there are none to take over.
+    """
+
+    jobs: list[CopiedJob]
+    left: dict[str, str]
+    moves: Moves | None
 
 
 async def keep_copies(connection: Connection, queue: EndpointName, region: str) -> None:
@@ -136,7 +160,8 @@ class TakeOver:
     """The taking over of the jobs of one queue of another region.
 
     It may be carried out again, and by several at once: a job that is here, or has ended here, is
-    not put again, and how far it got is kept in the own log.
+    not put again. What has begun is to be finished: the other region leaves its jobs before they
+    are put here, and in between they are in the copies alone.
 
     Args:
         region: whose jobs they are.
@@ -149,6 +174,7 @@ class TakeOver:
         _check_other(connection.region, region)
         self.queue = queue
         self.region = region
+        self._own = connection.region
         self._jetstream = connection.jetstream
         self._there = connection.jetstream.of_region(region)
         self._log = JobLog(self._jetstream, queue)
@@ -180,26 +206,63 @@ class TakeOver:
                 f"region {self.region} does not answer: give --lost to have its jobs done here. If "
                 "it is only cut off, its takers do them as well"
             )
-        if not answers or dry:
-            jobs = await self._take(dry=dry)
-        else:
+        # Before anything of them is dropped.
+        names = [one.name for one in self._copies]
+        infos = [await self._jetstream.stream_info(name) for name in names]
+        limits = [(await self._jetstream.stream_config(name)).limits.max_bytes for name in names]
+        if answers and not dry:
             async with self._halted():
                 await self._let_end(wait)
-                await self._catch_up()
-                jobs = await self._take()
-                await self._drop_there(jobs)
-        infos = [await self._jetstream.stream_info(one.name) for one in self._copies]
+                copied, plan = await self._leave_there()
+        else:
+            copied = await self._read_copies()
+            plan = self._plan(copied, infos[0].first_sequence, await self._moves())
+            if plan.moves is not None and not dry:
+                # Its takers leave them from now on, whatever becomes of this.
+                await self._log.note_moves(self.region, replace(plan.moves, is_put=False))
+        if dry:
+            jobs = [job for job in plan.jobs if not await self._is_here(job)]
+        else:
+            jobs = await self._put(copied, plan)
+        await self._prune(copied, await self._moves())
         heard = [info.silent for info in infos if info.silent is not None]
         return TakenOver(
             tuple(job.job_id for job in jobs),
+            plan.left,
             answers,
             max(heard) if len(heard) == len(infos) else None,
             tuple(
-                config.name
-                for config, info in zip(self._copies, infos, strict=True)
-                if info.size > FULL * (config.limits.max_bytes or info.size)
+                name
+                for name, info, most in zip(names, infos, limits, strict=True)
+                if most and info.size > FULL * most
             ),
         )
+
+    async def _moves(self) -> list[Moves]:
+        return await self._log.moves(self.region)
+
+    def _plan(self, copied: CopiedJobs, first: int, moves: Sequence[Moves]) -> _Plan:
+        """The plan for what is copied.
+
+        Args:
+            first: the first sequence that the copy of the queue has.
+        """
+        room = self._jetstream.max_payload - LETTER_ROOM
+        jobs = copied.unfinished(moves)
+        hindered = [(job, why) for job in jobs if (why := job.hindrance(room))]
+        if len(hindered) > MOST_LEFT:
+            raise ConfigError(
+                f"{len(hindered)} jobs of {self.queue} can be put into no queue here, of which "
+                f"{MOST_LEFT} may be: {hindered[0][0].token}: {hindered[0][1]}"
+            )
+        left = {job.token for job, _ in hindered}
+        free = [job for job in jobs if job.token not in left]
+        end = copied.last
+        range_of = None
+        if free and end is not None:
+            stay = sorted(sequence for job, _ in hindered for sequence in job.sequences)
+            range_of = Moves(end.sequence, end.time, max(first, 1) - 1, tuple(stay))
+        return _Plan(free, {job.token: why for job, why in hindered}, range_of)
 
     async def _refuse_missing(self) -> None:
         needed = (*(one.name for one in self._copies), work_stream(self.queue), self._log.stream)
@@ -262,80 +325,162 @@ class TakeOver:
                 )
             await anyio.sleep(LOOK_PAUSE)
 
-    async def _catch_up(self) -> None:
-        """Wait until the copies have what the region has."""
+    async def _leave_there(self) -> tuple[CopiedJobs, _Plan]:
+        """Have the region keep no jobs of the queue; returns what the copies have, and the plan."""
+        first = await self._catch_up()
+        copied = await self._read_copies()
+        moves = await self._moves()
+        await self._refuse_gap(copied, first, moves)
+        plan = self._plan(copied, first, moves)
+        if plan.moves is None:
+            return copied, plan
+        stream = work_stream(self.queue)
+        if plan.left:
+            await self._drop_jobs_there(plan.jobs, plan.moves.up_to)
+        else:
+            await self._there.purge(stream, up_to=plan.moves.up_to)
+        # What was said of them meanwhile, and since the copies were read: they can be sent nothing
+        # any more.
+        await self._catch_up()
+        copied = await self._read_copies()
+        tokens = {job.token for job in plan.jobs}
+        jobs = [job for job in copied.unfinished(moves) if job.token in tokens]
+        woken = [job for job in jobs if job.sequences[-1] > plan.moves.up_to]
+        await self._drop_jobs_there(woken, max((job.sequences[-1] for job in woken), default=0))
+        logs = [job_log_subject(self.queue, token, "log.>") for token in tokens]
+        await self._purge_there(self._log.stream, logs, copied.last_record)
+        return copied, plan._replace(jobs=jobs)
+
+    async def _drop_jobs_there(self, jobs: Sequence[CopiedJob], up_to: int) -> None:
+        stream = work_stream(self.queue)
+        subjects = [subject for job in jobs for subject in self._subjects(job.token)]
+        await self._purge_there(stream, subjects, up_to)
+
+    async def _purge_there(self, stream: str, subjects: Iterable[str], up_to: int) -> None:
+        limiter = anyio.CapacityLimiter(AT_A_TIME)
+
+        async def purge(subject: str) -> None:
+            async with limiter:
+                await self._there.purge(stream, subject, up_to=up_to)
+
+        async with task_group() as tasks:
+            for subject in subjects:
+                tasks.start_soon(purge, subject)
+
+    async def _catch_up(self) -> int:
+        """Wait until the copies have what the region has; the first sequence of that of the queue.
+
+        Raises:
+            ConfigError: they are copies of streams that were made again.
+            Unavailable: they do not catch up.
+        """
         until = monotonic() + COPIED_WITHIN
         streams = (work_stream(self.queue), self._log.stream)
         for stream, config in zip(streams, self._copies, strict=True):
+            there = await self._there.stream_info(stream)
             # What is gone there is not copied: jobs that were done before they were.
             last = await self._there.last(stream, ">")
             wanted = 0 if last is None else last.sequence
-            while (has := (await self._jetstream.stream_info(config.name)).last_sequence) < wanted:
+            while (has := await self._jetstream.stream_info(config.name)).last_sequence < wanted:
                 if monotonic() >= until:
                     raise Unavailable(
-                        f"the copy {config.name} is at {has} of {wanted} after {COPIED_WITHIN:g} "
-                        "s: nothing was taken over; try again later"
+                        f"the copy {config.name} is at {has.last_sequence} of {wanted} after "
+                        f"{COPIED_WITHIN:g} s: nothing was taken over; try again later"
                     )
                 await anyio.sleep(LOOK_PAUSE)
+            is_older = has.messages and has.first_time < there.created - CLOCKS_DIFFER
+            if is_older or has.last_sequence > there.last_sequence:
+                raise ConfigError(
+                    f"the copy {config.name} is of a stream that was deleted in region "
+                    f"{self.region} and made again: nothing was taken over; take what it has over "
+                    "with --lost while that region is away, or delete it, and run dynbus setup "
+                    "with --copies-of again"
+                )
+        return (await self._jetstream.stream_info(self._copies[0].name)).first_sequence
 
-    async def _drop_there(self, jobs: list[CopiedJob]) -> None:
-        """Drop what was taken over: takers there would drop it, too."""
-        moves = await self._log.moves(self.region)
-        if moves is None:
-            return
-        await self._there.purge(work_stream(self.queue), up_to=moves.up_to)
-        limiter = anyio.CapacityLimiter(AT_A_TIME)
+    async def _refuse_gap(self, copied: CopiedJobs, first: int, moves: Sequence[Moves]) -> None:
+        """Refuse a copy that has not all jobs that the region has: it drops its oldest when it is
+        full. Those that were taken over before are dropped there.
 
-        async def forget(job: CopiedJob) -> None:
-            async with limiter:
-                subject = job_log_subject(self.queue, job.token, "log.>")
-                with suppress(NoStream):
-                    await self._there.purge(self._log.stream, subject)
-
-        async with task_group() as tasks:
-            for job in jobs:
-                tasks.start_soon(forget, job)
+        Raises:
+            ConfigError: it lacks some.
+        """
+        stream = work_stream(self.queue)
+        missing = 0
+        async for message in _messages(self._there, stream):
+            if message.sequence >= first:
+                break
+            if any(one.have(message) for one in moves):
+                await self._there.purge(stream, message.subject, up_to=message.sequence)
+            elif not copied.is_over(message, moves):
+                missing += 1
+        if missing:
+            raise ConfigError(
+                f"the copy {self._copies[0].name} lacks {missing} jobs that region {self.region} "
+                "has, since it was full and drops its oldest: nothing was taken over. Raise it by "
+                "`nats stream edit --max-bytes`, or delete it and run dynbus setup with "
+                "--copies-of again, which copies all"
+            )
 
     # Here ------------------------------------------------------------------------------
 
-    async def _take(self, *, dry: bool = False) -> list[CopiedJob]:
-        moves = await self._log.moves(self.region)
-        copied = await self._read_copies()
-        jobs, end = copied.unfinished(moves), copied.last
-        if not dry and copied.last_firing:
+    async def _put(self, copied: CopiedJobs, plan: _Plan) -> list[CopiedJob]:
+        """Put the jobs here, and note that they are; those that were not here before."""
+        if copied.last_firing:
             await self._log.adopt_firing(copied.last_firing)
-        if not dry and end is not None:
-            for number, job in enumerate(jobs):
-                if number and number % STORED_EVERY == 0:
-                    before = Moves(job.message.sequence - 1, end.time)
-                    await self._log.note_moves(self.region, before)
-                await self._move(job)
-            moves = Moves(end.sequence, end.time)
-            await self._log.note_moves(self.region, moves)
-        await self._prune(copied, moves)
-        return jobs
+        await self._drop_old(copied.moved_there)
+        old_log = (await self._jetstream.stream_info(self._log.stream)).last_sequence
+        put: list[CopiedJob] = []
+        for number, job in enumerate(plan.jobs):
+            if number and number % DROPPED_EVERY == 0:
+                # Should this be broken off and run again in days, nothing here tells of them.
+                for before in plan.jobs[number - DROPPED_EVERY : number]:
+                    for subject in self._subjects(before.token):
+                        await self._jetstream.purge(
+                            self._copies[0].name, subject, up_to=before.sequences[-1]
+                        )
+            if copied.moved_there:
+                # What it had done before it was moved there, it brings with it.
+                await self._log.forget_steps(job.job_id, up_to=old_log)
+            try:
+                if await self._move(job):
+                    put.append(job)
+            except DynbusError as error:
+                text = (
+                    f"{error.message}. {number} of {len(plan.jobs)} jobs of {self.queue} are here; "
+                    "the others are in the copy, and done nowhere until this is run again"
+                )
+                raise DynbusError.of_code(error.code, text, started=error.started) from error
+        if plan.moves is not None:
+            await self._log.note_moves(self.region, plan.moves)
+        return put
+
+    async def _drop_old(self, moved_there: Sequence[Moves]) -> None:
+        """Drop the jobs here that the other region had taken over, which takers here would drop,
+        too: not the jobs that come back now."""
+        if not moved_there:
+            return
+        stream = work_stream(self.queue)
+        async for message in _messages(self._jetstream, stream):
+            if any(one.have(message) for one in moved_there):
+                await self._jetstream.delete_message(stream, message.sequence)
 
     async def _read_copies(self) -> CopiedJobs:
-        copied = CopiedJobs(self.region)
+        copied = CopiedJobs(self.region, self._own)
         jobs, log = (one.name for one in self._copies)
-        start = await self._read(log, 1, copied.add_record)
-        await self._read(jobs, 1, copied.add_job)
+        async for message in _messages(self._jetstream, log):
+            copied.add_record(message)
+        async for message in _messages(self._jetstream, jobs):
+            copied.add_job(message)
         # The word that a job has ended comes before its message is gone, and may have come now.
-        await self._read(log, start, copied.add_record)
+        async for message in _messages(self._jetstream, log, start=copied.last_record + 1):
+            copied.add_record(message)
         return copied
 
-    async def _read(self, stream: str, start: int, take: Callable[[StoredMessage], None]) -> int:
-        """Take in all messages from a sequence on; the next sequence."""
-        while page := await self._jetstream.read_page(stream, start=start):
-            for message in page:
-                take(message)
-            start = page[-1].sequence + 1
-        return start
-
-    async def _move(self, job: CopiedJob) -> None:
-        """Put a job here, after what it goes on with."""
+    async def _move(self, job: CopiedJob) -> bool:
+        """Put a job here, after what it goes on with; False for one that is here."""
         if await self._is_here(job):
-            return
+            return False
         for record in dict.fromkeys(one.record for one in job.records):
             await self._write(job, record)
         lane, token = job.lane, job.token
@@ -357,6 +502,7 @@ class TakeOver:
             await self._jetstream.purge(
                 self._log.stream, job_log_subject(self.queue, token, "log.>")
             )
+        return True
 
     async def _make_nothing(self) -> None:
         """The queue is an operator's to make."""
@@ -365,8 +511,8 @@ class TakeOver:
         if await self._has_ended(job.token):
             return True
         stream = work_stream(self.queue)
-        for subject in (job.token, f"{job.token}.*"):
-            if await self._jetstream.last(stream, work_subject(self.queue, subject, "*")):
+        for subject in self._subjects(job.token):
+            if await self._jetstream.last(stream, subject):
                 return True
         return False
 
@@ -390,16 +536,16 @@ class TakeOver:
             with suppress(WrongLastSequence):
                 await self._jetstream.publish(subject, one.data, **options)
 
-    async def _prune(self, copied: CopiedJobs, moves: Moves | None) -> None:
-        jobs, log = (one.name for one in self._copies)
-        await self._drop(
-            jobs,
-            copied.leftover_jobs(moves),
-            lambda token: (
-                work_subject(self.queue, token, "*"),
-                work_subject(self.queue, f"{token}.*", "*"),
-            ),
+    def _subjects(self, token: str) -> tuple[str, ...]:
+        """The subjects of a job in the queue: as it was put, and of what goes on in its place."""
+        return (
+            work_subject(self.queue, token, "*"),
+            work_subject(self.queue, f"{token}.*", "*"),
         )
+
+    async def _prune(self, copied: CopiedJobs, moves: Sequence[Moves]) -> None:
+        jobs, log = (one.name for one in self._copies)
+        await self._drop(jobs, copied.leftover_jobs(moves), self._subjects)
         await self._drop(
             log, copied.leftover_records(), lambda token: (job_log_subject(self.queue, token),)
         )
@@ -412,3 +558,13 @@ class TakeOver:
         for token, up_to in leftover.tokens.items():
             for subject in subjects(token):
                 await self._jetstream.purge(stream, subject, up_to=up_to)
+
+
+async def _messages(
+    jetstream: JetStream, stream: str, *, start: int = 1
+) -> AsyncGenerator[StoredMessage]:
+    """All messages of a stream from a sequence on, oldest first."""
+    while page := await jetstream.read_page(stream, start=start):
+        for message in page:
+            yield message
+        start = page[-1].sequence + 1

@@ -661,6 +661,7 @@ class Taker:
             logger.info("job %s of %s is dropped: it was cancelled", job_id, self._jobs.name)
         elif disposition.end is JobEnd.MOVED:
             logger.info("job %s of %s is dropped: it was taken over", job_id, self._jobs.name)
+            await self._jobs.forget_moved(job_id)
         elif not await self._write_letter(
             delivery, job_id, disposition.reason or DeathReason.TRIES, disposition.error
         ):

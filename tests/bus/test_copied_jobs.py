@@ -45,7 +45,7 @@ def copied(jobs: Iterable[StoredMessage], log: Iterable[StoredMessage]) -> Copie
     return both
 
 
-def ids(jobs: CopiedJobs, moves: Moves | None = None) -> list[str]:
+def ids(jobs: CopiedJobs, *moves: Moves) -> list[str]:
     return [one.job_id for one in jobs.unfinished(moves)]
 
 
@@ -68,7 +68,7 @@ def test_the_word_that_a_job_has_ended_may_come_after_its_copy_was_read() -> Non
 def test_a_job_that_goes_on_as_a_copy_is_one_with_the_time_of_its_put() -> None:
     copy = job(2, 20.0, "a.1", Dynbus_Job_Age="10000")
 
-    [one] = copied([job(1, 10.0, lane="high"), copy], []).unfinished(None)
+    [one] = copied([job(1, 10.0, lane="high"), copy], []).unfinished([])
     assert (one.token, one.lane, one.message.sequence) == ("a", "high", 1)
     assert ids(copied([copy], [end(1, 15.0)])) == []
 
@@ -76,7 +76,7 @@ def test_a_job_that_goes_on_as_a_copy_is_one_with_the_time_of_its_put() -> None:
 def test_what_was_taken_over_or_purged_is_not_taken_over_again() -> None:
     jobs = [job(4, 10.0), job(5, 11.0, "b"), job(6, 12.0, "c")]
     purged = StoredMessage(
-        moves_subject(QUEUE, "eu"), 1, 10.5, {}, msgspec.json.encode(Moves(4, 10.5))
+        moves_subject(QUEUE, "eu"), 1, 10.5, {}, msgspec.json.encode([Moves(4, 10.5)])
     )
     other = purged._replace(subject=moves_subject(QUEUE, "ap"), sequence=2)
 
@@ -103,7 +103,7 @@ def test_a_job_goes_on_with_its_steps_its_failures_and_the_signals_that_it_has_n
         record(11, 10.9, "log.step.2", b"not JSON"),
     ]
 
-    [one] = copied([job(1, 10.0)], log).unfinished(None)
+    [one] = copied([job(1, 10.0)], log).unfinished([])
 
     assert one.records == (
         MovedRecord("log.step.0", step, {}, 100.0),
@@ -122,8 +122,8 @@ def test_a_dead_letter_that_was_put_back_goes_on_with_its_steps_and_another_job_
     ]
     jobs = [job(1, 9.0), job(2, 20.0, "a.7")]
 
-    [redriven] = copied(jobs, [*log, end(3, 11.0, "failed")]).unfinished(None)
-    [another] = copied(jobs, [*log, end(3, 11.0)]).unfinished(None)
+    [redriven] = copied(jobs, [*log, end(3, 11.0, "failed")]).unfinished([])
+    [another] = copied(jobs, [*log, end(3, 11.0)]).unfinished([])
 
     assert [one.record for one in redriven.records] == ["log.step.0"]
     assert another.records == ()
@@ -140,18 +140,18 @@ def test_pruning_drops_jobs_that_are_over_and_the_records_of_those_long_ended() 
 
     both = copied(jobs, log)
 
-    assert both.leftover_jobs(None) == Leftover(1, {"c": 3})
-    assert both.leftover_jobs(Moves(3, 100.0)) == Leftover(3, {})
+    assert both.leftover_jobs([]) == Leftover(1, {"c": 3})
+    assert both.leftover_jobs([Moves(3, 100.0)]) == Leftover(3, {})
     assert both.leftover_records() == Leftover(0, {"a": 2})
     assert copied([job(5, 5.0 + 15 * DAY, "e")], log).leftover_records() == Leftover(
         0, {"a": 2, "c": 3, "d": 4}
     )
-    assert copied([], []).leftover_jobs(None) == Leftover(0, {})
+    assert copied([], []).leftover_jobs([]) == Leftover(0, {})
 
 
 def test_the_last_word_about_a_schedule_and_about_a_purge_is_kept() -> None:
     firings = [record(n, float(n), "last", b"%d" % n, "=schedule") for n in (1, 2)]
-    log = [*firings, end(3, 3.0), record(4, 4.0, "eu", b'{"up_to":9,"at":5.0}', "=moves")]
+    log = [*firings, end(3, 3.0), record(4, 4.0, "eu", b'[{"up_to":9,"at":5.0}]', "=moves")]
 
     both = copied([job(10, 100.0, "b")], log)
 
@@ -218,12 +218,12 @@ def test_what_goes_on_is_the_same_with_copies_that_were_pruned_meanwhile(
     first_log = data.draw(st.integers(0, len(log)), "records")
     pruned = copied(jobs[:first_jobs], log[:first_log])
     jobs_left = [
-        *kept(jobs[:first_jobs], pruned.leftover_jobs(None), 5),
+        *kept(jobs[:first_jobs], pruned.leftover_jobs([]), 5),
         *jobs[first_jobs:],
     ]
     log_left = [*kept(log[:first_log], pruned.leftover_records(), 4), *log[first_log:]]
 
-    assert copied(jobs_left, log_left).unfinished(None) == copied(jobs, log).unfinished(None)
+    assert copied(jobs_left, log_left).unfinished([]) == copied(jobs, log).unfinished([])
 
 
 @given(happened=events)

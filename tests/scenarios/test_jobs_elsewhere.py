@@ -152,9 +152,9 @@ async def test_jobs_of_a_lost_region_go_on_in_another_one_and_not_again_at_home(
             return min(of_each["stored", STEPS[-1]], of_each["worked", "charge"])
 
         await eventually(lambda: ledger.exists() and done() >= JOBS // 16, what="some are done")
-        await eventually(is_noted, what="the end of one is copied")
         for shop in shops:
             shop.kill()
+        await eventually(is_noted, what="the end of one is copied")
         eu.kill()
         lost_at = len(notes(ledger))
 

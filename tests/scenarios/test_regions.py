@@ -12,7 +12,7 @@ import pytest
 from tests.conditions import eventually
 from tests.joined_regions import joined_regions
 
-from dynbus import Actor, NoInstances, Runtime, call_options, handler
+from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
 from dynbus.bus.commands.needed import NeededStream
 from dynbus.bus.commands.survey import Survey, survey
 from dynbus.bus.commands.terminal import terminal
@@ -71,6 +71,18 @@ async def test_a_call_goes_abroad_while_nobody_is_at_home(tmp_path: Path) -> Non
         assert us_seen.silent < HEARD_WITHIN
         await at_home.stop()
         assert await spilling.where() == "in-us"
+
+
+async def test_an_id_is_taken_in_all_regions(tmp_path: Path) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions, AsyncExitStack() as exits:
+        connect = [Runtime.connect(regions[name].url) for name in ("eu", "us")]
+        eu, us = [await exits.enter_async_context(one) for one in connect]
+        there = await us.start(Counter, instance_id="c-0")
+
+        with pytest.raises(ConfigError, match="in use in another region.* such as c-0-eu"):
+            await eu.start(Counter, instance_id="c-0")
+        await there.stop()
+        await eu.start(Counter, instance_id="c-0")
 
 
 async def test_a_region_of_one_server_is_no_cluster(tmp_path: Path) -> None:
