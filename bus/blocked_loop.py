@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 BLOCKED_REPORT: Final = 0.1
 """Seconds after which a block is reported."""
@@ -175,3 +177,63 @@ class BlockReport:
             seconds * 1000,
             "".join(traceback.format_list(frames)).rstrip(),
         )
+
+
+class LoopWatch:
+    """The watch over one main loop by the threads of all buses that run on it: of those that look
+    within an interval, the first does it for all.
+
+    Made on the loop's thread.
+
+    Args:
+        interval: seconds between two looks of one bus.
+
+    Attributes:
+        blocked: seconds for which the loop has not run; 0 while it answers.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self.blocked = 0.0
+        self._pause = interval * 0.9
+        self._report = BlockReport(interval)
+        self._next_look = 0.0
+        self._answered = True
+        self._asked_at = 0.0
+        self._depth = 0
+
+    @staticmethod
+    def of_running_loop(interval: float) -> LoopWatch:
+        """The watch over the loop that runs."""
+        loop = asyncio.get_running_loop()
+        found = _watches.get(loop)
+        if found is None:
+            found = _watches[loop] = LoopWatch(interval)
+        return found
+
+    def answer(self) -> None:
+        """The loop runs; called on it."""
+        self._answered = True
+        self._depth = depth_here()
+
+    def look(self, now: float, to_main: Callable[[Callable[[], None]], None]) -> None:
+        """See whether the loop has answered, and ask it again; callable from any other thread.
+
+        Args:
+            to_main: has a function called on the loop soon.
+        """
+        if now < self._next_look:
+            return
+        # Two threads at once both ask, which is no harm.
+        self._next_look = now + self._pause
+        if self._answered:
+            self.blocked = 0.0
+            self._answered = False
+            self._asked_at = now
+            self._report.begin(now)
+            to_main(self.answer)
+            return
+        self.blocked = now - self._asked_at
+        self._report.look(now, self._depth)
+
+
+_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from .blocked_loop import BlockReport, depth_here
+from .blocked_loop import LoopWatch
 from .clock import monotonic, unix_time
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
@@ -167,7 +167,6 @@ class Heartbeats:
     Attributes:
         number: of the latest heartbeat, the same to all remotes. Those of a process that takes the
             name of one that ended are greater, since both begin with the time of day.
-        blocked: seconds for which the main loop has not run; 0 while it answers.
     """
 
     def __init__(
@@ -197,12 +196,13 @@ class Heartbeats:
         self._heard_at = 0.0
         self._unheard = Unheard()
         self._on_heard_again: list[Callable[[], None]] = []
-        self._main_answered = True
-        self._main_asked_at = 0.0
-        self._main_depth = 0
-        self._block_report = BlockReport(TICK)
+        self._watch = LoopWatch.of_running_loop(TICK)
         self.number = int(unix_time() * 1000)
-        self.blocked = 0.0
+
+    @property
+    def blocked(self) -> float:
+        """Seconds for which the main loop has not run; 0 while it answers."""
+        return self._watch.blocked
 
     @property
     def hears_nobody(self) -> bool:
@@ -232,7 +232,7 @@ class Heartbeats:
             PermissionDenied: the server refuses the reply subjects.
         """
         # First, so that a block of the very beginning is found as well.
-        self._to_main(self._main_answer)
+        self._to_main(self._watch.answer)
         connection = self._lane.connection
         connection.subscribe(self._replies.control_bounce("*"), self._ping_bounced)
         connection.on_state(self._on_state)
@@ -317,7 +317,8 @@ class Heartbeats:
                 # The whole process did not run: the silence was ours, not the remotes'.
                 self._extend(now + SILENCE_LIMIT)
             last = now
-            self._check_main_loop(now)
+            if self._lane.loop is not self._main_loop:  # nothing else notices that it is blocked
+                self._watch.look(now, self._to_main)
             if self._lane.connection.state is not ConnectionState.CONNECTED:
                 continue
             if now >= next_beat:
@@ -469,25 +470,8 @@ class Heartbeats:
             self._beats_early = True
             self._tick.set()
 
-    def _check_main_loop(self, now: float) -> None:
-        if self._lane.loop is self._main_loop:
-            return  # then nothing is left to notice that it is blocked
-        if self._main_answered:
-            self.blocked = 0.0
-            self._main_answered = False
-            self._main_asked_at = now
-            self._block_report.begin(now)
-            self._to_main(self._main_answer)
-            return
-        self.blocked = now - self._main_asked_at
-        self._block_report.look(now, self._main_depth)
-
     def _dropped(self, reason: DropReason) -> None:
         self._to_main(self._drop, reason)
-
-    def _main_answer(self) -> None:
-        self._main_answered = True
-        self._main_depth = depth_here()
 
 
 def _beats(batch: Batch) -> list[int]:

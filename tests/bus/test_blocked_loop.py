@@ -21,6 +21,7 @@ from dynbus.bus.blocked_loop import (
     BLOCKED_REPORT,
     SHOWN_FRAMES,
     BlockReport,
+    LoopWatch,
     Reading,
     ThreadClock,
     block_of,
@@ -253,3 +254,20 @@ def test_the_clocks_of_a_thread_that_computes_go_on() -> None:
 
 def test_the_report_comes_after_the_time_that_the_pages_name() -> None:
     assert BLOCKED_REPORT == 0.1
+
+
+@pytest.mark.anyio
+async def test_a_loop_is_asked_once_for_all_that_look_at_it() -> None:
+    watch = LoopWatch(0.1)
+    asked: list[Callable[[], None]] = []
+
+    for now in (1.0, 1.02, 1.05):
+        watch.look(now, asked.append)
+    assert len(asked) == 1
+    watch.look(1.1, asked.append)
+    assert (len(asked), watch.blocked) == (1, pytest.approx(0.1))
+    asked.pop()()
+    for now in (1.15, 1.2):
+        watch.look(now, asked.append)
+    assert (len(asked), watch.blocked) == (1, 0.0)
+    assert LoopWatch.of_running_loop(0.1) is LoopWatch.of_running_loop(0.1)
