@@ -205,10 +205,10 @@ class LoopWatch:
     def of_running_loop(interval: float) -> LoopWatch:
         """The watch over the loop that runs."""
         loop = asyncio.get_running_loop()
-        found = _watches.get(loop)
-        if found is None:
-            found = _watches[loop] = LoopWatch(interval)
-        return found
+        watch = _watches.get(loop)
+        if watch is None:
+            watch = _watches[loop] = LoopWatch(interval)
+        return watch
 
     def answer(self) -> None:
         """The loop runs; called on it."""

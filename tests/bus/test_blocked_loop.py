@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import selectors
 import sys
 import threading
@@ -196,7 +197,8 @@ def test_a_block_is_reported_once_with_its_lines(caplog: pytest.LogCaptureFixtur
 
     (record,) = caplog.records
     text = record.getMessage()
-    assert text.startswith("the main loop has been blocked for 200 ms")
+    # What this thread has waited for a processor meanwhile is taken off.
+    assert re.match("the main loop has been blocked for (1[0-9]{2}|200) ms", text)
     assert "report.look(tenth / 10, 0)" in text
 
 
@@ -265,7 +267,8 @@ async def test_a_loop_is_asked_once_for_all_that_look_at_it() -> None:
         watch.look(now, asked.append)
     assert len(asked) == 1
     watch.look(1.1, asked.append)
-    assert (len(asked), watch.blocked) == (1, pytest.approx(0.1))
+    assert len(asked) == 1
+    assert watch.blocked == pytest.approx(0.1)
     asked.pop()()
     for now in (1.15, 1.2):
         watch.look(now, asked.append)
