@@ -30,7 +30,7 @@ from dynbus.bus.identity.accounts import (
     users_in,
 )
 from dynbus.bus.identity.credentials import user_of
-from dynbus.bus.identity.files import SERVER_FILE
+from dynbus.bus.identity.files import SERVER_FILE, locked
 from dynbus.bus.identity.grants import (
     Grant,
     calls_all,
@@ -248,14 +248,15 @@ def init(
     if account is not None and not jwt:
         raise click.UsageError("--account is for a folder with accounts: give --jwt too")
     users: Users
-    if jwt:
-        accounts = Accounts.make(folder, tls)
-        accounts.put(account or FIRST_ACCOUNT, Limits())
-        users = accounts.users(account or FIRST_ACCOUNT)
-    else:
-        users = Registry.make(folder, tls)
-    users.put("operator", "operator", "all", _operator())
-    users.save()
+    with locked(folder, make=True):
+        if jwt:
+            accounts = Accounts.make(folder, tls)
+            accounts.put(account or FIRST_ACCOUNT, Limits())
+            users = accounts.users(account or FIRST_ACCOUNT)
+        else:
+            users = Registry.make(folder, tls)
+        users.put("operator", "operator", "all", _operator())
+        users.save()
     _tell(users, {"operator": "added"}, as_json, reload=True)
 
 
@@ -325,29 +326,38 @@ def account(
     dynbus auth account blue --disk 10Gi --connections 500
     dynbus auth account blue --connections none
     """
-    accounts = Accounts(folder)
     given = {key: value for key, value in limits.items() if value is not None}
     if name is None:
+        accounts = Accounts(folder)
         if given or remove:
             raise click.UsageError("give the NAME of the account")
         _show_accounts(list(accounts.accounts.values()), as_json)
         return
-    if remove:
-        shown = accounts.account(name)
-        accounts.remove(name)
-        changed = accounts.save()
-        _show_accounts([shown], as_json, "removed")
-    else:
-        known = accounts.accounts.get(name)
-        before = known.limits if known is not None else Limits()
-        done = accounts.put(name, msgspec.structs.replace(before, **given))
-        users = accounts.users(name)
-        if done == "added":
-            users.put("operator", "operator", "all", _operator())
-        changed = users.save()
-        _show_accounts([accounts.account(name)], as_json, done)
+    with locked(folder):
+        accounts = Accounts(folder)
+        if remove:
+            shown, done = accounts.account(name), "removed"
+            accounts.remove(name)
+            changed = accounts.save(name)
+        else:
+            done, changed = _put_account(accounts, name, given)
+            shown = accounts.account(name)
+    _show_accounts([shown], as_json, done)
     if changed and not as_json:
-        _ask_to_reload(accounts.folder / SERVER_FILE)
+        _ask_to_reload(folder / SERVER_FILE)
+
+
+def _put_account(accounts: Accounts, name: str, given: dict[str, int]) -> tuple[str, bool]:
+    """Add an account or change its limits; what was done, and whether the server has to know."""
+    known = accounts.accounts.get(name)
+    before = known.limits if known is not None else Limits()
+    done = accounts.put(name, msgspec.structs.replace(before, **given))
+    if done == "added":
+        users = accounts.users(name)
+        users.put("operator", "operator", "all", _operator())
+        return done, users.save()
+    # Where several are not as they were signed, each is put right by a command of its own.
+    return done, accounts.save(name, despite_others=not given)
 
 
 def _show_accounts(accounts: Sequence[Account], as_json: bool, done: str = "") -> None:
@@ -429,7 +439,6 @@ def add(
     dynbus auth add actors.py --client billing
     dynbus auth add billing --role caller --namespace hello,accounts
     """
-    registered = open_users(folder, account)
     if client is not None and role is not None:
         raise click.UsageError("give --client or --role, not both")
     setup: list[str] = []
@@ -440,8 +449,10 @@ def add(
         users, setup = users_of_run(request), setup_of_run(request)
     else:
         users = [_user_in_role(role, targets, config_files, namespace)]
-    done = {user.name: registered.put(*user, lifetime=lifetime) for user in users}
-    reload = registered.save()
+    with locked(folder):
+        registered = open_users(folder, account)
+        done = {user.name: registered.put(*user, lifetime=lifetime) for user in users}
+        reload = registered.save()
     _tell(registered, done, as_json, setup, reload=reload)
 
 
@@ -469,31 +480,33 @@ def rotate(
 ) -> None:
     """Give a user another key.
 
-    The server takes both, until the one before is revoked: reload the server, give the process its
-    new file and restart it, then `dynbus auth revoke NAME --previous`, and reload again. A
-    credential of an account is taken without a first reload, and counts as long as the one before
-    unless --expires says otherwise.
+    The server takes both, until the one before is revoked or expires: reload the server, give the
+    process its new file and restart it, then `dynbus auth revoke NAME --previous`, and reload
+    again. A credential of an account is taken without a first reload, and counts as long as the one
+    before unless --expires says otherwise.
     """
-    users = open_users(folder, account)
-    users.rotate(name, lifetime=lifetime)
-    reload = users.save()
+    with locked(folder):
+        users = open_users(folder, account)
+        users.rotate(name, lifetime=lifetime)
+        reload = users.save()
     _tell(users, {name: "rotated"}, as_json, reload=reload)
 
 
 @auth.command()
 @click.argument("name")
-@click.option("--previous", is_flag=True, help="Only the key that it had before its last one.")
+@click.option("--previous", is_flag=True, help="Only the keys that it had before its last one.")
 @account_option
 @folder_option
 @terminal.json_option
 def revoke(name: str, previous: bool, account: str | None, folder: Path, as_json: bool) -> None:
-    """Remove a user, or the key that it had before `rotate`.
+    """Remove a user, or the keys that it had before `rotate`.
 
     The server ends its connections when it is reloaded.
     """
-    users = open_users(folder, account)
-    users.revoke(name, previous=previous)
-    reload = users.save()
+    with locked(folder):
+        users = open_users(folder, account)
+        users.revoke(name, previous=previous)
+        reload = users.save()
     done = "previous key revoked" if previous else "revoked"
     _tell(users, {name: done}, as_json, reload=reload)
 

@@ -31,10 +31,11 @@ from .files import (
     SERVER_FILE,
     check_unused,
     write_changed,
+    write_secrets,
     write_whole,
 )
 from .grants import Permission, permissions, shared_consumers
-from .keys import SUFFIX, Kind, new_key, read_seed, write_seed
+from .keys import SUFFIX, Kind, new_key, read_seed, seed_text, write_seed
 from .registry import Registry
 from .users import ServerTls, User, Users
 
@@ -43,6 +44,8 @@ KEYS: Final = "keys"
 OPERATOR: Final = "operator"
 SYSTEM: Final = "SYS"
 """The account in which servers speak of themselves: it has no users, and nobody else's name."""
+CLOCK_SKEW: Final = 3600.0
+"""The seconds by which the clock of a server may be behind the one here."""
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,12 +75,24 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
 
+class Revoked(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A revocation of the tokens of a key.
+
+    Attributes:
+        until: Unix seconds; those that were issued before count for nothing.
+        expires: when the last of them does; 0 for never.
+    """
+
+    until: int
+    expires: int = 0
+
+
 class Account(msgspec.Struct, frozen=True, omit_defaults=True):
     """An account: what is in it is seen by its own users alone.
 
     Attributes:
         key: its public key.
-        revoked: for public keys of users until when tokens of theirs count for nothing.
+        revoked: by public keys of users.
         token: as it was signed last.
     """
 
@@ -85,7 +100,7 @@ class Account(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str
     limits: Limits = Limits()
     users: tuple[User, ...] = ()
-    revoked: dict[str, int] = {}
+    revoked: dict[str, Revoked] = {}
     token: str = ""
 
     def claims(self) -> tokens.Claims:
@@ -96,7 +111,7 @@ class Account(msgspec.Struct, frozen=True, omit_defaults=True):
             self.name,
             limits=self.limits.claims() if self.name != SYSTEM else {},
             scopes=[_scope(user, shared) for user in self.users],
-            revoked=self.revoked,
+            revoked={key: one.until for key, one in self.revoked.items()},
         )
 
 
@@ -116,6 +131,7 @@ class _Content(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         operator: its token, which servers trust and which never changes.
+        system: the account of servers, which never changes either.
     """
 
     version: int
@@ -132,6 +148,10 @@ class Accounts:
         folder: which has been initialised.
         clock: Unix seconds.
 
+    Attributes:
+        secrets: files of credentials that the next `save` writes, or removes where they have no
+            text.
+
     Raises:
         ConfigError: it has not, or its file cannot be read.
     """
@@ -139,6 +159,7 @@ class Accounts:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
         self.clock = clock
+        self.secrets: dict[Path, str | None] = {}
         path = folder / ACCOUNTS_FILE
         try:
             self._content = msgspec.json.decode(path.read_bytes(), type=_Content)
@@ -176,13 +197,15 @@ class Accounts:
             ConfigError: there are users already, or the files cannot be written.
         """
         check_unused(folder)
-        operator, system = new_key(Kind.OPERATOR), new_key(Kind.ACCOUNT)
-        claims = tokens.operator_claims(operator.public, "dynbus", system_account=system.public)
+        operator, system = new_key(Kind.OPERATOR), Account(SYSTEM, new_key(Kind.ACCOUNT).public)
+        claims = tokens.operator_claims(operator.public, "dynbus", system_account=system.key)
         token = tokens.issue(claims, operator, clock())
+        of_system = tokens.issue(system.claims(), operator, clock())
         for secret in (KEYS, CREDS_FOLDER):
             write_whole(folder / secret / ".gitignore", "*\n", secret=True)
         write_seed(folder / KEYS / f"{OPERATOR}{SUFFIX}", operator.seed)
-        content = _Content(VERSION, token, Account(SYSTEM, system.public), [], tls)
+        system = msgspec.structs.replace(system, token=of_system)
+        content = _Content(VERSION, token, system, [], tls)
         write_whole(folder / ACCOUNTS_FILE, _encoded(content))
         return cls(folder, clock=clock)
 
@@ -222,7 +245,7 @@ class Accounts:
         server, and no other account has it.
 
         Raises:
-            ConfigError: there is none, or a file cannot be removed.
+            ConfigError: there is none.
         """
         users = self.users(name)
         for user in sorted(users.users):
@@ -237,31 +260,59 @@ class Accounts:
         """
         return AccountUsers(self, name)
 
-    def save(self) -> bool:
-        """Sign what has changed, and write both files; True if what the server reads is another.
+    def save(self, name: str, *, despite_others: bool = False) -> bool:
+        """Sign an account if it has changed, and write the files, those of credentials last; True
+        if what the server reads is another.
+
+        Args:
+            name: that of the account, which may have been removed.
+            despite_others: other accounts that are not as they were signed are left as they are,
+                token and all.
 
         Raises:
-            ConfigError: the operator's key is needed and cannot be read, or they cannot be
-                written.
+            ConfigError: another account is not as it was signed, the operator's key is needed and
+                cannot be read, or they cannot be written.
         """
-        self.accounts = {name: self._signed(one) for name, one in sorted(self.accounts.items())}
-        self._content = msgspec.structs.replace(
-            self._content,
-            system=self._signed(self._content.system),
-            accounts=list(self.accounts.values()),
-        )
+        if not despite_others:
+            self._check_others(name)
+        if name in self.accounts:
+            self.accounts[name] = self._signed(self.accounts[name])
+        accounts = [self.accounts[each] for each in sorted(self.accounts)]
+        self._content = msgspec.structs.replace(self._content, accounts=accounts)
         write_whole(self.folder / ACCOUNTS_FILE, _encoded(self._content))
-        return write_changed(self.folder / SERVER_FILE, server_config(self._content))
+        is_changed = write_changed(self.folder / SERVER_FILE, server_config(self._content))
+        # A key that is recorded and that nobody has does no harm; one in use has to be recorded,
+        # and a user that is still there has to keep its own.
+        write_secrets(self.secrets)
+        return is_changed
+
+    def _check_others(self, name: str) -> None:
+        # Not all who may write the file have the operator's key: what they wrote is not signed
+        # by a command about something else.
+        others = [
+            each
+            for each, account in sorted(self.accounts.items())
+            if each != name and not _is_signed(account)
+        ]
+        if others:
+            raise ConfigError(
+                f"{self.folder / ACCOUNTS_FILE} has other content than was signed for: "
+                f"{', '.join(others)}; nothing is written. Put the file back, or see what differs "
+                f"and have it signed as it is with `dynbus auth account {others[0]}`"
+            )
 
     def _signed(self, account: Account) -> Account:
-        claims = account.claims()
-        if tokens.says(account.token, claims):
+        if _is_signed(account):
             return account
         path = self.folder / KEYS / f"{OPERATOR}{SUFFIX}"
         public = tokens.read_claims(self._content.operator)["sub"]
         operator = read_seed(path, public, f"signs the account {account.name}")
-        token = tokens.issue(claims, operator, self.clock())
+        token = tokens.issue(account.claims(), operator, self.clock())
         return msgspec.structs.replace(account, token=token)
+
+
+def _is_signed(account: Account) -> bool:
+    return tokens.says(account.token, account.claims())
 
 
 class AccountUsers(Users):
@@ -275,6 +326,7 @@ class AccountUsers(Users):
     """
 
     may_expire = True
+    most_keys = 4
 
     def __init__(self, accounts: Accounts, account: str) -> None:
         self.folder = accounts.folder
@@ -290,7 +342,7 @@ class AccountUsers(Users):
 
     def save(self) -> bool:
         self._keep(users=tuple(self.users[name] for name in sorted(self.users)))
-        return self._accounts.save()
+        return self._accounts.save(self.account)
 
     def _keep(self, **changes: object) -> None:
         """Have the account differ in some of its fields."""
@@ -303,7 +355,7 @@ class AccountUsers(Users):
             signer = read_seed(path, user.scope, f"signs tokens of {user.name}")
         else:
             signer = new_key(Kind.ACCOUNT)
-            write_seed(path, signer.seed)
+            self._accounts.secrets[path] = seed_text(signer)
         key = new_key()
         expires = math.ceil(now + user.lifetime) if user.lifetime else 0
         claims = tokens.user_claims(
@@ -313,17 +365,31 @@ class AccountUsers(Users):
             expires=expires,
         )
         text = tokens.credentials_text(tokens.issue(claims, signer, now), key.seed)
-        write_whole(self.credential_file(user.name), text, secret=True)
-        keys = (*user.keys, key.public)
-        return msgspec.structs.replace(user, keys=keys, scope=signer.public, expires=expires)
+        self._accounts.secrets[self.credential_file(user.name)] = text
+        kept = user.with_keys(one for one in user.keys if not self._is_over(user.ends.get(one, 0)))
+        return msgspec.structs.replace(
+            kept,
+            keys=(*kept.keys, key.public),
+            ends=kept.ends | ({key.public: expires} if expires else {}),
+            scope=signer.public,
+        )
+
+    def _is_over(self, expires: int) -> bool:
+        """True if a token that expires then is refused by each server."""
+        return 0 < expires <= self._accounts.clock() - CLOCK_SKEW
 
     def _withdraw(self, user: User, keys: Sequence[str]) -> None:
         # Who signs for a user goes with it, which would do; a revocation is what NATS's tools show.
         now = math.ceil(self._accounts.clock())
-        before = self._accounts.account(self.account).revoked
-        self._keep(revoked=before | dict.fromkeys(keys, now))
+        revoked = self._accounts.account(self.account).revoked | {
+            key: Revoked(now, user.ends.get(key, 0)) for key in keys
+        }
+        self._keep(
+            revoked={key: one for key, one in revoked.items() if not self._is_over(one.expires)}
+        )
         if len(keys) == len(user.keys):
-            self._scope_file(user.name).unlink(missing_ok=True)
+            for path in (self.credential_file(user.name), self._scope_file(user.name)):
+                self._accounts.secrets[path] = None
 
     def _scope_file(self, name: str) -> Path:
         return self.folder / KEYS / self.account / f"{name}{SUFFIX}"

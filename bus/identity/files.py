@@ -4,8 +4,11 @@ new.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +20,43 @@ SERVER_FILE: Final = "nats-users.conf"
 """The file that nats-server includes."""
 CREDS_FOLDER: Final = "creds"
 """The folder with one for the credentials files of each account."""
+LOCK_FILE: Final = ".lock"
+
+
+@contextmanager
+def locked(folder: Path, *, make: bool = False) -> Generator[None]:
+    """A lock of a folder of users, from before it is read until its change is saved.
+
+    Another process waits for it meanwhile.
+
+    Args:
+        make: the folder is made if it is missing.
+
+    Raises:
+        ConfigError: there is no such folder, or it cannot be locked.
+    """
+    path = folder / LOCK_FILE
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no folder {folder}: make it with `dynbus auth init`, or name another by "
+            "--folder"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be locked: {error.strerror}; have the folder where files can be"
+            ) from None
+        yield
+    finally:
+        os.close(number)
 
 
 def write_whole(path: Path, text: str, *, secret: bool = False) -> None:
@@ -53,6 +93,25 @@ def write_changed(path: Path, text: str) -> bool:
     if is_changed:
         write_whole(path, text)
     return is_changed
+
+
+def write_secrets(files: dict[Path, str | None]) -> None:
+    """Write secret files, or remove those that have no text, and forget them.
+
+    Raises:
+        ConfigError: one cannot be written or removed.
+    """
+    for path, text in files.items():
+        if text is not None:
+            write_whole(path, text, secret=True)
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be removed: {error.strerror}; remove it by hand"
+            ) from None
+    files.clear()
 
 
 def check_unused(folder: Path) -> None:

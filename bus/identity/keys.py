@@ -51,6 +51,11 @@ def new_key(kind: Kind = Kind.USER) -> NewKey:
     return NewKey(pair.public_key.decode(), seed.decode())
 
 
+def seed_text(key: NewKey) -> str:
+    """The content of a file with the seed of a key."""
+    return f"{key.seed}\n"
+
+
 def write_seed(path: Path, seed: str) -> None:
     """Write a seed into a file that its owner alone can read.
 

@@ -17,9 +17,16 @@ import msgspec
 
 from dynbus.bus.errors import ConfigError
 
-from .files import SERVER_FILE, USERS_FILE, check_unused, write_changed, write_whole
+from .files import (
+    SERVER_FILE,
+    USERS_FILE,
+    check_unused,
+    write_changed,
+    write_secrets,
+    write_whole,
+)
 from .grants import Permission, permissions, shared_consumers
-from .keys import SUFFIX, new_key, write_seed
+from .keys import SUFFIX, new_key, seed_text
 from .users import ServerTls, User, Users
 
 VERSION: Final = 1
@@ -45,11 +52,13 @@ class Registry(Users):
     """
 
     may_expire = False
+    most_keys = 2
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.users: dict[str, User] = {}
         self._tls: ServerTls | None = None
+        self._secrets: dict[Path, str | None] = {}
         path = folder / USERS_FILE
         try:
             read = msgspec.json.decode(path.read_bytes(), type=_Users)
@@ -94,15 +103,19 @@ class Registry(Users):
     def save(self) -> bool:
         users = [self.users[name] for name in sorted(self.users)]
         write_whole(self.folder / USERS_FILE, _encoded(users, self._tls))
-        return write_changed(self.server_file, server_config(users, self._tls))
+        is_changed = write_changed(self.server_file, server_config(users, self._tls))
+        write_secrets(self._secrets)
+        return is_changed
 
     def _issue(self, user: User) -> User:
         key = new_key()
-        write_seed(self.credential_file(user.name), key.seed)
+        self._secrets[self.credential_file(user.name)] = seed_text(key)
         return msgspec.structs.replace(user, keys=(*user.keys, key.public))
 
     def _withdraw(self, user: User, keys: Sequence[str]) -> None:
-        """A key that is not in the server's file counts for nothing."""
+        # A key that is not in the server's file counts for nothing.
+        if len(keys) == len(user.keys):
+            self._secrets[self.credential_file(user.name)] = None
 
 
 def server_config(users: Sequence[User], tls: ServerTls | None = None) -> str:

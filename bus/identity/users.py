@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -31,11 +31,11 @@ class User(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         role: `actor`, `caller` and so on.
         of: what it is that of: a component, or namespaces.
-        keys: its public NKEYs; the last one is the one that is handed out, one before it is still
-            taken.
+        keys: its public NKEYs; the last one is the one that is handed out, those before it are
+            still taken.
         scope: of an account's user, the public half of the key that signs its tokens.
         lifetime: seconds for which a token counts; 0 for ever.
-        expires: when its last token does, in Unix seconds; 0 for never.
+        ends: for those of its keys whose token expires, when it does, in Unix seconds.
     """
 
     name: str
@@ -45,7 +45,18 @@ class User(msgspec.Struct, frozen=True, omit_defaults=True):
     grants: tuple[Grant, ...]
     scope: str = ""
     lifetime: float = 0.0
-    expires: int = 0
+    ends: dict[str, int] = {}
+
+    @property
+    def expires(self) -> int:
+        """The time at which its last token expires, in Unix seconds; 0 for never."""
+        return self.ends.get(self.keys[-1], 0)
+
+    def with_keys(self, keys: Iterable[str]) -> User:
+        """The user with some of its keys alone."""
+        kept = tuple(keys)
+        ends = {key: end for key, end in self.ends.items() if key in kept}
+        return msgspec.structs.replace(self, keys=kept, ends=ends)
 
     @property
     def what(self) -> str:
@@ -93,6 +104,8 @@ class Users(ABC):
     users: dict[str, User]
     may_expire: ClassVar[bool]
     """True if credentials may count for a time alone."""
+    most_keys: ClassVar[int]
+    """The number of keys of a user that may count at once and do not expire."""
 
     @property
     def server_file(self) -> Path:
@@ -105,7 +118,7 @@ class Users(ABC):
 
     @abstractmethod
     def save(self) -> bool:
-        """Write the files that are no credentials; True if what the server reads is another.
+        """Write the files, those of credentials last; True if what the server reads is another.
 
         Raises:
             ConfigError: they cannot be written.
@@ -113,18 +126,16 @@ class Users(ABC):
 
     @abstractmethod
     def _issue(self, user: User) -> User:
-        """Write a new credential of a user; the user with it.
+        """Make a new credential of a user, for `save` to write; the user with it.
 
         Raises:
-            ConfigError: it cannot be made or written.
+            ConfigError: it cannot be made.
         """
 
     @abstractmethod
     def _withdraw(self, user: User, keys: Sequence[str]) -> None:
-        """Have the server take no credential of some of a user's keys.
-
-        Raises:
-            ConfigError: a file cannot be removed.
+        """Have the server take no credential of some of a user's keys, and `save` remove the
+        user's files if these are all.
         """
 
     def user(self, name: str) -> User:
@@ -157,7 +168,7 @@ class Users(ABC):
 
         Raises:
             ConfigError: the name is no token or somebody else's, or its credential cannot be
-                written, or cannot expire.
+                made, or cannot expire.
         """
         check_token("user", name)
         self._check_lifetime(name, lifetime)
@@ -177,19 +188,21 @@ class Users(ABC):
         return "there" if user == known else "changed"
 
     def rotate(self, name: str, *, lifetime: float | None = None) -> None:
-        """Give a user another key; the one that it had is taken until it is revoked.
+        """Give a user another key; the one that it had is taken until it is revoked or expires.
 
         Args:
             lifetime: see `put`.
 
         Raises:
-            ConfigError: there is no such user, or two keys already, or it cannot be written.
+            ConfigError: there is no such user, or it has too many keys that do not expire, or one
+                cannot be made.
         """
         user = self.user(name)
-        if len(user.keys) > 1:
+        lasting = sum(key not in user.ends for key in user.keys)
+        if lasting >= self.most_keys:
             raise ConfigError(
-                f"{name} has a key before its last one: revoke that first, with `dynbus auth "
-                f"revoke {name} --previous`"
+                f"{name} has {lasting} keys that do not expire: revoke those before its last one "
+                f"first, with `dynbus auth revoke {name} --previous`"
             )
         self._check_lifetime(name, lifetime)
         if lifetime is not None:
@@ -197,7 +210,7 @@ class Users(ABC):
         self.users[name] = self._issue(user)
 
     def revoke(self, name: str, *, previous: bool = False) -> None:
-        """Remove a user, or the key that it had before its last one.
+        """Remove a user, or the keys that it had before its last one.
 
         Raises:
             ConfigError: there is no such user, or no such key.
@@ -206,12 +219,11 @@ class Users(ABC):
         if not previous:
             self._withdraw(user, user.keys)
             del self.users[name]
-            self.credential_file(name).unlink(missing_ok=True)
         elif len(user.keys) == 1:
             raise ConfigError(f"{name} has one key: leave --previous out to remove the user")
         else:
             self._withdraw(user, user.keys[:-1])
-            self.users[name] = msgspec.structs.replace(user, keys=user.keys[-1:])
+            self.users[name] = user.with_keys(user.keys[-1:])
 
     def _check_lifetime(self, name: str, lifetime: float | None) -> None:
         if lifetime and not self.may_expire:

@@ -312,7 +312,7 @@ async def test_an_account_that_is_removed_is_refused(teams: Teams) -> None:
     kept = path.read_text()
     async with teams.connect("red", "billing") as red, teams.connect("blue", "billing") as blue:
         teams.accounts.remove("red")
-        teams.accounts.save()
+        teams.accounts.save("red")
         await teams.reload()
         await eventually(lambda: not red.is_connected, what="its connections are ended")
         assert blue.is_connected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.actors.commands.conftest import MakeFolder
 
 from dynbus import cli
 from dynbus.bus import exit_codes
+from dynbus.bus.identity.accounts import Accounts, open_users
+from dynbus.bus.identity.files import locked
 from dynbus.bus.identity.registry import Registry
 
 ACTORS = """
@@ -224,6 +227,84 @@ def test_a_credential_of_an_account_expires_is_rotated_and_revoked(
     assert re.search(r"main +billing +caller of shop +1 +U\w+ +in (30d|29d 23h)", shown), shown
     assert auth("account", *in_teams) == exit_codes.OK
     assert re.search(r"main .* 2 +1 *$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_nightly_job_rotates_without_the_operators_key() -> None:
+    in_teams = ("--folder", "teams")
+    auth("init", "--jwt", *in_teams)
+    role = ("--role", "caller", "--namespace", "shop", "--expires", "30d")
+    auth("add", "billing", *role, *in_teams)
+    Path("teams/keys/operator.nk").rename("operator.nk")
+
+    for _ in range(6):
+        assert auth("rotate", "billing", *in_teams) == exit_codes.OK
+
+
+def test_a_command_signs_the_account_that_it_is_about_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    in_teams = ("--folder", "teams")
+    auth("init", "--jwt", "--account", "red", *in_teams)
+    auth("account", "blue", *in_teams)
+    path = Path("teams/accounts.json")
+    content = json.loads(path.read_text())
+    for account in content["accounts"]:
+        account["users"][0]["grants"] = [["x", ["mine"], [">"]]]
+    path.write_text(json.dumps(content))
+
+    assert auth("account", "blue", "--connections", "5", *in_teams) == exit_codes.CONFIG_ERROR
+    assert "has other content than was signed for: red;" in capsys.readouterr().err
+    # As it is said there.
+    for name in ("red", "blue"):
+        assert auth("account", name, *in_teams) == exit_codes.OK
+    assert auth("account", "blue", "--connections", "5", *in_teams) == exit_codes.OK
+
+
+@pytest.mark.parametrize("kind", [[], ["--jwt"]])
+def test_a_command_reads_the_folder_after_the_change_of_another(kind: list[str]) -> None:
+    auth("init", *kind, "--folder", "teams")
+    auth("add", "billing", "--role", "caller", "--namespace", "shop", "--folder", "teams")
+    codes: list[int] = []
+    rotating = threading.Thread(
+        target=lambda: codes.append(auth("rotate", "billing", "--folder", "teams"))
+    )
+
+    with locked(Path("teams")):
+        rotating.start()
+        rotating.join(0.5)
+        assert rotating.is_alive()
+        users = open_users(Path("teams"))
+        users.revoke("billing")
+        users.save()
+    rotating.join()
+
+    assert codes == [exit_codes.CONFIG_ERROR]
+    assert "billing" not in open_users(Path("teams")).users
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["revoke", "billing", "--account", "main"], ["account", "main", "--remove"]],
+    ids=["user", "account"],
+)
+def test_what_cannot_be_signed_loses_no_credential(change: list[str]) -> None:
+    in_teams = ("--folder", "teams")
+    auth("init", "--jwt", *in_teams)
+    auth("account", "blue", *in_teams)
+    auth(
+        "add", "billing", "--role", "caller", "--namespace", "shop", "--account", "main", *in_teams
+    )
+    Path("teams/keys/operator.nk").rename("operator.nk")
+    path = Path("teams/accounts.json")
+    content = json.loads(path.read_text())
+    content["accounts"][0]["users"] = []
+    path.write_text(json.dumps(content))
+    before = sorted(Path("teams").rglob("*"))
+
+    assert auth(*change, *in_teams) == exit_codes.CONFIG_ERROR
+
+    assert sorted(Path("teams").rglob("*")) == before
+    assert "billing" in Accounts(Path("teams")).users("main").users
 
 
 def test_an_account_is_removed_with_its_users(capsys: pytest.CaptureFixture[str]) -> None:

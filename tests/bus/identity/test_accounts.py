@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from pathlib import Path
@@ -19,6 +20,7 @@ from dynbus.bus.identity.registry import Registry
 from dynbus.bus.identity.tokens import read_claims
 from dynbus.bus.protocol.names import EndpointName
 
+DAY = 86400.0
 CALLS = Grant("calls demo.A", ("demo.A.x",), ())
 HEARS = Grant("hears its own replies", (), ("_R.one.>",))
 
@@ -42,8 +44,9 @@ def clock() -> Clock:
 def accounts(tmp_path: Path, clock: Clock) -> Accounts:
     """Those of red, with the user `one`, and of blue."""
     made = Accounts.make(tmp_path / "auth", clock=clock)
-    made.put("red", Limits())
     made.put("blue", Limits(connections=5, disk=1024))
+    made.save("blue")
+    made.put("red", Limits())
     users = made.users("red")
     users.put("one", "caller", "demo", [HEARS, CALLS])
     users.save()
@@ -174,6 +177,7 @@ def test_secrets_are_for_their_owner_alone_and_for_no_repository(accounts: Accou
 def test_a_process_has_the_principal_of_its_credential(accounts: Accounts) -> None:
     users = accounts.users("red")
     users.put("demo_Printer", "actor", "demo.Printer", [HEARS])
+    users.save()
     folder = users.credential_file("demo_Printer").parent
 
     path = own_credentials(str(folder), ["demo.Printer"])
@@ -187,12 +191,14 @@ def test_a_credential_counts_as_long_as_is_said_and_the_next_one_too(
 ) -> None:
     users = accounts.users("red")
     users.put("two", "caller", "demo", [HEARS], lifetime=60.0)
+    users.save()
     first = user_claims_of(accounts, "red", "two")
     clock.now += 50.0
     users.rotate("two")
+    users.save()
     second = user_claims_of(accounts, "red", "two")
-    users.revoke("two", previous=True)
     users.rotate("two", lifetime=0.0)
+    users.save()
 
     assert first["exp"] == 1_800_000_060
     assert second["exp"] == 1_800_000_110
@@ -213,6 +219,65 @@ def test_a_rotated_credential_is_signed_by_the_same_key_without_the_operators(
     assert after["sub"] != before["sub"]
     assert after["iss"] == before["iss"]
     assert users.user("one").keys == (before["sub"], after["sub"])
+
+
+def test_credentials_that_expire_are_rotated_each_night_without_the_operators_key(
+    accounts: Accounts, clock: Clock
+) -> None:
+    users = accounts.users("red")
+    users.put("two", "caller", "demo", [HEARS], lifetime=7 * DAY)
+    users.save()
+    (accounts.folder / "keys" / "operator.nk").unlink()
+
+    for _ in range(30):
+        clock.now += DAY
+        users = Accounts(accounts.folder, clock=clock).users("red")
+        users.rotate("two")
+        assert not users.save()
+
+    user = users.user("two")
+    assert sorted(user.ends.values()) == [clock.now + day * DAY for day in range(8)]
+    assert user.keys == tuple(user.ends)
+    clock.now += 9 * DAY
+    users.rotate("two")
+    users.save()
+    assert len(users.user("two").keys) == 1
+
+
+def test_keys_that_do_not_expire_are_revoked_before_there_are_many(accounts: Accounts) -> None:
+    users = accounts.users("red")
+    for _ in range(3):
+        users.rotate("one")
+
+    with pytest.raises(ConfigError, match=r"one has 4 keys that do not expire: .*one --previous"):
+        users.rotate("one")
+    users.revoke("one", previous=True)
+    users.rotate("one")
+    assert len(users.user("one").keys) == 2
+
+
+def test_a_revocation_ends_with_the_tokens_that_it_is_of(accounts: Accounts, clock: Clock) -> None:
+    users = accounts.users("red")
+    users.put("two", "caller", "demo", [HEARS], lifetime=DAY)
+    users.rotate("one")
+    users.save()
+    users.rotate("two")
+    users.revoke("two", previous=True)
+    users.revoke("one", previous=True)
+    users.save()
+    first = set(claims_of(accounts, "red")["nats"]["revocations"])
+    clock.now += 2 * DAY
+    users.put("three", "caller", "demo", [HEARS])
+    users.revoke("three")
+    # What is over needs no revocation.
+    users.rotate("two")
+    users.revoke("two")
+    users.save()
+
+    last = set(claims_of(accounts, "red")["nats"]["revocations"])
+    assert len(first) == 2
+    assert len(first & last) == 1
+    assert len(last) == 3
 
 
 def test_what_is_revoked_is_in_the_accounts_token(accounts: Accounts, clock: Clock) -> None:
@@ -244,6 +309,66 @@ def test_a_change_without_the_operators_key_says_which_file_is_missing(accounts:
         users.save()
 
 
+def change(accounts: Accounts, name: str) -> None:
+    """Have accounts.json let the users of an account do everything."""
+    path = accounts.folder / "accounts.json"
+    content = json.loads(path.read_text())
+    for account in content["accounts"]:
+        if account["name"] == name:
+            for user in account["users"]:
+                user["grants"].append(["x", [">"], [">"]])
+    path.write_text(json.dumps(content))
+
+
+def test_what_else_was_written_into_the_file_is_not_signed(accounts: Accounts) -> None:
+    change(accounts, "red")
+    before = {path: path.read_bytes() for path in accounts.folder.rglob("*") if path.is_file()}
+
+    changed = Accounts(accounts.folder)
+    users = changed.users("blue")
+    users.put("two", "caller", "demo", [HEARS])
+    with pytest.raises(
+        ConfigError,
+        match=r"accounts\.json has other content than was signed for: red; .*account red",
+    ):
+        users.save()
+
+    after = {path: path.read_bytes() for path in accounts.folder.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_an_account_is_signed_as_it_is_whatever_others_are(accounts: Accounts) -> None:
+    users = accounts.users("blue")
+    users.put("two", "caller", "demo", [HEARS])
+    users.save()
+    for name in ("red", "blue"):
+        change(accounts, name)
+
+    changed = Accounts(accounts.folder)
+    changed.save("blue", despite_others=True)
+
+    assert ">" not in str(claims_of(accounts, "red")["nats"]["signing_keys"][0]["template"]["pub"])
+    (scope,) = claims_of(accounts, "blue")["nats"]["signing_keys"]
+    assert ">" in scope["template"]["pub"]["allow"]
+
+
+def test_nothing_is_lost_where_a_change_cannot_be_signed(accounts: Accounts) -> None:
+    (accounts.folder / "keys" / "operator.nk").unlink()
+    before = {path: path.read_bytes() for path in accounts.folder.rglob("*") if path.is_file()}
+
+    users = Accounts(accounts.folder).users("red")
+    users.revoke("one")
+    with pytest.raises(ConfigError, match=r"operator\.nk, which signs the account red"):
+        users.save()
+    users = Accounts(accounts.folder).users("red")
+    users.put("two", "caller", "demo", [HEARS])
+    with pytest.raises(ConfigError, match=r"operator\.nk, which signs the account red"):
+        users.save()
+
+    after = {path: path.read_bytes() for path in accounts.folder.rglob("*") if path.is_file()}
+    assert after == before
+
+
 def test_a_user_whose_key_is_missing_or_anothers_is_not_rotated(accounts: Accounts) -> None:
     path = accounts.folder / "keys" / "red" / "one.nk"
     path.unlink()
@@ -260,7 +385,8 @@ def test_a_user_whose_key_is_missing_or_anothers_is_not_rotated(accounts: Accoun
 def test_an_account_that_is_removed_is_gone_with_its_users(accounts: Accounts) -> None:
     key = accounts.account("red").key
     accounts.remove("red")
-    assert accounts.save()
+    assert list(accounts.folder.glob("*/red/*")) != []
+    assert accounts.save("red")
 
     assert key not in (accounts.folder / "nats-users.conf").read_text()
     assert list(accounts.folder.glob("*/red/*")) == []
@@ -291,7 +417,7 @@ def test_the_account_is_named_where_there_are_several(accounts: Accounts, tmp_pa
     with pytest.raises(ConfigError, match="name the account by --account; there are: blue, red"):
         open_users(accounts.folder)
     accounts.remove("blue")
-    accounts.save()
+    accounts.save("blue")
     assert open_users(accounts.folder).account == "red"
 
     Registry.make(tmp_path / "keys")

@@ -155,6 +155,8 @@ def test_a_rotated_key_is_taken_beside_the_one_before_until_that_is_revoked(
     seed = registry.credential_file("one").read_text()
 
     registry.rotate("one")
+    assert registry.credential_file("one").read_text() == seed
+    registry.save()
     _, after = registry.user("one").keys
     assert registry.credential_file("one").read_text() != seed
     with pytest.raises(ConfigError, match="revoke one --previous"):
@@ -169,6 +171,7 @@ def test_a_rotated_key_is_taken_beside_the_one_before_until_that_is_revoked(
 
 def test_a_user_that_is_revoked_is_gone_with_its_key(registry: Registry) -> None:
     registry.revoke("one")
+    assert registry.credential_file("one").exists()
     registry.save()
 
     assert Registry(registry.folder).users == {}
