@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ class ReportingLoop(asyncio.SelectorEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.default_exception_handler(context)
+
+    def run_until_complete(self, future: Any) -> Any:
+        """Of a test that hangs until it is failed, its output has what each task waits for."""
+        try:
+            return super().run_until_complete(future)
+        except pytest.fail.Exception:
+            for task in asyncio.all_tasks(self):
+                task.print_stack(file=sys.stdout)
+            raise
 
 
 class LoopReports(logging.Handler):
