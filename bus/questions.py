@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from .background import Background, Work
-from .errors import PermissionDenied, Unavailable
+from .errors import DynbusError, PermissionDenied, Unavailable
 from .protocol.names import InstanceName, ReplySubjects
 from .protocol.random_ids import random_id
 from .protocol.wire import Open, Ping, encode_batch
@@ -44,10 +44,11 @@ class Questions:
         self._replies = replies
         self._background = background
         self._bounce_handlers = bounce_handlers
-        # By token, with the session in which each was asked.
-        self._open: dict[str, tuple[int, Answer]] = {}
+        # By token, with the session in which each was asked, and the subject.
+        self._open: dict[str, tuple[int, Answer, str]] = {}
         self._hearing: Work | None = None
         self._is_closed = False
+        data.on_error(self._refused)
 
     def __repr__(self) -> str:
         return f"<Questions [{len(self._open)} open]>"
@@ -59,7 +60,8 @@ class Questions:
             question: what is sent there, given the token of the question.
             answer: called once: False when nobody listens, True when somebody does, which a
                 frozen process does too, None when nobody knows: the connection broke meanwhile, the
-                server was silent for seconds, or the bus is closed or has failed.
+                server refused the question or was silent for seconds, or the bus is closed or has
+                failed.
         """
         data = self._data
         if self._is_closed or data.state is not ConnectionState.CONNECTED:
@@ -67,7 +69,7 @@ class Questions:
             return
         # Who could guess the subject could speak for the server.
         token = random_id()
-        self._open[token] = data.sessions, answer
+        self._open[token] = data.sessions, answer, subject
         self._bounce_handlers[token] = partial(self._nobody_listens, token)
         data.publish(subject, question(token), reply=self._replies.bounce(token))
         if self._hearing is None or self._hearing.ended:
@@ -101,6 +103,12 @@ class Questions:
         self._is_closed = True
         self._tell(list(self._open), None)
 
+    def _refused(self, error: DynbusError, subject: str) -> None:
+        """The server did not pass on what was asked there."""
+        if isinstance(error, PermissionDenied):
+            asked = [token for token, (_, _, asked_at) in self._open.items() if asked_at == subject]
+            self._tell(asked, None)
+
     def _nobody_listens(self, token: str) -> None:
         self._pop(token)[1](False)
 
@@ -124,10 +132,10 @@ class Questions:
         """
         for token in asked:
             if token in self._open:
-                asked_in, answer = self._pop(token)
+                asked_in, answer, _ = self._pop(token)
                 asyncio.get_running_loop().call_soon(answer, True if asked_in == session else None)
 
-    def _pop(self, token: str) -> tuple[int, Answer]:
+    def _pop(self, token: str) -> tuple[int, Answer, str]:
         del self._bounce_handlers[token]
         return self._open.pop(token)
 

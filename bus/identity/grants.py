@@ -163,6 +163,8 @@ def serves(component: ComponentName) -> list[Grant]:
                 f"$KV.{INSTANCES_BUCKET}.{component}.*",
                 *look_up_subjects(_INSTANCES),
                 abroad_subject("*", component.instance("*")),
+                # Asks whether another process has its id.
+                component.instance("*").control_subject,
             ),
         ),
         hears_cancels(component.namespace),

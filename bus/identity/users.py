@@ -49,7 +49,7 @@ class User(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def expires(self) -> int:
-        """The time at which its last token expires, in Unix seconds; 0 for never."""
+        """The end of its last token, in Unix seconds; 0 for never."""
         return self.ends.get(self.keys[-1], 0)
 
     def with_keys(self, keys: Iterable[str]) -> User:
@@ -105,7 +105,7 @@ class Users(ABC):
     may_expire: ClassVar[bool]
     """True if credentials may count for a time alone."""
     most_keys: ClassVar[int]
-    """The number of keys of a user that may count at once and do not expire."""
+    """The most keys of a user that may count at once and do not expire."""
 
     @property
     def server_file(self) -> Path:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from shutil import copy
 
 import pytest
 from nats.aio.client import Client
@@ -199,6 +200,29 @@ async def test_who_is_revoked_is_refused_and_nobody_else(teams: Teams) -> None:
     users.credential_file("copied").write_text(text)
     with pytest.raises(PermissionDenied, match="refuses the credentials"):
         await teams.connect("red", "copied")
+
+
+async def test_a_job_rotates_in_a_folder_of_its_own_until_its_user_is_revoked(
+    teams: Teams, tmp_path: Path
+) -> None:
+    """The folder is a copy with the key of one user; the operator's knows nothing of its keys."""
+    job = tmp_path / "job"
+    for name in ("accounts.json", "nats-users.conf", "keys/red/billing.nk"):
+        (job / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(teams.accounts.folder / name, job / name)
+    rotating = Accounts(job).users("red")
+    rotating.rotate("billing")
+    assert not rotating.save()
+    path = str(rotating.credential_file("billing"))
+
+    async with await Runtime.connect(teams.server.url, credentials=path) as billing:
+        users = teams.users("red")
+        users.revoke("billing")
+        users.save()
+        await teams.reload()
+        await eventually(lambda: not billing.is_connected, what="its connections are ended")
+    with pytest.raises(PermissionDenied, match="refuses the credentials"):
+        await Runtime.connect(teams.server.url, credentials=path)
 
 
 async def test_a_rotated_credential_is_taken_by_a_server_that_has_read_nothing(

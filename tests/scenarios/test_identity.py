@@ -20,6 +20,7 @@ from dynbus.actors.commands.auth import (
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.bus.identity.users import Users
 from dynbus.bus.nats.server_process import run_server
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.topics import TopicStream
 from dynbus.bus.work_queue import DeadLetters
 from dynbus.llm.commands.setting_up import needed_in, set_up
@@ -146,6 +147,10 @@ async def test_a_user_is_nobody_else(guarded: Guarded) -> None:
         with pytest.raises(PermissionDenied):
             await counter.start(Press)
         await counter.start(Counter)
+        # It is known of no instance but its own whether it is there.
+        there = press.bus.questions.is_there
+        assert await there(InstanceName("shop", "Counter", "c")) is None
+        assert await there(InstanceName("shop", "Press", "p")) is False
         # It depends on nobody.
         with pytest.raises(PermissionDenied), call_options(wait=60.0):
             await press.client(Counter).order("Emma")
