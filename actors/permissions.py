@@ -19,7 +19,7 @@ from dynbus.bus.identity.grants import (
     takes,
     takes_events,
 )
-from dynbus.bus.protocol.endpoint import ANYBODY
+from dynbus.bus.protocol.endpoint import allows
 from dynbus.bus.protocol.names import ComponentName, EndpointName
 from dynbus.bus.topics import consumer_names
 
@@ -87,8 +87,7 @@ def _to_call(
     direct = sorted(
         spec.name
         for spec in handlers
-        if (untyped or spec.durable is None)
-        and (spec.allow is None or not spec.allow.isdisjoint((principal, ANYBODY)))
+        if (untyped or spec.durable is None) and allows(spec.allow, principal)
     )
     if direct:
         yield calls(address, direct)

@@ -16,6 +16,11 @@ MAX_SECONDS: Final = 1e9
 """The longest time that may be asked for, about 32 years; for no limit there is None."""
 
 
+def allows(allow: Collection[str] | None, principal: str) -> bool:
+    """True if a principal may call an endpoint with this `allow`."""
+    return allow is None or principal in allow or ANYBODY in allow
+
+
 class Contract(NamedTuple):
     """The messages that an endpoint reads and writes, for clients that know another version of it.
 

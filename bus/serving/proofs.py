@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import DynbusError, Overloaded, PermissionDenied
-from dynbus.bus.protocol.endpoint import ANYBODY
+from dynbus.bus.protocol.endpoint import ANYBODY, allows
 from dynbus.bus.protocol.names import ANONYMOUS
 
 from .ledger import FramedCall, RemoteClient
@@ -52,7 +52,7 @@ class Proofs:
     def __init__(self, principal: str, max_request_bytes: int) -> None:
         self._has_users = principal != ANONYMOUS
         self._most_bytes = HELD_SIZES * max_request_bytes
-        # A dictionary as an ordered set: by client's key and request number.
+        # By client's key and request number.
         self._held: dict[tuple[str, int], Held] = {}
         self._bytes = 0
         self._sweeps = 0
@@ -64,7 +64,7 @@ class Proofs:
         """The reason why a principal may not call, whether it is proven or not; None if it may."""
         if principal == ANONYMOUS or not self._has_users:
             return self.of_nobody(allowed)
-        if principal in allowed or ANYBODY in allowed:
+        if allows(allowed, principal):
             return None
         return PermissionDenied(
             f"{principal} may not call this: {_only(allowed)} may", started=False

@@ -434,16 +434,11 @@ class TakeOver:
         for number, job in enumerate(plan.jobs):
             if number and number % DROPPED_EVERY == 0:
                 # Should this be broken off and run again in days, nothing here tells of them.
-                for before in plan.jobs[number - DROPPED_EVERY : number]:
-                    for subject in self._subjects(before.token):
-                        await self._jetstream.purge(
-                            self._copies[0].name, subject, up_to=before.sequences[-1]
-                        )
-            if copied.moved_there:
-                # What it had done before it was moved there, it brings with it.
-                await self._log.forget_steps(job.job_id, up_to=old_log)
+                before = plan.jobs[number - DROPPED_EVERY : number]
+                over = Leftover(0, {one.token: one.sequences[-1] for one in before})
+                await self._drop(self._copies[0].name, over, self._subjects)
             try:
-                if await self._move(job):
+                if await self._move(job, old_log if copied.moved_there else None):
                     put.append(job)
             except DynbusError as error:
                 text = (
@@ -477,10 +472,18 @@ class TakeOver:
             copied.add_record(message)
         return copied
 
-    async def _move(self, job: CopiedJob) -> bool:
-        """Put a job here, after what it goes on with; False for one that is here."""
+    async def _move(self, job: CopiedJob, old_log: int | None) -> bool:
+        """Put a job here, after what it goes on with; False for one that is here.
+
+        Args:
+            old_log: the last sequence of what the own log may have of it from before it was moved
+                away; None where it was not.
+        """
         if await self._is_here(job):
             return False
+        if old_log is not None:
+            # It brings that with it.
+            await self._log.forget_steps(job.job_id, up_to=old_log)
         for record in dict.fromkeys(one.record for one in job.records):
             await self._write(job, record)
         lane, token = job.lane, job.token

@@ -14,7 +14,13 @@ from tests.joined_regions import joined_regions
 
 from dynbus import Actor, ConfigError, EndpointName, NoJob, Overloaded, Runtime, handler, signal
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import copy_stream, work_stream, work_subject
+from dynbus.bus.protocol.names import (
+    copy_stream,
+    job_log_stream,
+    job_log_subject,
+    work_stream,
+    work_subject,
+)
 from dynbus.bus.work_queue import TakenOver, TakeOver
 
 from .test_jobs_elsewhere import is_whole, make, reached
@@ -124,12 +130,12 @@ async def take_over(
         move, refuse_gap = vars(TakeOver)["_move"], vars(TakeOver)["_refuse_gap"]
         moved = 0
 
-        async def move_some(job: Any) -> bool:
+        async def move_some(*given: Any) -> bool:
             nonlocal moved
             if moved == breaks_after:
                 raise Broken
             moved += 1
-            return bool(await move(taking, job))
+            return bool(await move(taking, *given))
 
         async def refuse_gap_late(*given: Any) -> None:
             await refuse_gap(taking, *given)
@@ -201,6 +207,22 @@ async def test_jobs_come_back_to_a_region_that_has_not_dropped_them_yet(regions:
     assert await regions.messages(us) == 0
     await regions.work(eu, us)
     await regions.are_done()
+
+
+async def test_a_job_that_has_come_back_keeps_what_it_has_done_since(regions: Regions) -> None:
+    eu, us = regions.eu, regions.us
+    await regions.submit(eu, range(JOBS))
+    await take_over(us, "eu")
+    with pytest.raises(Broken):
+        await take_over(eu, "us", breaks_after=1)
+    step = job_log_subject(GRIND, "k-0", "log.step.0")
+    async with reached(eu) as connection:
+        await connection.jetstream.publish(step, b"{}")
+
+    await take_over(eu, "us")
+
+    async with reached(eu) as connection:
+        assert await connection.jetstream.last(job_log_stream(GRIND), step) is not None
 
 
 async def test_a_full_copy_takes_no_jobs_from_a_region_that_answers_and_leaves_it_what_it_lacks(
