@@ -26,7 +26,7 @@ from .protocol.random_ids import random_id
 from .questions import Questions
 from .telemetry.process_status import ProcessStatus
 from .telemetry.recent_log import recent_log
-from .transport import Connection, ConnectionState, Message
+from .transport import Connection, ConnectionState, Message, PublishOptions, publish_headers
 
 if TYPE_CHECKING:
     from .telemetry.telemetry import Telemetry
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _current: ContextVar[Bus | None] = ContextVar("dynbus_bus", default=None)
+
+WITHDRAWN_TTL: Final = 120.0
+"""Seconds for which other regions keep that something was withdrawn."""
 
 MIN_PAYLOAD: Final = 4096
 """Heartbeats of some hundred calls must fit into a message."""
@@ -248,6 +251,23 @@ class Bus:
         except RuntimeError:
             # The process is going away and nobody waits for this.
             logger.debug("the main loop is closed, %s was not run", function)
+
+    def announce_abroad(
+        self, subject_in: Callable[[str], str], record: bytes, *, ttl: float
+    ) -> None:
+        """Say to other regions what was said at home; nothing where there is no region. To be
+        called on the control lane.
+
+        Args:
+            subject_in: the subject for it, by the region that says it.
+            record: as it is stored at home; empty once it is withdrawn.
+            ttl: seconds for which it is believed.
+        """
+        connection = self.lane.connection
+        if connection.region:
+            said: PublishOptions = {"ttl": ttl if record else WITHDRAWN_TTL, "deleted": not record}
+            subject = subject_in(connection.region)
+            connection.publish(subject, record, headers=publish_headers(said))
 
     def count_instances(self, count: int) -> None:
         """Note how many instances there are; callable from any thread."""

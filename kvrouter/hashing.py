@@ -139,13 +139,23 @@ def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray
     return np.array(hash_prefixes(block_hashes), dtype=np.uint64)
 
 
-def hash_prefixes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> list[int]:
-    """The same as a list."""
+def hash_prefixes(
+    block_hashes: Sequence[int] | NDArray[np.uint64], after: int | None = None
+) -> list[int]:
+    """The same as a list.
+
+    Args:
+        after: the hash of the prefix that the blocks follow; None where they begin a sequence.
+    """
     if not len(block_hashes):
         return []
-    before, *others = np.asarray(block_hashes, dtype=np.uint64).tolist()
+    blocks = np.asarray(block_hashes, dtype=np.uint64).tolist()
     pack, digest, seed = _pack_pair, xxh3_64_intdigest, SEED
-    prefix_hashes = [before]
+    prefix_hashes: list[int] = []
+    before = after
+    if before is None:
+        before, *blocks = blocks
+        prefix_hashes = [before]
     # A function for each step would take longer than what it does.
-    prefix_hashes += [before := digest(pack(before, block), seed) for block in others]
+    prefix_hashes += [before := digest(pack(before, block), seed) for block in blocks]
     return prefix_hashes

@@ -12,6 +12,7 @@ EVENTS: Final = "_kv"
 RESYNC: Final = "_kv_resync"
 LOAD: Final = "_kv_load"
 WHY: Final = "_kv_why"
+ABROAD: Final = "_kv_abroad"
 ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 
 PUBLISHED: Final = "Dynbus-Published"
@@ -33,6 +34,13 @@ def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: 
 def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
     """The subject at which one rank is asked to send all that it holds; `*` for any."""
     return f"{namespace}.{component}.{RESYNC}.{instance_id}.{dp_rank}"
+
+
+def kv_abroad_subject(
+    region: str, namespace: str, component: str, instance_id: str, dp_rank: int | str
+) -> str:
+    """The subject at which one rank tells other regions what it holds, in short; `*` for any."""
+    return f"{ABROAD}.{region}.{namespace}.{component}.{instance_id}.{dp_rank}"
 
 
 def kv_load_subject(namespace: str, component: str, router: str) -> str:

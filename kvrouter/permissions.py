@@ -8,6 +8,7 @@ from dynbus.spi import ComponentName, Grant
 
 from .names import (
     WHY,
+    kv_abroad_subject,
     kv_election_subject,
     kv_event_subject,
     kv_load_subject,
@@ -24,7 +25,11 @@ def event_grants(address: ComponentName) -> list[Grant]:
     return [
         Grant(
             f"publishes KV events of {address}",
-            (kv_event_subject(*address, "*", "*"), *stream.to_look_up),
+            (
+                kv_event_subject(*address, "*", "*"),
+                kv_abroad_subject("*", *address, "*", "*"),
+                *stream.to_look_up,
+            ),
             (kv_resync_subject(*address, "*", "*"),),
         )
     ]
@@ -49,7 +54,7 @@ def _routing(namespace: str) -> list[Grant]:
                 "_R.>",
                 "_INBOX.>",
             ),
-            (loads, f"{namespace}.*.{WHY}"),
+            (loads, f"{namespace}.*.{WHY}", kv_abroad_subject("*", namespace, "*", "*", "*")),
         ),
         Grant(
             f"keeps snapshots of the caches of {namespace}",

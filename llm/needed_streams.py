@@ -9,8 +9,17 @@ from dynbus.transfer import AGENTS_STREAM, DESCRIPTIONS
 from .disaggregated.settings import SETTINGS_STREAM
 from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_STREAM
-from .models.records import CARDS_STREAM
+from .models.records import ABROAD_CARDS_STREAM, CARDS_STREAM
 from .resumable.store import LOGS_STREAM
+
+
+def abroad_streams(region: str) -> list[NeededStream]:
+    """The streams in which a region keeps what others say of themselves.
+
+    Args:
+        region: that of the servers; empty for none, which needs no such streams.
+    """
+    return [*NeededStream.of_region(region), NeededStream(ABROAD_CARDS_STREAM)] if region else []
 
 
 def all_streams(namespace: str) -> list[StreamConfig]:

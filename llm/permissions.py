@@ -10,13 +10,15 @@ from dynbus.transfer import transfer_grants
 
 from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_BUCKET, NAMES_STREAM
-from .models.records import CARDS_BUCKET, CARDS_STREAM
+from .models.records import ABROAD, ABROAD_CARDS_STREAM, CARDS_BUCKET, CARDS_STREAM
 
 
 def listing_models() -> list[Grant]:
     """The grants of who knows which models are served."""
-    streams = (CARDS_STREAM, NAMES_STREAM, ARTEFACTS_STREAM)
-    return [Grant("finds models", tuple(one for each in streams for one in each.to_follow))]
+    streams = (CARDS_STREAM, ABROAD_CARDS_STREAM, NAMES_STREAM, ARTEFACTS_STREAM)
+    follow = [one for each in streams for one in each.to_follow]
+    abroad = f"$JS.*.API.DIRECT.GET.{ARTEFACTS_STREAM.name}"
+    return [Grant("finds models", (*follow, abroad))]
 
 
 def registering_models(address: ComponentName) -> list[Grant]:
@@ -28,6 +30,7 @@ def registering_models(address: ComponentName) -> list[Grant]:
                 f"$KV.{CARDS_BUCKET}.{address}.>",
                 f"$KV.{NAMES_BUCKET}.*.{address}",
                 f"_models.{address}.*.*",
+                f"{ABROAD}.*.{address}.*.*.*",
             ),
         ),
         *listing_models(),

@@ -145,6 +145,15 @@ class ClientSide:
         self.discovery.begin()
         return self.discovery.view.instances(*component, monotonic())
 
+    def within_reach(self, component: ComponentName) -> list[Instance]:
+        """The instances of a component that calls of this process may go to: those of other
+        regions too where calls may leave their own."""
+        instances = list(self.known_instances(component))
+        if self.spills:
+            self.abroad.begin()
+            instances += self.abroad.view.instances(*component, monotonic())
+        return instances
+
     def known_ids(self, component: ComponentName) -> list[str]:
         """Their ids."""
         return [instance.id for instance in self.known_instances(component)]

@@ -27,9 +27,8 @@ from dynbus.bus.clock import unix_time
 from dynbus.bus.context import current_instance, inside_instance
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import EndpointName, InstanceName
+from dynbus.bus.protocol.names import EndpointName, InstanceName, abroad_subject
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.abroad import announce_abroad
 from dynbus.bus.records.instance_records import LeaseKeeper
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leased_record import LeaseState
@@ -527,7 +526,11 @@ class ServedInstance:
             self._lease_changed,
             bus.count_instances,
             partial(connection.leave_server, f"the record of {self.name} cannot be renewed there"),
-            partial(announce_abroad, connection, self.name, ttl=bus.config.lease_ttl),
+            partial(
+                bus.announce_abroad,
+                partial(abroad_subject, instance=self.name),
+                ttl=bus.config.lease_ttl,
+            ),
         )
         end = connection.on_state(keeper.connection_changed)
         self._end_listening.append(lambda: bus.lane.call(end))

@@ -15,11 +15,9 @@ from dynbus.bus.clock import unix_time
 from dynbus.bus.protocol.names import ABROAD_STREAM_NAME, InstanceName, abroad_subject
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import (
-    Connection,
     JetStream,
     StoredMessage,
     StreamConfig,
-    publish_headers,
 )
 
 from .instance_records import INSTANCES_STREAM, MARKER_TTL, record_of
@@ -54,20 +52,8 @@ class Abroad(NamedTuple):
     records: tuple[tuple[str, InstanceRecord], ...] = ()
 
 
-def announce_abroad(connection: Connection, name: InstanceName, record: bytes, ttl: float) -> None:
-    """Say to other regions what an instance has said at home; nothing where there is no region.
-
-    Args:
-        record: as it is stored at home; empty once it is withdrawn.
-        ttl: seconds for which it is believed.
-    """
-    if connection.region:
-        fields = publish_headers({"ttl": ttl} if record else {"ttl": MARKER_TTL, "deleted": True})
-        connection.publish(abroad_subject(connection.region, name), record, headers=fields)
-
-
 def region_at(subject: str) -> str:
-    """The region of the instance that said what is stored under a subject."""
+    """The region that said what is stored under a subject."""
     return subject.split(".")[1]
 
 

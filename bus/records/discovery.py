@@ -405,7 +405,8 @@ class Discovery:
         # What comes while nothing is read anew was written just now, whatever our clock says.
         age = max(0.0, unix_time() - renewed) if self.view.is_reading() else 0.0
         lifetime = (stored.ttl or self._bus.config.lease_ttl) + EXPIRY_GRACE
-        news = self.view.put(record, renewed, monotonic() + lifetime - age)
+        region = region_at(stored.subject) if self._is_abroad else ""
+        news = self.view.put(record, renewed, monotonic() + lifetime - age, region)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
             if (

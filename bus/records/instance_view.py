@@ -30,11 +30,13 @@ class Instance(NamedTuple):
         started: Unix time of its start.
         renewed: Unix time of its last renewal, on the server's clock.
         near: whether it is in the zone of the process that chooses.
+        region: another region than that of the process, where it is; empty for the own one.
     """
 
     record: InstanceRecord
     renewed: float
     near: bool = False
+    region: str = ""
 
     @property
     def id(self) -> str:
@@ -72,11 +74,18 @@ class InstanceView:
         count = sum(len(instances) for instances in self._instances.values())
         return f"<InstanceView [{count} instances, {len(self._expired)} expired]>"
 
-    def put(self, record: InstanceRecord, renewed: float, believed_until: float = math.inf) -> bool:
+    def put(
+        self,
+        record: InstanceRecord,
+        renewed: float,
+        believed_until: float = math.inf,
+        region: str = "",
+    ) -> bool:
         """An instance announced itself or renewed; True when it was not known so.
 
         Args:
             believed_until: when its lease is over for certain, unless it is renewed again.
+            region: see `Instance`.
         """
         name = record.name
         component = self._instances.setdefault(name[:2], {})
@@ -85,7 +94,7 @@ class InstanceView:
             # The same record read again is no renewal.
             self._believed_until[name] = believed_until
         near = self._zone != "" and record.zone == self._zone
-        component[name.instance_id] = Instance(record, renewed, near)
+        component[name.instance_id] = Instance(record, renewed, near, region)
         self._choice.pop(name[:2], None)
         self._expired.pop(name, None)
         self._unseen.discard(name)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness, doubted
+from dynbus.kvrouter.stream.summary import CachesAbroad
 
 from .active_load import leading_blocks
 from .config import RouterConfig
@@ -101,10 +102,14 @@ class ExpectedCaches:
     Args:
         follower: the exact index; None when engines send no events.
         config: for how long guesses count.
+        abroad: what instances of other regions say of their caches; None for nothing.
     """
 
-    def __init__(self, follower: Follower | None, config: RouterConfig) -> None:
+    def __init__(
+        self, follower: Follower | None, config: RouterConfig, abroad: CachesAbroad | None = None
+    ) -> None:
         self._follower = follower
+        self._abroad = abroad
         self._reuse = ReuseWatch()
         self._awareness = ""
         self._look_at = -inf
@@ -149,6 +154,8 @@ class ExpectedCaches:
             guesses = self._predictions if is_followed else self._approximations
             for rank in profile.ranks:
                 overlap = exact.get(rank, NO_OVERLAP)
+                if profile.region and self._abroad is not None:
+                    overlap = Overlap(self._abroad.reach(rank, hashes, now), 0, 0, 0)
                 known = 0
                 if overlap is not NO_OVERLAP:
                     device, host, disk, external = overlap
@@ -210,7 +217,8 @@ class ExpectedCaches:
         Returns:
             Whether its rank was asked to say again what it holds, since that is not true.
         """
-        if self._follower is None:
+        if self._follower is None or decision.chosen.instance in self._capacities:
+            # One that is not followed has nothing to say again.
             return False
         reason = self._reuse.note(decision, tokens)
         if not reason:
@@ -265,7 +273,7 @@ class ExpectedCaches:
                 computed.append(sent)
 
     def _is_followed(self, profile: InstanceProfile) -> bool:
-        return self._follower is not None and profile.has_events
+        return self._follower is not None and profile.has_events and not profile.region
 
 
 @dataclass(slots=True, eq=False)

@@ -59,6 +59,7 @@ class InstanceProfile:
             does not say.
         tokenizer_id: empty when it does not say.
         zone: where it is; empty when it does not say.
+        region: another region, where it is; empty for the router's own.
     """
 
     instance: str
@@ -74,10 +75,14 @@ class InstanceProfile:
     tags: frozenset[str]
     loras: frozenset[str]
     zone: str = ""
+    region: str = ""
 
 
-def read_profile(instance: str, metadata: Mapping[str, str], zone: str = "") -> InstanceProfile:
-    """The profile of an instance, from its metadata and the zone that its record tells.
+def read_profile(
+    instance: str, metadata: Mapping[str, str], zone: str = "", region: str = ""
+) -> InstanceProfile:
+    """The profile of an instance, from its metadata, the zone that its record tells, and the region
+    that it was heard from.
 
     Raises:
         ConfigError: a value is not what its key is for, or a `kv_` key is none of those known.
@@ -108,6 +113,7 @@ def read_profile(instance: str, metadata: Mapping[str, str], zone: str = "") -> 
         split_words(metadata.get(TAGS_KEY, "")),
         split_words(metadata.get(LORAS_KEY, "")),
         zone,
+        region,
     )
 
 
@@ -291,7 +297,8 @@ class Profiles:
 
     def _check(self, instance: Instance) -> InstanceProfile | ConfigError:
         try:
-            profile = read_profile(instance.id, instance.metadata, instance.record.zone)
+            zone, region = instance.record.zone, instance.region
+            profile = read_profile(instance.id, instance.metadata, zone, region)
             self.agree([profile], self._agreed)
         except ConfigError as error:
             logger.error("instance %s gets no calls: %s", instance.id, error)

@@ -27,6 +27,7 @@ from dynbus import (
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
 from dynbus.kvrouter.stream.membership import Instances, live_instances
+from dynbus.kvrouter.stream.summary import CachesAbroad, caches_abroad
 from dynbus.kvrouter.stream.warm_start import warm_follower
 from dynbus.spi import Background, Connection, brief_repr, check_token, monotonic, random_id
 
@@ -94,9 +95,14 @@ async def open_router(
         follower = None
         if config.exact:
             follower = await exits.enter_async_context(warm_follower(runtime, namespace, component))
+        abroad = None
+        if config.exact and runtime.bus.config.spill == "region":
+            listening = caches_abroad(runtime.bus.data, namespace, component)
+            abroad = await exits.enter_async_context(listening)
         router = KvRouter(
             config,
             follower=follower,
+            abroad=abroad,
             connection=runtime.bus.data if config.share else None,
             target=f"{namespace}.{component}",
             instances=partial(live_instances, runtime, namespace, component),
@@ -134,6 +140,7 @@ class KvRouter:
         config: how it decides.
         follower: the index that follows the engines' events, entered by its giver. None
             guesses from own decisions what engines hold.
+        abroad: what instances of other regions say of their caches; None guesses it as well.
         connection: of the running loop, over which routers of the component share their load;
             None for a router that is alone.
         target: `namespace.component` that it is for; that of the first call unless given.
@@ -156,6 +163,7 @@ class KvRouter:
         config: RouterConfig | None = None,
         *,
         follower: Follower | None = None,
+        abroad: CachesAbroad | None = None,
         connection: Connection | None = None,
         target: str = "",
         instances: Instances | None = None,
@@ -178,7 +186,7 @@ class KvRouter:
         if connection is not None:
             message_bytes = min(MESSAGE_BYTES, connection.max_payload // 2)
             self._load = SharedLoad(random_id(), message_bytes=message_bytes)
-        self._scheduler = KvScheduler(config, load=self._load, follower=follower)
+        self._scheduler = KvScheduler(config, load=self._load, follower=follower, abroad=abroad)
         self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
         self._next_look: asyncio.TimerHandle | None = None
         self._component: tuple[str, str] | None = None
@@ -518,23 +526,27 @@ class KvRouter:
 def measured_hops(
     instances: Sequence[Instance], round_trip: Callable[[str], float | None]
 ) -> dict[str, float]:
-    """Milliseconds of the way to each instance of another zone and back, by id.
+    """Milliseconds of the way to each instance of another zone or region and back, by id.
 
-    One that was not measured counts as the nearest of its zone that was, and without any as near:
+    One that was not measured counts as the nearest of its place that was, and without any as near:
     it is measured once it is called.
 
     Args:
         round_trip: as of a `RouteRequest`.
     """
-    far = [(one.id, one.record.zone) for one in instances if not one.near and one.record.zone]
+    far = [
+        (one.id, (one.region, one.record.zone))
+        for one in instances
+        if not one.near and (one.region or one.record.zone)
+    ]
     if not far:
         return {}
     known = {one: seconds for one, _ in far if (seconds := round_trip(one)) is not None}
-    nearest: dict[str, float] = {}
-    for one, zone in far:
+    nearest: dict[tuple[str, str], float] = {}
+    for one, place in far:
         if one in known:
-            nearest[zone] = min(known[one], nearest.get(zone, known[one]))
-    return {one: 1000 * known.get(one, nearest[zone]) for one, zone in far if zone in nearest}
+            nearest[place] = min(known[one], nearest.get(place, known[one]))
+    return {one: 1000 * known.get(one, nearest[place]) for one, place in far if place in nearest}
 
 
 def _time_in_queue(request: RouteRequest, now: float) -> float | None:

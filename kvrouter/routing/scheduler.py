@@ -24,6 +24,7 @@ from typing import Final, NamedTuple, TypeAlias
 from dynbus import ConfigError, Context, DynbusError, Overloaded
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
+from dynbus.kvrouter.stream.summary import CachesAbroad
 
 from .active_load import ActiveLoad
 from .caches import ExpectedCaches, Follower
@@ -119,22 +120,24 @@ class SessionAffinity:
 
 _Lender: TypeAlias = tuple[Rank | None, int]
 """A rank, and how many blocks of the prompt it has said that it holds, and lends."""
+_Model: TypeAlias = tuple[str, str, str]
+"""The fingerprint of a model, and the region and the zone of who serves it."""
 
 
 class Lenders(NamedTuple):
     """The candidates that can send the longest prefix to another one with the same model.
 
-    Those of one zone send to each other alone: from another zone a prefix comes later than it is
-    computed.
+    Those of one zone send to each other alone: from another zone or region a prefix comes later
+    than it is computed.
 
     Attributes:
-        models: those of the instances that fetch, with their zones, by their ids.
-        best: by model and zone the best two instances, so that one of them is another
+        models: those of the instances that fetch, with their regions and zones, by their ids.
+        best: by model, region and zone the best two instances, so that one of them is another
             than the fetching one.
     """
 
-    models: Mapping[str, tuple[str, str]]
-    best: Mapping[tuple[str, str], tuple[_Lender, _Lender]]
+    models: Mapping[str, _Model]
+    best: Mapping[_Model, tuple[_Lender, _Lender]]
 
     @classmethod
     def of(
@@ -146,14 +149,14 @@ class Lenders(NamedTuple):
         """Those among the ranks of the profiles, whose overlaps are in their order."""
         if not any(profile.fetches for profile in profiles):
             return NO_LENDERS
-        models: dict[str, tuple[str, str]] = {}
-        lenders: dict[tuple[str, str], tuple[_Lender, _Lender]] = {}
+        models: dict[str, _Model] = {}
+        lenders: dict[_Model, tuple[_Lender, _Lender]] = {}
         at = 0
         for profile in profiles:
             if not profile.fetches:
                 at += len(profile.ranks)
                 continue
-            model = models[profile.instance] = profile.model, profile.zone
+            model = models[profile.instance] = profile.model, profile.region, profile.zone
             best = _NOBODY
             for rank in profile.ranks:
                 # What is only guessed may not be computed yet.
@@ -192,6 +195,7 @@ class KvScheduler:
             `reused_field`) is for the maker of `SchedulingRequest`s.
         load: what runs where; shared with other routers, or an own one unless given.
         follower: the exact index; None when engines send no events.
+        abroad: what instances of other regions say of their caches; None for nothing.
         random: breaks ties, and draws at a temperature.
 
     Raises:
@@ -204,6 +208,7 @@ class KvScheduler:
         *,
         load: ActiveLoad | None = None,
         follower: Follower | None = None,
+        abroad: CachesAbroad | None = None,
         random: Random | None = None,
     ) -> None:
         self.config = config = config or RouterConfig()
@@ -215,7 +220,7 @@ class KvScheduler:
         self._shadows = Shadows(config.named_shadows, self._random)
         self._queue = RequestQueue(config.queue_threshold, config.queue_limit, self.load)
         self._affinity = SessionAffinity(ttl=config.session_ttl, overload=config.session_overload)
-        self._caches = ExpectedCaches(follower, config)
+        self._caches = ExpectedCaches(follower, config, abroad)
         self._popularity = Popularity()
         self._running: dict[int, Decision] = {}
         self._counts = SchedulerStatistics()

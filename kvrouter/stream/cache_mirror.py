@@ -29,6 +29,7 @@ from dynbus.kvrouter.events import (
     KvEvent,
     Tier,
 )
+from dynbus.kvrouter.hashing import hash_prefixes
 from dynbus.kvrouter.radix.runs import MOST_NAMED, NAME_BYTES, find_name, pack_name
 
 from .digest import MASK, block_digest
@@ -222,6 +223,15 @@ class CacheMirror:
             self.blocks, sum(tier.make_digest() for tier in self._tiers.values()) & MASK
         )
 
+    def prefixes(self, most: int) -> list[int]:
+        """The hash of each prefix that ends with a held block, of the latest blocks and those that
+        lead to them; see `hash_prefixes`.
+
+        Args:
+            most: that are hashed of each tier, with blocks that are held no longer among them.
+        """
+        return [one for tier in self._tiers.values() for one in tier.prefixes(most)]
+
     def state(self) -> Iterator[KvEvent]:
         """Events that bring an empty index to what is held at this moment.
 
@@ -386,6 +396,28 @@ class _TierMirror:
         if place:
             return stretch.name_at(place - 1)
         return self._stretches[stretch.above].name_at(stretch.above_at) if stretch.above else None
+
+    def prefixes(self, most: int) -> list[int]:
+        """See `CacheMirror.prefixes`."""
+        chosen: set[int] = set()
+        room = most
+        for number in reversed(self._stretches):
+            path: list[Stretch] = []
+            while number and number not in chosen:
+                path.append(self._stretches[number])
+                number = path[-1].above
+            room -= sum(len(one.names) for one in path) // NAME_BYTES
+            if room < 0:
+                break
+            chosen.update(one.number for one in path)
+        hashes: dict[int, list[int]] = {}
+        held: list[int] = []
+        for number in sorted(chosen):
+            one = self._stretches[number]
+            after = hashes[one.above][one.above_at] if one.above else None
+            hashes[number] = of_stretch = hash_prefixes(_blocks(one.blocks), after)
+            held += [each for at, each in enumerate(of_stretch) if not one.gone >> at & 1]
+        return held
 
     def make_digest(self) -> int:
         """The digest of these blocks, not cut to 64 bits."""

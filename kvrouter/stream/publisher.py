@@ -22,7 +22,13 @@ from anyio.abc import TaskGroup
 
 from dynbus import Actor, ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from dynbus.kvrouter.events import MAX_RANK, KvEvent
-from dynbus.kvrouter.names import AWARENESS, PUBLISHED, kv_event_subject, kv_resync_subject
+from dynbus.kvrouter.names import (
+    AWARENESS,
+    PUBLISHED,
+    kv_abroad_subject,
+    kv_event_subject,
+    kv_resync_subject,
+)
 from dynbus.spi import (
     Background,
     Bus,
@@ -42,6 +48,7 @@ from .event_log import EventLog, LogStatistics, OutgoingBatch
 from .event_stream import EpochClock, EventStream, StoredEvents, ensure_stream, read_events
 from .loop_sink import LoopSink
 from .resync import decode_resync
+from .summary import SUMMARY_INTERVAL, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -330,6 +337,7 @@ class KvEventPublisher(Openable):
             await connection.barrier()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._run, tasks)
+                tasks.start_soon(self._tell_abroad)
                 self._loop = asyncio.get_running_loop()
                 yield
                 tasks.cancel_scope.cancel()
@@ -552,6 +560,20 @@ class KvEventPublisher(Openable):
                 for log in self._logs.values():
                     log.begin_anew()
             self._progress.set()
+
+    async def _tell_abroad(self) -> None:
+        """Tell other regions now and then what each rank holds, in short."""
+        connection = self._connection
+        while True:
+            await anyio.sleep(SUMMARY_INTERVAL)
+            for dp_rank, log in list(self._logs.items()):
+                region = connection.region
+                if region and connection.is_connected:
+                    summary = summarize(log.mirror, connection.max_payload)
+                    subject = kv_abroad_subject(region, *self._address, dp_rank)
+                    connection.publish(subject, summary)
+                # Each takes some milliseconds: whatever else the loop serves comes between.
+                await asyncio.sleep(0)
 
     def _take_in(self) -> None:
         """Take in what was handed over, or as much of it as does not keep the loop for long."""

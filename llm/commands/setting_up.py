@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus import ConfigError, DynbusError, EndpointName, WorkQueueConfig
-from dynbus.llm.needed_streams import all_streams
+from dynbus.llm.needed_streams import abroad_streams, all_streams
 from dynbus.spi import (
     JetStream,
     NeededStream,
@@ -258,7 +258,7 @@ def run(
     async def work() -> list[Outcome]:
         async with terminal.server(config, "dynbus-setup") as server:
             connection = server.connection
-            abroad = NeededStream.of_region(connection.region)
+            abroad = abroad_streams(connection.region)
             for one in needed if not dry_run else ():
                 await one.announce(connection)
             return await set_up(connection.jetstream, [*needed, *abroad], dry_run=dry_run)

@@ -9,11 +9,20 @@ again now and then, and what nobody does is gone after a day.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from typing import Final
 
 from dynbus import DynbusError
-from dynbus.spi import ComponentName, JetStream, NoStream, StreamConfig, StreamLimits, read_latest
+from dynbus.spi import (
+    ComponentName,
+    JetStream,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    read_latest,
+)
 
 MAX_ARTEFACT_BYTES: Final = 32 * 1024 * 1024
 PIECE_BYTES: Final = 128 * 1024
@@ -66,8 +75,11 @@ class Artefacts:
             if not await self._is_kept(data, now):
                 await self._store(data)
 
-    async def get(self, digest: str) -> bytes:
+    async def get(self, digest: str, regions: Iterable[str] = ()) -> bytes:
         """The file with a digest.
+
+        Args:
+            regions: others, where it is looked for when the own one does not have it.
 
         Raises:
             NoArtefact: it is not there.
@@ -75,20 +87,25 @@ class Artefacts:
         """
         stream, subject = ARTEFACTS_STREAM.name, self._subject(digest, "*")
         try:
-            messages = await read_latest(
+            latest = await read_latest(
                 self._jetstream, stream, subject, timeout=READ_TIMEOUT, retry=True
             )
+            messages = list(latest.values())
         except NoStream:
-            messages = {}
-        pieces = {
-            int(number): message.data
-            for name, message in messages.items()
-            if (number := name.rpartition(".")[2]).isdecimal()
-        }
-        data = b"".join(pieces[number] for number in sorted(pieces))
+            messages = []
+        tried = [stream]
+        for region in regions:
+            if digest_of(_joined(messages)) == digest:
+                break
+            tried.append(f"that of the region {region}")
+            there = self._jetstream.of_region(region)
+            with suppress(NoStream):
+                messages = await there.read(stream, subject, timeout=READ_TIMEOUT)
+        data = _joined(messages)
         if digest_of(data) != digest:
             raise NoArtefact(
-                f"the file {digest} of {self._component} is not in {stream}, or not whole"
+                f"the file {digest} of {self._component} is not in {', nor in '.join(tried)}, or "
+                "not whole"
             )
         return data
 
@@ -122,6 +139,16 @@ class Artefacts:
 
 def _pieces(data: bytes) -> list[bytes]:
     return [data[at : at + PIECE_BYTES] for at in range(0, max(1, len(data)), PIECE_BYTES)]
+
+
+def _joined(messages: Iterable[StoredMessage]) -> bytes:
+    """The file that the pieces in messages make."""
+    pieces = {
+        int(number): message.data
+        for message in messages
+        if (number := message.subject.rpartition(".")[2]).isdecimal()
+    }
+    return b"".join(pieces[number] for number in sorted(pieces))
 
 
 def digest_of(data: bytes) -> str:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import anyio
 
-from dynbus import DynbusError, NoInstances, Runtime, Unavailable
+from dynbus import DynbusError, NoInstances, PermissionDenied, Runtime, Unavailable
 from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
@@ -30,7 +30,7 @@ from dynbus.spi import (
 from .artefacts import Artefacts
 from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences
 from .names import NAMES_STREAM, NameView, Owners
-from .records import ADDED, CARDS_STREAM, StoredCard, card_of
+from .records import ABROAD, ABROAD_CARDS_STREAM, ADDED, CARDS_STREAM, StoredCard, card_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,12 @@ class CardView:
             if not subjects:
                 del self._by_name[stored.card.name]
 
-    def begin_reading(self, now: float) -> None:
-        """All cards are about to be read; those that are not come again have ended."""
-        self._ends = dict.fromkeys(self._ends, now)
+    def begin_reading(self, now: float, *, abroad: bool = False) -> None:
+        """All cards of the own region, or of the others, are about to be read; those that are not
+        come again have ended."""
+        for subject in self._ends:
+            if subject.startswith(f"{ABROAD}.") is abroad:
+                self._ends[subject] = now
 
     def models(self) -> list[ServedModel]:
         """The models that are served now, by name; a name has several where they are asked for
@@ -287,10 +290,12 @@ class Catalog(Openable):
     async def _load(self, card: ModelCard) -> TextModel:
         component = card.endpoint_name.component_name
         artefacts = Artefacts(self._runtime.bus.data.jetstream, component)
+        serving = self._runtime.within_reach(component)
+        regions = sorted({instance.region for instance in serving} - {""})
         try:
-            tokenizer = await artefacts.get(card.artefacts[TOKENIZER])
+            tokenizer = await artefacts.get(card.artefacts[TOKENIZER], regions)
             digest = card.artefacts.get(TEMPLATE)
-            source = (await artefacts.get(digest)).decode() if digest else None
+            source = (await artefacts.get(digest, regions)).decode() if digest else None
         except DynbusError as error:
             raise Unavailable(
                 f"the tokenizer of the model {card.name} cannot be read now: {error}", started=False
@@ -326,6 +331,8 @@ class Catalog(Openable):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read, CARDS_STREAM, self._consume_cards)
             tasks.start_soon(self._read, NAMES_STREAM, self._consume_names)
+            if runtime.spills:
+                tasks.start_soon(self._read_abroad)
             tasks.start_soon(self._expired.remove)
             tasks.start_soon(self._look)
             with anyio.move_on_after(runtime.bus.config.connect_timeout):
@@ -347,6 +354,18 @@ class Catalog(Openable):
             with anyio.CancelScope(shield=True):
                 await consumer.stop()
 
+    async def _read_abroad(self) -> None:
+        """Follow the models of other regions, once the servers are of a region."""
+        bus = self._runtime.bus
+        while True:
+            if bus.data.region:
+                try:
+                    await self._read(ABROAD_CARDS_STREAM, self._consume_cards_abroad)
+                except PermissionDenied as error:
+                    logger.warning("models of other regions are not known here: %s", error)
+                    return
+            await anyio.sleep(bus.config.lease_ttl)
+
     async def _begin(
         self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]
     ) -> OrderedConsumer:
@@ -367,6 +386,20 @@ class Catalog(Openable):
             self._receive,
             on_restart=lambda: self._view.begin_reading(monotonic()),
             on_caught_up=self._caught_up.set,
+        )
+
+    async def _consume_cards_abroad(self) -> OrderedConsumer:
+        data = self._runtime.bus.data
+
+        def receive(message: StoredMessage) -> None:
+            if message.subject.split(".")[1] != data.region:
+                self._receive(message)
+
+        return await data.jetstream.consume(
+            ABROAD_CARDS_STREAM.name,
+            receive,
+            last_per_subject=True,
+            on_restart=lambda: self._view.begin_reading(monotonic(), abroad=True),
         )
 
     async def _consume_names(self) -> OrderedConsumer:
@@ -412,10 +445,9 @@ class Catalog(Openable):
             await self._changed.wait()
 
     def _owners(self, card: ModelCard) -> list[tuple[str, str]]:
-        namespace, component, endpoint = card.endpoint_name
-        instances = self._runtime.discovery.view.instances(namespace, component, monotonic())
+        name = card.endpoint_name
         return [
             (instance.id, instance.record.incarnation)
-            for instance in instances
-            if endpoint in instance.record.endpoints
+            for instance in self._runtime.within_reach(name.component_name)
+            if name.endpoint in instance.record.endpoints
         ]

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,14 @@ import anyio
 import msgspec
 
 from dynbus import ConfigError, DynbusError, EndpointName, PermissionDenied, Unavailable
-from dynbus.spi import Bus, ComponentName, Discovery, LeasedRecord, StoredMessage, monotonic
+from dynbus.spi import (
+    Bus,
+    ComponentName,
+    Discovery,
+    LeasedRecord,
+    StoredMessage,
+    monotonic,
+)
 
 from .artefacts import Artefacts
 from .card import ModelCard, differences
@@ -27,6 +35,7 @@ from .records import (
     MAX_CARD_BYTES,
     StoredCard,
     card_subject,
+    card_subject_abroad,
     read_cards,
 )
 
@@ -95,7 +104,7 @@ async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) 
         artefacts = Artefacts(target.bus.data.jetstream, target.endpoint.component_name)
         if files:
             await artefacts.keep(files)
-        registration = _Registration(target, card.name, subject, data, files, artefacts)
+        registration = _Registration(target, card, subject, data, files, artefacts)
         try:
             await registration.begin()
             await _refuse_later(target, card, registration.sequence)
@@ -264,7 +273,7 @@ class _Registration:
     def __init__(
         self,
         target: Target,
-        name: str,
+        card: ModelCard,
         subject: str,
         data: bytes,
         files: Sequence[bytes],
@@ -273,12 +282,15 @@ class _Registration:
         # On the control lane, which nothing of the main loop delays.
         self._lane = lane = target.bus.lane
         self._target = target
-        self._name = name
+        self._name = card.name
         self._names = Names(lane.connection.jetstream)
         self._data = data
         self._files = files
         self._artefacts = artefacts
         self._now = asyncio.Event()
+        self._subject_abroad = partial(
+            card_subject_abroad, endpoint=target.endpoint, name=card.name, owner=target.owner
+        )
         self._record = LeasedRecord(
             lane.connection.jetstream,
             CARDS_STREAM.name,
@@ -301,14 +313,25 @@ class _Registration:
         Raises:
             DynbusError: it cannot be written.
         """
-        await self._lane.run(self._record.write(self._data))
+        await self._lane.run(self._write())
+
+    async def _write(self) -> None:
+        await self._record.write(self._data)
+        self._announce_abroad(self._data)
+
+    def _announce_abroad(self, data: bytes) -> None:
+        ttl = self._record.lease.ttl
+        self._target.bus.announce_abroad(self._subject_abroad, data, ttl=ttl)
 
     async def withdraw(self) -> None:
         """Take the card back."""
-        is_connected = self._lane.connection.is_connected
         with suppress(Unavailable):
             # The lane is closed: the card expires by itself.
-            await self._lane.run(self._record.withdraw(is_connected=is_connected))
+            await self._lane.run(self._withdraw())
+
+    async def _withdraw(self) -> None:
+        self._announce_abroad(b"")
+        await self._record.withdraw(is_connected=self._lane.connection.is_connected)
 
     async def keep(self) -> None:
         """Renew the card until the model is no longer served, then take it back."""
@@ -332,7 +355,7 @@ class _Registration:
                 await self._now.wait()
             self._now.clear()
             try:
-                await self._lane.run(self._record.write(self._data))
+                await self._lane.run(self._write())
                 wait = usual
             except DynbusError as error:
                 # The lane may be connected again a moment after the data connection.

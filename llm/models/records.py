@@ -28,6 +28,7 @@ from .card import VERSION, ModelCard, check_name, model_token
 logger = logging.getLogger(__name__)
 
 CARDS_BUCKET: Final = "dynbus_models"
+ABROAD: Final = "_abroad_models"
 ADDED: Final = "added"
 """The owner of a card that an operator added: it stays until it is removed."""
 
@@ -46,6 +47,13 @@ CARDS_STREAM: Final = StreamConfig(
     marker_ttl=0.0,
     description="dynbus: one card for each model and instance that serves it",
 )
+
+ABROAD_CARDS_STREAM: Final = CARDS_STREAM._replace(
+    name="DYNBUS_MODELS_ABROAD",
+    subjects=(f"{ABROAD}.*.*.*.*.*.*",),
+    description="dynbus: the cards of models of all regions, as these say themselves",
+)
+"""The stream in which a region keeps what workers of all regions say of their models."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _decoder = msgspec.json.Decoder(ModelCard)
@@ -71,6 +79,11 @@ def card_subject(endpoint: EndpointName, name: str, owner: str) -> str:
     return f"$KV.{CARDS_BUCKET}.{endpoint}.{model_token(name)}.{owner}"
 
 
+def card_subject_abroad(region: str, endpoint: EndpointName, name: str, owner: str) -> str:
+    """The subject at which a region tells the others the card of a model; `*` for any region."""
+    return f"{ABROAD}.{region}.{endpoint}.{model_token(name)}.{owner}"
+
+
 def decode_card(data: bytes, endpoint: EndpointName) -> ModelCard | None:
     """The card of an endpoint; None for one that cannot be read, is of a later version, has a name
     that no model may have, or speaks of another endpoint."""
@@ -87,7 +100,9 @@ def decode_card(data: bytes, endpoint: EndpointName) -> ModelCard | None:
 def card_of(message: StoredMessage) -> StoredCard | None:
     """The card in a message; None for one that cannot be read, or speaks of another model or
     endpoint than its subject, which is what permissions are given for."""
-    where, _, owner = message.subject.removeprefix(f"$KV.{CARDS_BUCKET}.").rpartition(".")
+    # Behind the bucket, or behind the region that says it.
+    _, _, place = message.subject.split(".", 2)
+    where, _, owner = place.rpartition(".")
     try:
         endpoint = EndpointName.parse(where.rpartition(".")[0])
         check_token("owner", owner)
@@ -96,7 +111,7 @@ def card_of(message: StoredMessage) -> StoredCard | None:
     card = decode_card(message.data, endpoint)
     if card is None or owner == ADDED:
         return None
-    if card_subject(endpoint, card.name, owner) != message.subject:
+    if f"{endpoint}.{model_token(card.name)}.{owner}" != place:
         return None
     return StoredCard(card, owner, message.sequence, message.ttl)
 

@@ -220,11 +220,9 @@ class Models:
 
     def _instance_names(self) -> list[InstanceName]:
         """Of the instances of all models that can be asked now."""
-        view, now = self._runtime.discovery.view, monotonic()
         components = {model.card.endpoint_name.component_name for model in self.served}
-        return [
-            one.record.name for component in components for one in view.instances(*component, now)
-        ]
+        reach = self._runtime.within_reach
+        return [one.record.name for component in components for one in reach(component)]
 
     @property
     def served(self) -> list[OpenModel]:
@@ -509,18 +507,20 @@ class Models:
         Raises:
             NoInstances: there is none in time.
         """
-        runtime = self._runtime
-        limit = runtime.bus.config.connect_timeout
-        namespace, component, _ = endpoint
-        await runtime.discovery.wait(endpoint, 1, limit)
+        limit = self._runtime.bus.config.connect_timeout
         with anyio.move_on_after(limit):
             while True:
-                instances = runtime.discovery.view.instances(namespace, component, monotonic())
-                if not lora_name or any(has_adapter(one, lora_name) for one in instances):
-                    return list(instances)
+                instances = self._runtime.within_reach(endpoint.component_name)
+                if lora_name:
+                    fit = any(has_adapter(one, lora_name) for one in instances)
+                else:
+                    fit = any(endpoint.endpoint in one.record.endpoints for one in instances)
+                if fit:
+                    return instances
                 # Its card may come before the record of the instance that says it.
                 await anyio.sleep(LOOK_INTERVAL)
-        raise NoInstances(f"no instance of {endpoint} has loaded the adapter {lora_name}")
+        lacks = f" has loaded the adapter {lora_name}" if lora_name else ""
+        raise NoInstances(f"no instance of {endpoint}{lacks} within {limit:g} s")
 
 
 class _Serving:

@@ -258,6 +258,12 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
     "Models and caches": [
         may("publish what the cache of an Engine holds", "publish", "demo.Engine._kv.i.0", "Engine operator"),
         may("publish for another component", "publish", "demo.Printer._kv.i.0", "operator"),
+        may("tell other regions what the cache of an Engine holds", "publish", "_kv_abroad.eu.demo.Engine.i.0", "Engine"),
+        may("tell them so of another component", "publish", "_kv_abroad.eu.demo.Printer.i.0"),
+        may("hear what caches abroad hold", "subscribe", "_kv_abroad.*.demo.Engine.*.*", "Router frontend"),
+        may("tell other regions a model of Engine", "publish", "_abroad_models.eu.demo.Engine.generate.m.o", "Engine"),
+        may("tell them one of another", "publish", "_abroad_models.eu.demo.Shop.generate.m.o"),
+        may("read the tokenizers of another region", "publish", "$JS.us.API.DIRECT.GET.DYNBUS_MODEL_FILES", "Engine frontend operator"),
         may("ask a cache to say again what it holds", "publish", "demo.Engine._kv_resync.i.0", "Router frontend operator"),
         may("speak for a router", "publish", "demo.Engine._kv_load.r.all", "Router frontend operator"),
         may("write a snapshot of an index", "publish", "$O.DYNBUS_SNAPSHOTS_demo.C.x", "Router frontend operator"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from dynbus.kvrouter.events import BlockStored
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.active_load import ActiveLoad
 from dynbus.kvrouter.routing.caches import ExpectedCaches
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, DynamoCost, RequestShape
-from dynbus.kvrouter.routing.profiles import InstanceProfile
+from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
 from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.stream.cache_mirror import CacheMirror
+from dynbus.kvrouter.stream.summary import CachesAbroad, summarize
 
-from .routing_fixtures import HandIndex, decide, profile, request, shape
+from .routing_fixtures import BLOCK, HandIndex, decide, profile, request, shape
 
 A, B, C = profile("a"), profile("b"), profile("c")
 ABC = [A, B, C]
@@ -143,3 +146,22 @@ def test_an_instance_that_began_anew_is_taken_to_hold_nothing() -> None:
     second = decide(scheduler, request("two", [A]), 1.0)
 
     assert second.expected_reuse == 0
+
+
+def test_an_instance_of_another_region_is_taken_at_its_summary_and_asked_for_nothing() -> None:
+    index, abroad = HandIndex(), CachesAbroad()
+    scheduler = KvScheduler(follower=index, abroad=abroad)
+    far, other = (read_profile(name, {"kv_events": "true"}, region="us") for name in "ab")
+    cache = CacheMirror()
+    cache.store(BlockStored(None, range(1, 7), shape(8).block_hashes[:6]))
+    abroad.put(Rank("b", 0), summarize(cache, 1 << 20), 0.0)
+
+    for number in range(20):
+        decision = decide(scheduler, request(f"{number}", [far, other], blocks=8), float(number))
+        scheduler.note_reused(decision.number, 0, number + 0.1)
+        scheduler.ended(decision.number, number + 0.2)
+        assert decision.chosen == Rank("b", 0)
+        if not number:
+            assert decision.told_reuse == 6 * BLOCK
+
+    assert not index.resyncs
