@@ -431,12 +431,18 @@ def _prefixes(given: Any, source: str) -> tuple[str, ...]:
 
 
 def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:
-    """Handlers by attribute, base classes first; an override without @handler is none."""
+    """Handlers by attribute, base classes first; an override without @handler is none.
+
+    Raises:
+        ConfigError: two have one name, or one that is for some users is overridden by one for all.
+    """
     specs: dict[str, HandlerSpec] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
             spec = HandlerSpec.of(value)
             if spec is not None:
+                if attribute in specs:
+                    _check_override(base, specs[attribute], spec)
                 specs[attribute] = spec
             elif attribute in specs:
                 del specs[attribute]
@@ -449,6 +455,14 @@ def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:
             )
         by_name[spec.name] = attribute
     return specs
+
+
+def _check_override(cls: type[Any], overridden: HandlerSpec, spec: HandlerSpec) -> None:
+    if overridden.allow is not None and spec.allow is None:
+        raise ConfigError(
+            f"{cls.__name__}: {spec.label} would be for everybody, and {overridden.label}, which "
+            f"it overrides, is for {', '.join(sorted(overridden.allow))}: say allow= again"
+        )
 
 
 def _collect_subscriptions(cls: type[Any]) -> dict[str, Subscription]:

@@ -66,6 +66,27 @@ def test_an_override_without_the_decorator_is_no_handler() -> None:
     assert list(Quiet.__dynbus_handlers__) == ["second", "third"]
 
 
+def test_an_override_of_a_handler_for_some_users_says_whom_it_is_for() -> None:
+    class Desk(Actor, namespace="demo"):
+        @handler(allow=("billing",))
+        async def refund(self) -> str:
+            return "refunded"
+
+    with pytest.raises(ConfigError, match=r"Open\.refund would be for everybody, and .*billing"):
+
+        class Open(Desk):  # pyright: ignore[reportUnusedClass]
+            @handler
+            async def refund(self) -> str:
+                return "refunded"
+
+    class Wider(Desk):
+        @handler(allow=("*",))
+        async def refund(self) -> str:
+            return "refunded"
+
+    assert Wider.__dynbus_handlers__["refund"].allow == frozenset({"*"})
+
+
 def test_a_subclass_of_an_abstract_actor_is_not_abstract() -> None:
     check_startable(Splitter)
 
