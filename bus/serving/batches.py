@@ -248,7 +248,7 @@ class Batches:
         shared = set(first.metadata.items()).intersection(
             *(each.metadata.items() for each in contexts)
         )
-        return Context(
+        whole = Context(
             first.id if len({each.id for each in contexts}) == 1 else "",
             deadline=None if None in deadlines else max(cast("list[float]", deadlines)),
             metadata=dict(shared),
@@ -257,6 +257,9 @@ class Batches:
             hop=self._hop,
             draining=self._owner.is_draining,
         )
+        if len({each.principal for each in contexts}) == 1:
+            whole.principal = first.principal
+        return whole
 
     def _sizes_of(self, members: Sequence[_Member]) -> list[float]:
         """The sizes of the requests of a batch; empty where they are not known."""

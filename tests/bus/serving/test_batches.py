@@ -390,6 +390,24 @@ def test_a_batch_has_what_its_calls_have_in_common() -> None:
     story(batched(runs), tell)
 
 
+@pytest.mark.parametrize(
+    ("principals", "shared"), [(("a", "a"), "a"), (("a", "b"), ""), (("a", ""), "")]
+)
+def test_a_batch_has_the_principal_of_its_calls_where_that_is_one(
+    principals: tuple[str, str], shared: str
+) -> None:
+    runs = Runs()
+
+    async def tell(bench: Bench) -> None:
+        for principal in principals:
+            bench.call(b"1").call.context.principal = principal
+        await bench.execution.idle()
+
+        assert [seen.principal for seen in runs.contexts] == [shared]
+
+    story(batched(runs), tell)
+
+
 def test_a_batch_without_a_common_deadline_has_none() -> None:
     runs = Runs()
 
