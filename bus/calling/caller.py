@@ -393,11 +393,14 @@ class Caller:
     # What instances say on the control lane ----------------------------------------------
 
     def key_of(self, batch: Batch) -> str:
-        """Instances are known by what only they were told, and none speaks for another with it."""
+        """Instances are known by what only they were told, and none speaks for another with it.
+
+        Those that ask for a proof say their whole name: an id alone may be another's, too.
+        """
         remote = self.registry.remotes.get(batch.incarnation)
-        if remote is not None and remote.name.instance_id != batch.sender:
-            return ""
-        return batch.incarnation
+        if remote is None or batch.sender in (remote.name.instance_id, str(remote.name)):
+            return batch.incarnation
+        return ""
 
     def cost(self, frame: Frame, remote: Remote | None) -> int | DropReason:
         """The cost of hearing a frame; the reason for its drop, where no instance sends it."""

@@ -460,6 +460,13 @@ def split_number(subject: str) -> tuple[str, int] | None:
     return None
 
 
+def principal_of(base: str) -> str:
+    """The principal whose users alone hear the answers below a client's reply base; nobody's where
+    others may hear them too, such as below `_INBOX`."""
+    root, principal, _ = base.split(".")
+    return principal if root == REPLY_ROOT else ANONYMOUS
+
+
 def turn_taker(reply: str) -> str:
     """The one that takes turns with others: the principal or the client that is answered at
     `reply`.

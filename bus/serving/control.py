@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
@@ -39,12 +39,19 @@ UNSURE: Final = 32768
 ANSWERS_PER_TURN: Final = 256
 
 
+class ProofAnswer(NamedTuple):
+    """A client answers the question whose it is, with a token."""
+
+    client: RemoteClient
+    token: int
+
+
 class ServerControl:
     """The control subject of one instance.
 
     Args:
         carry_out: does what the ledger asks for; called on the main loop.
-        proven: called on the main loop when a client has proven whose it is.
+        answered: called on the main loop when a client answers the question whose it is.
 
     Attributes:
         registry: the dynbus clients with calls here, by key.
@@ -58,12 +65,13 @@ class ServerControl:
         execution: Execution,
         outbox: Outbox,
         carry_out: Callable[[list[Action]], None],
-        proven: Callable[[RemoteClient], None],
+        answered: Callable[[ProofAnswer], None],
     ) -> None:
         self.registry: Registry[RemoteClient] = Registry(
             name.instance_id, self, ledger.clients, bus.to_main
         )
         self._cancels: Inbox[PlainCancel] = Inbox(self._cancel_plain, bus.to_main)
+        self._answers: Inbox[ProofAnswer] = Inbox(answered, bus.to_main)
         # Questions after requests that may have arrived, but were not read yet.
         self._unsure: list[Inquiry] = []
         self._making_sure: Work | None = None
@@ -72,7 +80,7 @@ class ServerControl:
         self._execution = execution
         self._outbox = outbox
         self._carry_out = carry_out
-        self._proven = proven
+        self._name = str(name)
         self._subject = name.control_subject
         self._subscription: Subscription | None = None
 
@@ -124,8 +132,12 @@ class ServerControl:
 
     def answered(self, remote: RemoteClient, token: int, at: float) -> None:
         """A client hears what is answered to its principal, if it is that which it was asked."""
-        if token == remote.proof and token:
-            self._bus.to_main(self._proven, remote)
+        if (
+            token
+            and token == remote.proof
+            and not self._answers.put(remote.key, ProofAnswer(remote, token), FRAME_COST)
+        ):
+            self._bus.to_main(self._bus.drop, DropReason.EXCESS)
 
     def heard_while_blocked(self, batch: Batch, remote: RemoteClient | None) -> None:
         """The requests of a client that is not known yet wait in front of the blocked main loop."""
@@ -199,19 +211,26 @@ class ServerControl:
 
     # From either loop --------------------------------------------------------------------
 
-    def tell(self, sender: Sender, frame: Frame) -> None:
-        """Send one frame to the control lane of a client that need not have calls here."""
+    def tell(self, sender: Sender, frame: Frame, identity: str = "") -> None:
+        """Send one frame to the control lane of a client that need not have calls here.
+
+        Args:
+            identity: what the instance calls itself; its id unless given.
+        """
         subject = f"{sender.base}.ctl.f"
         if not is_safe_reply(subject, self._bus.config.reply_prefixes):
             self._bus.to_main(self._bus.drop, DropReason.UNSAFE_REPLY)
             return
-        identity, load = self.registry.identity, self._execution.load
+        identity, load = identity or self.registry.identity, self._execution.load
         batch = encode_batch(identity, sender.incarnation, load, [frame])
         self._bus.lane.call(self._bus.lane.connection.publish, subject, batch)
 
     def ask_for_proof(self, client: RemoteClient) -> None:
         """Ask a client to prove whose it is."""
-        self.tell(Sender(client.base, client.incarnation, client.key), Ping(client.proof))
+        sender = Sender(client.base, client.incarnation, client.key)
+        # Its whole name: an instance of another component may have taken the same id, to have its
+        # own clients answer in its place what they are asked here.
+        self.tell(sender, Ping(client.proof), self._name)
 
     def tell_nothing_here(self, gone: NothingHere, blocked: float = 0.0) -> None:
         """Tell a client that none of some calls is here.

@@ -25,7 +25,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol.call_ranges import covers
-from dynbus.bus.protocol.names import ANONYMOUS, is_safe_reply, turn_taker
+from dynbus.bus.protocol.names import ANONYMOUS, is_safe_reply, principal_of, turn_taker
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.protocol.wire import (
     Cancel,
@@ -241,7 +241,7 @@ class RemoteClient:
         busy_at: when it last had calls here, on the monotonic clock.
         principal: whose it is by its reply base, which it chose itself.
         proof: the token by which it is asked to prove that; 0 while it is not asked.
-        is_proven: whether it has.
+        proven_at: the sweep at which it last has, as `Proofs` counts them; None before.
     """
 
     def __init__(
@@ -269,9 +269,9 @@ class RemoteClient:
         self.short_of_room: set[FramedCall] = set()
         self.missing: dict[int, int] = {}
         self.busy_at = now
-        self.principal = base.split(".")[1]
+        self.principal = principal_of(base)
         self.proof = 0
-        self.is_proven = False
+        self.proven_at: int | None = None
         self._old_kept: frozenset[int] = frozenset()
         self._looked_at = now
         self._last_kept = 0

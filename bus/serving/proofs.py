@@ -3,8 +3,8 @@ answered to its principal.
 
 The sender of a request chooses the subject at which it is answered, and so the principal that it
 names. The server lets nobody but the users of that principal hear there. So the instance sends a
-token to that subject, and a client that sends it back hears there. From then on its incarnation
-stands for it, which only the two know.
+token to that subject, and a client that sends it back hears there. For a while its incarnation
+stands for it then, which only the two know.
 
 Nothing here knows of a connection or a clock.
 """
@@ -28,6 +28,10 @@ HELD_SIZES: Final = 4
 """Requests of the largest size whose bytes may wait."""
 SWEEPS: Final = 10
 """Sweeps after which a request is given up: 5 s in which the loop did run."""
+
+PROVEN_SWEEPS: Final = 120
+"""Sweeps for which a proof counts, a minute: the client's incarnation may have become known since,
+and its credential been revoked."""
 
 _TOKEN_BITS: Final = 62
 
@@ -81,6 +85,10 @@ class Proofs:
             )
         return PermissionDenied(text, started=False)
 
+    def is_proven(self, client: RemoteClient) -> bool:
+        """True if a client has proven of late whose it is."""
+        return client.proven_at is not None and self._sweeps - client.proven_at < PROVEN_SWEEPS
+
     def hold(
         self, call: FramedCall, data: bytes
     ) -> tuple[bool, Sequence[tuple[FramedCall, DynbusError]]]:
@@ -94,7 +102,11 @@ class Proofs:
         is_first = not client.proof
         if is_first:
             client.proof = secrets.randbits(_TOKEN_BITS) or 1
-        self._held[client.key, call.writer.number] = Held(call, data, self._sweeps)
+        key = client.key, call.writer.number
+        if key in self._held:
+            # One that was given up: its client chooses the numbers, and may take one again.
+            self._take(key)
+        self._held[key] = Held(call, data, self._sweeps)
         self._bytes += len(data)
         refused: list[tuple[FramedCall, DynbusError]] = []
         while len(self._held) > HELD or self._bytes > self._most_bytes:
@@ -103,18 +115,28 @@ class Proofs:
             refused.append((oldest.call, Overloaded(text, started=False)))
         return is_first, refused
 
-    def proven(self, client: RemoteClient) -> list[Held]:
-        """A client has answered: the requests that it has waiting, which may go on now."""
-        client.is_proven = True
+    def proven(self, client: RemoteClient, token: int) -> list[Held]:
+        """A client has answered with a token: its requests that wait, which may go on now.
+
+        There are none where it was not asked with that, or has answered already.
+        """
+        if not token or token != client.proof:
+            return []
+        client.proof = 0
+        client.proven_at = self._sweeps
         return [self._take(key) for key in list(self._held) if key[0] == client.key]
 
-    def sweep(self) -> tuple[list[RemoteClient], list[tuple[FramedCall, DynbusError]]]:
-        """Count a sweep.
+    def sweep(
+        self, *, cut_off: bool
+    ) -> tuple[list[RemoteClient], list[tuple[FramedCall, DynbusError]]]:
+        """Count a sweep, unless nobody can answer because we are not connected.
 
         Returns:
             The clients that are to be asked again; and requests to refuse, which have waited too
             long.
         """
+        if cut_off:
+            return [], []
         # Not a time: while the loop is blocked no answer is read.
         self._sweeps += 1
         ask: dict[str, RemoteClient] = {}

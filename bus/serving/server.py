@@ -36,7 +36,7 @@ from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import Call, ServedEndpoint
 from .contracts import contracts_endpoint
-from .control import ServerControl
+from .control import ProofAnswer, ServerControl
 from .execution import Execution, describe_calls
 from .ledger import (
     Abort,
@@ -119,7 +119,7 @@ class InstanceServer:
             self.execution,
             self._outbox,
             self._carry_out,
-            self._proven,
+            self._answered,
         )
         self._proofs = Proofs(config.principal, config.max_request_bytes)
         self._queue_subscriptions: list[Subscription] = []
@@ -366,7 +366,7 @@ class InstanceServer:
         client = call.client
         if (refusal := self._proofs.refusal(client.principal, allowed)) is not None:
             self.execution.refuse(call, refusal)
-        elif client.is_proven:
+        elif self._proofs.is_proven(client):
             call.context.principal = client.principal
             self.execution.admit(call, data, now)
         else:
@@ -375,10 +375,11 @@ class InstanceServer:
                 self.control.ask_for_proof(client)
             self._refuse_all(refused)
 
-    def _proven(self, client: RemoteClient) -> None:
-        """A client has proven whose it is."""
+    def _answered(self, answer: ProofAnswer) -> None:
+        """A client answers the question whose it is."""
+        client, token = answer
         now = monotonic()
-        for held in self._proofs.proven(client):
+        for held in self._proofs.proven(client, token):
             if not held.call.ended:
                 held.call.context.principal = client.principal
                 self.execution.admit(held.call, held.data, now)
@@ -509,7 +510,8 @@ class InstanceServer:
         self._carry_out(self.ledger.sweep(now, cut_off=cut_off))
         for call in self.ledger.calls():
             self.execution.end_if_stuck(call, now)
-        unproven, refused = self._proofs.sweep()
+        lane_cut_off = self.bus.lane.connection.state is not ConnectionState.CONNECTED
+        unproven, refused = self._proofs.sweep(cut_off=cut_off or lane_cut_off)
         self._refuse_all(refused)
         for client in unproven:
             self.control.ask_for_proof(client)

@@ -55,6 +55,7 @@ class PlayedClient:
         batches: what came to its frames subject.
         replies: what came to the reply subjects of its requests.
         control: frames that came to its control lane.
+        askers: what the senders of those call themselves.
     """
 
     def __init__(self, connection: MemoryConnection, name: str = "c1") -> None:
@@ -63,6 +64,7 @@ class PlayedClient:
         self.batches: list[Batch] = []
         self.replies: list[Message] = []
         self.control: list[Frame] = []
+        self.askers: list[str] = []
         self._arrived = asyncio.Event()
 
     async def start(self) -> None:
@@ -141,6 +143,7 @@ class PlayedClient:
         batch = decode_batch(message.data)
         assert batch is not None, message.data
         self.control += batch.frames
+        self.askers += [batch.sender] * len(batch.frames)
         self._arrived.set()
 
 

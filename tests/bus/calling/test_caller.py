@@ -716,6 +716,23 @@ def test_a_ping_that_another_than_the_instance_passes_on_is_not_answered() -> No
     assert run(story()) == [Pong(8)]
 
 
+def test_a_ping_for_a_proof_is_answered_to_the_instance_of_that_whole_name_alone() -> None:
+    # An instance of another component may have taken the id of one, to have its clients answer in
+    # its place what that asks.
+    async def story() -> list[Pong]:
+        async with played() as side:
+            side.begin(streaming=True)
+            request = await side.far.request()
+            subject = f"{request.base}.ctl.f"
+            asks = {"played.Other@one": 7, "other.FarSide@one": 8, str(ONE): 9}
+            for name, token in asks.items():
+                data = encode_batch(name, request.incarnation, 0, [Ping(token)])
+                side.far.connection.publish(subject, data)
+            return await side.far.heard(Pong)
+
+    assert run(story()) == [Pong(9)]
+
+
 def test_a_process_without_a_zone_measures_no_way() -> None:
     async def story() -> None:
         async with played() as side:
