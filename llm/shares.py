@@ -8,6 +8,9 @@ import asyncio
 from collections import Counter, deque
 from typing import Final, NamedTuple
 
+TIMES_FREE_PLACES: Final = 7
+"""Of places for requests: a single tenant has seven eighths of them, two seven fifteenths each."""
+
 
 class Shares:
     """Room that owners take and give back.

@@ -54,7 +54,7 @@ class ClientSide:
         self._closed = False
         self._jobs: dict[EndpointName, JobQueue] = {}
         # What no instance has yet: calls that wait for one, for the bus, or for another attempt.
-        self._waits: dict[anyio.CancelScope, tuple[str, str]] = {}
+        self._waits: dict[anyio.CancelScope, tuple[Set[str], str]] = {}
 
     async def begin_calling(self) -> None:
         """Take part in calls from now on."""
@@ -92,14 +92,15 @@ class ClientSide:
             raise Unavailable("the bus cannot be reached", started=False) from None
 
     @contextmanager
-    def until_cancelled(self, namespace: str, request_id: str) -> Generator[None]:
-        """Leave what waits in the block for a request when an operator cancels that.
+    def until_cancelled(self, namespaces: Set[str], request_id: str) -> Generator[None]:
+        """Leave what waits in the block for a request when an operator cancels that in one of the
+        namespaces.
 
         Raises:
             Cancelled: an operator has.
         """
         with anyio.CancelScope() as scope:
-            self._waits[scope] = namespace, request_id
+            self._waits[scope] = namespaces, request_id
             try:
                 yield
             finally:
@@ -107,10 +108,34 @@ class ClientSide:
         if scope.cancelled_caught:
             raise Cancelled(OPERATOR, request_id=request_id, started=False)
 
+    @contextmanager
+    def unless_cancelled(self, namespaces: Set[str], request_id: str) -> Generator[None]:
+        """Wait in the block for what a request needs before any call of it is made; see
+        `until_cancelled`. One that was cancelled a moment ago does not begin to wait.
+
+        Args:
+            namespaces: whose cancels are heard from now on.
+
+        Raises:
+            Cancelled: an operator has cancelled it, before or meanwhile.
+        """
+        for namespace in namespaces:
+            self.bus.cancels.hear(namespace)
+        self._check_cancelled(namespaces, request_id)
+        with self.until_cancelled(namespaces, request_id):
+            yield
+        # It may have come in the turn in which the wait was over.
+        self._check_cancelled(namespaces, request_id)
+
+    def _check_cancelled(self, namespaces: Set[str], request_id: str) -> None:
+        if any(self.bus.cancels.has(one, request_id) for one in namespaces):
+            raise Cancelled(OPERATOR, request_id=request_id, started=False)
+
     def _cancel_waits(self, namespace: str, ids: Set[str]) -> list[EndedCall]:
         ended: list[EndedCall] = []
-        for scope, (of, request_id) in list(self._waits.items()):
-            if of == namespace and request_id in ids:
+        for scope, (namespaces, request_id) in list(self._waits.items()):
+            # One that two namespaces cancel at once is told of once.
+            if namespace in namespaces and request_id in ids and not scope.cancel_called:
                 scope.cancel()
                 ended.append(EndedCall(request_id))
         return ended

@@ -530,7 +530,7 @@ class Invocation:
 
         For whatever waits while no attempt is open: one that is ends by itself.
         """
-        return self.side.until_cancelled(self.endpoint.namespace, self.request_id)
+        return self.side.until_cancelled({self.endpoint.namespace}, self.request_id)
 
     def _check_not_left(self) -> None:
         if self._left:

@@ -97,9 +97,12 @@ class CompletionExchange(Exchange):
     async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
         caller, timing, request = self._caller, self._timing, asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
-        model = await self._shared.models.get(request.model, wanted | ModelType.Backend)
-        self._trace.model_asked(completion_operation(request))
-        metrics = self._ask_for(request.model, request.priority or 0)
+        model, metrics = await self._ask_for(
+            request.model,
+            wanted | ModelType.Backend,
+            request.priority or 0,
+            completion_operation(request),
+        )
         timing.observe = metrics.inter_token_latency.observe
         body = self._for_engines(asked.body)
         wish = self._wish

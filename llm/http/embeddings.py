@@ -25,9 +25,9 @@ class EmbeddingsExchange(Exchange):
         return partial(self._embed, read_embeddings(data), data)
 
     async def _embed(self, request: EmbeddingsRequest, data: bytes) -> None:
-        model = await self._shared.models.get(request.model, ModelType.Embedding)
-        self._trace.model_asked(_operation(request))
-        metrics = self._ask_for(request.model, request.priority or 0)
+        model, metrics = await self._ask_for(
+            request.model, ModelType.Embedding, request.priority or 0, _operation(request)
+        )
         format = EmbeddingsFormat(request, self._caller.request_id)
         begun = time.perf_counter()
         work = await model.prepare_embeddings(

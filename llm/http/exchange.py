@@ -15,7 +15,9 @@ import anyio.abc
 import msgspec
 
 from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, PayloadTooLarge
+from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
+from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.spi import describe_exception, monotonic
 
@@ -24,7 +26,7 @@ from .content import Content
 from .idempotency import Recording, digest_of
 from .metrics import ModelMetrics
 from .shared import Caller, Shared
-from .tracing import Work
+from .tracing import Operation, Work
 from .writer import AnswerWriter, Send, TellsErrors
 
 logger = logging.getLogger(__name__)
@@ -287,22 +289,42 @@ class Exchange(ABC):
         finally:
             self._free_body()
 
-    def _ask_for(self, model: str, priority: int) -> ModelMetrics:
-        """Note which model is asked, which is served, and make the calls for it inherit deadline,
-        tenant and trace."""
-        shared, caller = self._shared, self._caller
+    async def _ask_for(
+        self, model: str, wanted: ModelType, priority: int, operation: Operation | None = None
+    ) -> tuple[OpenModel, ModelMetrics]:
+        """The model that is asked, once it is ready, and its figures: the wait for it and its
+        calls have the request's id, deadline, tenant and trace.
+
+        Args:
+            wanted: what it is asked for.
+            operation: for the trace.
+
+        Raises:
+            DynbusError: it cannot be asked; see `Models.get`.
+        """
+        shared = self._shared
+        self._context = context = self._enter_context(self._caller.request_id, priority)
+        opened = await shared.models.get(model, wanted)
+        if operation is not None:
+            self._trace.model_asked(operation)
+        context.set_trace_headers(self._trace.fields)
         shared.resumable.make_way(self._timing)
         self._model = model
         self._metrics = shared.metrics.of(model)
-        self._context = Context(
-            caller.request_id,
-            deadline=monotonic() + shared.settings.request_timeout,
-            metadata=caller.metadata,
+        return opened, self._metrics
+
+    def _enter_context(self, request_id: str, priority: int) -> Context:
+        """The context of all that this task does from here on: it has a request's id, its time, its
+        tenant and its trace."""
+        context = Context(
+            request_id,
+            deadline=monotonic() + self._shared.settings.request_timeout,
+            metadata=self._caller.metadata,
             priority=priority,
             trace_headers=self._trace.fields,
         )
-        self._context.enter()
-        return self._metrics
+        context.enter()
+        return context
 
     def _for_engines(self, body: bytes) -> msgspec.Raw:
         """A body for engines that take text: its salt is the tenant's, and never the client's."""

@@ -97,6 +97,7 @@ class HttpFrontEnd(Openable):
     def drain(self) -> None:
         """Take no more requests."""
         self.shared.is_draining = True
+        self._models.stop_holding()
         self._server.stop()
 
     @asynccontextmanager

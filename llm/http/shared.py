@@ -14,7 +14,7 @@ from dynbus import Context, Draining, Overloaded
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
-from dynbus.llm.shares import SharedRoom, Shares
+from dynbus.llm.shares import TIMES_FREE_PLACES, SharedRoom, Shares
 from dynbus.llm.turns import TenantThreads
 from dynbus.spi import random_id
 
@@ -38,9 +38,6 @@ BODIES_BYTES: Final = 256 * 1024 * 1024
 """Bytes of the long bodies of all requests that are being read and prepared, or four times the most
 of one where that is more.
 """
-
-TIMES_FREE_PLACES: Final = 7
-"""A single tenant has seven eighths of the requests that may run, two seven fifteenths each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,6 +278,8 @@ class StreamExchange(Exchange):
         self._writer = self._make_writer(NumberedErrors(format, numbers, begun.request_id))
         request = asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
+        # An operator cancels the stream, and not one reading of it.
+        self._enter_context(begun.request_id, request.priority or 0)
         try:
             model = await self._shared.models.get(request.model, wanted | ModelType.Backend)
         except ModelNotFound:

@@ -35,15 +35,13 @@ class TokensExchange(Exchange):
 
     async def _ask_tokenizer(self, name: str | None) -> OpenModel:
         """The model of a name, or the only one."""
-        models = self._shared.models
         if name is None:
-            known = models.names
+            known = self._shared.models.names
             if len(known) != 1:
                 among = ", ".join(known) or "none at present"
                 raise BadRequest(f"model: say which; the models are: {among}", param="model")
             name = known[0]
-        model = await models.get(name, SERVED)
-        self._ask_for(name, 0)
+        model, _ = await self._ask_for(name, SERVED, 0)
         return model
 
     def _end_with(self, answer: msgspec.Struct) -> None:

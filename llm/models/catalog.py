@@ -198,6 +198,7 @@ class Catalog(Openable):
         self._failure = "JetStream has not answered yet"
         self._changed = asyncio.Event()
         self._models: list[ServedModel] | None = None
+        self._name_changes = 0
         self._loading: dict[_Key, asyncio.Lock] = {}
         self._text_models: OrderedDict[_Key, TextModel] = OrderedDict()
 
@@ -256,13 +257,14 @@ class Catalog(Openable):
         raise NoInstances(f"no instance serves the model {name!r} within {timeout:g} s{why}")
 
     async def changes(self) -> AsyncIterator[list[ServedModel]]:
-        """Give the models that are served now, and again at each change."""
-        before: list[ServedModel] | None = None
+        """Give the models that are served now, and again when they or the registered names
+        change."""
+        before: tuple[list[ServedModel], int] | None = None
         while True:
-            models = self.models
-            if models != before:
-                before = models
-                yield models
+            known = self.models, self._name_changes
+            if known != before:
+                before = known
+                yield known[0]
             await self._change()
 
     async def text_model(self, card: ModelCard) -> TextModel:
@@ -405,6 +407,7 @@ class Catalog(Openable):
     async def _consume_names(self) -> OrderedConsumer:
         def caught_up() -> None:
             self._names.end_reading()
+            self._name_changes += 1
             self._names_caught_up.set()
 
         return await self._runtime.bus.data.jetstream.consume(
@@ -425,6 +428,7 @@ class Catalog(Openable):
 
     def _receive_name(self, message: StoredMessage) -> None:
         self._names.put(message)
+        self._name_changes += 1
         self._models = None
         self._changed.set()
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus import (
+    Draining,
     DynbusError,
     HandlerError,
     InvalidRequest,
@@ -229,8 +230,8 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, NoInstances):
         headers["Retry-After"] = AWAY_RETRY
-    elif isinstance(error, IdempotencyConflict):
-        # OpenAI's clients do that by themselves.
+    elif isinstance(error, IdempotencyConflict | Draining):
+        # OpenAI's clients do that by themselves, and another one answers where this one stops.
         headers["Retry-After"] = "1"
     elif isinstance(error, HandlerError):
         # OpenAI's clients send a 500 again, which may have broken an engine.

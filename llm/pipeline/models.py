@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, Self, get_args
@@ -14,6 +14,9 @@ import anyio
 
 from dynbus import (
     ConfigError,
+    Context,
+    DeadlineExceeded,
+    Draining,
     DynbusError,
     EndpointName,
     Instance,
@@ -27,7 +30,9 @@ from dynbus.kvrouter import KvRouter, RouterConfig, profiles, token_rule
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound
+from dynbus.llm.shares import TIMES_FREE_PLACES, Shares
 from dynbus.llm.text.text_model import TextModel
+from dynbus.llm.turns import current_tenant
 from dynbus.spi import (
     Background,
     ComponentName,
@@ -158,10 +163,12 @@ class Models:
         self._only = only
         self._opened = opened
         self._hold = hold
-        self._held: Counter[str] = Counter()
+        self._held: dict[str, Shares] = {}
+        self._is_holding = True
         self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
-        self._gone: dict[tuple[str, ModelType], float] = {}
+        # By name, types and namespace.
+        self._gone: dict[tuple[str, ModelType, str], float] = {}
         self._reconciled = asyncio.Event()
         self._is_followed = asyncio.Event()
         self._there: list[str] = []
@@ -231,7 +238,8 @@ class Models:
         return sorted(opened, key=lambda model: (model.card.name, model.card.endpoint))
 
     async def get(self, name: str, wanted: ModelType) -> OpenModel:
-        """The model of a name, once it is ready.
+        """The model of a name, once it is ready. The wait is the current request's: it ends at its
+        deadline, and when an operator cancels it.
 
         Args:
             wanted: what it is asked for.
@@ -240,9 +248,48 @@ class Models:
             ModelNotFound: there is none.
             BadRequest: it is not there for this.
             NoInstances: the last instance has gone just now, or it was held in vain.
-            Overloaded: as many requests as may be are held for it already.
+            Overloaded: as many requests as may be, of all or of its tenant, are held already.
+            Draining: it would be held, and no request is any more.
+            DeadlineExceeded: the time of the request is over.
+            Cancelled: an operator cancelled the request.
             Unavailable: it cannot be served, or nobody knows yet which models there are, and why.
         """
+        serving = self._serving(name, wanted)
+        if serving is None or serving.model is None:
+            serving = await self._when_opened(name, wanted, Context.current())
+        if serving is None:
+            named = self._named(name)
+            # What else it is there for may go a moment later.
+            if named and not self._is_away(name, wanted):
+                raise _not_for_this(named[0].card, wanted)
+            raise self.unknown(name)
+        if serving.model is None:
+            raise Unavailable(
+                f"the model {name} cannot be served: {serving.failure or 'it is being opened'}",
+                started=False,
+            )
+        return serving.model
+
+    async def _when_opened(
+        self, name: str, wanted: ModelType, request: Context | None
+    ) -> _Serving | None:
+        """What is known of a model of a name once it is open, or when the wait for that is over."""
+        if request is None:
+            return await self._wait_until_opened(name, wanted)
+        try:
+            with (
+                anyio.fail_after(request.time_left()),
+                self._runtime.unless_cancelled(self._namespaces(name), request.id),
+            ):
+                return await self._wait_until_opened(name, wanted)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the deadline passed before an engine of the model {name} was there",
+                request_id=request.id,
+                started=False,
+            ) from None
+
+    async def _wait_until_opened(self, name: str, wanted: ModelType) -> _Serving | None:
         opening = INSTANCE_TIMEOUT
         serving = self._serving(name, wanted)
         if serving is None and (owners := self.without_engine.get(name)) is not None:
@@ -252,21 +299,25 @@ class Models:
             with anyio.move_on_after(INSTANCE_TIMEOUT):
                 while not (serving := self._serving(name, wanted)) and self._is_away(name, wanted):
                     await self._reconciled.wait()
-        if serving is None:
-            named = self._named(name)
-            # What else it is there for may go a moment later.
-            if named and not self._is_away(name, wanted):
-                raise _not_for_this(named[0].card, wanted)
-            raise self.unknown(name)
-        if serving.model is None:
+        if serving is not None:
             with anyio.move_on_after(opening):
                 await serving.opened.wait()
-        if serving.model is None:
-            raise Unavailable(
-                f"the model {name} cannot be served: {serving.failure or 'it is being opened'}",
-                started=False,
-            )
-        return serving.model
+        return serving
+
+    def _namespaces(self, name: str) -> AbstractSet[str]:
+        """The namespaces in which an operator cancels a request that waits for a model: those of
+        its engines, and those of this process, where there may be no other instance."""
+        return {
+            *(owner.namespace for owner in self._catalog.registered.get(name, ())),
+            *(one.card.endpoint_name.namespace for one in self._named(name)),
+            *(namespace for gone, _, namespace in self._gone if gone == name),
+            *(instance.name.namespace for instance in self._runtime.instances.values()),
+        }
+
+    def stop_holding(self) -> None:
+        """Hold no requests any more; those that are held end with `Draining`."""
+        self._is_holding = False
+        self._wake()
 
     async def _hold_for(
         self, name: str, wanted: ModelType, owners: Sequence[ComponentName]
@@ -279,10 +330,17 @@ class Models:
 
         Raises:
             NoInstances: none came in time.
-            Overloaded: as many requests as may be wait for it already.
+            Overloaded: as many requests as may be, of all or of its tenant, wait for it already.
+            Draining: no request is held any more.
         """
         with self._place(name, owners), anyio.move_on_after(self._hold.seconds):
             while name in self.without_engine:
+                if not self._is_holding:
+                    # Another front end holds it as well, for as long as that takes.
+                    raise Draining(
+                        f"the model {name} has no engine, and the front end stops; ask another one",
+                        started=False,
+                    )
                 await self._reconciled.wait()
             return self._serving(name, wanted)
         raise NoInstances(
@@ -293,23 +351,25 @@ class Models:
 
     @contextmanager
     def _place(self, name: str, owners: Sequence[ComponentName]) -> Generator[None]:
-        """A place among the requests that wait for an engine of a model, which is counted for what
-        scales engines."""
-        if self._held[name] >= self._hold.most:
+        """A place for the current tenant among the requests that wait for an engine of a model;
+        these are counted for what scales engines."""
+        places = self._held.setdefault(name, Shares(self._hold.most, TIMES_FREE_PLACES))
+        tenant = current_tenant()
+        if not places.reserve(tenant):
+            kept = "" if places.taken >= places.limit else ", and what is free is for other tenants"
             raise Overloaded(
-                f"the model {name} has no engine, and {self._held[name]} requests wait for one "
-                "already; ask again later",
+                f"the model {name} has no engine, and {places.taken} requests wait for one "
+                f"already{kept}; ask again later",
                 retry_after=HELD_RETRY,
                 started=False,
             )
-        self._held[name] += 1
         self._count_waiting(owners, 1)
         try:
             yield
         finally:
             self._count_waiting(owners, -1)
-            self._held[name] -= 1
-            if not self._held[name]:
+            places.give_back(tenant)
+            if not places.taken:
                 del self._held[name]
 
     def _count_waiting(self, components: Sequence[ComponentName], delta: int) -> None:
@@ -349,7 +409,7 @@ class Models:
         """The time when the last instance of a model has gone that may come back; None where none
         has.
         """
-        left_at = [at for (gone, of), at in self._gone.items() if gone == name and of & wanted]
+        left_at = [at for (gone, of, _), at in self._gone.items() if gone == name and of & wanted]
         last = max(left_at, default=-AWAY_TIMEOUT)
         return last if monotonic() - last < AWAY_TIMEOUT else None
 
@@ -391,7 +451,8 @@ class Models:
                 serving.leaving.set()
                 if serving.card.base_model not in {one.card.name for one in models}:
                     # An adapter whose model is there was unloaded: it is not only away.
-                    self._gone[serving.card.name, serving.card.type] = monotonic()
+                    namespace = serving.card.endpoint_name.namespace
+                    self._gone[serving.card.name, serving.card.type, namespace] = monotonic()
         for key, card in wanted.items():
             if key not in self._served:
                 serving = self._served[key] = _Serving(card)
@@ -400,7 +461,10 @@ class Models:
         self._gone = {key: at for key, at in self._gone.items() if now - at < AWAY_TIMEOUT}
         self._there = sorted({one.card.name for one in models if one.instances})
         self._is_followed.set()
-        # A waiting request looks once.
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have each waiting request look once."""
         self._reconciled.set()
         self._reconciled = asyncio.Event()
 
