@@ -246,6 +246,58 @@ def test_a_stream_that_lost_its_instance_goes_on_nowhere() -> None:
     run(story())
 
 
+def test_a_wait_before_any_call_ends_and_is_told_of_once_for_all_its_namespaces() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            spaces = {"demo", "deep"}
+
+            async def wait(request_id: str) -> None:
+                with kit.caller.unless_cancelled(spaces, request_id):
+                    await anyio.sleep_forever()
+
+            waits = asyncio.ensure_future(wait("one"))
+            stays = asyncio.ensure_future(wait("two"))
+            await asyncio.sleep(1.0)
+            operator = await kit.bus.connect()
+            answers: list[Any] = []
+            operator.subscribe(
+                "_INBOX.op", lambda message: answers.append(json.loads(message.data))
+            )
+            await operator.barrier()
+            for namespace in spaces:
+                operator.publish(f"{namespace}._cancel", b"one", reply="_INBOX.op")
+            await asyncio.sleep(1.0)
+
+            with pytest.raises(Cancelled, match="an operator cancelled"):
+                await waits
+            assert (len(answers), made(answers, "one")) == (2, 1)
+            # What comes of it within a minute does not begin to wait.
+            with pytest.raises(Cancelled):
+                await wait("one")
+            assert not stays.done()
+            stays.cancel()
+
+    run(story())
+
+
+def test_a_wait_that_is_over_as_its_cancel_comes_ends_as_the_operator_was_told() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+
+            async def wait() -> None:
+                with (
+                    kit.caller.unless_cancelled({"demo"}, "one"),
+                    anyio.CancelScope(shield=True),
+                ):
+                    await asyncio.sleep(1.0)
+                    assert made(await cancel(kit, "one"), "one") == 1
+
+            with pytest.raises(Cancelled, match="an operator cancelled"):
+                await wait()
+
+    run(story())
+
+
 def test_cancels_of_unknown_requests_and_of_none_are_counted_and_harm_nothing() -> None:
     async def story() -> None:
         async with TestKit() as kit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from tests.conditions import eventually
@@ -11,10 +12,11 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import NoInstances, Unavailable
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.transport import StoredMessage
 from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput, ModelType, model_token
 from dynbus.llm.models.catalog import MAX_TEXT_MODELS, CardView, Catalog
-from dynbus.llm.models.names import NAMES_BUCKET, NameRecord, NameView
+from dynbus.llm.models.names import NAMES_BUCKET, NameRecord, Names, NameView
 from dynbus.llm.models.records import StoredCard, card_of, card_subject
 from dynbus.llm.text.text_model import TextModel
 from dynbus.testing import TestKit, run
@@ -318,6 +320,27 @@ def test_a_catalog_opens_without_jetstream_and_reads_the_models_once_it_is_there
     run(story())
 
     assert "models appear once that works" in caplog.text
+
+
+def test_a_follower_is_told_of_a_name_that_was_forgotten_while_nothing_serves_it() -> None:
+    async def story() -> None:
+        async with TestKit() as kit, Catalog(kit.caller) as catalog:
+            names = Names(kit.caller.bus.data.jetstream)
+            await names.ensure()
+            await names.register("tiny", ComponentName("demo", "Worker"))
+            await eventually(lambda: "tiny" in catalog.registered)
+            changes = aiter(catalog.changes())
+            await anext(changes)
+            owners = (await names.read("tiny")).owners("tiny")
+            assert owners is not None
+
+            await names.release(owners)
+
+            while catalog.registered:
+                with anyio.fail_after(5.0):
+                    assert await anext(changes) == []
+
+    run(story())
 
 
 def test_tokenizers_are_kept_until_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
