@@ -56,6 +56,23 @@ async def test_requests_wait_for_the_first_engine_of_a_model_that_had_one_before
     # It was asked after them, and says at once that it knows of no such model.
     other = REQUEST.replace(b'"mock"', b'"none"')
     assert (await read(patient, other)).startswith(b"HTTP/1.1 404")
+
+    # The only namespace that has an instance is the front end's.
+    named = REQUEST.replace(b"\r\n\r\n", b"\r\nX-Request-Id: told\r\n\r\n", 1)
+    ended = asyncio.create_task(read(patient, named))
+
+    async def holds_six_and_is_announced() -> bool:
+        figures = await asyncio.to_thread(get, patient, "/metrics")
+        listed = await asyncio.to_thread(folder.dynbus, "ps")
+        return b"_requests_in_flight 6" in figures and listed.stdout.count("http") >= 2
+
+    await eventually(holds_six_and_is_announced, what="it holds all of them")
+    cancelled = await asyncio.to_thread(folder.dynbus, "cancel", "told")
+    assert (cancelled.returncode, cancelled.stdout) == (
+        0,
+        "told: cancelled 1 call where it was made; no instance told of it\n",
+    )
+    assert (await ended).startswith(b"HTTP/1.1 499")
     folder.start(*engine)
 
     answers = await asyncio.gather(*held)

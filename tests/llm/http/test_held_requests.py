@@ -18,7 +18,7 @@ from .test_connections import chat, error_of, exchange, request
 pytestmark = pytest.mark.anyio
 
 HELD = {name: card for name, card in CARDS.items() if card.endpoint_name.component == "TextEngine"}
-OWNERS = {"tiny": (ComponentName("test", "ScriptedEngine"),)}
+OWNERS: dict[str, tuple[ComponentName, ...]] = {"tiny": (ComponentName("test", "ScriptedEngine"),)}
 KEY = {"Idempotency_Key": "k"}
 
 

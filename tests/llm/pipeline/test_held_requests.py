@@ -29,7 +29,7 @@ from dynbus.llm.text.text_model import TextModel
 from dynbus.testing import TestKit, run
 
 TINY = {"tiny": card("tiny", "test.ScriptedEngine.generate")}
-OWNERS = {"tiny": (ComponentName("test", "ScriptedEngine"),)}
+OWNERS: dict[str, tuple[ComponentName, ...]] = {"tiny": (ComponentName("test", "ScriptedEngine"),)}
 
 
 def begin(
