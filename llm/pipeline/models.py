@@ -273,7 +273,7 @@ class Models:
     async def _when_opened(
         self, name: str, wanted: ModelType, request: Context | None
     ) -> _Serving | None:
-        """What is known of a model of a name once it is open, or when the wait for that is over."""
+        """The model of a name once it is open, or as it is when the wait for that is over."""
         if request is None:
             return await self._wait_until_opened(name, wanted)
         try:
