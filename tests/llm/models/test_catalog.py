@@ -336,8 +336,9 @@ def test_a_follower_is_told_of_a_name_that_was_forgotten_while_nothing_serves_it
 
             await names.release(owners)
 
-            while catalog.registered:
-                with anyio.fail_after(5.0):
+            with anyio.fail_after(5.0):
+                assert await anext(changes) == []
+                while catalog.registered:
                     assert await anext(changes) == []
 
     run(story())
