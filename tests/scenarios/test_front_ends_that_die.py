@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -29,20 +29,24 @@ class Engine(ModelWorker, namespace="stack"):
 TOKENS: Final = 60
 
 
-def asking(name: str) -> bytes:
+CHAT: Final = {
+    "messages": [{"role": "user", "content": "Say something."}],
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+def asking(
+    name: str,
+    path: str = "/v1/chat/completions",
+    model: str = "mock",
+    fields: Mapping[str, Any] = CHAT,
+) -> bytes:
     """A request for a stream that is always the same."""
-    body = json.dumps(
-        {
-            "model": "mock",
-            "messages": [{"role": "user", "content": "Say something."}],
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
+    body = json.dumps({"model": model, "stream": True, **fields}).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         f"Dynbus-Resumable: 1\r\nX-Request-Id: {name}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -56,7 +60,7 @@ def going_on(name: str, after: int) -> bytes:
 
 
 async def read(port: int, data: bytes, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """What is answered, to its end or so far."""
+    """What is answered, to its end or so far; to where it was cut off."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
     try:
@@ -64,6 +68,9 @@ async def read(port: int, data: bytes, until: Callable[[bytes], bool] = lambda _
             writer.write(data)
             while not until(received) and (piece := await reader.read(65536)):
                 received += piece
+    except ConnectionResetError:
+        # The server was killed, before it had read or sent all.
+        pass
     finally:
         writer.transport.abort()
     return received

@@ -14,6 +14,7 @@ from dynbus.llm import Model, ModelWorker
 
 NAMESPACE = "upgrade"
 WORDS = 200
+SLOW = 0.1
 
 
 class Engine(ModelWorker, namespace=NAMESPACE):
@@ -22,6 +23,12 @@ class Engine(ModelWorker, namespace=NAMESPACE):
 
 async def serve(runtime: Runtime, instance_id: str) -> None:
     await runtime.start(Engine, instance_id=instance_id, engine="mock")
+    print("serves", flush=True)
+
+
+async def serve_slowly(runtime: Runtime, name: str) -> None:
+    """Serve a model of a component of its own, whose streams take seconds."""
+    await runtime.start(Engine, node=name, engine="mock", model_name=name, speedup_ratio=SLOW)
     print("serves", flush=True)
 
 
@@ -38,12 +45,15 @@ async def ask(runtime: Runtime, *documents: str) -> None:
     print(f"asked {msgspec.json.encode(asked).decode()}", flush=True)
 
 
+SERVING = {one.__name__: one for one in (serve, serve_slowly)}
+
+
 async def main(role: str, url: str, *arguments: str) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signals.SIGTERM, ended.set)
     async with Runtime.connect(url, name=role) as runtime:
-        if role == "serve":
-            await serve(runtime, *arguments)
+        if role in SERVING:
+            await SERVING[role](runtime, *arguments)
             await ended.wait()
             return
         # It stays, and takes the snapshots of the index.
