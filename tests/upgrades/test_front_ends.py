@@ -179,7 +179,8 @@ def said(events: Sequence[str]) -> Said:
             texts[0] = texts.get(0, "") + told["delta"]
         elif told.get("type") == "content_block_delta":
             texts[0] = texts.get(0, "") + told["delta"]["text"]
-        usage = told.get("usage") or told.get("response", {}).get("usage") or {}
+        holder: dict[str, Any] = told.get("response", told)
+        usage: dict[str, int] = holder.get("usage") or {}
         tokens = usage.get("completion_tokens", usage.get("output_tokens", tokens))
     return Said(texts, tokens)
 

@@ -68,15 +68,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_without("vllm", items, Path(__file__).parent, "docs/guides/vllm.md")
 
 
+def importing(package: Path | None) -> dict[str, str]:
+    """The environment of a process that imports dynbus from a folder, where one is named."""
+    return {} if package is None else {"PYTHONPATH": str(package)}
+
+
 class Run:
     """A `dynbus run`.
+
+    Args:
+        package: the folder from which it imports dynbus; that of this version unless given.
 
     Attributes:
         log: what it has written.
     """
 
     def __init__(
-        self, folder: Path, url: str, options: Sequence[str], *, namespace: str = "vllm"
+        self,
+        folder: Path,
+        url: str,
+        options: Sequence[str],
+        *,
+        namespace: str = "vllm",
+        package: Path | None = None,
     ) -> None:
         (folder / "actors.py").write_text(textwrap.dedent(ACTORS.format(namespace=namespace)))
         self.log = folder / "run.log"
@@ -84,7 +98,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dynbus", "run", "actors.py", "--nats", url, *options],
                 cwd=folder,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | importing(package),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -105,11 +119,12 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, url: str, model: Path, *options: str) -> Generator[Run]:
-    """A run of engines of this model, once they are ready."""
-    run = Run(
-        folder, url, [*OPTIONS, f"--Engine.model={model}", "--Engine.model_name=tiny", *options]
-    )
+def running(
+    folder: Path, url: str, model: Path, *options: str, package: Path | None = None
+) -> Generator[Run]:
+    """A run of engines of this model, with dynbus from a folder where one is named."""
+    named = [f"--Engine.model={model}", "--Engine.model_name=tiny"]
+    run = Run(folder, url, [*OPTIONS, *named, *options], package=package)
     try:
         yield run
     finally:
@@ -150,25 +165,32 @@ def fleet(
     wait_until(lambda: not any(map(is_alive, last)), what="everything ends")
 
 
-@pytest.fixture(scope="session")
-def front_end(
-    nats_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """The address of a `dynbus http`, which all tests share."""
-    folder = tmp_path_factory.mktemp("front_end")
+@contextmanager
+def serving_http(folder: Path, url: str, package: Path | None = None) -> Generator[str]:
+    """The address of a `dynbus http`, with dynbus from a folder where one is named."""
     port = free_port()
     with (folder / "http.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dynbus", "http", "--nats", nats_server.url, f"--port={port}"],
+            [sys.executable, "-m", "dynbus", "http", "--nats", url, f"--port={port}"],
             stdout=log,
             stderr=log,
             cwd=folder,
+            env=os.environ | importing(package),
         )
     try:
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.terminate()
         process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="session")
+def front_end(
+    nats_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The address of a front end, which all tests share."""
+    with serving_http(tmp_path_factory.mktemp("front_end"), nats_server.url) as address:
+        yield address
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,23 +33,27 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 LEASE = 6
 
 
-@pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, nats_server: RunningServer, tiny_model: Path
-) -> Iterator[Run]:
+def nodes_of(model: Path) -> dict[str, dict[str, Any]]:
     """A prefill engine and a decode engine, by the names of their nodes."""
-    folder = tmp_path_factory.mktemp("pair")
-    engine = {**ENGINE, "class": "Engine", "model": str(tiny_model), "model_name": "pair"}
+    engine = {**ENGINE, "class": "Engine", "model": str(model), "model_name": "pair"}
     # On CPUs vLLM fails with seeded requests whose prompts are computed in several steps.
     engine |= {"enable_lora": False, "max_num_batched_tokens": 8192}
-    nodes = {
+    return {
         "prefill": {**engine, "kv_lease": LEASE},
         "decode": {
             **engine,
             "disaggregation": {"local_prompt_tokens": 64, "max_queue_length": 16},
         },
     }
-    (folder / "pair.yaml").write_bytes(msgspec.yaml.encode(nodes))
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, nats_server: RunningServer, tiny_model: Path
+) -> Iterator[Run]:
+    """A run of both."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "pair.yaml").write_bytes(msgspec.yaml.encode(nodes_of(tiny_model)))
     run = Run(folder, nats_server.url, ["-f", "pair.yaml"], namespace="pair")
     try:
         yield run
