@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -94,7 +95,7 @@ class Front:
                 read(
                     self._port,
                     asking(name, asked.path, asked.model, BODIES[asked.path]),
-                    lambda so_far, name=name: until(name, so_far),
+                    partial(until, name),
                 )
                 for name, asked in names.items()
             )
@@ -203,6 +204,7 @@ async def test_resumable_streams_outlive_a_front_end_of_either_version_at_one_of
     # It has nothing to go on with but what is stored on the bus.
     new = Front(shops, NEW)
     await new.ready()
+    ended = await new.again(whole)
     after = await new.go_on(before)
     taken_over = (await new.counts())["taken_over"]
 
@@ -210,7 +212,7 @@ async def test_resumable_streams_outlive_a_front_end_of_either_version_at_one_of
     assert {one.tokens for one in expected} == {TOKENS, 2 * TOKENS}
     assert taken_over > 0
     assert answers(after) == expected
-    assert await new.again(whole) == whole
+    assert ended == whole
 
     old = Front(shops, OLD)
     await old.ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -152,6 +153,6 @@ def is_within(old: Any, new: Any) -> bool:
         fields = cast("dict[str, Any]", old)
         return all(name in new and is_within(value, new[name]) for name, value in fields.items())
     if isinstance(old, list):
-        items = list[Any](old)
+        items = cast("Sequence[Any]", old)
         return len(items) <= len(new) and all(map(is_within, items, new))
     return bool(old == new)
