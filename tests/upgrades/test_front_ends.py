@@ -22,10 +22,13 @@ from .versions import NEW, OLD, Shops, stop
 pytestmark = pytest.mark.anyio
 
 TOKENS: Final = 40
+CHAT: Final = "/v1/chat/completions"
+WORDS: Final = 1500
+"""Of a prompt for which an engine is silent for more than a second."""
 SAID: Final = [{"role": "user", "content": "Say something."}]
 LENGTH: Final = {"max_tokens": TOKENS, "ignore_eos": True}
 BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "/v1/chat/completions": {
+    CHAT: {
         "messages": SAID,
         "stream_options": {"include_usage": True},
         "n": 2,
@@ -101,6 +104,18 @@ class Front:
             )
         )
         return {name: numbered(one) for name, one in zip(names, came, strict=True)}
+
+    async def begin_in_silence(self, name: str) -> list[str]:
+        """Ask for a stream whose first token takes a while, and leave when it has begun; no
+        events."""
+        fields = {
+            **BODIES[CHAT],
+            "messages": [{"role": "user", "content": f"{name} " + "word " * WORDS}],
+        }
+        asked = asking(name, CHAT, "of-old", fields | {"n": 1})
+        head = await read(self._port, asked, lambda so_far: b"\r\n\r\n" in so_far)
+        assert not numbered(head + b"0\r\n\r\n")
+        return []
 
     async def go_on(self, before: Mapping[str, list[str]]) -> dict[str, list[str]]:
         """All events of the streams of which these came elsewhere, which are not asked for."""
@@ -221,7 +236,13 @@ async def test_resumable_streams_outlive_a_front_end_of_either_version_at_one_of
         after = await here.go_on(before)
         assert answers(after) == expected
         assert await there.again(after) == after
-    # Each was heard to live by the other.
+    for there, here in ((old, new), (new, old)):
+        name = f"silent-{there.process.pid}"
+        before = {name: await there.begin_in_silence(name)}
+        after = await here.go_on(before)
+        assert answers(after)[0].tokens == TOKENS
+        assert await there.again(after) == after
+    # Each was heard to live by the other, also while it stored nothing.
     assert {"taken_over", "lost"}.isdisjoint(await old.counts())
     assert (await new.counts())["taken_over"] == taken_over
     assert "lost" not in await new.counts()
