@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine_events.of_actor import EngineEvents
     from .engine_events.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
+    from .fairness import FairTurns
     from .hashing import SEED, block_hashes, sequence_hashes, token_bytes
     from .permissions import event_grants, routing_grants
     from .radix import Overlap, RadixIndex, Rank
@@ -84,6 +85,7 @@ __all__ = [
     "EngineBridge",
     "EngineEvents",
     "EventStream",
+    "FairTurns",
     "FollowerStatus",
     "IndexFollower",
     "InstanceProfile",
@@ -147,6 +149,7 @@ if not TYPE_CHECKING:
         __name__,
         "events",
         "hashing",
+        "fairness",
         "radix",
         "stream",
         "routing",

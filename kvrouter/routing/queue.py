@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from dynbus import NoInstances, Overloaded
+from dynbus import Context, NoInstances, Overloaded
+from dynbus.kvrouter.fairness import FairTurns
 
 from .active_load import ActiveLoad
 from .cost import RequestShape
@@ -17,6 +19,9 @@ from .requests import NO_CONSTRAINTS, Constraints
 
 RETRY_AFTER: Final = 0.5
 """Seconds after which a request that found no instance for it has a chance."""
+
+TIMES_FREE_PLACES: Final = 7
+"""A tenant's requests may wait on so many times the places that it leaves free."""
 
 MOST_SHOWN: Final = 3
 """Refusals in the text of an error."""
@@ -78,18 +83,22 @@ class Ticket:
     """A request that waits.
 
     Attributes:
-        place: the order of service: the most urgent first, then as they arrived.
+        place: the order of service: the most urgent first, then by the turns of their tenants,
+            then as they arrived.
+        tenant: empty where there are none.
     """
 
     request: SchedulingRequest
-    place: tuple[int, int]
+    place: tuple[int, float, int]
+    tenant: str
 
 
 _place: Final = attrgetter("place")
 
 
 class RequestQueue:
-    """Requests of one component that wait for room.
+    """Requests of one component that wait for room. Those of one priority are served by tenants in
+    turn, by the tokens of their prompts.
 
     Args:
         threshold, limit: `queue_threshold` and `queue_limit` of `RouterConfig`.
@@ -107,6 +116,8 @@ class RequestQueue:
         self._arrivals = 0
         # In the order of service.
         self._tickets: list[Ticket] = []
+        self._turns = FairTurns()
+        self._waiting_of = Counter[str]()
 
     def __repr__(self) -> str:
         return f"<RequestQueue [{len(self)} of {self._limit} waiting]>"
@@ -126,28 +137,43 @@ class RequestQueue:
         """Let a request wait.
 
         Raises:
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or as far as the request's tenant may fill it.
         """
-        if len(self) >= self._limit:
+        tenant = request.shape.metadata.get(Context.TENANT_KEY, "")
+        free = self._limit - len(self) - 1
+        own = self._waiting_of[tenant]
+        if free < 0 or (tenant and own and own + 1 > TIMES_FREE_PLACES * free):
             self.refused += 1
+            full = "the queue is full" if free < 0 else "what is free is for other tenants"
             raise Overloaded(
                 f"all {len(request.profiles)} instances are busy and {len(self)} requests "
-                "wait: the queue is full (queue_limit)",
+                f"wait: {full} (queue_limit)",
                 retry_after=RETRY_AFTER,
                 request_id=request.request_id,
                 started=False,
             )
         self._arrivals += 1
-        ticket = Ticket(request, (-request.shape.priority, self._arrivals))
+        self._waiting_of[tenant] += 1
+        turn = self._turns.take(tenant, request.shape.prompt_tokens)
+        ticket = Ticket(request, (-request.shape.priority, turn, self._arrivals), tenant)
         insort(self._tickets, ticket, key=_place)
         return ticket
 
     def withdraw(self, ticket: Ticket) -> bool:
         """A request waits no longer, since nobody wants it; False when it did not wait."""
+        if not self._remove(ticket):
+            return False
+        self._turns.correct(ticket.tenant, -ticket.request.shape.prompt_tokens)
+        return True
+
+    def _remove(self, ticket: Ticket) -> bool:
         at = bisect_left(self._tickets, ticket.place, key=_place)
         if self._tickets[at : at + 1] != [ticket]:
             return False
         del self._tickets[at]
+        self._waiting_of[ticket.tenant] -= 1
+        if not self._waiting_of[ticket.tenant]:
+            del self._waiting_of[ticket.tenant]
         return True
 
     def take_free(self) -> Iterator[Ticket]:
@@ -163,7 +189,8 @@ class RequestQueue:
             if self._is_busy(request.profiles):
                 is_held = is_held or not request.is_narrow
                 continue
-            self.withdraw(ticket)
+            self._remove(ticket)
+            self._turns.begin(ticket.place[1])
             yield ticket
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:

@@ -151,6 +151,7 @@ class ModelEngine:
             room,
             first_index=request.index,
             priority=request.priority,
+            owner=request.cache_salt,
             stop_token_ids=stops,
             min_tokens=request.min_tokens,
             holds=holds,
@@ -306,6 +307,7 @@ class ModelEngine:
             [sequence],
             0,
             priority=request.priority,
+            owner=request.cache_salt,
             is_text=True,
             caches=pooling == "last",
         )

@@ -156,6 +156,7 @@ class RequestPool(Generic[S]):
         caches: bool = True,
         holds: bool = False,
         is_parked: bool = False,
+        owner: str | None = None,
     ) -> None:
         """Take in a request that is checked: one sequence for each of its continuations."""
         added = [
@@ -172,6 +173,7 @@ class RequestPool(Generic[S]):
                 caches=caches,
                 holds=holds,
                 is_parked=is_parked,
+                owner=owner or "",
             )
             for number, sequence in enumerate(sequences)
         ]

@@ -4,6 +4,8 @@ Running requests come first, each with the tokens that it lacks, a prompt in chu
 ones in their order, as long as the token budget, the number of sequences and the blocks allow.
 A running request that finds no block takes those of the last one: that one waits again, at the
 head, and is computed anew. The order is that of priority, and of admission where it is the same.
+Of those that wait with one priority, owners (tenants) have their turns by the work of their
+requests.
 
 A request whose prompt is computed elsewhere, or read from elsewhere while it is computed here, has
 all blocks of its prompt when it is admitted, and nobody takes them from it. While it waits for its
@@ -13,10 +15,11 @@ prompt to come it takes no place among those that run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
+from dynbus.kvrouter import FairTurns
 from dynbus.llm.generation import FinishReason
 
 from .block_manager import BlockManager
@@ -25,6 +28,11 @@ from .interface import BlockTier, Held
 TEXT_SHARE: Final = 4
 """The part of a step's tokens that texts to embed have at most while anything else runs: a stream
 waits for the whole step, and nobody watches an embedding come."""
+
+FIRST_OUTPUT: Final = 128.0
+"""Tokens of output that a request is taken to have before any has ended."""
+MEMORY: Final = 32
+"""The output of the latest request counts for so much of what is expected: one part in as many."""
 
 LOOKED_UP: Final = 256
 """Blocks of a prompt that are looked up at first; twice as many each time that all are cached."""
@@ -73,6 +81,9 @@ class ScheduledRequest(Generic[S]):
         cached_tokens: tokens of the prompt found in the cache when it was first admitted.
         resumes: whether it was preempted after its last token.
         chunks: steps that computed a part of its prompt.
+        owner: whose it is.
+        expected: tokens of output that are predicted.
+        turn: its place among those that wait with its priority.
     """
 
     id: str
@@ -93,6 +104,9 @@ class ScheduledRequest(Generic[S]):
     cached_tokens: int | None = None
     resumes: bool = False
     chunks: int = 0
+    owner: str = ""
+    expected: float = 0.0
+    turn: float = 0.0
 
     def __repr__(self) -> str:
         return f"<ScheduledRequest {self.id} [{self.computed}/{self.sequence.length} computed]>"
@@ -167,6 +181,10 @@ class Scheduler(Generic[S]):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunked_prefill = chunked_prefill
+        self._turns = FairTurns()
+        self._mean_output = FIRST_OUTPUT
+        # A token of output takes a place of a step, one of a prompt a part of its tokens.
+        self._decode_work = max_num_batched_tokens / max_num_seqs
 
     def __repr__(self) -> str:
         return f"<Scheduler [{len(self.running)} running, {len(self.waiting)} waiting]>"
@@ -175,7 +193,25 @@ class Scheduler(Generic[S]):
         """Let a request wait for a step that has room for it."""
         self._texts += request.is_text
         self.is_stalled = False
-        _insert(self.waiting, request)
+        if not request.is_text:
+            request.expected = min(float(request.max_tokens), self._mean_output)
+        request.turn = self._turns.take(request.owner, self._work(request))
+        self._wait(request)
+
+    def _work(self, request: ScheduledRequest[S]) -> float:
+        """The predicted work of a request that has not begun, in tokens of a prompt."""
+        prompt = request.sequence.length if request.leads else 0
+        return prompt + self._decode_work * request.expected
+
+    def _wait(self, request: ScheduledRequest[S]) -> None:
+        """Have a request wait: behind all that are more urgent or whose turn comes first."""
+        waiting = self.waiting
+        place = (-request.priority, request.turn)
+        if not waiting or (-waiting[-1].priority, waiting[-1].turn) <= place:
+            waiting.append(request)
+            return
+        behind = (at for at, one in enumerate(waiting) if (-one.priority, one.turn) > place)
+        waiting.insert(next(behind), request)
 
     def schedule(self) -> StepPlan[S]:
         """Choose what the next step computes, and give it its blocks."""
@@ -248,7 +284,10 @@ class Scheduler(Generic[S]):
         self._manager.release(request.blocks)
         request.computed = 0
         request.resumes = request.generated > 0
-        _insert(self.waiting, request, first=True)
+        # Its turn has come already: behind it is whoever came later.
+        least = -request.priority
+        before = (at for at, other in enumerate(self.waiting) if -other.priority >= least)
+        self.waiting.insert(next(before, len(self.waiting)), request)
 
     def _text_room(self) -> tuple[int, int]:
         """The number of tokens of texts to embed that the next step may compute, and of those that
@@ -299,6 +338,7 @@ class Scheduler(Generic[S]):
                 self.waiting.popleft()
             else:
                 self.waiting.remove(request)
+            self._turns.begin(request.turn)
             _insert(self.running, request)
             # The last token is computed in any case.
             most = (request.sequence.length - 1) // self._block_size if request.caches else 0
@@ -311,6 +351,7 @@ class Scheduler(Generic[S]):
             if request.cached_tokens is None:
                 request.cached_tokens = cached
                 if request.leads:
+                    self._turns.correct(request.owner, -cached)
                     admitted.append(request.id)
                     self.prompt_tokens += request.sequence.length
                     self.cached_tokens += cached
@@ -544,6 +585,11 @@ class Scheduler(Generic[S]):
         self.is_stalled = False
         self.running.remove(request)
         self._manager.release(request.blocks)
+        if not request.is_text:
+            unexpected = request.generated - request.expected
+            self._turns.correct(request.owner, self._decode_work * unexpected)
+            if request.generated:
+                self._mean_output += (request.generated - self._mean_output) / MEMORY
 
     def cancel(self, request: ScheduledRequest[S]) -> None:
         """Take a request out wherever it is."""
@@ -553,19 +599,14 @@ class Scheduler(Generic[S]):
             self._texts -= request.is_text
             self.is_stalled = False
             self.waiting.remove(request)
+            if not request.generated:
+                self._turns.correct(request.owner, -self._work(request))
 
 
-def _insert(
-    requests: MutableSequence[ScheduledRequest[S]],
-    request: ScheduledRequest[S],
-    *,
-    first: bool = False,
-) -> None:
-    """Put a request in its place by priority: behind all of its own, or before them."""
-    priority = request.priority
-    if not first and (not requests or requests[-1].priority >= priority):
+def _insert(requests: list[ScheduledRequest[S]], request: ScheduledRequest[S]) -> None:
+    """Put a request in its place by priority, behind all of its own."""
+    if not requests or requests[-1].priority >= request.priority:
         requests.append(request)
         return
-    least = priority + 1 if first else priority
-    before = (at for at, other in enumerate(requests) if other.priority < least)
+    before = (at for at, other in enumerate(requests) if other.priority < request.priority)
     requests.insert(next(before, len(requests)), request)

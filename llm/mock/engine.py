@@ -227,6 +227,7 @@ class MockEngine:
             priority=request.priority,
             stop_token_ids=frozenset(request.stop_token_ids),
             min_tokens=request.min_tokens,
+            owner=request.cache_salt,
         )
 
     def add_sequence(self, request_id: str, sequence: GrowingSequence, max_tokens: int) -> None:
