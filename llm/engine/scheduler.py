@@ -5,7 +5,8 @@ ones in their order, as long as the token budget, the number of sequences and th
 A running request that finds no block takes those of the last one: that one waits again, at the
 head, and is computed anew. The order is that of priority, and of admission where it is the same.
 Of those that wait with one priority, owners (tenants) have their turns by the work of their
-requests.
+requests. One that finds no room gets that of a running request of lower priority, or of an owner
+that has more of them than its own, which waits again.
 
 A request whose prompt is computed elsewhere, or read from elsewhere while it is computed here, has
 all blocks of its prompt when it is admitted, and nobody takes them from it. While it waits for its
@@ -14,9 +15,10 @@ prompt to come it takes no place among those that run.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from dynbus.kvrouter import FairTurns
@@ -33,6 +35,9 @@ FIRST_OUTPUT: Final = 128.0
 """Tokens of output that a request is taken to have before any has ended."""
 MEMORY: Final = 32
 """The output of the latest request counts for so much of what is expected: one part in as many."""
+
+EXCHANGED: Final = 8
+"""The part of the places of which each step may take some that run for some that wait."""
 
 LOOKED_UP: Final = 256
 """Blocks of a prompt that are looked up at first; twice as many each time that all are cached."""
@@ -182,6 +187,10 @@ class Scheduler(Generic[S]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunked_prefill = chunked_prefill
         self._turns = FairTurns()
+        # By owner; of texts none.
+        self._running_of, self._waiting_of = Counter[str](), Counter[str]()
+        # Whether the last step found no room for one that waits.
+        self._is_full = False
         self._mean_output = FIRST_OUTPUT
         # A token of output takes a place of a step, one of a prompt a part of its tokens.
         self._decode_work = max_num_batched_tokens / max_num_seqs
@@ -196,12 +205,20 @@ class Scheduler(Generic[S]):
         if not request.is_text:
             request.expected = min(float(request.max_tokens), self._mean_output)
         request.turn = self._turns.take(request.owner, self._work(request))
+        self._count(self._waiting_of, request, 1)
         self._wait(request)
 
     def _work(self, request: ScheduledRequest[S]) -> float:
         """The predicted work of a request that has not begun, in tokens of a prompt."""
         prompt = request.sequence.length if request.leads else 0
         return prompt + self._decode_work * request.expected
+
+    @staticmethod
+    def _count(owners: Counter[str], request: ScheduledRequest[S], change: int) -> None:
+        if not request.is_text:
+            owners[request.owner] += change
+            if not owners[request.owner]:
+                del owners[request.owner]
 
     def _wait(self, request: ScheduledRequest[S]) -> None:
         """Have a request wait: behind all that are more urgent or whose turn comes first."""
@@ -215,6 +232,7 @@ class Scheduler(Generic[S]):
 
     def schedule(self) -> StepPlan[S]:
         """Choose what the next step computes, and give it its blocks."""
+        exchanged = self._change_places() if self._is_full else 0
         budget = self._max_num_batched_tokens
         text_budget, text_places = self._text_room()
         prefill_tokens = context_tokens = preempted = 0
@@ -261,7 +279,81 @@ class Scheduler(Generic[S]):
             for request, _ in chunks:
                 if request.holds:
                     self._tell_held(request)
-        return StepPlan(chunks, prefill_tokens, context_tokens, preempted, admitted)
+        return StepPlan(chunks, prefill_tokens, context_tokens, preempted + exchanged, admitted)
+
+    def _change_places(self) -> int:
+        """Have requests that run wait again for the sake of some that wait; returns how many."""
+        gone = 0
+        placed: list[ScheduledRequest[S]] = []
+        while len(placed) < max(1, self._max_num_seqs // EXCHANGED):
+            exchange = self._exchange(placed)
+            if exchange is None:
+                break
+            request, victims = exchange
+            self.waiting.remove(request)
+            self._count(self._waiting_of, request, -1)
+            self._count(self._running_of, request, 1)
+            placed.append(request)
+            for victim in victims:
+                self.running.remove(victim)
+                self._set_back(victim)
+            gone += len(victims)
+        for request in reversed(placed):
+            # Before those, whose turns have come as well.
+            request.turn = min(request.turn, self.waiting[0].turn)
+            self.waiting.appendleft(request)
+            self._count(self._waiting_of, request, 1)
+            self._count(self._running_of, request, -1)
+        self.preempted += gone
+        return gone
+
+    def _exchange(
+        self, placed: Sequence[ScheduledRequest[S]] = ()
+    ) -> tuple[ScheduledRequest[S], list[ScheduledRequest[S]]] | None:
+        """One that waits, and those that run that have to give way to it; None for none.
+
+        Args:
+            placed: those for which others have given way just now.
+        """
+        if not self.waiting or self.waiting[0].is_text:
+            return None
+        first = self.waiting[0]
+        lower = [one for one in self.running if one.priority < first.priority]
+        if victims := self._enough_of(lower, [first, *placed]):
+            return first, victims
+        running = self._running_of
+        owner, most = max(running.items(), key=itemgetter(1), default=("", 0))
+        short = {one for one in self._waiting_of if running.get(one, 0) + 1 < most}
+        if not short:
+            return None
+        alike = (one for one in self.waiting if one.priority == first.priority)
+        request = next((one for one in alike if one.owner in short), None)
+        if request is None:
+            return None
+        others = [one for one in self.running if one.owner == owner]
+        # No more than would leave it with as many as the other has then.
+        others = others[running.get(request.owner, 0) + 1 :]
+        others = [one for one in others if one.priority <= request.priority]
+        victims = self._enough_of(others, [request, *placed])
+        return (request, victims) if victims else None
+
+    def _enough_of(
+        self, others: Sequence[ScheduledRequest[S]], wanting: Sequence[ScheduledRequest[S]]
+    ) -> list[ScheduledRequest[S]]:
+        """The last of some that run whose places make room for those that want it; none where all
+        do not."""
+        blocks = sum(-(-one.sequence.length // self._block_size) for one in wanting)
+        blocks -= self._manager.free - self._manager.headroom
+        seats = len(self.running) - self._parked + len(wanting) - self._max_num_seqs
+        victims: list[ScheduledRequest[S]] = []
+        for one in reversed(others):
+            if blocks <= 0 and seats <= 0:
+                break
+            if not one.holds:
+                victims.append(one)
+                blocks -= len(one.blocks)
+                seats -= 1
+        return victims if blocks <= 0 and seats <= 0 else []
 
     def _make_room(self, request: ScheduledRequest[S], tokens: int) -> int:
         """Give a running request blocks for so many tokens; returns how many were preempted."""
@@ -282,6 +374,8 @@ class Scheduler(Generic[S]):
     def _set_back(self, request: ScheduledRequest[S]) -> None:
         """Let a request that runs no longer wait again, without its blocks."""
         self._manager.release(request.blocks)
+        self._count(self._running_of, request, -1)
+        self._count(self._waiting_of, request, 1)
         request.computed = 0
         request.resumes = request.generated > 0
         # Its turn has come already: behind it is whoever came later.
@@ -315,6 +409,7 @@ class Scheduler(Generic[S]):
     ) -> int:
         """Start waiting requests; returns how many tokens they compute."""
         used = 0
+        self._is_full = False
         while True:
             request = self._next_waiting(takes_texts=text_budget > 0 < text_places)
             if request is None:
@@ -325,6 +420,7 @@ class Scheduler(Generic[S]):
                 has_place = budget > used and self._has_seat
             cached_blocks = self._room_for(request) if has_place else None
             if cached_blocks is None:
+                self._is_full = budget > used
                 break
             cached = cached_blocks * self._block_size
             lacking = request.sequence.length - cached
@@ -339,6 +435,8 @@ class Scheduler(Generic[S]):
             else:
                 self.waiting.remove(request)
             self._turns.begin(request.turn)
+            self._count(self._waiting_of, request, -1)
+            self._count(self._running_of, request, 1)
             _insert(self.running, request)
             # The last token is computed in any case.
             most = (request.sequence.length - 1) // self._block_size if request.caches else 0
@@ -553,6 +651,8 @@ class Scheduler(Generic[S]):
         # What keeps a request waiting now does so until another ends: blocks only get fewer.
         if self.waiting and self._has_seat and self._room_for(self.waiting[0]) is not None:
             return 0
+        if self._is_full and self._exchange() is not None:
+            return 0
         while steps and self._added_blocks(steps) > self._manager.free:
             steps //= 2
         return steps
@@ -584,6 +684,7 @@ class Scheduler(Generic[S]):
         self._parked -= request.is_parked
         self.is_stalled = False
         self.running.remove(request)
+        self._count(self._running_of, request, -1)
         self._manager.release(request.blocks)
         if not request.is_text:
             unexpected = request.generated - request.expected
@@ -599,6 +700,7 @@ class Scheduler(Generic[S]):
             self._texts -= request.is_text
             self.is_stalled = False
             self.waiting.remove(request)
+            self._count(self._waiting_of, request, -1)
             if not request.generated:
                 self._turns.correct(request.owner, -self._work(request))
 

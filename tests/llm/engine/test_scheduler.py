@@ -37,9 +37,10 @@ def scheduler(
 
 
 def request(
-    name: str, length: int, *, max_tokens: int = 50, priority: int = 0
+    name: str, length: int, *, max_tokens: int = 50, priority: int = 0, owner: str = ""
 ) -> ScheduledRequest[Numbered]:
-    return ScheduledRequest(name, Numbered(name, length), max_tokens, priority=priority)
+    sequence = Numbered(name, length)
+    return ScheduledRequest(name, sequence, max_tokens, priority=priority, owner=owner)
 
 
 def step(running: Scheduler[Numbered]) -> StepPlan[Numbered]:
@@ -195,3 +196,54 @@ def test_texts_are_not_kept_from_running_by_what_never_ends() -> None:
             running.finish(scheduled)
 
     assert computed == 30
+
+
+def test_owners_that_wait_have_their_turns_by_their_work() -> None:
+    full = scheduler(max_num_seqs=1)
+    full.add(request("first", 4, owner="a"))
+    step(full)
+
+    for number in range(3):
+        full.add(request(f"a{number}", 4, owner="a"))
+    for number in range(2):
+        full.add(request(f"b{number}", 4, owner="b"))
+
+    assert [one.id for one in full.waiting] == ["b0", "a0", "b1", "a1", "a2"]
+
+
+def test_an_owner_that_has_nothing_running_gets_a_place_of_the_one_that_has_most() -> None:
+    full = scheduler(max_num_seqs=4)
+    for number in range(6):
+        full.add(request(f"a{number}", 4, owner="a"))
+    step(full)
+    for number in range(4):
+        full.add(request(f"b{number}", 4, owner="b"))
+    step(full)
+    assert full.quiet_steps(8) == 0
+
+    preempted = [step(full).preempted for _ in range(5)]
+
+    # As many as the other has, and no more: the next ones would have to give way again.
+    assert {one.id for one in full.running} == {"a0", "a1", "b0", "b1"}
+    assert sum(preempted) == 1
+    assert [one.id for one in full.waiting][:2] == ["a2", "a3"]
+
+
+def test_what_is_less_urgent_gives_way_where_that_makes_room_and_only_then() -> None:
+    full = scheduler(max_num_seqs=3, blocks=16)
+    full.add(request("large", 40))
+    full.add(request("small", 4, priority=-1))
+    step(full)
+    step(full)
+    full.add(request("too large", 60))
+    step(full)
+    step(full)
+    assert {one.id for one in full.running} == {"large", "small"}
+
+    full.cancel(full.waiting[0])
+    full.add(request("fits", 16))
+    plans = [step(full) for _ in range(2)]
+
+    assert sum(plan.preempted for plan in plans) == 1
+    assert {one.id for one in full.running} == {"large", "fits"}
+    assert [one.id for one in full.waiting] == ["small"]
