@@ -9,6 +9,7 @@ from dynbus.spi import ComponentName, Grant
 from dynbus.transfer import transfer_grants
 
 from .models.artefacts import ARTEFACTS_STREAM
+from .models.mirror import mirror_bucket
 from .models.names import NAMES_BUCKET, NAMES_STREAM
 from .models.records import ABROAD, ABROAD_CARDS_STREAM, CARDS_BUCKET, CARDS_STREAM
 
@@ -33,6 +34,7 @@ def registering_models(address: ComponentName) -> list[Grant]:
                 f"{ABROAD}.*.{address}.*.*.*",
             ),
         ),
+        Grant("reads mirrored models", mirror_bucket().stream.to_follow),
         *listing_models(),
     ]
 

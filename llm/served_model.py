@@ -11,6 +11,7 @@ import msgspec
 
 from dynbus import Option, Options
 from dynbus.kvrouter import profiles
+from dynbus.spi import Bus
 
 from .embedding import Pooling
 from .engine.interface import EngineLimits
@@ -21,6 +22,7 @@ from .models.card import (
     check_reasoning_parser,
     check_tool_call_parser,
 )
+from .models.mirror import Mirror
 from .models.register import register_embeddings, register_llm
 from .models.source import LocalModel, resolve
 from .weights.fingerprint import fingerprint
@@ -88,17 +90,21 @@ class ServedModel:
     def __repr__(self) -> str:
         return f"<ServedModel {self._options.model_name or self._options.model}>"
 
-    async def find(self, show_step: Callable[[str, int, int], None]) -> LocalModel:
+    async def find(self, bus: Bus, show_step: Callable[[str, int, int], None]) -> LocalModel:
         """Its files, once they are here.
 
         Args:
+            bus: whose mirror may have them.
             show_step: told how far that is, as `EngineWorker.show_step` shows it; called from any
                 thread.
 
         Raises:
             ConfigError, ModelUnavailable: they cannot be had.
         """
-        return await resolve(self._options.model, progress=lambda one: show_step(*one))
+        mirror = Mirror(bus.data.jetstream)
+        return await resolve(
+            self._options.model, progress=lambda one: show_step(*one), mirror=mirror
+        )
 
     @property
     def files(self) -> LocalModel:

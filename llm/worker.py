@@ -216,7 +216,7 @@ class ModelWorker(EngineWorker, abstract=True):
         if self.engine == "mock":
             return None
         try:
-            return await self.served.find(self.show_step)
+            return await self.served.find(self.runtime.bus, self.show_step)
         except ModelUnavailable as error:
             if self._fallback == "none":
                 raise

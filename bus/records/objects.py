@@ -360,13 +360,26 @@ class ObjectStore:
         """
         return (await self._present(monotonic() + timeout, name)).info
 
-    async def delete(self, name: str, *, timeout: float = 5.0) -> None:
-        """Delete an object; one that does not exist is no error."""
+    async def delete(self, name: str, *, forget: bool = False, timeout: float = 5.0) -> None:
+        """Delete an object; one that does not exist is no error.
+
+        Args:
+            forget: leave no record of it either. For buckets whose changes nobody follows.
+        """
         end = monotonic() + timeout
         stored = await self._stored(end, name)
-        if stored is not None and not stored.record.deleted:
-            await self._replace(
-                end, ObjectRecord(name, self._bucket, secrets.token_hex(11), deleted=True), set()
+        if stored is None:
+            return
+        if not stored.record.deleted:
+            deleted = ObjectRecord(name, self._bucket, secrets.token_hex(11), deleted=True)
+            stored = await self._replace(end, deleted, set())
+        if forget:
+            subject, up_to = record_subject(self._bucket, name), stored.revision
+            await self._try(
+                end,
+                lambda left: self._jetstream.purge(
+                    self._config.name, subject, up_to=up_to, timeout=left
+                ),
             )
 
     async def list_objects(self, *, timeout: float = 5.0) -> list[ObjectInfo]:
@@ -383,12 +396,26 @@ class ObjectStore:
             older_than: seconds since the last chunk; longer than any put takes.
         """
         end = monotonic() + timeout
+        times: dict[str, float] = {}
+
+        def note(chunk: StoredMessage) -> None:
+            # Not the chunk itself: a bucket may have more of them than memory has room for.
+            times[chunk.subject.rpartition(".")[2]] = chunk.time
+
         # Chunks first: a put that ends after this has its record in the second reading.
-        chunks = await self._latest(end, chunk_subject(self._bucket, "*"))
-        records = await self._records(end)
-        alive = {stored.record.nuid for stored in records}
-        old = [chunk for chunk in chunks if chunk.time <= unix_time() - older_than]
-        dead = {chunk.subject.rpartition(".")[2] for chunk in old} - alive
+        await read_until(
+            self._jetstream,
+            self._config.name,
+            note,
+            subject=chunk_subject(self._bucket, "*"),
+            last_per_subject=True,
+            on_restart=times.clear,
+            timeout=_left(end),
+            retry=True,
+        )
+        alive = {stored.record.nuid for stored in await self._records(end)}
+        old = unix_time() - older_than
+        dead = {nuid for nuid, time in times.items() if time <= old} - alive
         for nuid in dead:
             await self._try(end, partial(self._drop_chunks, nuid))
         return len(dead)

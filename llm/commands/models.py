@@ -10,6 +10,7 @@ import msgspec
 
 from dynbus.spi import terminal
 
+from .mirroring import mirror, mirrored, unmirror
 from .tuning import tune
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ _HELP: Final = """List the models that are served.
     dynbus models bind my-model demo.Engine
     dynbus models unbind my-model
     dynbus models tune demo.Decode local_prompt_tokens=256
+
+    The files of models can be kept on the bus, for hosts without a network to the hub:
+
+    \b
+    dynbus models mirror Qwen/Qwen3-0.6B
+    dynbus models mirrored
+    dynbus models unmirror Qwen/Qwen3-0.6B
     """
 
 
@@ -177,7 +185,8 @@ def unbind(name: str, nats: str | None) -> None:
     _run(lambda runtime: Names(runtime.bus.data.jetstream).unbind(name), nats)
 
 
-models.add_command(tune)
+for command in (tune, mirror, mirrored, unmirror):
+    models.add_command(command)
 
 
 def _run(work: Callable[[Runtime], Awaitable[T]], nats: str | None) -> T:

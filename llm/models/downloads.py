@@ -27,7 +27,7 @@ STALL_TIMEOUT: Final = 180.0
 """Seconds for which a download may stand still. pip and the hub's client give up on a server that
 is silent before that."""
 
-_LOOK_INTERVAL: Final = 0.1
+LOOK_INTERVAL: Final = 0.1
 """Seconds between two looks at how much is here, and whether it is still wanted."""
 
 _NOTE_INTERVAL: Final = 0.5
@@ -132,7 +132,7 @@ class Download:
                     f"{path}"
                 )
             self.tell(progress._replace(what=f"waiting for {holder}, which downloads {name}"))
-            self.wait(_LOOK_INTERVAL)
+            self.wait(LOOK_INTERVAL)
 
     def run(
         self,
@@ -168,7 +168,7 @@ class Download:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(_LOOK_INTERVAL)
+                    return process.wait(LOOK_INTERVAL)
                 text = output.read_text(errors="replace")
                 progress = look(text)
                 self.tell(progress)

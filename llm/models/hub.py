@@ -27,6 +27,20 @@ _REMEDIES: Final = {
 }
 
 
+def cached_folder(source: HubSource, download: Download) -> Path | None:
+    """The folder with the needed files of a repository in the hub's cache; None where it does not
+    have all of them.
+
+    Raises:
+        ModelUnavailable: the cache cannot be looked at.
+        DownloadStopped: it shall end.
+    """
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    report, _ = _reported(source, download, weights=True, only_cached=True)
+    return Path(report["folder"]) if "folder" in report else None
+
+
 def repository_folder(source: HubSource, download: Download, *, weights: bool) -> Path:
     """The folder with the needed files of a repository; what the hub's cache has is not got again.
 
@@ -40,12 +54,28 @@ def repository_folder(source: HubSource, download: Download, *, weights: bool) -
     name = source.repository
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ModelUnavailable(f"{name} is of a hub: {how_to_install('llm')}")
+    report, said = _reported(source, download, weights=weights, only_cached=False)
+    if "folder" in report:
+        return Path(report["folder"])
+    why = report.get("failed", said)
+    remedy = _REMEDIES.get(report.get("kind", ""), _CHECK)
+    if lacks_room(why):
+        remedy = "make room in the hub's cache, or set HF_HOME to a folder that has it"
+    raise ModelUnavailable(f"{name} cannot be downloaded: {why}; {remedy}")
+
+
+def _reported(
+    source: HubSource, download: Download, *, weights: bool, only_cached: bool
+) -> tuple[Mapping[str, Any], str]:
+    """The report of the process, and what it said last."""
+    name = source.repository
     download.tell(Progress(f"looking for {name}", 0, 0))
     request = {
         "repository": name,
         "revision": source.revision,
         "file": source.file,
         "weights": weights,
+        "only_cached": only_cached,
     }
     command = [sys.executable, "-P", hub_process.__file__, json.dumps(request)]
     with tempfile.TemporaryDirectory() as working:
@@ -60,15 +90,8 @@ def repository_folder(source: HubSource, download: Download, *, weights: bool) -
                 "downloading it and hold its lock in the hub's cache"
             ) from None
         said = output.read_text(errors="replace")
-    report = _report_in(said)
-    if "folder" in report:
-        return Path(report["folder"])
     last = " ".join(said.split())[-600:] or f"its process ended with status {status}"
-    why = report.get("failed", last)
-    remedy = _REMEDIES.get(report.get("kind", ""), _CHECK)
-    if lacks_room(why):
-        remedy = "make room in the hub's cache, or set HF_HOME to a folder that has it"
-    raise ModelUnavailable(f"{name} cannot be downloaded: {why}; {remedy}")
+    return _report_in(said), last
 
 
 def _report_in(said: str) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """The process that gets a repository of a hub by `huggingface_hub`, so that it can be ended.
 
-Its argument is JSON: `repository`, `revision`, `file` and `weights`. What it says to others are
+Its argument is JSON: `repository`, `revision`, `file`, `weights` and
+`only_cached`. What it says to others are
 lines of JSON with the key `dynbus`: what is downloaded, unless all is here already; then the
 folder, or why there is none. It is run by its path and imports nothing of dynbus, so that it
 starts fast.
@@ -87,14 +88,21 @@ def cached(hub: Any, repository: str, revision: str | None, file: str) -> Path:
     here = names(folder)
     needed = wanted_files(here)
     if needed[0].endswith(".safetensors"):
-        _check_parts(folder, needed)
+        check_parts(folder, needed)
         if "tokenizer.json" not in here:
             raise ValueError("its tokenizer is not there")
     return folder
 
 
-def _check_parts(folder: Path, names: list[str]) -> None:
-    """Raises ValueError where some of the weights are missing."""
+def check_parts(folder: Path, names: list[str]) -> None:
+    """Check that all of the weights are in a folder.
+
+    Args:
+        names: of its files.
+
+    Raises:
+        ValueError: some are missing.
+    """
     parts = [int(match[1]) for name in names if (match := _PART.search(name))]
     index = folder / "model.safetensors.index.json"
     named: set[str] = set()
@@ -119,19 +127,25 @@ def described(hub: Any, repository: str, revision: str | None) -> Path | None:
     return folder if all((folder / name).is_file() for name in names) else None
 
 
-def get(hub: Any, repository: str, revision: str | None, file: str, weights: bool) -> Path:
+def get(
+    hub: Any, repository: str, revision: str | None, file: str, weights: bool, only_cached: bool
+) -> Path:
     """The folder with the needed files of a repository.
 
     Args:
         weights: whether they are needed where nothing more can be got.
+        only_cached: whether the hub is not asked.
 
     Raises:
         Exception: they cannot be had.
     """
     try:
         return cached(hub, repository, revision, file)
-    except Exception as error:  # noqa: BLE001 - whatever it says: the cache does not have it
+    except Exception as error:
+        # Whatever it says: the cache does not have it.
         print(f"{repository} is not in the hub's cache: {error}", flush=True)
+        if only_cached:
+            raise
     try:
         tree = hub.HfApi().list_repo_tree(repository, revision=revision, recursive=True)
         files = {one.path: one for one in tree if hasattr(one, "blob_id")}

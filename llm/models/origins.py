@@ -1,11 +1,12 @@
-"""The origin that a model path names: a folder, a GGUF file, a hub's repository, or a package."""
+"""The origin that a model path names: a folder, a GGUF file, a hub's repository, the bus's mirror,
+or a package."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,6 +21,7 @@ except ImportError as error:
     raise ImportError(f"a model takes its extra: {how_to_install('llm')} ({error})") from error
 
 HUB: Final = "hf://"
+MIRROR: Final = "bus://"
 PACKAGE: Final = "pip://"
 
 _HASH: Final = re.compile(r"sha256=([0-9a-f]{64})")
@@ -56,11 +58,13 @@ class HubSource:
 
     Attributes:
         file: the GGUF file of it that is wanted; empty for the only one, or for a folder.
+        only_mirrored: whether it is looked for in the bus's mirror, and nowhere else.
     """
 
     repository: str
     revision: str | None = None
     file: str = ""
+    only_mirrored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,8 @@ KNOWN: Final = {
 """Models by a short name."""
 
 _FORMS: Final = (
-    "give a folder, a .gguf file, hf://org/name, pip://NAME==VERSION#sha256=HEX, or one of: "
-    + ", ".join(KNOWN)
+    "give a folder, a .gguf file, hf://org/name, bus://org/name, pip://NAME==VERSION#sha256=HEX, "
+    "or one of: " + ", ".join(KNOWN)
 )
 
 
@@ -120,6 +124,8 @@ def parse_source(model_path: str | os.PathLike[str]) -> Source:
         return _package(text)
     if text.startswith(HUB):
         return _hub(text, text.removeprefix(HUB))
+    if text.startswith(MIRROR):
+        return replace(_hub(text, text.removeprefix(MIRROR)), only_mirrored=True)
     path = Path(text).expanduser()
     if path.exists():
         return LocalSource(path)
@@ -127,9 +133,18 @@ def parse_source(model_path: str | os.PathLike[str]) -> Source:
         return KNOWN[text]
     if text.startswith(("/", ".", "~")) or text.endswith((".gguf", ".safetensors")):
         raise ConfigError(f"model_path {text!r} does not exist")
-    if _REPOSITORY.fullmatch(text):
-        return HubSource(text)
+    if _REPOSITORY.fullmatch(text.partition("@")[0]):
+        return _hub(text, text)
     raise ConfigError(f"model_path {text!r} is neither here nor the name of a repository: {_FORMS}")
+
+
+def parse_repository(text: str) -> HubSource:
+    """The repository that `org/name[/file.gguf][@revision]` names.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return _hub(text, text)
 
 
 def _package(text: str) -> PackageSource:

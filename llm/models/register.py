@@ -33,6 +33,7 @@ from .card import (
     check_user_data,
 )
 from .description import Description, configuration_json, describe
+from .mirror import Mirror
 from .origins import HubSource, LocalSource, OnProgress, PackageSource, parse_source
 from .publishing import Target, publish_card
 from .source import LocalModel, resolve
@@ -90,8 +91,9 @@ async def register_llm(
 ) -> ModelCard:
     """Say on the bus that an endpoint serves a model, until its instance or process ends.
 
-    The files of the model are had here first (see `resolve`); front ends need none of them: what
-    they use of it, its tokenizer, its chat template and its configuration, is kept in JetStream.
+    The files of the model are had here first (see `resolve`), also from the bus's mirror. Front
+    ends need none of them: what they use of it, its tokenizer, its chat template and its
+    configuration, is kept in JetStream.
     With `ModelInput.Text` nothing is read of the model, and `model_path` only names it.
 
     The earlier form `register_llm(model_type, endpoint, model_path, model_name)` is taken too.
@@ -165,6 +167,7 @@ async def register_llm(
         created=unix_time(),
     )
     files: list[bytes] = []
+    mirror = Mirror(target.bus.data.jetstream)
     if model_input is ModelInput.Text:
         for argument, given in parsers.items():
             if given is not None:
@@ -173,13 +176,13 @@ async def register_llm(
                 )
         name = model_name if model_name is not None else _name_of(model_path)
         if tokenizer is not None:
-            model = await resolve(tokenizer, weights=False, progress=progress)
+            model = await resolve(tokenizer, weights=False, progress=progress, mirror=mirror)
             description = await asyncio.to_thread(describe, model)
             card, files = _with_artefacts(card, description, model)
     else:
         if tokenizer is not None:
             raise ConfigError("tokenizer is for ModelInput.Text: model_path has that of tokens")
-        model = await resolve(model_path, weights=False, progress=progress)
+        model = await resolve(model_path, weights=False, progress=progress, mirror=mirror)
         name = model_name if model_name is not None else model.name
         description = await asyncio.to_thread(describe, model)
         chosen = _with(description.sampling, sampling)

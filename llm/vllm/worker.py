@@ -212,7 +212,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
         # Before gigabytes are had in vain.
         check = partial(check_arguments, self._arguments, hands_over=self._role is not None)
         await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
-        return await self.served.find(self.show_step)
+        return await self.served.find(self.runtime.bus, self.show_step)
 
     async def before_engine(self) -> None:
         self.served.files = await self.find_model()

@@ -15,6 +15,24 @@ MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """Of a small file; the largest tokenizers in use are a third of it."""
 
 
+def resolved_file(path: Path) -> Path:
+    """The plain file that a file in a model's folder is, or is a link to.
+
+    Raises:
+        BrokenModel: it is no plain file, or is a link to elsewhere.
+        OSError: it cannot be looked at.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise BrokenModel(f"{path} is no plain file")
+    target, home = path.resolve(), _home(path.parent.resolve())
+    if not target.is_relative_to(home):
+        raise BrokenModel(
+            f"{path} is a link to {target}, out of the model's folder: copy the file into it"
+        )
+    return target
+
+
 def read_small_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     """The content of a file in a model's folder.
 
@@ -26,15 +44,7 @@ def read_small_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
         BrokenModel: it cannot be read, is no plain file or too large, or is a link to elsewhere.
     """
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise BrokenModel(f"{path} is no plain file")
-        target, home = path.resolve(), _home(path.parent.resolve())
-        if not target.is_relative_to(home):
-            raise BrokenModel(
-                f"{path} is a link to {target}, out of the model's folder: copy the file into it"
-            )
-        with target.open("rb") as file:
+        with resolved_file(path).open("rb") as file:
             data = file.read(limit + 1)
     except FileNotFoundError:
         raise
@@ -69,11 +79,17 @@ def read_json_object(path: Path, *, required: bool = False) -> Mapping[str, Any]
     return cast("Mapping[str, Any]", value)
 
 
+def is_snapshot(folder: Path) -> bool:
+    """True for a folder of a hub's cache that has a revision of a repository; it is called by its
+    commit."""
+    parents = folder.parents
+    return len(parents) > 1 and (
+        folder.parent.name == "snapshots" and parents[1].name.startswith("models--")
+    )
+
+
 def _home(folder: Path) -> Path:
     """The folder where the files of a folder may lie: itself, or the cache of a hub whose snapshot
     it is.
     """
-    is_snapshot = folder.parent.name == "snapshots" and folder.parents[1].name.startswith(
-        "models--"
-    )
-    return folder.parents[2] if is_snapshot else folder
+    return folder.parents[2] if is_snapshot(folder) else folder
