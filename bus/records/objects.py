@@ -219,6 +219,15 @@ class _Chunks:
         self.size += len(message.data)
         return self.size >= self._enough
 
+    def take(self) -> bytes:
+        """All of them as one, once.
+
+        The consumer that called `add` goes with the garbage collector, and must not keep them.
+        """
+        data = b"".join(self.pieces)
+        self.pieces.clear()
+        return data
+
 
 class ObjectStore:
     """The objects of one bucket.
@@ -342,7 +351,7 @@ class ObjectStore:
         while True:
             chunks = await self._chunks(end, stored.record)
             if stored.record.fits(chunks.size, chunks.digest.digest()):
-                return Object(stored.info, b"".join(chunks.pieces))
+                return Object(stored.info, chunks.take())
             now = await self._present(end, name)
             if now.revision == stored.revision:
                 raise ObjectDamaged(
