@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GIB: Final = 1024**3
-
 _HELP: Final = """Put a model into the mirror of the bus.
 
     MODEL is a repository of the hub, a folder, or whatever else is a model path; what this host
@@ -47,21 +45,21 @@ _HELP: Final = """Put a model into the mirror of the bus.
 @click.option(
     "--max-gib",
     type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    help="GiB that the mirror may hold, where this command makes it.",
+    help="GiB that the mirror may hold, where this command makes it; 32 unless given.",
 )
 @terminal.json_option
 @terminal.nats_option
 def mirror(
-    model: str, name: str | None, check: bool, max_gib: int, as_json: bool, nats: str | None
+    model: str, name: str | None, check: bool, max_gib: int | None, as_json: bool, nats: str | None
 ) -> None:
+    from dynbus.llm.models.mirror import GIB
     from dynbus.llm.models.mirroring import mirror_model
 
+    max_bytes = None if max_gib is None else max_gib * GIB
     with _shown() as show:
         done = _run(
             lambda jetstream: mirror_model(
-                jetstream, model, name, show, check=check, max_bytes=max_gib * GIB
+                jetstream, model, name, show, check=check, max_bytes=max_bytes
             ),
             nats,
         )

@@ -38,7 +38,10 @@ from .manifest import (
 from .origins import HubSource, ModelUnavailable, OnProgress, Progress
 
 MIRROR_BUCKET: Final = "dynbus_mirror"
-MAX_BYTES: Final = 100 * 1024**3
+GIB: Final = 1024**3
+MAX_BYTES: Final = 32 * GIB
+"""Bytes that the bucket may hold unless its maker says otherwise. The server sets them aside."""
+
 LISTING_TIMEOUT: Final = 60.0
 DROPPING_TIMEOUT: Final = 600.0
 _ROUNDS: Final = 3
@@ -126,20 +129,20 @@ class Mirror:
         progress: OnProgress,
         *,
         check: bool = False,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int | None = None,
     ) -> int:
         """Keep a model; parts that are there already are not put again.
 
         Args:
             folder: that has its files.
             check: read what is there already, and put again what is damaged.
-            max_bytes: that the bucket may hold, where there is none yet.
+            max_bytes: that the bucket may hold, where it is made now; `MAX_BYTES` unless given.
 
         Returns:
             The bytes that were put.
 
         Raises:
-            ConfigError: the bucket has no room, or a file has changed meanwhile.
+            ConfigError: the bucket has no room, or another limit; or a file has changed meanwhile.
             DynbusError: it cannot be stored.
         """
         await self._ensure(max_bytes)
@@ -274,19 +277,34 @@ class Mirror:
                 progress(Progress(f"putting {file.name}", done, total))
         return done
 
-    async def _ensure(self, max_bytes: int) -> None:
+    async def _ensure(self, max_bytes: int | None) -> None:
         """Make the bucket where there is none.
 
         Raises:
-            ConfigError: the server has no room for it.
+            ConfigError: the server has no room for it, or it has another limit than was asked for.
         """
+        wanted = max_bytes or MAX_BYTES
         try:
-            await ObjectStore(self._jetstream, mirror_bucket(max_bytes)).ensure()
+            await ObjectStore(self._jetstream, mirror_bucket(wanted)).ensure()
         except NoRoom as error:
             raise ConfigError(
-                f"the server has no room for a mirror of {max_bytes / 1024**3:g} GiB: give fewer "
-                f"by --max-gib, or raise max_file_store of its JetStream ({error})"
+                f"the server has no room for a mirror of {wanted / GIB:g} GiB: give fewer by "
+                f"--max-gib, or raise max_file_store of its JetStream ({error})"
             ) from None
+        limit = await self._limit()
+        if max_bytes not in (None, limit):
+            raise ConfigError(
+                f"the mirror is there already, for {limit / GIB:g} GiB and not {wanted / GIB:g}: "
+                f"leave out --max-gib, or {self._how_to_grow}"
+            )
+
+    async def _limit(self) -> int:
+        """Bytes that the bucket may hold; 0 for any number."""
+        return (await self._jetstream.stream_config(self._stream)).limits.max_bytes or 0
+
+    @property
+    def _how_to_grow(self) -> str:
+        return f"change max_bytes of its bucket, by `nats stream edit {self._stream} --max-bytes=N`"
 
     @asynccontextmanager
     async def _making_room(self) -> AsyncGenerator[None]:
@@ -294,17 +312,16 @@ class Mirror:
         try:
             yield
         except StreamFull as error:
-            limit = (await self._jetstream.stream_config(self._stream)).limits.max_bytes
+            limit = await self._limit()
             raise ConfigError(
-                f"the mirror is full with {(limit or 0) / 1024**3:.3g} GiB: have `dynbus models "
-                "unmirror` drop a model, or raise max_bytes of its bucket by `nats stream edit "
-                f"{self._stream} --max-bytes=BYTES`; mirrored again, a model goes on where it "
+                f"the mirror is full with {limit / GIB:.3g} GiB: drop a model by `dynbus models "
+                f"unmirror`, or {self._how_to_grow}; mirrored again, a model goes on where it "
                 f"stopped ({error})"
             ) from None
         except NoRoom as error:
             raise ConfigError(
-                f"the server has no room for more of the mirror: have `dynbus models unmirror` "
-                f"drop a model, or raise max_file_store of its JetStream ({error})"
+                "the server has no room for more of the mirror: drop a model by `dynbus models "
+                f"unmirror`, or raise max_file_store of its JetStream ({error})"
             ) from None
 
 

@@ -22,7 +22,7 @@ from .manifest import (
     digest_of_files,
     model_of,
 )
-from .mirror import MAX_BYTES, Mirror
+from .mirror import Mirror
 from .origins import HubSource, OnProgress, Progress, parse_repository, parse_source
 from .source import LocalModel, resolve
 
@@ -45,7 +45,7 @@ async def mirror_model(
     progress: OnProgress,
     *,
     check: bool = False,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int | None = None,
 ) -> Mirrored:
     """Have the files of a model here, and keep them in the mirror of the bus.
 

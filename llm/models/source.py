@@ -162,12 +162,13 @@ def _mirrored(
     """
     manifest = None if mirror is None else mirror.find(source)
     if mirror is None or manifest is None:
-        if source.only_mirrored:
-            raise ModelUnavailable(
-                f"the mirror of the bus does not have {origin}: have an operator put it there, by "
-                "`dynbus models mirror`"
-            )
-        return None
+        if not source.only_mirrored:
+            return None
+        if mirror is None:
+            why = "a bus is known to workers and to register_llm alone"
+        else:
+            why = "have an operator put it there, by `dynbus models mirror`"
+        raise ModelUnavailable(f"{origin} is not in the mirror of a bus: {why}")
     if not source.only_mirrored:
         folder = cached_folder(replace(source, revision=manifest.commit), download)
         if folder is not None:

@@ -272,3 +272,16 @@ async def test_an_object_is_put_through_a_restart_of_the_server(own_bus: Bus, bu
     assert found.data == data
     assert found.info.revision == put.revision
     assert await held(connection, bucket) == 301
+
+
+async def test_a_deleted_object_may_be_forgotten(bus: Bus, bucket: str) -> None:
+    connection = await bus.connect()
+    store = await opened(connection, bucket)
+    for name in ("kept", "forgotten"):
+        await store.put(name, b"abc")
+        await store.delete(name, forget=name == "forgotten")
+    await store.delete("kept", forget=True)
+    await store.delete("never", forget=True)
+
+    assert await held(connection, bucket) == 0
+    assert await store.list_objects() == []

@@ -138,3 +138,30 @@ async def test_what_an_instance_registered_is_not_removed(
 
     assert f"was registered by {name}.Worker.chat" in str(refused.exception)
     assert "there is no model" in str(unknown.exception)
+
+
+async def test_a_model_is_mirrored_listed_and_dropped(
+    nats_server: RunningServer, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    nameless = await command(nats_server, "mirror", str(path))
+    put = await command(nats_server, "mirror", str(path), "--as", f"org/{name}", "--max-gib", "1")
+    again = await command(nats_server, "mirror", str(path), "--as", f"org/{name}@v2", "--json")
+    table = await command(nats_server, "mirrored")
+    listed = await command(nats_server, "mirrored", "--json")
+    dropped = await command(nats_server, "unmirror", f"org/{name}@main")
+    after = await command(nats_server, "mirrored")
+    leftovers = await command(nats_server, "unmirror")
+
+    assert "by --as ORG/NAME" in str(nameless.exception)
+    assert f"org/{name} is mirrored, of commit" in put.output
+    assert "1 files of 0.0 MB" in put.output
+    assert json.loads(again.output)["put"] == 0
+    (row,) = [line.split() for line in table.output.splitlines() if name in line]
+    assert (row[0], row[1:3]) == (f"org/{name}", ["main,", "v2"])
+    (model,) = [one for one in json.loads(listed.output) if one["model"] == f"org/{name}"]
+    assert (model["revisions"], model["files"]) == (["main", "v2"], {"tiny.gguf": 4})
+    assert "are free again" in dropped.output
+    assert name not in after.output
+    assert leftovers.exit_code == 0, leftovers.output

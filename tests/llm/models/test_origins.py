@@ -24,6 +24,8 @@ DIGEST = "a1" * 32
     [
         ("Qwen/Qwen3-0.6B", HubSource("Qwen/Qwen3-0.6B")),
         ("hf://Qwen/Qwen3-0.6B", HubSource("Qwen/Qwen3-0.6B")),
+        ("Qwen/Qwen3-0.6B@v1.0", HubSource("Qwen/Qwen3-0.6B", "v1.0")),
+        ("bus://a/b@v1.0", HubSource("a/b", "v1.0", only_mirrored=True)),
         ("hf://gpt2", HubSource("gpt2")),
         ("hf://a/b@v1.0", HubSource("a/b", "v1.0")),
         ("hf://a/b/sub/c.gguf@main", HubSource("a/b", "main", "sub/c.gguf")),
@@ -57,6 +59,9 @@ def test_what_is_here_is_taken_before_a_repository_of_its_name(
         "a/../b",
         "hf://",
         "hf://a/b/c.bin",
+        "bus://",
+        "bus://a/b/c.bin",
+        "a/b@..",
         "hf://a/b/../c.gguf",
         "hf://a/b@..",
         "hf://../b",
