@@ -11,16 +11,13 @@ from typing import Final, NamedTuple
 import anyio
 import msgspec
 
-from dynbus import ConfigError, Unavailable
+from dynbus import ConfigError, DynbusError, Unavailable
 from dynbus.spi import (
     JetStream,
     NoObject,
-    NoRoom,
     NoStream,
     ObjectBucket,
-    ObjectDamaged,
     ObjectStore,
-    StreamFull,
 )
 
 from .downloads import STALL_TIMEOUT
@@ -44,6 +41,10 @@ MAX_BYTES: Final = 32 * GIB
 
 LISTING_TIMEOUT: Final = 60.0
 DROPPING_TIMEOUT: Final = 600.0
+_FULL: Final = "StreamFull"
+_NO_ROOM: Final = "NoRoom"
+"""Codes of errors: of a bucket that is full, and of a server."""
+
 _ROUNDS: Final = 3
 """Looks at whether all parts of a model are there, before its manifest is written."""
 
@@ -90,7 +91,11 @@ class Mirror:
         """
         try:
             return await self._read(manifest_name(model_of(source), source.revision))
-        except (NoObject, NoStream):
+        except NoStream:
+            return None
+        except NoObject as error:
+            if _is_damaged(error):
+                raise
             return None
 
     async def part(self, digest: str) -> bytes:
@@ -155,7 +160,7 @@ class Mirror:
             if not missing:
                 break
             put += await self._put_parts(manifest, missing, folder, progress)
-            damaged = set()
+            damaged.clear()
         else:
             raise Unavailable(
                 f"parts of {manifest.model} are dropped while they are put: is `dynbus models "
@@ -238,8 +243,10 @@ class Mirror:
         for digest in sorted(manifest.parts & await self._stored_parts()):
             try:
                 data = await self.part(digest)
-            except ObjectDamaged:
-                damaged.add(digest)
+            except NoObject as error:
+                if _is_damaged(error):
+                    damaged.add(digest)
+                # Else it is among those that are missing.
                 continue
             if await anyio.to_thread.run_sync(_digest, data) != digest:
                 damaged.add(digest)
@@ -286,7 +293,9 @@ class Mirror:
         wanted = max_bytes or MAX_BYTES
         try:
             await ObjectStore(self._jetstream, mirror_bucket(wanted)).ensure()
-        except NoRoom as error:
+        except DynbusError as error:
+            if error.code != _NO_ROOM:
+                raise
             raise ConfigError(
                 f"the server has no room for a mirror of {wanted / GIB:g} GiB: give fewer by "
                 f"--max-gib, or raise max_file_store of its JetStream ({error})"
@@ -311,18 +320,24 @@ class Mirror:
         """Say of a bucket that is full how it gets room."""
         try:
             yield
-        except StreamFull as error:
-            limit = await self._limit()
+        except DynbusError as error:
+            if error.code == _FULL:
+                what = f"the mirror is full with {await self._limit() / GIB:.3g} GiB"
+                remedy = self._how_to_grow
+            elif error.code == _NO_ROOM:
+                what = "the server has no room for more of the mirror"
+                remedy = "raise max_file_store of its JetStream"
+            else:
+                raise
             raise ConfigError(
-                f"the mirror is full with {limit / GIB:.3g} GiB: drop a model by `dynbus models "
-                f"unmirror`, or {self._how_to_grow}; mirrored again, a model goes on where it "
-                f"stopped ({error})"
+                f"{what}: drop a model by `dynbus models unmirror`, or {remedy}; mirrored again, a "
+                f"model goes on where it stopped ({error})"
             ) from None
-        except NoRoom as error:
-            raise ConfigError(
-                "the server has no room for more of the mirror: drop a model by `dynbus models "
-                f"unmirror`, or raise max_file_store of its JetStream ({error})"
-            ) from None
+
+
+def _is_damaged(error: NoObject) -> bool:
+    """True for an object that is there, and not as it was put."""
+    return error.code != NoObject.code
 
 
 def _digest(data: bytes) -> str:

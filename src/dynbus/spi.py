@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dynbus.bus.records.expired_records import ExpiredRecords
     from dynbus.bus.records.instance_records import read_instances
     from dynbus.bus.records.leased_record import LeasedRecord
-    from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectDamaged, ObjectStore
+    from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
     from dynbus.bus.records.reading import read_latest, read_until
     from dynbus.bus.telemetry.metrics import Metrics, Readings
     from dynbus.bus.telemetry.telemetry import Telemetry, measure_process
@@ -49,12 +49,10 @@ if TYPE_CHECKING:
         Connection,
         JetStream,
         Message,
-        NoRoom,
         NoStream,
         OrderedConsumer,
         StoredMessage,
         StreamConfig,
-        StreamFull,
         StreamInfo,
         StreamLimits,
         Subscription,
@@ -83,10 +81,8 @@ __all__ = [
     "Metrics",
     "NeededStream",
     "NoObject",
-    "NoRoom",
     "NoStream",
     "ObjectBucket",
-    "ObjectDamaged",
     "ObjectStore",
     "Openable",
     "OrderedConsumer",
@@ -98,7 +94,6 @@ __all__ = [
     "ServerClock",
     "StoredMessage",
     "StreamConfig",
-    "StreamFull",
     "StreamInfo",
     "StreamLimits",
     "Subscription",
@@ -183,7 +178,6 @@ if not TYPE_CHECKING:
             "bus.records.objects": (
                 "NoObject",
                 "ObjectBucket",
-                "ObjectDamaged",
                 "ObjectStore",
             ),
             "bus.records.reading": (
@@ -202,12 +196,10 @@ if not TYPE_CHECKING:
                 "Connection",
                 "JetStream",
                 "Message",
-                "NoRoom",
                 "NoStream",
                 "OrderedConsumer",
                 "StoredMessage",
                 "StreamConfig",
-                "StreamFull",
                 "StreamInfo",
                 "StreamLimits",
                 "Subscription",

@@ -20,7 +20,7 @@ from dynbus.bus.errors import ConfigError, PermissionDenied
 from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, free_port
-from dynbus.bus.records.objects import ObjectStore
+from dynbus.bus.records.objects import ObjectStore, record_subject
 from dynbus.llm.generation import GenerateRequest, Sampling
 from dynbus.llm.models import manifest, mirror, mirroring
 from dynbus.llm.models.manifest import PART_BYTES
@@ -265,6 +265,15 @@ async def test_a_damaged_part_is_refused_until_it_is_put_again(
 
     assert (done.put > PART, unseen.put, seen.put) == (True, 0, PART)
     assert content((await had(connection, "org/tiny")).path) == WANTED
+
+
+async def test_a_damaged_manifest_is_not_taken_for_none(folder: Path) -> None:
+    connection = await MemoryBus().connect()
+    await mirrored(connection, folder)
+    await connection.jetstream.publish(record_subject("dynbus_mirror", "models/org/tiny@main"), b"")
+
+    with pytest.raises(ModelUnavailable, match="cannot be asked for org/tiny: .*purge that subj"):
+        await had(connection, "bus://org/tiny")
 
 
 async def test_parts_that_are_not_those_of_the_file_are_refused(
