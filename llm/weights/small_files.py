@@ -89,7 +89,8 @@ def is_snapshot(folder: Path) -> bool:
 
 
 def _home(folder: Path) -> Path:
-    """The folder where the files of a folder may lie: itself, or the cache of a hub whose snapshot
-    it is.
+    """The folder where the files of a folder may lie: itself, or the cache of a hub of whose
+    snapshot it is.
     """
-    return folder.parents[2] if is_snapshot(folder) else folder
+    snapshots = (one for one in (folder, *folder.parents) if is_snapshot(one))
+    return next((one.parents[2] for one in snapshots), folder)

@@ -17,7 +17,7 @@ from tests.llm.models.tiny_model import tiny_folder
 
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, PermissionDenied
 from dynbus.bus.identity.grants import (
     Grant,
     calls_all,
@@ -32,9 +32,13 @@ from dynbus.llm import ModelInput, ModelType, register_llm
 from dynbus.llm.models.artefacts import ARTEFACTS_STREAM, digest_of
 from dynbus.llm.models.card import ModelCard, model_token
 from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.models.mirror import GIB, Mirror
+from dynbus.llm.models.mirroring import mirror_model
 from dynbus.llm.models.names import NAMES_STREAM, Names
+from dynbus.llm.models.origins import ModelUnavailable
 from dynbus.llm.models.publishing import add_model
 from dynbus.llm.models.records import CARDS_STREAM, card_subject, read_cards
+from dynbus.llm.models.source import resolve
 from dynbus.llm.permissions import listing_models, registering_models
 
 from .permissions import entry
@@ -267,3 +271,24 @@ async def test_an_operator_gives_a_name_to_a_component_and_takes_it_back(
 def found(catalog: Catalog) -> str:
     card = catalog.find(NAME, ModelType.Chat)
     return "" if card is None else card.endpoint
+
+
+async def test_a_worker_reads_the_mirror_that_an_operator_has_made(
+    guarded: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+
+    async with connect(guarded, "maker") as operator:
+        jetstream = operator.bus.data.jetstream
+        await mirror_model(jetstream, path, "org/tiny", lambda _: None, max_bytes=GIB)
+    async with connect(guarded, "owner") as worker, connect(guarded, "front") as other:
+        mirrors = [Mirror(one.bus.data.jetstream) for one in (worker, other)]
+        model = await resolve("bus://org/tiny", mirror=mirrors[0])
+        with pytest.raises(PermissionDenied):
+            await mirrors[0].remove("org/tiny")
+        with pytest.raises(ModelUnavailable, match="mirror of the bus cannot be asked"):
+            await resolve("bus://org/tiny", mirror=mirrors[1])
+
+    assert model.path.read_bytes() == b"GGUF"

@@ -147,17 +147,21 @@ async def test_the_mirror_comes_before_the_hub_and_its_commit_in_the_hubs_cache_
         patch.setenv("HF_ENDPOINT", hub.url)
         hub.repositories["org/tiny"] = FILES
         hub.repositories["org/other"] = FILES
+        hub.repositories["org/gguf"] = {"sub/q4.gguf": b"GGUF"}
         done = await mirrored(connection, "org/tiny", None)
+        await mirrored(connection, "hf://org/gguf/sub/q4.gguf", None)
         hub.asked.clear()
         cached = await had(connection, "org/tiny")
         patch.setenv("HF_HOME", str(tmp_path / "empty"))
         read = await had(connection, "org/tiny")
+        one = await had(connection, "hf://org/gguf/sub/q4.gguf")
         asked = list(hub.asked)
         other = await had(connection, "org/other")
 
     assert done.manifest.commit == COMMIT == cached.path.name
     assert content(cached.path) == content(read.path) == content(other.path) == WANTED
     assert read.path.parent == cache_folder()
+    assert one.path == cache_folder() / one.path.parent.name / "q4.gguf"
     assert asked == []
     assert other.path.is_relative_to(tmp_path / "empty")
 
