@@ -378,7 +378,7 @@ class Scheduler(Generic[S]):
         self._count(self._waiting_of, request, 1)
         request.computed = 0
         request.resumes = request.generated > 0
-        # Its turn has come already: behind it is whoever came later.
+        # Its turn has come already: behind it are those that came later.
         least = -request.priority
         before = (at for at, other in enumerate(self.waiting) if -other.priority >= least)
         self.waiting.insert(next(before, len(self.waiting)), request)
