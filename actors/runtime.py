@@ -202,7 +202,7 @@ class Actor(DeclaredActor, abstract=True):
     async def on_stop(self) -> None:
         """Runs after the drain, when no call is left; in the task in which `on_start` ran."""
 
-    def report_broken(self, reason: str) -> None:
+    def report_broken(self, reason: str, *, hung: bool = False) -> None:
         """Say that this instance cannot serve any longer, for example since its engine has died.
 
         It is withdrawn at once: calls go to other instances, those that are open here end with
@@ -212,10 +212,14 @@ class Actor(DeclaredActor, abstract=True):
 
         To be called from any thread; more calls change nothing.
 
+        Args:
+            hung: some of its code does not go on, and cannot be ended: the log gets the stacks of
+                all threads, and a process of `dynbus run` ends soon, whatever still runs in it.
+
         Raises:
             RuntimeError: before `on_start`.
         """
-        self.__dynbus_instance__.report_broken(reason)
+        self.__dynbus_instance__.report_broken(reason, hung=hung)
 
 
 class ActorInstance(ServedInstance):

@@ -51,7 +51,7 @@ _BYTES: Final = (
     "connection_window",
     "instance_window",
 )
-_SECONDS: Final = ("connect_timeout", "reader_stall_timeout", "stall_limit")
+_SECONDS: Final = ("connect_timeout", "reader_stall_timeout", "stall_limit", "mute_limit")
 _ZONE: Final = re.compile(r"zone=[\w.-]+")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -99,6 +99,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         reader_stall_timeout: seconds without credit after which a stream ends with `ReaderStalled`.
         lease_ttl: seconds after which an instance that does not renew is gone; at least 2.
         stall_limit: seconds for which a blocked main loop is tolerated.
+        mute_limit: seconds for which no thread of a process of `dynbus run` may get to answer it
+            before the process is ended: one of them keeps the interpreter to itself.
         replicas: how many servers of a cluster keep each stream and bucket; 1 to 5, and no more
             than the cluster has.
         drain_grace: seconds that calls have to finish when an instance goes away.
@@ -131,6 +133,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reader_stall_timeout: float = 30.0
     lease_ttl: float = 10.0
     stall_limit: float = 10.0
+    mute_limit: float = 60.0
     replicas: int = REPLICAS
     drain_grace: float = 30.0
     reply_prefixes: tuple[str, ...] = DEFAULT_REPLY_PREFIXES

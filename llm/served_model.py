@@ -9,12 +9,13 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from dynbus import Option, Options
+from dynbus import Option
 from dynbus.kvrouter import profiles
 from dynbus.spi import Bus
 
 from .embedding import Pooling
 from .engine.interface import EngineLimits
+from .engine.options import HangOptions
 from .models.card import (
     ModelCard,
     ModelInput,
@@ -40,7 +41,7 @@ ModelPath: TypeAlias = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModelOptions(Options):
+class ServedModelOptions(HangOptions):
     """The options of the model that a worker serves: which, by which name, and what is said of
     it."""
 

@@ -3,7 +3,7 @@
 Each sample of a child gets the label `dynbus_worker`, so that those of different processes stay
 apart. It is the child's place in the run, as `demo.Splitter/2`: it stays when the child is started
 again, where an instance's id would begin new series each time. The parent adds the process metrics
-of its own, without the label, and nothing else.
+of its own, without the label, and how often each child has hung, whose own count ends with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WORKER_LABEL: Final = "dynbus_worker"
 TIMEOUT: Final = 3.0
+HANGS: Final = "dynbus_hangs"
 
 
 def registry_of(supervisor: Supervisor) -> CollectorRegistry:
@@ -48,7 +49,20 @@ class _RunCollector:
             for family in collector.collect()
         ]
         asked = asyncio.run_coroutine_threadsafe(self._supervisor.metrics(), self._loop)
-        return merge(own, ((child.label, page) for child, page in asked.result(TIMEOUT)))
+        pages = ((child.label, page) for child, page in asked.result(TIMEOUT))
+        return [*merge(own, pages), self._hangs()]
+
+    def _hangs(self) -> Any:
+        from prometheus_client.core import CounterMetricFamily
+
+        labels = (WORKER_LABEL, "dynbus_namespace", "dynbus_component")
+        family = CounterMetricFamily(
+            HANGS, "Instances that hung and were withdrawn.", labels=labels
+        )
+        for child in list(self._supervisor.children):
+            namespace, _, component = child.node.address.partition(".")
+            family.add_metric([child.label, namespace, component], child.hangs)
+        return family
 
 
 def merge(own: Iterable[Any], pages: Iterable[tuple[str, str]]) -> list[Any]:
@@ -65,6 +79,8 @@ def merge(own: Iterable[Any], pages: Iterable[tuple[str, str]]) -> list[Any]:
         _add(families, family, {})
     for worker, page in sorted(pages):
         for family in text_string_to_metric_families(page):
+            if family.name == HANGS:
+                continue
             _add(families, family, {WORKER_LABEL: worker})
     return list(families.values())
 

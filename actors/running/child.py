@@ -24,10 +24,13 @@ from dynbus.actors.placing.allotment import Placement
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
+from dynbus.bus.config import load_config
 from dynbus.bus.telemetry.process_status import StartStep
 
 from .child_messages import (
+    STACKS_SIGNAL,
     ActorLoaded,
+    Alive,
     Announced,
     CollectFiles,
     CollectMetrics,
@@ -36,9 +39,11 @@ from .child_messages import (
     FilesCollected,
     HealthChanged,
     InstanceFailed,
+    InstanceHangs,
     InstanceReady,
     LoadActor,
     Report,
+    SayAlive,
     StepsChanged,
     StopInstance,
     WorkerSettings,
@@ -53,6 +58,10 @@ LAST_WORDS_SECONDS: Final = 1.0
 GROUP_SECONDS: Final = 3.0
 """Seconds that what a process started has to be gone after it: its guard kills it."""
 GROUP_POLL: Final = 0.02
+ASK_INTERVAL: Final = 1.0
+"""Seconds between two questions to a child whether it is alive."""
+STACKS_SECONDS: Final = 1.0
+"""Seconds that a child which hangs has to write the stacks of its threads."""
 
 _OUT_OF_MEMORY: Final = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 """The exit statuses of programs that were refused memory and could not say so."""
@@ -83,6 +92,7 @@ class Child:
         settled: set when it has been ready, or has ended.
         leaving: set when it was told to end.
         ready_at: when the process that runs now, or ran last, became ready; None when it did not.
+        hangs: how often its instance has hung.
         crash: how the process before ended, when that was not asked for; empty once it is ready.
         files: those of the user's that its process had loaded when it was asked last; None when
             it has never said so.
@@ -112,6 +122,7 @@ class Child:
         self.instance_id = ""
         self.failure: Failure | None = None
         self.ready_at: float | None = None
+        self.hangs = 0
         self.crash = ""
         self.files: Collection[str] | None = None
         self.problems: Mapping[str, str] = {}
@@ -129,6 +140,8 @@ class Child:
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None
         self._files_reported = asyncio.Event()
+        self._is_alive = True
+        self._mute_limit = load_config(settings.bus, unknown_variables="warn").mute_limit
 
     def __repr__(self) -> str:
         return f"<Child {self.label} [{self.state.value} | pid {self.pid}]>"
@@ -183,6 +196,7 @@ class Child:
         try:
             async with task_group() as tasks:
                 tasks.start_soon(self._read, reader, partial(tasks.start_soon, loaded), heard)
+                tasks.start_soon(self._watch_answers, process)
                 code = await self._wait_or_end(ended)
                 tasks.cancel_scope.cancel()
         finally:
@@ -207,6 +221,34 @@ class Child:
                 with anyio.move_on_after(STOP_SECONDS, shield=True):
                     await ended()
             raise
+
+    async def _watch_answers(self, process: Process) -> None:
+        """End a process none of whose threads gets the interpreter, since one of them holds it.
+
+        Time counts only as far as this process ran itself, and that one could: it is not stopped,
+        and waits for no disk.
+        """
+        silent, last = 0.0, monotonic()
+        self._is_alive = True
+        while silent <= self._mute_limit:
+            await anyio.sleep(ASK_INTERVAL)
+            now = monotonic()
+            seconds, last = min(now - last, ASK_INTERVAL), now
+            if self._is_alive or self.state is not ChildState.READY or _is_held_up(process.pid):
+                silent = 0.0
+                self._is_alive = False
+                self.send(SayAlive())
+            else:
+                silent += seconds
+        self._hung(f"{self.label} (process {process.pid}) has answered nothing for {silent:.0f} s")
+        process.send_signal(STACKS_SIGNAL)
+        await anyio.sleep(STACKS_SECONDS)
+        process.kill()
+
+    def _hung(self, message: str) -> None:
+        self.hangs += 1
+        self.failure = Failure(exit_codes.FAILURE, message)
+        logger.error("%s: it hangs, and is ended", message)
 
     def memory_note(self, code: int | None) -> str:
         """The note on the memory limit of a process that has ended so."""
@@ -301,6 +343,10 @@ class Child:
         elif isinstance(report, Announced):
             self.announced.append((report.line, report.details))
             self.news.set()
+        elif isinstance(report, Alive):
+            self._is_alive = True
+        elif isinstance(report, InstanceHangs):
+            self._hung(f"{self.label}: {report.message}")
         elif isinstance(report, InstanceFailed):
             self.failure = Failure(report.code, report.message, report.traceback)
         elif isinstance(report, HealthChanged):
@@ -328,6 +374,20 @@ def _group_lives(leader: int) -> bool:
     # The dead count as well until their new parent has asked for them, which may take seconds.
     statuses = list(Path("/proc").glob("[0-9]*/stat"))
     return not statuses or any(_is_alive_in(leader, status) for status in statuses)
+
+
+def _is_held_up(pid: int) -> bool:
+    """True if a thread of a process is stopped, or waits for a disk or a device."""
+    return any(
+        _state_of(status) in ("T", "t", "D") for status in Path(f"/proc/{pid}/task").glob("*/stat")
+    )
+
+
+def _state_of(status: Path) -> str:
+    try:
+        return status.read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""  # it has ended meanwhile
 
 
 def _is_alive_in(group: int, status: Path) -> bool:

@@ -6,7 +6,8 @@ socket pair, `child_process.py` the child's.
 
 from __future__ import annotations
 
-from typing import Any
+import signal
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +16,10 @@ from dynbus.bus.telemetry.logs import LogFormat
 from dynbus.bus.telemetry.process_status import StartStep
 
 from .plan import PlannedNode
+
+STACKS_SIGNAL: Final = signal.SIGUSR2
+"""The signal at which a child writes the stacks of its threads to its standard error, also where
+one of them keeps the interpreter to itself."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -62,6 +67,10 @@ class CollectMetrics(msgspec.Struct, frozen=True, tag="collect_metrics"):
     """Answer with `MetricsCollected`."""
 
 
+class SayAlive(msgspec.Struct, frozen=True, tag="say_alive"):
+    """Answer with `Alive`, whatever the main loop does."""
+
+
 class CollectFiles(msgspec.Struct, frozen=True, tag="collect_files"):
     """Answer with `FilesCollected`."""
 
@@ -105,6 +114,16 @@ class HealthChanged(msgspec.Struct, frozen=True, omit_defaults=True, tag="health
     details: dict[str, str] = {}
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """A thread of the process runs."""
+
+
+class InstanceHangs(msgspec.Struct, frozen=True, tag="instance_hangs"):
+    """The instance hangs and is withdrawn; the child ends soon."""
+
+    message: str
+
+
 class FilesCollected(msgspec.Struct, frozen=True, tag="files_collected"):
     """The files of the user's that the process has loaded so far, as real paths."""
 
@@ -117,7 +136,15 @@ class MetricsCollected(msgspec.Struct, frozen=True, tag="metrics_collected"):
     page: str
 
 
-Command = LoadActor | StartInstance | DrainInstance | StopInstance | CollectMetrics | CollectFiles
+Command = (
+    LoadActor
+    | StartInstance
+    | DrainInstance
+    | StopInstance
+    | CollectMetrics
+    | CollectFiles
+    | SayAlive
+)
 Report = (
     ActorLoaded
     | StepsChanged
@@ -125,6 +152,8 @@ Report = (
     | InstanceReady
     | InstanceFailed
     | HealthChanged
+    | Alive
+    | InstanceHangs
     | FilesCollected
     | MetricsCollected
 )

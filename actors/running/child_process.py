@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import logging
 import os
@@ -48,7 +49,9 @@ from dynbus.bus.telemetry.process_status import StartStep
 
 from . import group_guard
 from .child_messages import (
+    STACKS_SIGNAL,
     ActorLoaded,
+    Alive,
     Announced,
     CollectFiles,
     CollectMetrics,
@@ -57,10 +60,12 @@ from .child_messages import (
     FilesCollected,
     HealthChanged,
     InstanceFailed,
+    InstanceHangs,
     InstanceReady,
     LoadActor,
     MetricsCollected,
     Report,
+    SayAlive,
     StartInstance,
     StepsChanged,
     StopInstance,
@@ -70,6 +75,7 @@ from .in_process import (
     Ending,
     StartFailed,
     failure_of,
+    leave_behind,
     leave_within,
     problems_of,
     serve,
@@ -86,6 +92,8 @@ GUARD_PAUSE: Final = 0.5
 """Seconds before a guard that ended is started again."""
 HEALTH_INTERVAL: Final = 0.5
 STEPS_INTERVAL: Final = 0.2
+HUNG_SECONDS: Final = 15.0
+"""Seconds that a child has to end once its instance hangs."""
 
 _FAILURES: Final = (ConfigError, InstanceBroken, PermissionDenied, StartFailed, Unavailable)
 
@@ -160,6 +168,9 @@ class Channel:
                     if isinstance(command, CollectFiles):
                         self.send(FilesCollected(loaded_files()))
                         continue
+                    if isinstance(command, SayAlive):
+                        self.send(Alive())
+                        continue
                     if isinstance(command, DrainInstance | StopInstance):
                         self._end_asked()
                     self._deliver(command)
@@ -190,6 +201,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: Ending | None = None
         self._memory: MemoryLimit | None = None
+        self._hangs = False
 
     def run(self) -> int:
         """Serve until told to end; returns the exit code.
@@ -198,6 +210,7 @@ class Worker:
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
         self._channel.open()
         load = self._channel.receive()
         if not isinstance(load, LoadActor):
@@ -310,6 +323,7 @@ class Worker:
         known: dict[str, str] = {}
         sent_details: dict[str, str] = {}
         while True:
+            self._watch_hangs(runtime)
             problems, details = problems_of(runtime), dict(runtime.bus.status.read())
             if self._memory is not None:
                 self._watch_memory(self._memory, runtime, details)
@@ -317,6 +331,19 @@ class Worker:
                 known, sent_details = problems, details
                 self._channel.send(HealthChanged(problems, details))
             await anyio.sleep(HEALTH_INTERVAL)
+
+    def _watch_hangs(self, runtime: Runtime) -> None:
+        """Have this process end soon whose instance hangs, and at once where its loop is held."""
+        for instance in list(runtime.instances.values()):
+            if not instance.hung:
+                continue
+            if not self._hangs:
+                self._hangs = True
+                self._channel.send(InstanceHangs(instance.hung))
+                leave_within(exit_codes.FAILURE, HUNG_SECONDS)
+            elif not instance.broken:
+                # Half a second later the main loop has not heard of it.
+                leave_behind(exit_codes.FAILURE)
 
     def _watch_memory(self, limit: MemoryLimit, runtime: Runtime, details: dict[str, str]) -> None:
         if detail := limit.detail():

@@ -325,6 +325,8 @@ def problems_of(runtime: Runtime) -> dict[str, str]:
     for instance in list(runtime.instances.values()):
         if instance.broken:
             problems[instance.id] = str(InstanceBroken(instance))
+        elif instance.hung:
+            problems[instance.id] = f"{instance.name} hangs: {instance.hung}"
         elif instance.state is not InstanceState.READY:
             problems[instance.id] = instance.state.value
     return problems

@@ -104,13 +104,17 @@ class Process:
 
     def kill(self) -> None:
         """End it with SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal; nothing to one that has ended."""
         if self._ended.is_set():
             return
         with contextlib.suppress(ProcessLookupError):
             if self._handle is None:
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
             else:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                signal.pidfd_send_signal(self._handle, number)
 
     def take_end(self, code: int | None) -> None:
         """It has ended."""

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol, cast
 import anyio
 
 from dynbus.bus.background import Background, Work, task_group
+from dynbus.bus.blocked_loop import stacks_of_threads
 from dynbus.bus.bus import Bus, enter_bus
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import current_instance, inside_instance
@@ -129,6 +130,7 @@ class ServedInstance:
         name: where it is on the bus.
         announced: whether it can be found and called.
         broken: why it cannot serve any longer, as `report_broken` was told; empty while it can.
+        hung: the same where its code does not go on, at once, also while the main loop is blocked.
         stopped: set when it has ended, `on_stop` included.
         current_name: the name of the instance whose code is running: a handler, `on_start`, a task
             that one of them began; None elsewhere.
@@ -160,6 +162,7 @@ class ServedInstance:
         leave()
         self._state = InstanceState.NEW
         self.broken = ""
+        self.hung = ""
         self.stopped = asyncio.Event()
         self._bus = bus
         self._background = background
@@ -288,12 +291,26 @@ class ServedInstance:
             self._metadata = _announced_metadata(self._served)
             await self._bus.lane.run(self._describe(self._keeper, self._metadata))
 
-    def report_broken(self, reason: str) -> None:
+    def report_broken(self, reason: str, *, hung: bool = False) -> None:
         """Say that the instance cannot serve any longer; it is withdrawn at once.
 
         Calls go to other instances, those that are open here end with `Draining`, which is
         retryable, and `on_stop` runs. To be called from any thread; more calls change nothing.
+
+        Args:
+            hung: see `Actor.report_broken`.
         """
+        if hung and not self.hung:
+            self.hung = reason
+            logger.error("%s: %s\n%s", self.name, reason, stacks_of_threads())
+            telemetry = self._bus.telemetry
+            if telemetry is not None and telemetry.metrics is not None:
+                telemetry.metrics.hangs.add(
+                    (
+                        ("dynbus.namespace", self.name.namespace),
+                        ("dynbus.component", self.name.component),
+                    )
+                )
         if threading.get_ident() == self._bus.thread:
             self._withdraw_broken(reason)
         else:

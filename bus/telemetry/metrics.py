@@ -143,6 +143,7 @@ class Metrics:
             "migrations", "{migration}", "Times a call went on at another instance."
         )
         self.reconnects = tally("reconnects", "{reconnect}", "Times a connection came back.")
+        self.hangs = tally("hangs", "{hang}", "Instances that hung and were withdrawn.")
         self.drops = tally("drops", "{message}", "Messages dropped unanswered.")
         self.connections = self.gauge(
             "connections", "{connection}", "Connections to servers, by what they are at."

@@ -210,10 +210,10 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         if self._roles is not None:
             await self._roles.drain(grace)
 
-    def report_broken(self, reason: str) -> None:
+    def report_broken(self, reason: str, *, hung: bool = False) -> None:
         if self._roles is not None:
             self._roles.report_broken(reason)
-        super().report_broken(reason)
+        super().report_broken(reason, hung=hung)
 
     def _component(self, node: str) -> ComponentName:
         return ComponentName(self.__dynbus_name__.namespace, node)

@@ -484,6 +484,11 @@ class RunningEngine(ABC):
     def stepper(self, listener: Listener) -> Stepper:
         """The stepper that gives it requests and hears what it makes; asked for once."""
 
+    def describe_processes(self) -> str:
+        """The state of its processes as the system knows it, a line for each thread, for the log
+        when it hangs; called from any thread."""
+        return ""
+
     @abstractmethod
     async def aclose(self) -> None:
         """End its processes."""

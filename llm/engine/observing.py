@@ -7,18 +7,24 @@ from typing import Final
 from dynbus.llm.instance_watch import InstanceWatch
 from dynbus.spi import Bus, InstanceName, Metrics, Readings
 
+from .hang_watch import HangWatch
 from .interface import EngineLimits, EngineLoad
 from .runner import EngineRunner
 
 STATUS_KEY: Final = "engine"
+SILENCE_SHOWN: Final = 2.0
+"""Seconds without a step from which on that is shown."""
 
 
 class EngineWatch(InstanceWatch):
     """Shows an engine to operators, while in the `async with`."""
 
-    def __init__(self, bus: Bus, name: InstanceName, runner: EngineRunner) -> None:
+    def __init__(
+        self, bus: Bus, name: InstanceName, runner: EngineRunner, hangs: HangWatch | None
+    ) -> None:
         super().__init__(bus, name, "engine", _readings)
         self._runner = runner
+        self._hangs = hangs
 
     def look(self) -> None:
         """Show how the engine is now."""
@@ -31,7 +37,15 @@ class EngineWatch(InstanceWatch):
             "cached_tokens": load.cached_tokens,
             "output_tokens": runner.output_tokens,
         }
-        self.show(STATUS_KEY, _text(load, limits), figures)
+        text = _text(load, limits)
+        hangs = self._hangs
+        if hangs is not None:
+            self.put("step_limit", hangs.limit)
+            if hangs.reason:
+                text = f"hangs, {text}"
+            elif hangs.silence >= SILENCE_SHOWN:
+                text += f", no step for {hangs.silence:.0f} s of {hangs.limit:.0f} s"
+        self.show(STATUS_KEY, text, figures)
         requests = {"running": load.running, "waiting": load.waiting}
         self.put_by("requests", "dynbus.state", requests)
         blocks = {"active": load.active_blocks, "free": limits.blocks - load.active_blocks}
@@ -83,6 +97,9 @@ def _readings(metrics: Metrics) -> dict[str, Readings]:
         ),
         "preemptions": metrics.counter(
             "engine.preemptions", "{preemption}", "Requests that lost their blocks."
+        ),
+        "step_limit": metrics.gauge(
+            "engine.step_limit", "s", "Seconds that a step may take before its engine hangs.", max
         ),
         "failed_requests": metrics.counter(
             "engine.failed_requests", "{request}", "Requests that could not go on."

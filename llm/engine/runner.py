@@ -50,7 +50,8 @@ from .interface import (
     prepares,
     transfers,
 )
-from .stepping import stepper_of
+from .step_watch import StepProgress, WatchedStepper
+from .stepping import EngineStepper, stepper_of
 from .tracing import EngineTrace
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class _Stream:
         has_tokens: whether the engine has made a token for it.
         number: of the request, from 1 on in the order of their submission.
         open: continuations that have not ended.
+        prompt: how many tokens its prompt has.
         gathers: whether few items are wanted.
         is_single: whether it ends with its first token in any case.
         kept: what is to be sent later; None where each item is sent at once.
@@ -121,6 +123,7 @@ class _Stream:
         "kept",
         "number",
         "open",
+        "prompt",
         "reply",
         "request_id",
     )
@@ -132,6 +135,7 @@ class _Stream:
         self.request_id = request_id
         self.reply = reply
         self.open = set(range(request.index, request.index + request.n))
+        self.prompt = len(request.token_ids)
         self.gathers = not request.stream
         self.is_single = request.max_tokens == 1
         self.kept: deque[_Piece] | None = deque() if self.gathers else None
@@ -162,13 +166,15 @@ class _Text:
 
     Attributes:
         number: of the request, counted with those for tokens.
+        tokens: how many it has.
         embedded: its embedding, or why there is none.
     """
 
-    __slots__ = ("embedded", "number")
+    __slots__ = ("embedded", "number", "tokens")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, tokens: int) -> None:
         self.number = number
+        self.tokens = tokens
         self.embedded: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: DynbusError) -> None:
@@ -183,13 +189,15 @@ class _Hold:
 
     Attributes:
         first: the token of such a request, or why there is none; None for any other hold.
+        prompt: how many tokens its prompt has.
         held: what was told of it last, until somebody has taken it.
     """
 
-    __slots__ = ("_changed", "_error", "first", "held", "number")
+    __slots__ = ("_changed", "_error", "first", "held", "number", "prompt")
 
-    def __init__(self, number: int, *, is_request: bool) -> None:
+    def __init__(self, number: int, prompt: int, *, is_request: bool) -> None:
         self.number = number
+        self.prompt = prompt
         self.held: Held | None = None
         self.first: asyncio.Future[Generated] | None = None
         if is_request:
@@ -264,6 +272,7 @@ class EngineRunner(Openable):
         self._sends_kept = monotonic()
         self._failed = failed
         self._submitted = 0
+        self._made = 0
         self._streams: dict[str, _Stream] = {}
         self._by_reply: dict[Reply[Generated], _Stream] = {}
         self._texts: dict[str, _Text] = {}
@@ -304,6 +313,38 @@ class EngineRunner(Openable):
             if self._failed is not None:
                 self._failed(f"its engine failed: {reason}")
             self._fail_streams()
+
+    # Its progress ---------------------------------------------------------------------
+
+    @property
+    def tells_progress(self) -> bool:
+        """True if the engine's stepper says how far it is."""
+        return isinstance(self._stepper, WatchedStepper)
+
+    def progress(self) -> StepProgress:
+        """The progress of an engine that tells it; callable from any thread."""
+        assert isinstance(self._stepper, WatchedStepper), "its caller has looked"
+        turn, steps = self._stepper.count_steps()
+        most = self.limits.max_num_batched_tokens
+        # Copies, as the event loop goes on meanwhile.
+        streams, holds = list(self._streams.values()), list(self._holds.values())
+        texts = [text.tokens for text in list(self._texts.values())]
+        prompts = [stream.prompt for stream in streams]
+        prompts += [hold.prompt for hold in holds if hold.first is not None]
+        if self.load.preempted:
+            # One that was preempted is computed again, with its prompt.
+            tokens = most
+        else:
+            waiting = [stream.prompt for stream in streams if not stream.has_tokens]
+            waiting += [h.prompt for h in holds if h.first is not None and not h.first.done()]
+            tokens = max(1, min(most, sum(waiting) + sum(texts) + len(streams)))
+        fruitless = 1 + max([*prompts, *texts], default=0) // most
+        return StepProgress(turn, steps, self._made, tokens, fruitless)
+
+    def give_up(self) -> None:
+        """Wait for no step of the engine when it is closed: it hangs. Any thread may say so."""
+        if isinstance(self._stepper, EngineStepper):
+            self._stepper.is_given_up = True
 
     # Requests -------------------------------------------------------------------------
 
@@ -355,7 +396,7 @@ class EngineRunner(Openable):
             ValueError: the id is in use.
         """
         self._check_new(request_id)
-        text = self._texts[request_id] = _Text(self._submitted + 1)
+        text = self._texts[request_id] = _Text(self._submitted + 1, len(request.token_ids))
         self._count(request_id, request)
         self._stepper.add(request_id, request)
         try:
@@ -410,7 +451,9 @@ class EngineRunner(Openable):
         stepper = self._holding()
         self._check_new(request_id)
         self._open_stream(request_id, request, reply)
-        self._holds[request_id] = _Hold(self._submitted + 1, is_request=False)
+        self._holds[request_id] = _Hold(
+            self._submitted + 1, len(request.token_ids), is_request=False
+        )
         self._count(request_id, request)
         stepper.reserve(request_id, request)
 
@@ -453,7 +496,9 @@ class EngineRunner(Openable):
         """
         stepper = self._holding()
         self._check_new(request_id)
-        self._holds[request_id] = _Hold(self._submitted + 1, is_request=True)
+        self._holds[request_id] = _Hold(
+            self._submitted + 1, len(request.token_ids), is_request=True
+        )
         self._count(request_id, request)
         stepper.add_held(request_id, request)
 
@@ -483,7 +528,9 @@ class EngineRunner(Openable):
         """
         stepper = self._holding()
         self._check_new(hold_id)
-        hold = self._holds[hold_id] = _Hold(self._submitted, is_request=False)
+        hold = self._holds[hold_id] = _Hold(
+            self._submitted, len(request.token_ids), is_request=False
+        )
         stepper.hold(hold_id, request)
         try:
             return await hold.next()
@@ -621,6 +668,9 @@ class EngineRunner(Openable):
     def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         """Send what a step made."""
         self.load = load
+        self._made += bool(
+            step.outputs or step.embedded or step.held or step.failures or step.refusals
+        )
         if self._trace is not None:
             self._trace.stepped(step, began)
         for held in step.held:

@@ -31,6 +31,7 @@ from .interface import (
     embeds,
     transfers,
 )
+from .step_watch import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,19 @@ class EngineStepper(ABC):
 
     A `ValueError` is told as a refusal; what else a request raises fails the engine. Of a
     `TransferringEngine` it is a `HoldingStepper`.
+
+    Attributes:
+        is_given_up: whether its engine hangs, and nobody waits for the step that runs.
     """
 
     _engine: Engine
+    _turn = Turn.IDLE
+    _steps = 0
+    is_given_up = False
+
+    def count_steps(self) -> tuple[Turn, int]:
+        """See `WatchedStepper`."""
+        return self._turn, self._steps
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         self._put(request_id, lambda engine: _add(engine, request_id, request), is_request=True)
@@ -170,6 +181,7 @@ class _LoopStepper(EngineStepper):
                 if _is_idle(engine):
                     self._listener.on_idle(self._taken)
                 self._has_work.clear()
+                self._turn = Turn.IDLE
                 await self._has_work.wait()
                 ends = monotonic()
                 continue
@@ -177,9 +189,12 @@ class _LoopStepper(EngineStepper):
             began = monotonic()
             begins = max(ends, began - CATCH_UP)
             added, self._added = self._added, []
+            self._turn = Turn.BUSY
             step = _step(engine, added)
+            self._turn = Turn.HELD
             ends = begins + step.delay
             await anyio.sleep(max(0.0, ends - monotonic()))
+            self._steps += 1
             self._listener.on_step(step, engine.load, began)
 
 
@@ -213,13 +228,15 @@ class _ThreadStepper(EngineStepper):
                 self._closing = True
                 self._changed.notify_all()
             if not self._ended.done():
-                with anyio.move_on_after(STOP_TIMEOUT, shield=True):
+                seconds = 0.0 if self.is_given_up else STOP_TIMEOUT
+                with anyio.move_on_after(seconds, shield=True):
                     await asyncio.wait({self._ended})
                 if not self._ended.done():
+                    # Its `repr` may read what the thread that hangs has locked.
                     logger.warning(
-                        "%r did not end its step in %g s: it is left alone",
-                        self._engine,
-                        STOP_TIMEOUT,
+                        "a %s did not end its step in %g s: it is left alone",
+                        type(self._engine).__name__,
+                        seconds,
                     )
 
     # On the event loop ----------------------------------------------------------------
@@ -280,7 +297,9 @@ class _ThreadStepper(EngineStepper):
                 while not self._closing and (
                     self._untold >= STEPS_AHEAD or not (self._commands or engine.has_work)
                 ):
+                    self._turn = Turn.HELD if self._untold >= STEPS_AHEAD else Turn.IDLE
                     self._changed.wait()
+                self._turn = Turn.BUSY
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
@@ -300,6 +319,7 @@ class _ThreadStepper(EngineStepper):
                         added.append(name)
             began = monotonic()
             step = _step(engine, added) if engine.has_work else Step(())
+            self._steps += 1
             idle_after = None if engine.has_work or not _is_idle(engine) else taken
             self._loop.call_soon_threadsafe(
                 self._report, step, engine.load, began, refused, idle_after

@@ -20,9 +20,11 @@ from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import ComponentName, Grant
 
+from .hang_watch import HangWatch
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
+from .step_watch import HangLimits
 from .tracing import EngineTrace
 
 P = TypeVar("P")
@@ -50,17 +52,20 @@ class PromptSink(Protocol):
 class EngineWorker(Actor, abstract=True):
     """Serves an engine: a subclass says in `make_engine` which.
 
-    Its KV events go to the routers, where the engine has any. A worker whose engine raises is
-    broken: calls go elsewhere, and `dynbus run` starts it anew. A stream of tokens that is lost
+    Its KV events go to the routers, where the engine has any. A worker whose engine raises or hangs
+    is broken: calls go elsewhere, and `dynbus run` starts it anew. A stream of tokens that is lost
     goes on at another worker, behind what has come.
 
     Attributes:
         sink: decides where prompts come from; None where all are computed here.
+        hang_limits: how long a step of the engine may take; for subclasses, to be set before
+            `on_start`.
     """
 
     rest_of = staticmethod(resume)
 
     sink: PromptSink | None = None
+    hang_limits: HangLimits = HangLimits()
     _engine_runner: EngineRunner | None = None
     _engine_exits: AsyncExitStack | None = None
     _engine_numbers: Iterator[int]
@@ -148,8 +153,13 @@ class EngineWorker(Actor, abstract=True):
                 failed=self.report_broken,
             )
             await exits.enter_async_context(runner)
+            hangs: HangWatch | None = None
+            if self.hang_limits.longest and runner.tells_progress:
+                hung = partial(self._hangs, engine, runner)
+                hangs = HangWatch(self.runtime.bus, runner.progress, self.hang_limits, hung)
+                await exits.enter_async_context(hangs)
             await exits.enter_async_context(
-                EngineWatch(self.runtime.bus, self.__dynbus_name__, runner)
+                EngineWatch(self.runtime.bus, self.__dynbus_name__, runner, hangs)
             )
             self._engine_runner = runner
             self._engine_exits = exits.pop_all()
@@ -159,6 +169,13 @@ class EngineWorker(Actor, abstract=True):
             with anyio.CancelScope(shield=True):
                 await EngineWorker.on_stop(self)
             raise
+
+    def _hangs(self, engine: Engine | RunningEngine, runner: EngineRunner, reason: str) -> None:
+        """Withdraw the instance, whose engine hangs; on the thread of the control lane."""
+        runner.give_up()
+        if isinstance(engine, RunningEngine) and (known := engine.describe_processes()):
+            reason = f"{reason}; its processes:\n{known}"
+        self.report_broken(f"its engine hangs: {reason}", hung=True)
 
     def _make_engine(self) -> Engine | RunningEngine:
         engine = self.make_engine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynbus import takes
-from dynbus.llm.engine.options import SpeedupRatio
+from dynbus.llm.engine.options import HangOptions, SpeedupRatio
 from dynbus.llm.engine.worker import EngineWorker
 
 from .engine import MockConfig, MockEngine, MockSize
@@ -13,8 +13,8 @@ from .timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
-class MockOptions(MockSize):
-    """The size of a mock engine, and its speed."""
+class MockOptions(MockSize, HangOptions):
+    """The size of a mock engine, its speed, and how long a step may take."""
 
     speedup_ratio: SpeedupRatio = Timing().speedup_ratio
 
@@ -25,6 +25,7 @@ class MockWorker(EngineWorker, namespace="llm"):
     @takes(MockOptions)
     def __init__(self, options: MockOptions) -> None:
         timing = Timing(speedup_ratio=options.speedup_ratio)
+        self.hang_limits = options.hang_limits
         self._config = MockConfig(**options.shared(MockSize), timing=timing)
 
     def make_engine(self) -> MockEngine:
