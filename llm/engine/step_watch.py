@@ -90,13 +90,15 @@ class LearnedSteps:
     def limit(self, tokens: int) -> float:
         """Seconds of the longest legal step; no less with more tokens."""
         limits, size = self._limits, tokens.bit_length()
-        if not self._seconds:
-            return limits.longest
-        below = [known for known in self._seconds if known <= size]
-        if below:
-            seconds = max(self._seconds[known] * 4.0 ** (size - max(below)) for known in below)
-        else:
-            seconds = self._seconds[min(self._seconds)]
+        smaller = [known for known in self._seconds if known <= size]
+        larger = [known for known in self._seconds if known > size]
+        bounds: list[float] = []
+        if smaller:
+            longest = max(self._seconds[known] for known in smaller)
+            bounds.append(longest * 4.0 ** (size - max(smaller)))
+        if larger:
+            bounds.append(max(self._seconds[known] for known in (*smaller, min(larger))))
+        seconds = min(bounds, default=limits.longest)
         return min(max(limits.factor * seconds, limits.least), limits.longest)
 
 

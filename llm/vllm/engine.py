@@ -30,6 +30,7 @@ from dynbus.llm.engine.interface import (
     Step,
 )
 from dynbus.llm.engine.requests import check_embedding, check_request
+from dynbus.llm.engine.step_watch import Turn
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import describe_exception, monotonic, suggestion, task_group
 
@@ -43,7 +44,13 @@ from .requests import (
     pooling_params,
     sampling_params,
 )
-from .starting import EngineFolder, HandOverSettings, start_vllm, vllm_module
+from .starting import (
+    EngineFolder,
+    HandOverSettings,
+    describe_processes,
+    start_vllm,
+    vllm_module,
+)
 
 if TYPE_CHECKING:
     from dynbus.kvrouter import ZmqSource
@@ -85,6 +92,7 @@ class VllmEngine(RunningEngine):
         ranks: how many data-parallel ranks it has.
         adapters: LoRA adapters by name, as vLLM knows them.
         unloaded: when adapters were unloaded that are not loaded now, by their names.
+        rests: whether it sleeps, or is about to: it makes no steps then.
         report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
         lease: seconds for which it holds the blocks of a prompt for another engine.
         hands_over: whether it reads and holds such blocks at all.
@@ -100,6 +108,7 @@ class VllmEngine(RunningEngine):
         self.ranks: int = config.parallel_config.data_parallel_size
         self.adapters: dict[str, Any] = {}
         self.unloaded: dict[str, float] = {}
+        self.rests = False
         self.report_mode: Callable[[], str] | None = None
         self.limits = EngineLimits(
             block_size=cache.block_size,
@@ -171,6 +180,11 @@ class VllmEngine(RunningEngine):
             prompt_tokens=sum(one.queries for one in counts),
             preempted=sum(one.preempted for one in counts),
         )
+
+    @property
+    def steps_ended(self) -> int:
+        """The steps that its ranks have told of."""
+        return sum(one.steps for one in self._counts)
 
     def event_source(self) -> ZmqSource:
         """The source of its KV-cache events."""
@@ -267,6 +281,23 @@ class VllmEngine(RunningEngine):
         self.unloaded[name] = monotonic()
         await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
 
+    async def sleep(self, level: int) -> None:
+        """Give the memory of the device to others; running requests are aborted."""
+        self.rests = True
+        try:
+            await self.llm.sleep(level)
+        except BaseException:
+            self.rests = False
+            raise
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Take the memory of the device again, or such parts of it."""
+        await self.llm.wake_up(tags)
+        self.rests = await self.llm.is_sleeping()
+
+    def describe_processes(self) -> str:
+        return describe_processes()
+
     def check(self) -> None:
         """Make sure that its processes are there.
 
@@ -339,6 +370,15 @@ class VllmStepper:
         self._embedded: list[tuple[str, Embedded]] = []
         self._aborted: list[str] = []
         self._news = asyncio.Event()
+
+    def count_steps(self) -> tuple[Turn, int]:
+        """See `WatchedStepper`. The steps are those of all ranks together; one that reads what
+        another engine has computed waits for that one."""
+        engine = self._engine
+        has_work = not engine.rests and any(
+            entry.has_output or not entry.reads for entry in list(self._submitted.values())
+        )
+        return (Turn.BUSY if has_work else Turn.IDLE), engine.steps_ended
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         try:
@@ -771,12 +811,15 @@ def drawn_alike(request: GenerateRequest, seed: int, engine: VllmEngine) -> Gene
 
 @dataclass(slots=True)
 class RankLoad:
-    """The load of a data-parallel rank after its last step; tokens and preemptions of all time.
+    """The load of a data-parallel rank after its last step; tokens, preemptions and steps of all
+    time.
 
     Attributes:
         usage: share of its blocks that requests use.
+        steps: that it has told of.
     """
 
+    steps: int = 0
     running: int = 0
     waiting: int = 0
     usage: float = 0.0
@@ -799,6 +842,7 @@ class _Counter:
     ) -> None:
         load = self._load
         if scheduler_stats is not None:
+            load.steps += 1
             load.running = scheduler_stats.num_running_reqs
             load.waiting = scheduler_stats.num_waiting_reqs
             load.usage = scheduler_stats.kv_cache_usage

@@ -549,6 +549,23 @@ def maps_of_processes() -> Iterator[str]:
         yield _read(Path(f"/proc/{pid}/smaps"))
 
 
+def describe_processes() -> str:
+    """The threads of the processes that descend from this one: each with its state, what it waits
+    for in the kernel, and its stack there, as far as this user may know."""
+    return "\n".join(_describe_threads())
+
+
+def _describe_threads() -> Iterator[str]:
+    for pid in _processes_below(os.getpid()):
+        for thread in sorted(Path(f"/proc/{pid}/task").glob("[0-9]*")):
+            name, _, rest = _read(thread / "stat").partition("(")[2].rpartition(")")
+            if state := rest.split()[:1]:
+                waits = _read(thread / "wchan").strip("0\n") or "nothing"
+                stack = " < ".join(_read(thread / "stack").split("\n")).rstrip(" <")
+                known = f", {stack}" if stack else ""
+                yield f"{pid}/{thread.name} ({name}): {state[0]}, waits for {waits}{known}"
+
+
 def _processes_below(pid: int) -> Iterator[int]:
     left = [pid]
     while left:

@@ -152,6 +152,9 @@ def _vllm_arguments(
     default_sampling: dict[str, float] | Literal["model", "openai"] = ...,
     tool_call_parser: str = ...,
     reasoning_parser: str = ...,
+    hang_limit: float = ...,
+    hang_least: float = ...,
+    hang_factor: float = ...,
     kv_events: bool = ...,
     lora_modules: dict[str, str] | None = ...,
     role: Literal["auto", "none", "prefill", "decode"] = ...,
@@ -176,6 +179,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     @takes(VllmOptions, like=_vllm_arguments)
     def __init__(self, options: VllmOptions, **engine: Any) -> None:
+        self.hang_limits = options.hang_limits
         self.served = ServedModel(options)
         for name, remedy in _OWNED.items():
             if name in engine:
@@ -461,13 +465,13 @@ class VllmWorker(EngineWorker, namespace="llm"):
             raise InvalidRequest(
                 "a prefill engine does not sleep: others may be reading its memory; stop it"
             )
-        await self._engine().llm.sleep(request.level)
+        await self._engine().sleep(request.level)
         self._cleared()
 
     @handler
     async def wake_up(self, request: WakeUp) -> None:
         """Take the memory of the device again."""
-        await self._engine().llm.wake_up(request.tags)
+        await self._engine().wake_up(request.tags)
 
     @handler
     async def load_adapter(self, request: AdapterAt) -> None:
