@@ -338,12 +338,16 @@ class Worker:
             if not instance.hung:
                 continue
             if not self._hangs:
-                self._hangs = True
-                self._channel.send(InstanceHangs(instance.hung))
+                self._tell_hang(instance.hung)
                 leave_within(exit_codes.FAILURE, HUNG_SECONDS)
             elif not instance.broken:
                 # Half a second later the main loop has not heard of it.
                 leave_behind(exit_codes.FAILURE)
+
+    def _tell_hang(self, reason: str) -> None:
+        if not self._hangs:
+            self._hangs = True
+            self._channel.send(InstanceHangs(reason))
 
     def _watch_memory(self, limit: MemoryLimit, runtime: Runtime, details: dict[str, str]) -> None:
         if detail := limit.detail():
@@ -391,6 +395,8 @@ class Worker:
 
     def _fail(self, error: BaseException) -> int:
         failure = failure_of(error)
+        if isinstance(error, InstanceBroken) and error.hung:
+            self._tell_hang(error.hung)
         if self._memory is not None:
             message = failure.message + self._memory.explain(error)
             failure = failure._replace(message=message)

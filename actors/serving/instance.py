@@ -75,10 +75,15 @@ def new_instance_id() -> str:
 
 
 class InstanceBroken(Exception):
-    """Raised when an instance has reported that it is broken."""
+    """Raised when an instance has reported that it is broken.
+
+    Attributes:
+        hung: how it hangs; empty where it does not.
+    """
 
     def __init__(self, instance: ServedInstance) -> None:
         super().__init__(f"{instance.name} is broken: {instance.broken}")
+        self.hung = instance.hung
 
 
 class Served(Protocol):

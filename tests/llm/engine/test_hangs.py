@@ -177,7 +177,7 @@ async def test_an_engine_whose_loop_is_blocked_is_not_taken_for_one_that_hangs()
         await eventually(lambda: engine.taken > 5)
         for _ in range(3):
             # The engine waits for the loop, which is to hear of its last steps.
-            time.sleep(1.5)
+            time.sleep(1.5)  # noqa: ASYNC251 - that is what is tested
             await asyncio.sleep(0.05)
 
         assert await stream == expected(1)
