@@ -213,8 +213,9 @@ class Actor(DeclaredActor, abstract=True):
         To be called from any thread; more calls change nothing.
 
         Args:
-            hung: some of its code does not go on, and cannot be ended: the log gets the stacks of
-                all threads, and a process of `dynbus run` ends soon, whatever still runs in it.
+            hung: what it serves with does not go on. It counts as a hang (`dynbus.hangs`), and a
+                process of `dynbus run` ends soon, whatever still runs in it, also where its main
+                loop is blocked.
 
         Raises:
             RuntimeError: before `on_start`.

@@ -108,14 +108,6 @@ def stack_of(thread: int) -> list[traceback.FrameSummary]:
     return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1]
 
 
-def stacks_of_threads() -> str:
-    """The stacks of all threads of this process, as the log shows them."""
-    return "".join(
-        f"Thread {thread.name}:\n{''.join(traceback.format_list(stack_of(thread.ident or 0)))}"
-        for thread in threading.enumerate()
-    ).rstrip()
-
-
 def frames_to_show(
     stack: list[traceback.FrameSummary], loop_depth: int
 ) -> list[traceback.FrameSummary]:

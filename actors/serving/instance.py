@@ -22,7 +22,6 @@ from typing import Any, Final, Protocol, cast
 import anyio
 
 from dynbus.bus.background import Background, Work, task_group
-from dynbus.bus.blocked_loop import stacks_of_threads
 from dynbus.bus.bus import Bus, enter_bus
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import current_instance, inside_instance
@@ -307,7 +306,6 @@ class ServedInstance:
         """
         if hung and not self.hung:
             self.hung = reason
-            logger.error("%s: %s\n%s", self.name, reason, stacks_of_threads())
             telemetry = self._bus.telemetry
             if telemetry is not None and telemetry.metrics is not None:
                 telemetry.metrics.hangs.add(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -14,6 +17,17 @@ from .step_watch import HangLimits, Progress, StepWatch
 
 TICK: Final = 0.25
 """Seconds between two looks."""
+
+
+def stacks_of_threads() -> str:
+    """The stacks of all threads of this process, as the log shows them."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    stacks: list[str] = []
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        lines = "" if frame is None else "".join(traceback.format_stack(frame))
+        stacks.append(f"Thread {thread.name}:\n{lines}")
+    return "".join(stacks).rstrip()
 
 
 class HangWatch(Openable):

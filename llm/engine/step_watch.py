@@ -163,5 +163,11 @@ class StepWatch:
         return ""
 
 
+    def acquit(self) -> None:
+        """The engine does not hang after all: a step may take so long."""
+        self._learned.note(self._tokens, self.silence)
+        self.silence = self._without_result = 0.0
+
+
 Progress = Callable[[], StepProgress]
 """The reading of how far an engine is; any thread may take it."""

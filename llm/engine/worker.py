@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
@@ -20,7 +21,7 @@ from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.spi import ComponentName, Grant
 
-from .hang_watch import HangWatch
+from .hang_watch import HangWatch, stacks_of_threads
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
@@ -28,6 +29,8 @@ from .step_watch import HangLimits
 from .tracing import EngineTrace
 
 P = TypeVar("P")
+
+logger = logging.getLogger(__name__)
 
 LONGEST_PREFILL: Final = 120.0
 """Seconds for which a request may be silent while it waits in the engine or is computed."""
@@ -173,9 +176,11 @@ class EngineWorker(Actor, abstract=True):
     def _hangs(self, engine: Engine | RunningEngine, runner: EngineRunner, reason: str) -> None:
         """Withdraw the instance, whose engine hangs; on the thread of the control lane."""
         runner.give_up()
-        if isinstance(engine, RunningEngine) and (known := engine.describe_processes()):
-            reason = f"{reason}; its processes:\n{known}"
         self.report_broken(f"its engine hangs: {reason}", hung=True)
+        known = stacks_of_threads()
+        if isinstance(engine, RunningEngine):
+            known += f"\n{engine.describe_processes()}"
+        logger.error("%s: its engine hangs: %s\n%s", self.__dynbus_name__, reason, known)
 
     def _make_engine(self) -> Engine | RunningEngine:
         engine = self.make_engine()

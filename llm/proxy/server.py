@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, Mapping
@@ -24,12 +25,16 @@ from .answers import (
 )
 from .http_client import Answer, BrokenOff, HttpClient, NotReached, ServerAddress, Trust
 
+PROBE_ID: Final = "dynbus-probe"
+"""The request id of a probe."""
 LOOK_TIMEOUT: Final = 5.0
 """Seconds that a server has to say how it is."""
 MAX_ANSWER: Final = 32 * 1024 * 1024
 """Bytes of an answer that does not come as a stream."""
 MAX_ERROR: Final = 64 * 1024
 MAX_KEY_FILE: Final = 16 * 1024
+
+logger = logging.getLogger(__name__)
 
 
 class ServerKey:
@@ -144,6 +149,27 @@ class OpenAiServer:
             return models_of(answer.body)
         except DynbusError as error:
             raise Away(f"GET /models: {error}") from error
+
+    async def computes(self, model: str, timeout: float) -> bool:
+        """True if it answers a request for one token within `timeout` seconds, or refuses it."""
+        asked = {"model": model, "max_tokens": 1, "temperature": 0.0}
+        for path, prompt in (
+            ("/completions", {"prompt": "a"}),
+            ("/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            body = msgspec.json.encode({**asked, **prompt})
+            headers = {"Content-Type": "application/json", "X-Request-Id": PROBE_ID}
+            try:
+                with anyio.fail_after(timeout):
+                    async with self.ask(path, headers, body) as answer:
+                        await answer.body(MAX_ANSWER)
+                return True
+            except DynbusError as error:
+                logger.debug("%s refuses a probe at %s: %s", self.address, path, error)
+            except (TimeoutError, NotReached, BrokenOff, ValueError) as error:
+                logger.debug("%s does not answer a probe at %s: %r", self.address, path, error)
+                return False
+        return True
 
     async def cache_shape(self) -> CacheShape | None:
         """The division of its KV cache, where it says so.

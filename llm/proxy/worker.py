@@ -20,7 +20,6 @@ from dynbus import (
     InvalidResponse,
     Migrate,
     Option,
-    Options,
     Reply,
     StreamLost,
     Unavailable,
@@ -29,6 +28,8 @@ from dynbus import (
     takes,
 )
 from dynbus.kvrouter import DP_RANK_KEY, event_grants, profiles
+from dynbus.llm.engine.options import HangOptions
+from dynbus.llm.engine.step_watch import StepProgress, StepWatch, Turn
 from dynbus.llm.models.card import (
     MAX_NAME,
     ModelCard,
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at a server."""
+SILENCE_INTERVAL: Final = 0.25
+"""Seconds between two looks at whether anything comes from it."""
 LOOKS: Final = 3
 """The number of looks in a row that find a server silent before it is taken for gone."""
 END_TIMEOUT: Final = 0.1
@@ -75,7 +78,7 @@ _read_request: Final = msgspec.json.Decoder(_Asked).decode
 
 
 @dataclass(frozen=True)
-class OpenAiOptions(Options):
+class OpenAiOptions(HangOptions):
     """A server of OpenAI's API, and what its KV cache is known by."""
 
     url: Annotated[
@@ -162,7 +165,8 @@ class OpenAiWorker(Actor, namespace="llm"):
     """Serves the models of a server of OpenAI's API that runs already, such as `vllm serve`.
 
     It is there while the server is: it starts once the server answers, and is withdrawn when the
-    server is gone, upon which `dynbus run` starts it again. Requests and chunks pass as they are.
+    server is gone or hangs, upon which `dynbus run` starts it again. Requests and chunks pass as
+    they are.
 
     Raises:
         ConfigError: a value is not usable.
@@ -186,6 +190,8 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._warned: set[str] = set()
         self._doubt = anyio.Event()
         self._following: Work | None = None
+        self._open: set[_Passed] = set()
+        self._ended = 0
         self._exits = AsyncExitStack()
 
     @classmethod
@@ -209,6 +215,11 @@ class OpenAiWorker(Actor, namespace="llm"):
                 self._follow, name=f"following {self._address}"
             )
             exits.push_async_callback(self._following.end)
+            if self._options.hang_limit:
+                listening = self.runtime.bus.background.start(
+                    self._watch_silence, models[0].name, name=f"watch over {self._address}"
+                )
+                exits.push_async_callback(listening.end)
             self._exits = exits.pop_all()
 
     async def on_stop(self) -> None:
@@ -237,7 +248,8 @@ class OpenAiWorker(Actor, namespace="llm"):
         """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for."""
         body = bytes(request)
         path = _path_of(body)
-        passed = _Passed(reply)
+        passed = _Passed(reply, len(body))
+        self._open.add(passed)
         with anyio.CancelScope() as left:
             # A client that leaves has the server stop at once: its connection is closed.
             unlink = context().link(lambda _: left.cancel())
@@ -245,6 +257,8 @@ class OpenAiWorker(Actor, namespace="llm"):
                 await self._pass(path, body, passed)
             finally:
                 unlink()
+                self._open.discard(passed)
+                self._ended += passed.items
 
     async def _pass(self, path: str, body: bytes, passed: _Passed) -> None:
         try:
@@ -289,9 +303,12 @@ class OpenAiWorker(Actor, namespace="llm"):
         while True:
             try:
                 models = await self._server.look()
-                if models:
+                if not models:
+                    reason = "it serves no model"
+                elif await self._computes(models[0].name):
                     return models
-                reason = "it serves no model"
+                else:
+                    reason = "it answers no request for a token"
             except Away as error:
                 reason = str(error)
             now = monotonic()
@@ -299,6 +316,41 @@ class OpenAiWorker(Actor, namespace="llm"):
                 logger.info("waiting for %s: %s", self._address, reason)
                 logged, logged_at = reason, now
             await anyio.sleep(LOOK_INTERVAL)
+
+    async def _computes(self, model: str) -> bool:
+        """True if the server answers a request for one token, or nobody wants to know."""
+        options = self._options
+        return not options.hang_limit or await self._server.computes(model, options.hang_least)
+
+    def _progress(self) -> StepProgress:
+        """What comes from the server, an item counting as a step, and the bytes of a request that
+        waits for its first one as tokens."""
+        waiting = [passed for passed in self._open if passed.waits]
+        items = self._ended + sum(passed.items for passed in self._open)
+        size = max((passed.size for passed in waiting if not passed.has_begun), default=1)
+        return StepProgress(Turn.BUSY if waiting else Turn.IDLE, items, items, size)
+
+    async def _watch_silence(self, model: str) -> None:
+        """Be withdrawn when nothing comes from the server for any request, nor for a further one.
+
+        The server is not ours to end.
+        """
+        watch = StepWatch(self._options.hang_limits, SILENCE_INTERVAL)
+        while True:
+            await anyio.sleep(SILENCE_INTERVAL)
+            if not watch.look(monotonic(), self._progress()):
+                continue
+            silence = watch.silence
+            if not await self._computes(model):
+                self.report_broken(
+                    f"{self._address} hangs: nothing has come for any open request "
+                    f"({len(self._open)}) in {silence:.1f} s, nor for one that asks for a token in "
+                    f"{self._options.hang_least:g} s. It is not ended, which is for its owner; "
+                    "it is served again when it answers",
+                    hung=True,
+                )
+                return
+            watch.acquit()
 
     async def _follow(self) -> None:
         """Look at the server until it is gone."""
@@ -427,12 +479,18 @@ class _Passed:
     """The part of one answer that was passed on.
 
     Attributes:
+        size: of the request, in bytes.
         has_begun: whether anything was.
+        items: how many were.
+        waits: whether it waits for the server, and not for its reader.
     """
 
-    def __init__(self, reply: Reply[msgspec.Raw]) -> None:
+    def __init__(self, reply: Reply[msgspec.Raw], size: int) -> None:
         self._reply = reply
+        self.size = size
         self.has_begun = False
+        self.items = 0
+        self.waits = True
 
     def push(self, item: bytes) -> bool:
         """Pass a chunk on, or a whole answer.
@@ -444,6 +502,7 @@ class _Passed:
         if error is not None:
             raise error
         self.has_begun = True
+        self.items += 1
         return self._reply.push(msgspec.Raw(item))
 
     async def stream(self, answer: Answer) -> None:
@@ -464,7 +523,9 @@ class _Passed:
                 last = item
                 may_go_on = self.push(item)
             if not may_go_on:
+                self.waits = False
                 await self._reply.writable()
+                self.waits = True
         for last in events.finish():
             if last != _DONE:
                 self.push(last)

@@ -99,10 +99,7 @@ async def hang(folder: Folder, runtime: Runtime, way: str, victim: str) -> float
     """Have an instance hang; seconds until nobody finds it any longer."""
     (folder.path / f"hang-{victim}").write_text(way)
     watch = Stopwatch()
-    await eventually(
-        lambda: victim not in runtime.instance_ids(Engine),
-        what=lambda: folder.output(),
-    )
+    await eventually(lambda: victim not in runtime.instance_ids(Engine))
     return watch.seconds()
 
 
@@ -163,7 +160,7 @@ async def test_a_process_that_a_step_keeps_to_itself_is_ended_and_its_streams_go
 
         (folder.path / f"hang-{victim}").write_text(way.partition(" ")[0])
         watch = Stopwatch()
-        await eventually(lambda: not os.path.exists(f"/proc/{pid}"), what=folder.output)
+        await eventually(lambda: not os.path.exists(f"/proc/{pid}"))
         ended = watch.seconds()
         for stream in streams:
             await stream.check()
@@ -241,7 +238,7 @@ async def many_hangs(folder: Folder, count: int) -> list[float]:
 
         asking = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
         for _ in range(count):
-            await eventually(lambda: len(runtime.instance_ids(Engine)) == 3, what=folder.output)
+            await eventually(lambda: len(runtime.instance_ids(Engine)) == 3)
             victim = random.choice(runtime.instance_ids(Engine))
             noticed.append(
                 await hang(folder, runtime, random.choice(["lock", "c", "loop"]), victim)

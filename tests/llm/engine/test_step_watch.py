@@ -44,10 +44,10 @@ class Watched:
         self.reason = self.reason or self.watch.look(self.now, seen)
         return self.reason
 
-    def run(self, seconds: float, **look: int) -> None:
+    def run(self, seconds: float, *, tokens: int = 1) -> None:
         """It goes on, some steps in each look."""
         for _ in range(round(seconds / TICK)):
-            self.look(steps=3, **look)
+            self.look(steps=3, tokens=tokens)
 
     def stand(self, turn: Turn = Turn.BUSY, *, most: float = 1000.0, tokens: int = 1) -> float:
         """No step ends; seconds until it counts as hung, at most `most`."""

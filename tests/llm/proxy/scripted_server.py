@@ -10,6 +10,8 @@ from typing import Any
 
 import httptools
 
+from dynbus.llm.proxy.server import PROBE_ID
+
 
 class Asked:
     """A request that came.
@@ -37,7 +39,9 @@ class ScriptedServer:
         metrics: the text of `GET /metrics`; None for no such route.
         tokenizes: whether it has `POST /tokenize`, whose tokens are the bytes of a text.
         key: what it wants as a key; empty for none.
-        asked: the requests for completions that came.
+        hangs: whether it answers no request for completions any longer, and all others.
+        asked: the requests for completions that came, but for probes.
+        probes: how many of these came.
         connections: how many were made.
     """
 
@@ -49,7 +53,9 @@ class ScriptedServer:
         self.metrics: str | None = None
         self.tokenizes = False
         self.key = ""
+        self.hangs = False
         self.asked: list[Asked] = []
+        self.probes = 0
         self.connections = 0
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -101,7 +107,13 @@ class ScriptedServer:
             return await _whole(writer, 200, {"tokens": list(told.encode())})
         if path not in ("/v1/chat/completions", "/v1/completions"):
             return await _whole(writer, 404, {"detail": "Not Found"})
-        self.asked.append(asked)
+        if asked.headers.get("x-request-id") == PROBE_ID:
+            self.probes += 1
+        else:
+            self.asked.append(asked)
+        if self.hangs:
+            await _until_left(asked)
+            return False
         body = asked.body
         is_chat = "messages" in body
         text = body["messages"][-1]["content"] if is_chat else body["prompt"]

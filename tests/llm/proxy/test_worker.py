@@ -336,3 +336,55 @@ async def test_a_wrong_key_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ConfigError, match="refuses its key") as raised:
             await kit.start(OpenAiWorker, url=server.url, key_variable="SERVER_KEY")
     assert "sk-" not in str(raised.value)
+
+
+FAST: dict[str, Any] = {"hang_least": 0.5, "hang_limit": 1.0}
+
+
+async def test_a_server_that_hangs_is_withdrawn_and_served_again_when_it_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_server() as hanging, scripted_server() as other, TestKit() as kit:
+        first = await kit.start(OpenAiWorker, url=hanging.url, **FAST)
+        client = kit.caller.client(OpenAiWorker)
+        assert await texts_of(client, chat("stream one")) == ["one", ""]
+        hanging.hangs = True
+        waiting = asyncio.create_task(texts_of(client, chat("stream two three")))
+        await eventually(lambda: len(hanging.asked) == 2)
+        second = await kit.start(OpenAiWorker, url=other.url, **FAST)
+
+        # It has got nothing yet, so that it is asked elsewhere.
+        assert await waiting == ["two", "three", ""]
+        await first.stopped.wait()
+        # Its list of models is there all the time.
+        starting = asyncio.create_task(kit.start(OpenAiWorker, url=hanging.url, **FAST))
+        await eventually(lambda: hanging.probes >= 4)
+        assert not starting.done()
+        hanging.hangs = False
+        third = await starting
+
+        assert [second.broken, third.broken] == ["", ""]
+    assert "hangs: nothing has come for any open request (1) in" in first.hung
+    assert "It is not ended, which is for its owner" in first.hung
+    assert "it answers no request for a token" in caplog.text
+
+
+async def test_a_server_that_says_nothing_for_long_and_answers_a_probe_does_not_hang() -> None:
+    async with worker(**FAST) as (kit, server, client):
+        [instance] = kit.started.values()
+        reading = asyncio.create_task(texts_of(client, chat("silent")))
+        await eventually(lambda: server.probes >= 3)
+        assert instance.broken == ""
+        reading.cancel()
+
+
+async def test_a_reader_that_takes_nothing_makes_no_server_hang() -> None:
+    async with worker(**FAST) as (kit, server, client):
+        [instance] = kit.started.values()
+        stream = client.generate(chat("stream " + "word" * 2000 + " " + "more " * 20_000))
+        await anext(stream)
+        probes = server.probes
+        await asyncio.sleep(3.0)
+        assert (server.probes, instance.broken) == (probes, "")
+        await stream.aclose()
