@@ -191,6 +191,14 @@ ALERTS: Final = (
     ),
     Alert(
         "engines",
+        "DynbusHangs",
+        _increase(_COMPONENT, "dynbus_hangs_total", "1h") + " > 0",
+        "0s",
+        "critical",
+        f"an instance of {_OF_COMPONENT} hung and was withdrawn",
+    ),
+    Alert(
+        "engines",
         "DynbusEnginesFull",
         f'sum by ({_COMPONENT}) (dynbus_engine_requests{{dynbus_state="waiting"}}) > 0 '
         f'and sum by ({_COMPONENT}) (dynbus_engine_blocks{{dynbus_state="free"}})'

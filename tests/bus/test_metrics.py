@@ -97,6 +97,7 @@ def test_every_instrument_has_its_name_unit_and_bounds() -> None:
         metrics.items,
         metrics.cancellations,
         metrics.reconnects,
+        metrics.hangs,
         metrics.drops,
         metrics.in_flight,
     ):
@@ -124,6 +125,7 @@ def test_every_instrument_has_its_name_unit_and_bounds() -> None:
         "dynbus.calls.in_flight": "{call}",
         "dynbus.stream.items": "{item}",
         "dynbus.cancellations": "{call}",
+        "dynbus.hangs": "{hang}",
         "dynbus.reconnects": "{reconnect}",
         "dynbus.drops": "{message}",
         "dynbus.call.duration": "s",

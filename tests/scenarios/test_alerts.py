@@ -337,6 +337,30 @@ async def an_engine_stands_still(scrapes: Scrapes) -> None:
             await generates(kit.client(FaultyWorker), 1000)
 
 
+class HungEngine(MockEngine):
+    """An engine that schedules nothing."""
+
+    def step(self) -> Step:
+        return Step((), delay=0.1)
+
+
+class HungWorker(MockWorker, namespace="test"):
+    """Has such an engine."""
+
+    def make_engine(self) -> MockEngine:
+        return HungEngine(MockConfig())
+
+
+@of("DynbusHangs")
+async def an_engine_hangs(scrapes: Scrapes) -> None:
+    async with scrapes.kit() as kit:
+        await kit.start(HungWorker, hang_least=1.0)
+        await anyio.sleep(30.0)
+        with anyio.move_on_after(60.0):
+            await generates(kit.client(HungWorker), 10)
+        await anyio.sleep(30.0)
+
+
 @of("DynbusEngineFails")
 async def a_step_fails(scrapes: Scrapes) -> None:
     async with scrapes.kit() as kit:

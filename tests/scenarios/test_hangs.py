@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
 
-from dynbus import Runtime
+from dynbus import Runtime, call_options
 from dynbus.llm.generation import GenerateRequest, Sampling
 from dynbus.llm.mock.engine import MockConfig, MockEngine
 
@@ -240,6 +240,9 @@ async def many_hangs(folder: Folder, count: int) -> list[float]:
         for _ in range(count):
             await eventually(lambda: len(runtime.instance_ids(Engine)) == 3)
             victim = random.choice(runtime.instance_ids(Engine))
+            with call_options(instance=victim):
+                # One that has just started has learned nothing of its steps.
+                await Stream(client, request_of(STREAMS, tokens=80)).check()
             noticed.append(
                 await hang(folder, runtime, random.choice(["lock", "c", "loop"]), victim)
             )

@@ -460,6 +460,44 @@ async def test_answers_outlive_an_engine_that_dies_which_is_withdrawn_and_starts
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
+async def test_answers_outlive_an_engine_core_that_hangs(
+    tmp_path: Path, nats_server: RunningServer, tiny_model: Path
+) -> None:
+    """It is stopped: it lives, its worker answers all questions, and no step is made."""
+    hanging = ("--Engine.workers=2", "--Engine.hang_least=3", "--Engine.hang_limit=60")
+    with running(tmp_path, nats_server.url, tiny_model, *hanging) as run:
+        async with calling(run, nats_server.url, 2) as (runtime, engine):
+            # What a step takes is learned first.
+            for name in ("one", "two", "three", "four"):
+                await items_of(engine, GenerateRequest(prompt(name, 40), 60, ignore_eos=True))
+            asked = GenerateRequest(prompt("hangs", 40), 800, sampling=GREEDY, ignore_eos=True)
+            streams = [asyncio.create_task(items_of(engine, asked)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            before = set(runtime.instance_ids(Engine))
+            worker = await worker_that_answers(runtime)
+            [core] = processes_below(worker, "EngineCore")
+            os.kill(core, signal.SIGSTOP)
+            began = asyncio.get_running_loop().time()
+            await eventually(
+                lambda: not before <= set(runtime.instance_ids(Engine)), 60.0, what="it is noticed"
+            )
+            noticed = asyncio.get_running_loop().time() - began
+            answers = await asyncio.gather(*streams)
+            wait_until(lambda: not is_alive(core), what="it ends")
+            await eventually(
+                lambda: len(runtime.instance_ids(Engine)) == 2, START_TIMEOUT, what="another one"
+            )
+
+    for items in answers:
+        assert sum(len(item.token_ids) for item in items) == 800
+    print(f"an engine core that is stopped: noticed after {noticed:.1f} s")
+    assert "its engine hangs: it has work and has ended no step" in run.output
+    # What the system knows of its threads.
+    assert f"{core}/{core} (" in run.output
+
+
+@pytest.mark.nightly
 async def test_a_start_that_is_interrupted_leaves_nothing(
     tmp_path: Path, nats_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
