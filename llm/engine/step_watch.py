@@ -50,7 +50,7 @@ class WatchedStepper(Protocol):
     """A stepper that says how far its engine is."""
 
     def count_steps(self) -> tuple[Turn, int]:
-        """Whose turn it is, and how many steps have ended; called from any thread."""
+        """The turn, and the number of steps that have ended; called from any thread."""
         ...
 
 
@@ -161,7 +161,6 @@ class StepWatch:
                 "it schedules none of its requests"
             )
         return ""
-
 
     def acquit(self) -> None:
         """The engine does not hang after all: a step may take so long."""

@@ -323,7 +323,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         return not options.hang_limit or await self._server.computes(model, options.hang_least)
 
     def _progress(self) -> StepProgress:
-        """What comes from the server, an item counting as a step, and the bytes of a request that
+        """The progress of the server: its items count as steps, and the bytes of a request that
         waits for its first one as tokens."""
         waiting = [passed for passed in self._open if passed.waits]
         items = self._ended + sum(passed.items for passed in self._open)

@@ -165,8 +165,14 @@ def test_the_learned_bound_lies_between_the_two_that_are_given() -> None:
 steps = st.lists(
     st.tuples(st.integers(1, 100_000), st.floats(0.0, 1000.0)), min_size=1, max_size=50
 )
+
+
+def limits_of(least: float, more: float, factor: float) -> HangLimits:
+    return HangLimits(least + more, least, factor)
+
+
 limits = st.builds(
-    lambda least, more, factor: HangLimits(least + more, least, factor),
+    limits_of,
     st.floats(0.1, 100.0),
     st.floats(0.0, 1000.0),
     st.floats(1.0, 20.0),
