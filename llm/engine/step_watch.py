@@ -73,8 +73,8 @@ class HangLimits:
 class LearnedSteps:
     """The longest steps of an engine that were seen, by how many tokens they may have computed.
 
-    A step with more tokens than any that was seen is taken for as much longer as the square of the
-    ratio: attention over a prompt grows so at most.
+    A step with more tokens than any that was seen is taken for as much longer as it has more: one
+    with few tokens has read all weights as well, so that this is plenty.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -95,7 +95,7 @@ class LearnedSteps:
         bounds: list[float] = []
         if smaller:
             longest = max(self._seconds[known] for known in smaller)
-            bounds.append(longest * 4.0 ** (size - max(smaller)))
+            bounds.append(longest * 2.0 ** (size - max(smaller)))
         if larger:
             bounds.append(max(self._seconds[known] for known in (*smaller, min(larger))))
         seconds = min(bounds, default=limits.longest)
@@ -135,10 +135,11 @@ class StepWatch:
         since = 0.0 if self._looked_at is None else now - self._looked_at
         seconds = min(max(since, 0.0), self._interval)
         self._looked_at = now
-        has_moved, has_made = progress.steps != self._steps, progress.made != self._made
+        ended, has_made = progress.steps - self._steps, progress.made != self._made
         self._steps, self._made = progress.steps, progress.made
+        has_moved = ended > 0
         if has_moved:
-            self._learned.note(self._tokens, self.silence + seconds)
+            self._learned.note(self._tokens, (self.silence + seconds) / ended)
         if progress.turn is Turn.IDLE or has_moved:
             self.silence = 0.0
             self._tokens = progress.tokens
