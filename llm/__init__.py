@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     )
     from .engine.model import Chunk, EmbeddingModel, PagedModel
     from .engine.model_engine import ModelEngine
-    from .engine.step_watch import HangLimits, Turn, WatchedStepper
     from .engine.worker import EngineWorker
     from .generation import (
         DefaultSampling,
@@ -85,7 +84,6 @@ __all__ = [
     "Frontend",
     "GenerateRequest",
     "Generated",
-    "HangLimits",
     "Held",
     "Limits",
     "Listener",
@@ -125,9 +123,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "TransferringEngine",
-    "Turn",
     "VllmWorker",
-    "WatchedStepper",
     "register_adapter",
     "register_llm",
     "tool_call",
@@ -177,7 +173,6 @@ if not TYPE_CHECKING:
             ),
             "engine.model": ("Chunk", "EmbeddingModel", "PagedModel"),
             "engine.model_engine": ("ModelEngine",),
-            "engine.step_watch": ("HangLimits", "Turn", "WatchedStepper"),
             "engine.worker": ("EngineWorker",),
             "generation": (
                 "DefaultSampling",

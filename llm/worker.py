@@ -183,7 +183,7 @@ class ModelWorker(EngineWorker, abstract=True):
     ) -> None:
         """Make the parts of a worker; for constructors of subclasses that take other options."""
         self.engine = options.engine
-        self.hang_limits = options.hang_limits
+        self._bound_steps(options)
         self.served = ServedModel(options)
         self.tiers = Tiers(
             host_memory=options.host_memory_mib << 20,

@@ -77,8 +77,3 @@ class HangOptions(Options):
                 f"hang_limit={self.hang_limit:g} is less than hang_least={self.hang_least:g}: give "
                 "a larger hang_limit, or a smaller hang_least"
             )
-
-    @property
-    def hang_limits(self) -> HangLimits:
-        """The bounds by these options."""
-        return HangLimits(self.hang_limit, self.hang_least, self.hang_factor)

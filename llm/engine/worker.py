@@ -24,6 +24,7 @@ from dynbus.spi import ComponentName, Grant
 from .hang_watch import HangWatch, stacks_of_threads
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
+from .options import HangOptions
 from .runner import EngineRunner, EventSink
 from .step_watch import HangLimits
 from .tracing import EngineTrace
@@ -61,14 +62,16 @@ class EngineWorker(Actor, abstract=True):
 
     Attributes:
         sink: decides where prompts come from; None where all are computed here.
-        hang_limits: how long a step of the engine may take; for subclasses, to be set before
-            `on_start`.
+        hang_limit, hang_least, hang_factor: how long a step of the engine may take, as the options
+            of these names say; for subclasses, to be set before `on_start`.
     """
 
     rest_of = staticmethod(resume)
 
     sink: PromptSink | None = None
-    hang_limits: HangLimits = HangLimits()
+    hang_limit: float = HangLimits().longest
+    hang_least: float = HangLimits().least
+    hang_factor: float = HangLimits().factor
     _engine_runner: EngineRunner | None = None
     _engine_exits: AsyncExitStack | None = None
     _engine_numbers: Iterator[int]
@@ -157,9 +160,10 @@ class EngineWorker(Actor, abstract=True):
             )
             await exits.enter_async_context(runner)
             hangs: HangWatch | None = None
-            if self.hang_limits.longest and runner.tells_progress:
+            limits = HangLimits(self.hang_limit, self.hang_least, self.hang_factor)
+            if limits.longest and runner.tells_progress:
                 hung = partial(self._hangs, engine, runner)
-                hangs = HangWatch(self.runtime.bus, runner.progress, self.hang_limits, hung)
+                hangs = HangWatch(self.runtime.bus, runner.progress, limits, hung)
                 await exits.enter_async_context(hangs)
             await exits.enter_async_context(
                 EngineWatch(self.runtime.bus, self.__dynbus_name__, runner, hangs)
@@ -172,6 +176,11 @@ class EngineWorker(Actor, abstract=True):
             with anyio.CancelScope(shield=True):
                 await EngineWorker.on_stop(self)
             raise
+
+    def _bound_steps(self, options: HangOptions) -> None:
+        """Let steps take as long as these options say; for constructors of subclasses."""
+        self.hang_limit, self.hang_least = options.hang_limit, options.hang_least
+        self.hang_factor = options.hang_factor
 
     def _hangs(self, engine: Engine | RunningEngine, runner: EngineRunner, reason: str) -> None:
         """Withdraw the instance, whose engine hangs; on the thread of the control lane."""

@@ -25,7 +25,7 @@ class MockWorker(EngineWorker, namespace="llm"):
     @takes(MockOptions)
     def __init__(self, options: MockOptions) -> None:
         timing = Timing(speedup_ratio=options.speedup_ratio)
-        self.hang_limits = options.hang_limits
+        self._bound_steps(options)
         self._config = MockConfig(**options.shared(MockSize), timing=timing)
 
     def make_engine(self) -> MockEngine:

@@ -29,7 +29,7 @@ from dynbus import (
 )
 from dynbus.kvrouter import DP_RANK_KEY, event_grants, profiles
 from dynbus.llm.engine.options import HangOptions
-from dynbus.llm.engine.step_watch import StepProgress, StepWatch, Turn
+from dynbus.llm.engine.step_watch import HangLimits, StepProgress, StepWatch, Turn
 from dynbus.llm.models.card import (
     MAX_NAME,
     ModelCard,
@@ -335,7 +335,9 @@ class OpenAiWorker(Actor, namespace="llm"):
 
         The server is not ours to end.
         """
-        watch = StepWatch(self._options.hang_limits, SILENCE_INTERVAL)
+        options = self._options
+        limits = HangLimits(options.hang_limit, options.hang_least, options.hang_factor)
+        watch = StepWatch(limits, SILENCE_INTERVAL)
         while True:
             await anyio.sleep(SILENCE_INTERVAL)
             if not watch.look(monotonic(), self._progress()):
@@ -345,7 +347,7 @@ class OpenAiWorker(Actor, namespace="llm"):
                 self.report_broken(
                     f"{self._address} hangs: nothing has come for any open request "
                     f"({len(self._open)}) in {silence:.1f} s, nor for one that asks for a token in "
-                    f"{self._options.hang_least:g} s. It is not ended, which is for its owner; "
+                    f"{options.hang_least:g} s. It is not ended, which is for its owner; "
                     "it is served again when it answers",
                     hung=True,
                 )

@@ -179,7 +179,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     @takes(VllmOptions, like=_vllm_arguments)
     def __init__(self, options: VllmOptions, **engine: Any) -> None:
-        self.hang_limits = options.hang_limits
+        self._bound_steps(options)
         self.served = ServedModel(options)
         for name, remedy in _OWNED.items():
             if name in engine:

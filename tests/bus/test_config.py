@@ -29,6 +29,7 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_READER_STALL_TIMEOUT": "5",
         "DYNBUS_LEASE_TTL": "6",
         "DYNBUS_STALL_LIMIT": "7",
+        "DYNBUS_MUTE_LIMIT": "8",
         "DYNBUS_REPLICAS": "1",
         "DYNBUS_DRAIN_GRACE": "0",
         "DYNBUS_REPLY_PREFIXES": "_R.,_INBOX.",

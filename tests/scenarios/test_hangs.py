@@ -29,8 +29,8 @@ pytestmark = pytest.mark.anyio
 LEAST: Final = 2.0
 """Seconds of the longest legal step: steps of a hundredth of a second are seen no shorter than a
 quarter, of which four times are less."""
-NOTICED_WITHIN: Final = LEAST + 3.0
-OPTIONS: Final = (f"--Engine.hang_least={LEAST}", "--Engine.hang_limit=20")
+LIMIT: Final = 6.0
+"""Seconds of a step of a size that was not seen yet."""
 STREAMS: Final = 12
 TOKENS: Final = 300
 
@@ -75,12 +75,13 @@ class Stream:
 
 
 @asynccontextmanager
-async def engines(folder: Folder, count: int, *more: str) -> AsyncGenerator[Runtime]:
+async def engines(folder: Folder, count: int) -> AsyncGenerator[Runtime]:
     """A run with so many engines, and a caller that knows them."""
     (folder.path / "engines.py").write_text(ACTORS)
     await asyncio.to_thread(
         folder.start_ready,
-        *("engines.py:Engine", f"--Engine.workers={count}", *OPTIONS, *more),
+        *("engines.py:Engine", f"--Engine.workers={count}"),
+        *(f"--Engine.hang_least={LEAST}", f"--Engine.hang_limit={LIMIT}"),
         instances=count,
     )
     async with Runtime.connect(folder.url) as runtime:
@@ -135,7 +136,8 @@ async def test_an_engine_that_hangs_is_withdrawn_its_streams_go_on_and_it_starts
         await eventually(lambda: not os.path.exists(f"/proc/{pids[victim]}"))
         await Stream(client, request_of(99)).check()
 
-    assert noticed < NOTICED_WITHIN * (2 if way == "scheduler" else 1)
+    # A scheduler may have had one step more.
+    assert noticed < LIMIT * (2 if way == "scheduler" else 1) + 3.0
     assert "its engine hangs: it has work and" in folder.output()
     assert "Thread engine:" in folder.output()
     assert "it hangs, and is ended" in folder.output()
@@ -186,7 +188,7 @@ async def test_a_process_that_is_stopped_and_goes_on_does_not_hang(
         for _ in range(2):
             os.kill(victim, signal.SIGSTOP)
             # Far beyond all that it might be given.
-            await asyncio.sleep(NOTICED_WITHIN + 2.0)
+            await asyncio.sleep(LIMIT + 5.0)
             os.kill(victim, signal.SIGCONT)
             await asyncio.sleep(1.0)
         for stream in streams:
@@ -265,7 +267,7 @@ async def many_hangs(folder: Folder, count: int) -> list[float]:
 async def test_streams_outlive_tens_of_hangs(folder: Folder) -> None:
     noticed = await many_hangs(folder, 30)
 
-    assert noticed[-1] < NOTICED_WITHIN
+    assert noticed[-1] < LIMIT + 3.0
 
 
 @pytest.mark.soak
@@ -273,4 +275,4 @@ async def test_streams_outlive_tens_of_hangs(folder: Folder) -> None:
 async def test_streams_outlive_a_thousand_hangs(folder: Folder) -> None:
     noticed = await many_hangs(folder, int(os.environ.get("HANGS", "1000")))
 
-    assert noticed[-1] < NOTICED_WITHIN
+    assert noticed[-1] < LIMIT + 3.0

@@ -15,7 +15,6 @@ from tests.conditions import eventually
 
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.engine import Engine, EngineWorker, Step
-from dynbus.llm.engine.step_watch import HangLimits
 from dynbus.llm.generation import GenerateRequest, Sampling
 from dynbus.llm.mock.engine import MockConfig, MockEngine
 from dynbus.llm.mock.worker import MockWorker
@@ -78,7 +77,7 @@ class HangingEngine(MockEngine):
 class Worker(EngineWorker, namespace="test"):
     """Has such an engine."""
 
-    hang_limits: HangLimits = HangLimits(longest=3.0, least=1.0, factor=4.0)
+    hang_limit, hang_least, hang_factor = 3.0, 1.0, 4.0
     made: HangingEngine
 
     def make_engine(self) -> Engine:
