@@ -50,7 +50,7 @@ class _RunCollector:
         ]
         asked = asyncio.run_coroutine_threadsafe(self._supervisor.metrics(), self._loop)
         pages = ((child.label, page) for child, page in asked.result(TIMEOUT))
-        return [*merge(own, pages), self._hangs()]
+        return merge([*own, self._hangs()], pages)
 
     def _hangs(self) -> Any:
         from prometheus_client.core import CounterMetricFamily
@@ -69,7 +69,7 @@ def merge(own: Iterable[Any], pages: Iterable[tuple[str, str]]) -> list[Any]:
     """The metric families of this process and of all pages, each name once.
 
     Args:
-        own: families of prometheus-client, which get no label.
+        own: families of this process, which get no label.
         pages: of each worker its label, and its metrics in the text format.
     """
     from prometheus_client.parser import text_string_to_metric_families
@@ -80,7 +80,7 @@ def merge(own: Iterable[Any], pages: Iterable[tuple[str, str]]) -> list[Any]:
     for worker, page in sorted(pages):
         for family in text_string_to_metric_families(page):
             if family.name == HANGS:
-                continue
+                continue  # it ends with the process
             _add(families, family, {WORKER_LABEL: worker})
     return list(families.values())
 

@@ -62,6 +62,7 @@ def test_every_field_has_an_environment_variable() -> None:
         reader_stall_timeout=5.0,
         lease_ttl=6.0,
         stall_limit=7.0,
+        mute_limit=8.0,
         replicas=1,
         drain_grace=0.0,
         reply_prefixes=("_R.", "_INBOX."),

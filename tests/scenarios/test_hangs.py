@@ -12,11 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Final
+from urllib.request import urlopen
 
 import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import Runtime, call_options
+from dynbus.bus.nats.server_process import free_port
 from dynbus.llm.generation import GenerateRequest, Sampling
 from dynbus.llm.mock.engine import MockConfig, MockEngine
 
@@ -75,13 +77,14 @@ class Stream:
 
 
 @asynccontextmanager
-async def engines(folder: Folder, count: int) -> AsyncGenerator[Runtime]:
+async def engines(folder: Folder, count: int, *more: str) -> AsyncGenerator[Runtime]:
     """A run with so many engines, and a caller that knows them."""
     (folder.path / "engines.py").write_text(ACTORS)
     await asyncio.to_thread(
         folder.start_ready,
         *("engines.py:Engine", f"--Engine.workers={count}"),
         *(f"--Engine.hang_least={LEAST}", f"--Engine.hang_limit={LIMIT}"),
+        *more,
         instances=count,
     )
     async with Runtime.connect(folder.url) as runtime:
@@ -94,6 +97,11 @@ def pids_of(folder: Folder) -> dict[str, int]:
     """The processes of the instances, by their ids."""
     rows = json.loads(folder.dynbus("ps", "--json").stdout)
     return {row["instance_id"]: int(row["address"].rpartition(":")[2]) for row in rows}
+
+
+def metrics_page(port: int) -> str:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
+        return str(answer.read().decode())
 
 
 async def hang(folder: Folder, runtime: Runtime, way: str, victim: str) -> float:
@@ -121,7 +129,8 @@ IN_EACH_WAY: Final = pytest.mark.nightly(
 async def test_an_engine_that_hangs_is_withdrawn_its_streams_go_on_and_it_starts_again(
     way: str, folder: Folder
 ) -> None:
-    async with engines(folder, 2) as runtime:
+    port = free_port()
+    async with engines(folder, 2, f"--health=127.0.0.1:{port}") as runtime:
         client = runtime.client(Engine)
         streams = [Stream(client, request_of(number)) for number in range(STREAMS)]
         await eventually(lambda: all(len(stream.token_ids) > 20 for stream in streams))
@@ -135,7 +144,12 @@ async def test_an_engine_that_hangs_is_withdrawn_its_streams_go_on_and_it_starts
         await eventually(lambda: len(runtime.instance_ids(Engine)) == 2)
         await eventually(lambda: not os.path.exists(f"/proc/{pids[victim]}"))
         await Stream(client, request_of(99)).check()
+        page = await asyncio.to_thread(metrics_page, port)
 
+    hangs = [line for line in page.splitlines() if line.startswith("dynbus_hangs_total{")]
+    assert sorted(line.rpartition(" ")[2] for line in hangs) == ["0.0", "1.0"], hangs
+    assert 'dynbus_component="Engine"' in hangs[0]
+    assert page.count("dynbus_engine_step_limit_seconds{") == 2
     # A scheduler may have had one step more.
     assert noticed < LIMIT * (2 if way == "scheduler" else 1) + 3.0
     assert "its engine hangs: it has work and" in folder.output()

@@ -9,7 +9,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import PLATFORM_COLLECTOR, CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from dynbus.actors.commands.aggregated_metrics import WORKER_LABEL, merge
+from dynbus.actors.commands.aggregated_metrics import HANGS, WORKER_LABEL, merge
 
 PAGE = """\
 # HELP dynbus_calls_total Calls that have ended.
@@ -87,6 +87,16 @@ def test_one_name_of_two_types_is_one_family_of_none() -> None:
     assert family.type == "unknown"
     assert [sample.name for sample in family.samples] == ["jobs", "jobs_total"]
     assert text_of([family]).count("# TYPE") == 1
+
+
+def test_hangs_are_those_that_the_parent_has_seen_and_not_those_of_a_process_that_ends() -> None:
+    own = Metric(HANGS, "Instances that hung and were withdrawn.", "counter")
+    own.add_sample(f"{HANGS}_total", {WORKER_LABEL: "a/1"}, 3.0)
+    page = f"# TYPE {HANGS}_total counter\n{HANGS}_total 1.0\n"
+
+    (family,) = merge([own], [("a/1", page)])
+
+    assert [sample.value for sample in family.samples] == [3.0]
 
 
 def test_a_process_without_metrics_adds_nothing() -> None:

@@ -85,6 +85,12 @@ class Worker(EngineWorker, namespace="test"):
         return self.made
 
 
+class Patient(Worker, namespace="test"):
+    """Waits for a minute."""
+
+    hang_limit, hang_least, hang_factor = 60.0, 60.0, 4.0
+
+
 def request_of(number: int) -> GenerateRequest:
     return GenerateRequest(list(range(1, 40 + number)), TOKENS, sampling=Sampling(seed=number))
 
@@ -149,6 +155,22 @@ async def test_an_engine_that_hangs_is_withdrawn_and_its_streams_go_on_elsewhere
     assert "Thread engine:" in caplog.text
     if told.startswith("ended"):
         assert "in step\n    self.hang()" in caplog.text
+
+
+async def test_an_engine_that_ends_no_step_is_shown_before_it_counts_as_hung() -> None:
+    async with TestKit() as kit:
+        instance = await kit.start(Patient)
+        reading = asyncio.create_task(tokens_of(kit.client(Patient), 1))
+        assert isinstance(instance.actor, Worker)
+        engine = instance.actor.made
+        await eventually(lambda: engine.taken > 20)
+        engine.hang = wait_for_a_lock
+        status = instance.actor.runtime.bus.status
+
+        await eventually(lambda: "no step for 2 s of 60 s" in status.read().get("engine", ""))
+        released.set()
+        assert await reading == expected(1)
+        await eventually(lambda: "no step" not in status.read().get("engine", ""))
 
 
 async def test_a_request_that_an_engine_never_takes_in_goes_elsewhere(
