@@ -12,6 +12,7 @@ EXTRAS: Final = {
     "kv": ("numpy", "xxhash"),
     "http": ("httptools", "uvicorn"),
     "llm": ("huggingface_hub", "jinja2", "packaging", "tokenizers"),
+    "oidc": ("cryptography", "jwt"),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
     "metrics": ("opentelemetry.sdk", "opentelemetry.exporter.prometheus", "prometheus_client"),
     "nkeys": ("nkeys",),

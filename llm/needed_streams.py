@@ -11,6 +11,8 @@ from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_STREAM
 from .models.records import ABROAD_CARDS_STREAM, CARDS_STREAM
 from .resumable.store import LOGS_STREAM
+from .tenants.counting import COUNTS_STREAM
+from .tenants.records import KEYS_STREAM
 
 
 def abroad_streams(region: str) -> list[NeededStream]:
@@ -35,4 +37,6 @@ def all_streams(namespace: str) -> list[StreamConfig]:
         ARTEFACTS_STREAM,
         SETTINGS_STREAM,
         LOGS_STREAM,
+        KEYS_STREAM,
+        COUNTS_STREAM,
     ]

@@ -69,6 +69,11 @@ EXPOSED: Final = (
     "retry-after",
     "idempotent-replayed",
     "x-should-retry",
+    *(
+        f"x-ratelimit-{of}-{what}"
+        for what in ("requests", "tokens")
+        for of in ("limit", "remaining", "reset")
+    ),
     RESUMABLE,
     RESUMABLE_REASON,
 )
@@ -220,7 +225,7 @@ class Application:
             _check_hosts(scope)
             if path not in OPEN_PATHS:
                 shared.check_site(method, caller)
-                caller = shared.authorized(caller)
+                caller = await shared.authorized(caller)
                 _tell_known(scope)
             make_exchange = EXCHANGES.get(path)
             if path.startswith(STREAMS) and method == "GET":
@@ -287,29 +292,37 @@ class Application:
             return json_response({"status": "unavailable", "reason": away}, 503)
         # Which models there are is told to those who have a key.
         status: dict[str, Any] = {"status": "ok", "models": len(names)}
-        if shared.keys is not None and shared.keys.problem:
-            # Where it is and what is wrong with it is in the log.
-            status["warning"] = "the file of keys cannot be used: those from before stay in force"
+        if shared.tenants is not None and shared.tenants.problem:
+            # Where they are and what is wrong with them is in the log.
+            status["warning"] = "keys cannot be read: those from before stay in force"
         return json_response(status)
 
     async def _models(self, caller: Caller) -> Response:
         cards = self._cards()
         if caller.is_anthropics:
-            return json_response(model_list([cards[name] for name in sorted(cards)]))
+            known = [cards[name] for name in sorted(cards) if self._may_ask(caller, name)]
+            return json_response(model_list(known))
         entries = {name: _entry(card) for name, card in cards.items()}
         for name in self._shared.models.without_engine:
             entries[name] = _entry_without_engine(name)
-        return json_response(
-            {"object": "list", "data": [entries[name] for name in sorted(entries)]}
-        )
+        data = [entries[name] for name in sorted(entries) if self._may_ask(caller, name)]
+        return json_response({"object": "list", "data": data})
 
     async def _model(self, name: str, caller: Caller) -> Response:
         card = self._cards().get(name)
+        if not self._may_ask(caller, name):
+            raise self._shared.models.unknown(name)
         if card is None and name in self._shared.models.without_engine:
             return json_response(_entry_without_engine(name))
         if card is None:
             raise self._shared.models.unknown(name)
         return json_response(model_info(card) if caller.is_anthropics else _entry(card))
+
+    def _may_ask(self, caller: Caller, name: str) -> bool:
+        """True if the tenant of a request may ask a model."""
+        tenants = self._shared.tenants
+        limits = None if tenants is None else tenants.limits_of(caller.tenant)
+        return limits is None or limits.models is None or name in limits.models
 
     def _cards(self) -> dict[str, ModelCard]:
         """Those of the models that can be asked, by name."""

@@ -23,6 +23,7 @@ from dynbus.llm.resumable.events import (
 )
 from dynbus.llm.resumable.records import Begun, log_key
 from dynbus.llm.resumable.running import AnswerClock, RunningStream
+from dynbus.llm.tenants.admission import BYTES_OF_TOKEN, Admission
 from dynbus.spi import random_id, unix_time
 
 from .content import Content, ContentSink, RecordedFormat
@@ -115,6 +116,8 @@ class CompletionExchange(Exchange):
             sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
         self._work = completion
+        lengths = completion.prompt_lengths or [len(asked.body) // BYTES_OF_TOKEN]
+        await self._reserve(lengths, request.limit, request.choices)
         # What is left of it is as long as the context at most.
         self._free_body()
         prepared = timing.prepared = time.perf_counter()
@@ -136,6 +139,12 @@ class CompletionExchange(Exchange):
         metrics.queue.observe(timing.sent - prepared)
         self._trace.sent(completion.instances, prepared, timing.sent)
 
+    def _settle(self, admission: Admission) -> None:
+        if isinstance(self._work, RunningStream):
+            self._work.when_done(partial(super()._settle, admission))
+        else:
+            super()._settle(admission)
+
     def _goes_on_elsewhere(self) -> bool:
         return isinstance(self._work, RunningStream) and self._work.is_logged
 
@@ -156,6 +165,8 @@ class CompletionExchange(Exchange):
         try:
             if completion.why_not_elsewhere:
                 raise DynbusError(completion.why_not_elsewhere)
+            if self._admission is not None:
+                await self._admission.begin_stream()
             key = log_key(caller.tenant, caller.request_id)
             begun = Begun(
                 streams.store.me,

@@ -10,6 +10,7 @@ from dynbus import DynbusError
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest, read_embeddings
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
+from dynbus.llm.tenants.admission import BYTES_OF_TOKEN
 
 from .exchange import Exchange
 from .tracing import Operation
@@ -34,8 +35,9 @@ class EmbeddingsExchange(Exchange):
             request, self._for_engines(data), format, self._caller.tenant or None
         )
         self._work = work
-        prepared = self._timing.prepared = time.perf_counter()
         usage = work.usage
+        await self._reserve([usage.prompt if usage is not None else len(data) // BYTES_OF_TOKEN])
+        prepared = self._timing.prepared = time.perf_counter()
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
         metrics.preparing.observe(prepared - begun)
         self._writer.write([await model.embed(work)])

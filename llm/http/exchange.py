@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -15,19 +15,21 @@ import anyio.abc
 import msgspec
 
 from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, PayloadTooLarge
+from dynbus.llm.answers import Usage
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.serving import RequestTiming
+from dynbus.llm.tenants.admission import Admission
 from dynbus.spi import describe_exception, monotonic
 
 from . import idempotency
 from .content import Content
-from .idempotency import Recording, digest_of
+from .idempotency import MAX_ANSWERS, Recording, digest_of
 from .metrics import ModelMetrics
 from .shared import Caller, Shared
 from .tracing import Operation, Work
-from .writer import AnswerWriter, Send, TellsErrors
+from .writer import AnswerWriter, Send, TellsErrors, raw_headers
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Exchange(ABC):
         self._trace = shared.tracing.begin(scope["method"], path, self._caller.headers)
         self._model = ""
         self._recording: Recording | None = None
+        self._admission: Admission | None = None
         # What a stream is told while nothing comes of it.
         self._keep_alive = b""
         self._writer = self._make_writer(None)
@@ -110,6 +113,9 @@ class Exchange(ABC):
         try:
             shared.take_place(self._caller)
             has_place = True
+            self._admission = shared.admission(self._caller)
+            if self._admission is not None:
+                await self._admission.enter()
             data = await self._body()
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._answer, data)
@@ -146,6 +152,9 @@ class Exchange(ABC):
                 self._writer.error = Cancelled("the client left")
             if self._recording is not None:
                 self._end_recording()
+            if self._admission is not None:
+                self._admission.leave()
+                self._settle(self._admission)
             timing.last = time.perf_counter() if timing.first is None else timing.last
             self._tell()
             # Its traceback holds all of the request, and this: garbage that only a collection of
@@ -193,7 +202,20 @@ class Exchange(ABC):
         """Keep the answer for who asks again, or have the key free for another one."""
         well = self._writer.error is None and self._writer.status == 200
         tenant, key = self._caller.tenant, self._caller.headers[idempotency.HEADER]
-        self._shared.kept_answers.finish(tenant, key, monotonic(), well=well)
+        most = self._admission.limits.kept_answers if self._admission is not None else None
+        self._shared.kept_answers.finish(
+            tenant, key, monotonic(), well=well, most=MAX_ANSWERS if most is None else most
+        )
+
+    def _settle(self, admission: Admission) -> None:
+        """Have counted what its tenant has used: nothing more is made for it here."""
+        work, timing = self._work, self._timing
+        came = timing.gap_count + (timing.first is not None)
+        usage = work.usage if work is not None else None
+        if work is None or not (came or work.instances):
+            # No engine had it.
+            usage = Usage(0, 0)
+        admission.settle(usage, came)
 
     def _stop(self) -> None:
         """Answer that the server stops, which cancels requests that have had their grace.
@@ -303,6 +325,8 @@ class Exchange(ABC):
             DynbusError: it cannot be asked; see `Models.get`.
         """
         shared = self._shared
+        if self._admission is not None:
+            self._admission.check(model, priority)
         self._context = context = self._enter_context(self._caller.request_id, priority)
         opened = await shared.models.get(model, wanted)
         if operation is not None:
@@ -312,6 +336,14 @@ class Exchange(ABC):
         self._model = model
         self._metrics = shared.metrics.of(model)
         return opened, self._metrics
+
+    async def _reserve(
+        self, prompts: Sequence[int], most: int | None = None, outputs: int = 0
+    ) -> None:
+        """Take of the tenant's limits what a request may come to; see `Admission.reserve`."""
+        if self._admission is not None:
+            await self._admission.reserve(prompts, most, outputs)
+            self._writer.add_headers(self._admission.token_headers)
 
     def _enter_context(self, request_id: str, priority: int) -> Context:
         """The context of all that this task does from here on: it has a request's id, its time, its
@@ -368,6 +400,8 @@ class Exchange(ABC):
         headers = self._caller.id_headers
         if "traceparent" in fields:
             headers.append((b"traceparent", fields["traceparent"].encode()))
+        if self._admission is not None:
+            headers += raw_headers(self._admission.headers)
         extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
         # What is written at once passes `send` by, and would not be kept.
         is_recorded = self._recording is not None

@@ -20,6 +20,8 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import Hold, ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
+from dynbus.llm.tenants.oidc import OidcTokens
+from dynbus.llm.tenants.tenants import Tenants
 from dynbus.spi import ComponentName, Grant, Openable
 
 from .application import Application, Page, Response
@@ -75,6 +77,7 @@ class HttpFrontEnd(Openable):
             self._models,
             Tracing(runtime.bus.telemetry),
             ResumableStreams(runtime, settings.max_requests),
+            _tenants(runtime, settings),
         )
         state = PageState(runtime, lambda: self._models.served)
         pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
@@ -103,7 +106,10 @@ class HttpFrontEnd(Openable):
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
         with rare_collections():
-            async with self._models, self.shared.resumable, anyio.create_task_group() as tasks:
+            async with AsyncExitStack() as exits, anyio.create_task_group() as tasks:
+                for one in (self._models, self.shared.tenants, self.shared.resumable):
+                    if one is not None:
+                        await exits.enter_async_context(one)
                 tasks.start_soon(self.shared.keep_alive.run)
                 async with anyio.create_task_group() as serving:
                     serving.start_soon(self._server.serve)
@@ -111,6 +117,21 @@ class HttpFrontEnd(Openable):
                     yield
                     self.drain()
                 tasks.cancel_scope.cancel()
+
+
+def _tenants(runtime: Runtime, settings: HttpSettings) -> Tenants | None:
+    """Those who may ask; None where everybody may.
+
+    Raises:
+        ConfigError: the file of keys, or the provider of tokens, cannot be used.
+    """
+    if not settings.has_keys:
+        return None
+    tokens = None
+    if settings.oidc_issuer is not None:
+        claim = settings.oidc_tenant_claim
+        tokens = OidcTokens(settings.oidc_issuer, settings.oidc_audience, claim)
+    return Tenants(runtime, file=settings.api_keys, from_bus=settings.keys_from_bus, tokens=tokens)
 
 
 async def _page(path: str, caller: Caller) -> Response:
@@ -149,10 +170,11 @@ class Frontend(Actor, abstract=True):
         # Only `dynbus auth` needs it.
         from dynbus.llm.permissions import asking_models
         from dynbus.llm.resumable.store import stream_grants
+        from dynbus.llm.tenants.records import tenant_grants
 
         asks = Grant("asks whether instances answer", ("$SRV.PING.>",))
         inherited = super().__dynbus_grants__(address, namespaces)
-        return [*inherited, *asking_models(namespaces), *stream_grants(), asks]
+        return [*inherited, *asking_models(namespaces), *stream_grants(), *tenant_grants(), asks]
 
     @property
     def url(self) -> str:

@@ -165,8 +165,14 @@ class KeptAnswers:
             )
         return recorded
 
-    def finish(self, tenant: str, key: str, now: float, *, well: bool) -> None:
-        """A request was answered; its answer is kept where it ended well and is whole."""
+    def finish(
+        self, tenant: str, key: str, now: float, *, well: bool, most: int = MAX_ANSWERS
+    ) -> None:
+        """A request was answered; its answer is kept where it ended well and is whole.
+
+        Args:
+            most: answers of this tenant that are kept, the latest ones.
+        """
         known = _Known(tenant, key)
         recording = self._running.pop(known, None)
         if recording is None:
@@ -177,6 +183,8 @@ class KeptAnswers:
         recording.ended_at = now
         self._given.setdefault(tenant, OrderedDict())[key] = recording
         self._count += 1
+        while len(self._given.get(tenant, ())) > most:
+            self._forget_first(tenant)
         if self._count > MAX_ANSWERS:
             self._forget_first(max(self._given, key=lambda one: len(self._given[one])))
 

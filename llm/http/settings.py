@@ -35,8 +35,22 @@ class HttpSettings(Options):
     ] = 8000
     api_keys: Annotated[
         Path | None,
-        Option("a file with a tenant and a key, or its `sha256:`, in each line; none lets all in"),
+        Option(
+            "a file with a tenant and a key, or its `sha256:`, in each line, and limits; without "
+            "keys of any source all are let in"
+        ),
     ] = None
+    keys_from_bus: Annotated[
+        bool, Option("take the keys and limits that `dynbus keys` has put on the bus")
+    ] = False
+    oidc_issuer: Annotated[
+        str | None,
+        Option("the address of an OpenID provider whose tokens are taken in place of keys"),
+    ] = None
+    oidc_audience: Annotated[str, Option("whom its tokens must be for")] = ""
+    oidc_tenant_claim: Annotated[str, Option("the claim of a token that names its tenant")] = (
+        "tenant"
+    )
     insecure_public: Annotated[
         bool, Option("allow a host that other machines can reach without keys")
     ] = False
@@ -154,13 +168,23 @@ class HttpSettings(Options):
             raise ConfigError("TLS needs both a certificate and a key: give tls_cert and tls_key")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs TLS: give tls_cert and tls_key as well")
-        is_guarded = self.api_keys is not None or self.tls_client_ca is not None
+        if self.oidc_issuer is not None and not self.oidc_audience:
+            raise ConfigError(
+                "tokens of an issuer are for many services: say with --oidc-audience which are ours"
+            )
+        is_guarded = self.has_keys or self.tls_client_ca is not None
         if not is_guarded and not self.insecure_public and not is_loopback(self.host):
             raise ConfigError(
                 f"the front end would be open to other machines at {self.host!r} and asks for no "
-                "keys: give a file with --api-keys, want certificates with --tls-client-ca, listen "
-                "at 127.0.0.1, or allow it with --insecure-public"
+                "keys: give a file with --api-keys, take those of --keys-from-bus, want "
+                "certificates with --tls-client-ca, listen at 127.0.0.1, or allow it with "
+                "--insecure-public"
             )
+
+    @property
+    def has_keys(self) -> bool:
+        """True if a request must show a key or a token."""
+        return self.api_keys is not None or self.keys_from_bus or self.oidc_issuer is not None
 
     def takes_host(self, host: str) -> bool:
         """True if a request may name a host, with or without a port.
@@ -168,7 +192,7 @@ class HttpSettings(Options):
         Where nothing but the address says who may ask, a page of a browser could have its own
         name lead there.
         """
-        if self.api_keys is not None or not is_loopback(self.host):
+        if self.has_keys or not is_loopback(self.host):
             return True
         name = _name_of(host)
         known = (one.lower() for one in self.allowed_hosts)

@@ -15,11 +15,12 @@ from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import TIMES_FREE_PLACES, SharedRoom, Shares
+from dynbus.llm.tenants.admission import Admission
+from dynbus.llm.tenants.tenants import Tenants
 from dynbus.llm.turns import TenantThreads
 from dynbus.spi import random_id
 
 from .idempotency import KeptAnswers
-from .keys import ApiKeys
 from .metrics import FrontEndMetrics
 from .settings import HttpSettings
 from .tracing import Tracing
@@ -82,7 +83,7 @@ class Shared:
     """The objects that all requests of a front end share.
 
     Attributes:
-        keys: None where everybody is let in.
+        tenants: None where everybody is let in.
         is_draining: whether it stops, and takes no more requests.
         reading: reads bodies that take a while.
         places: of the requests that run.
@@ -95,6 +96,7 @@ class Shared:
         models: Models,
         tracing: Tracing,
         resumable: ResumableStreams,
+        tenants: Tenants | None = None,
     ) -> None:
         self.settings = settings
         self.models = models
@@ -107,7 +109,7 @@ class Shared:
         self.bodies = SharedRoom(Shares(max(BODIES_BYTES, 4 * settings.max_body_bytes), 1))
         self.keep_alive = KeepAlive(settings.stream_keep_alive)
         self.is_draining = False
-        self.keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
+        self.tenants = tenants
 
     def __repr__(self) -> str:
         return f"<Shared [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
@@ -146,17 +148,18 @@ class Shared:
                 f"a page of {origin[:80]!r} may not ask: allow it with --cors-origin", started=False
             )
 
-    def authorized(self, caller: Caller) -> Caller:
+    async def authorized(self, caller: Caller) -> Caller:
         """The sender of a request, with the tenant whose key it has.
 
         Raises:
             Unauthorized: it has none that is known.
+            Unavailable: it is not known yet whether it is one.
         """
-        if self.keys is None:
+        if self.tenants is None:
             # There are no tenants: every client is one with its operator.
             return Caller(caller.request_id, "", caller.headers, is_operator=True)
         key = _key_of(caller.headers)
-        holder = self.keys.holder_of(key) if key else None
+        holder = await self.tenants.holder_of(key) if key else None
         if holder is None:
             raise Unauthorized(
                 "this key is not known: send one as `Authorization: Bearer KEY`"
@@ -167,6 +170,14 @@ class Shared:
         return Caller(
             caller.request_id, holder.tenant, caller.headers, is_operator=holder.is_operator
         )
+
+    def admission(self, caller: Caller) -> Admission | None:
+        """The counting of a request; None for a tenant without limits."""
+        tenants = self.tenants
+        limits = None if tenants is None else tenants.limits_of(caller.tenant)
+        if tenants is None or limits is None:
+            return None
+        return Admission(tenants.counts, caller.tenant, limits)
 
     def take_place(self, caller: Caller) -> None:
         """Let a request run, which gives its place back; refuse it when there is none for it.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 from urllib.parse import quote
 
@@ -46,6 +47,7 @@ from dynbus.llm.resumable.records import (
     next_step,
 )
 from dynbus.llm.resumable.running import AnswerClock, RunningStream, stored_arrival, take_stored
+from dynbus.llm.tenants.admission import Admission
 from dynbus.spi import StoredMessage, WrongLastSequence, monotonic
 
 from .exchange import Exchange, Receive, Scope
@@ -163,6 +165,12 @@ class StreamExchange(Exchange):
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         return answer_of(error, request_id)
+
+    def _settle(self, admission: Admission) -> None:
+        if isinstance(self._work, RunningStream):
+            self._work.when_done(partial(super()._settle, admission))
+        else:
+            super()._settle(admission)
 
     def _goes_on_elsewhere(self) -> bool:
         return not isinstance(self._work, RunningStream) or self._work.is_logged
@@ -348,6 +356,8 @@ class StreamExchange(Exchange):
         streams = self._shared.resumable
         begun, completion = rebuilt.begun, rebuilt.completion
         completion.go_on_after(rebuilt.items)
+        if self._admission is not None and (usage := completion.usage) is not None:
+            self._admission.go_on(usage)
         context = Context(
             begun.request_id,
             deadline=monotonic() + self._log.begun_at + begun.seconds - streams.store.server_time(),

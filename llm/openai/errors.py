@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -103,6 +104,25 @@ class ModelNotFound(DynbusError):
     code = "ModelNotFound"
 
 
+class RateLimited(Overloaded):
+    """Raised when a tenant has used up one of its limits.
+
+    Attributes:
+        is_budget: whether it is one that no short wait helps with.
+        headers: that say of what there is how much.
+    """
+
+    code = "RateLimited"
+    is_budget: bool = False
+    headers: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(
+        self, message: str = "", *, retry_after: float = 0.0, is_budget: bool = False
+    ) -> None:
+        super().__init__(message, retry_after=retry_after, started=False)
+        self.is_budget = is_budget
+
+
 class Unauthorized(DynbusError):
     """Raised when a request has no key, or one that is not known."""
 
@@ -147,6 +167,7 @@ class IdempotencyConflict(DynbusError):
 
 _STATUSES: Final[Mapping[str, int]] = {
     IdempotencyConflict.code: 409,
+    RateLimited.code: 429,
     Unauthorized.code: 401,
     ForeignSite.code: 403,
     ModelNotFound.code: 404,
@@ -179,6 +200,7 @@ _TYPES: Final[Mapping[int, str]] = {
 _REASONS: Final[Mapping[str, str]] = {
     ModelNotFound.code: "model_not_found",
     Unauthorized.code: "invalid_api_key",
+    RateLimited.code: "rate_limit_exceeded",
     ForeignSite.code: "foreign_site",
     StreamNotFound.code: "stream_not_found",
     StreamGone.code: "stream_gone",
@@ -189,6 +211,9 @@ _REASONS: Final[Mapping[str, str]] = {
     # No instance was left to go to.
     "Migrate": "Unavailable",
 }
+
+QUOTA: Final = "insufficient_quota"
+"""OpenAI's type and name of a budget that is used up."""
 
 AWAY_RETRY: Final = "5"
 """Seconds after which a client may ask again where no engine is there: one that is started again
@@ -228,6 +253,10 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        if isinstance(error, RateLimited):
+            headers.update(error.headers)
+            if error.is_budget:
+                headers["x-should-retry"] = "false"
     elif isinstance(error, NoInstances):
         headers["Retry-After"] = AWAY_RETRY
     elif isinstance(error, IdempotencyConflict | Draining):
@@ -246,9 +275,12 @@ def error_fields(error: DynbusError, request_id: str = "") -> dict[str, Any]:
     status = status_of(error)
     bad = error if isinstance(error, BadRequest) else None
     reason = (bad.reason if bad is not None else _REASONS.get(error.code)) or None
+    is_budget = isinstance(error, RateLimited) and error.is_budget
+    if is_budget:
+        reason = QUOTA
     return {
         "message": HIDDEN if isinstance(error, HandlerError) else error.message or error.code,
-        "type": _TYPES.get(status, "server_error"),
+        "type": QUOTA if is_budget else _TYPES.get(status, "server_error"),
         "param": (bad.param or None) if bad is not None else None,
         "code": reason if status < 500 else reason or error.code,
         "request_id": request_id or error.request_id or None,

@@ -173,6 +173,11 @@ class Completion(ABC):
         return None
 
     @property
+    def prompt_lengths(self) -> list[int]:
+        """The tokens of each prompt; empty where the engine counts them."""
+        return []
+
+    @property
     def finish_reasons(self) -> list[str]:
         """Of the outputs that have ended; empty where they are not read here."""
         return []
@@ -279,6 +284,10 @@ class TokenCompletion(Completion):
     @property
     def usage(self) -> Usage | None:
         return self._transcript.usage
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return [len(request.token_ids) for request in self._requests]
 
     @property
     def finish_reasons(self) -> list[str]:

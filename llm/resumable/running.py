@@ -147,7 +147,7 @@ class RunningStream:
         self._readers = Readers(monotonic(), log.size)
         self._stored_at = monotonic()
         self._runs = True
-        self._when_done: Callable[[], object] | None = None
+        self._when_done: list[Callable[[], object]] = []
         # Why its log has to be replaced, as soon as that can be.
         self._to_bury = ""
         completion.taker = self
@@ -189,7 +189,7 @@ class RunningStream:
     def when_done(self, then: Callable[[], object]) -> None:
         """Have `then` called when nothing more is made for it here; at once where that is so."""
         if self._runs:
-            self._when_done = then
+            self._when_done.append(then)
         else:
             then()
 
@@ -243,8 +243,8 @@ class RunningStream:
                 self._completion.cancel()
                 self._context.kill()
             self._runs = False
-            if self._when_done is not None:
-                self._when_done()
+            for then in self._when_done:
+                then()
             if not is_over:
                 with anyio.move_on_after(STORE_TIMEOUT, shield=True):
                     await self._leave()

@@ -23,8 +23,8 @@ from tests.llm.text.tiny_tokenizer import CHATML
 
 from dynbus import Actor, ConfigError, Runtime, handler
 from dynbus.bus.errors import PermissionDenied
-from dynbus.llm.http import keys as keys_module
 from dynbus.llm.http.frontend import Frontend, Http
+from dynbus.llm.tenants import keys as keys_module
 
 from .served import Served, card, served
 

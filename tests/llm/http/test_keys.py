@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from dynbus import ConfigError
-from dynbus.llm.http.keys import LOOK_INTERVAL, ApiKeys, KeyHolder
 from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.tenants.keys import LOOK_INTERVAL, ApiKeys, KeyHolder
 
 from .served import served
 

@@ -1,4 +1,4 @@
-"""API keys: a file of them, each of which names a tenant."""
+"""API keys in a file: each names a tenant, and states its limits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from dynbus import ConfigError
 from dynbus.spi import monotonic
+
+from .limits import Limits, read_limits
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +22,15 @@ LOOK_INTERVAL: Final = 1.0
 
 MAX_BYTES: Final = 1024 * 1024
 
+NO_KEY: Final = "-"
+"""The place of the key in a line that states limits alone."""
+
+ALL_TENANTS: Final = "*"
+"""The tenant whose limits those have for whom none are stated."""
+
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_ROLE: Final = re.compile(r"role:\s*operator")
+_ROLE: Final = re.compile(r"(?:^|\s)role:\s*operator(?=\s|$)")
 _KEY: Final = re.compile(r"[!-~]{8,512}")
 
 _Identity = tuple[int, int, int]
@@ -39,12 +47,27 @@ class KeyHolder(NamedTuple):
     is_operator: bool = False
 
 
+def is_tenant(name: str) -> bool:
+    """True for the name of a tenant."""
+    return _TENANT.fullmatch(name) is not None
+
+
+class _Read(NamedTuple):
+    """The content of a file."""
+
+    holders: list[tuple[bytes, KeyHolder]]
+    limits: dict[str, Limits]
+
+
 class ApiKeys:
     """The keys in a file, which is read again when it has changed.
 
     Each line has a tenant and one of its keys, or `sha256:` and the key's hash in hexadecimal, and
     `role: operator` for one that may see what all tenants do; lines that begin with `#` are
-    comments. Only hashes are kept. A file that cannot be read any longer, or has a mistake, leaves
+    comments. One line of a tenant, with a key or with `-` in its place, may state its limits, as
+    `Limits` has them; those of the tenant `*` are for all of whom none are stated.
+
+    Only hashes of keys are kept. A file that cannot be read any longer, or has a mistake, leaves
     the keys in force that were there before; the log says so, and `problem`.
 
     Args:
@@ -58,7 +81,7 @@ class ApiKeys:
         self._path = path
         self._now = now
         self._identity: _Identity | None = self._identify()
-        self._holders = self._read()
+        self._holders, self._limits = self._read()
         self._look_at = now() + LOOK_INTERVAL
         self._problem = ""
 
@@ -82,6 +105,10 @@ class ApiKeys:
                 matching = holder
         return matching
 
+    def limits_of(self, tenant: str) -> Limits | None:
+        """The limits that are stated of a tenant; None where none are."""
+        return self._limits.get(tenant)
+
     def _look(self) -> None:
         now = self._now()
         if now < self._look_at:
@@ -91,7 +118,7 @@ class ApiKeys:
             identity = self._identify()
             if identity == self._identity:
                 return
-            self._holders = self._read()
+            self._holders, self._limits = self._read()
         except ConfigError as error:
             # It is read again even if it comes back as it was.
             self._identity = None
@@ -111,7 +138,7 @@ class ApiKeys:
             ) from None
         return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _read(self) -> list[tuple[bytes, KeyHolder]]:
+    def _read(self) -> _Read:
         try:
             with self._path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
@@ -121,28 +148,41 @@ class ApiKeys:
             ) from None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{self._path} is larger than {MAX_BYTES} bytes")
-        holders: list[tuple[bytes, KeyHolder]] = []
+        read = _Read([], {})
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             words = line.split(maxsplit=2)
-            if not words or words[0].startswith("#"):
-                continue
-            # The line itself is told nowhere: it has a key.
-            role = words[2].strip() if len(words) > 2 else ""
-            if (
-                len(words) < 2
-                or _TENANT.fullmatch(words[0]) is None
-                or (role and _ROLE.fullmatch(role) is None)
-            ):
-                raise ConfigError(
-                    f"{self._path}, line {number}: write a tenant and a key with a space between, "
-                    "and behind them role: operator for a key that may see what all tenants do; "
-                    "a tenant has letters, digits, '.', '_' and '-'"
-                )
-            holder = KeyHolder(words[0], is_operator=bool(role))
-            holders.append((self._digest(words[1], number), holder))
-        if not holders:
+            if words and not words[0].startswith("#"):
+                self._read_line(read, words, number)
+        if not read.holders and not read.limits:
             raise ConfigError(f"{self._path} has no keys: write a tenant and a key in each line")
-        return holders
+        return read
+
+    def _read_line(self, read: _Read, words: Sequence[str], number: int) -> None:
+        # The line itself is told nowhere: it has a key.
+        tenant, key = words[0], words[1] if len(words) > 1 else ""
+        rest, roles = _ROLE.subn(" ", words[2] if len(words) > 2 else "")
+        states = all("=" in word for word in rest.split())
+        is_default = tenant == ALL_TENANTS and key == NO_KEY
+        if not key or not (is_tenant(tenant) or is_default) or not states:
+            raise ConfigError(
+                f"{self._path}, line {number}: write a tenant and a key with a space between, "
+                "and behind them role: operator for a key that may see what all tenants do, and "
+                "limits as name=value; a tenant has letters, digits, '.', '_' and '-'"
+            )
+        if key != NO_KEY:
+            holder = KeyHolder(tenant, is_operator=bool(roles))
+            read.holders.append((self._digest(key, number), holder))
+        if not rest.split():
+            return
+        if tenant in read.limits:
+            raise ConfigError(
+                f"{self._path}, line {number}: the limits of {tenant} are stated before: state "
+                "them in one line"
+            )
+        try:
+            read.limits[tenant] = read_limits(rest.split())
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}, line {number}: {error.message}") from None
 
     def _digest(self, word: str, number: int) -> bytes:
         hashed = _HASH.fullmatch(word)

@@ -1,0 +1,268 @@
+"""`SharedCounts`: what tenants use at one front end, counted with what they use at all others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio
+import msgspec
+
+from dynbus import DynbusError, Runtime
+from dynbus.llm.openai.errors import RateLimited
+from dynbus.spi import (
+    NoStream,
+    Openable,
+    ServerClock,
+    StreamConfig,
+    StreamLimits,
+    WrongLastSequence,
+    monotonic,
+    random_id,
+    unix_time,
+)
+
+from .ledger import Ledger, Statement
+from .limits import BUDGET, Limits
+from .purse import Purse, Shortage, Taken
+
+logger = logging.getLogger(__name__)
+
+COUNTS_BUCKET: Final = "dynbus_tenant_counts"
+
+COUNTS_STREAM: Final = StreamConfig(
+    name=f"KV_{COUNTS_BUCKET}",
+    subjects=(f"$KV.{COUNTS_BUCKET}.*",),
+    limits=StreamLimits(
+        max_messages_per_subject=1,
+        max_bytes=64 * 1024 * 1024,
+        # Nothing that is older counts: it is of another month.
+        max_age=32 * 24 * 3600.0,
+        max_message_size=64 * 1024,
+    ),
+    description="dynbus: what tenants have used of their limits",
+)
+
+TELL_INTERVAL: Final = 1.0
+"""Seconds after which others know what was used here, and may use what was not."""
+
+ASK_TIMEOUT: Final = 0.5
+"""Seconds that a request waits for JetStream, once: those after it go by what is known here."""
+
+IDLE_SECONDS: Final = 30.0
+"""Seconds without a request after which a front end has no part in a tenant's limits."""
+
+TRIES: Final = 16
+"""Writes of a ledger that other front ends may change at the same time."""
+
+AT_A_TIME: Final = 8
+"""Ledgers that are told at a time."""
+
+CLOCK_AGE: Final = 60.0
+
+_decoder: Final = msgspec.json.Decoder(Ledger)
+
+
+def count_subject(tenant: str) -> str:
+    """The subject of the ledger of a tenant, whose name is in hexadecimal."""
+    return f"$KV.{COUNTS_BUCKET}.{tenant.encode().hex()}"
+
+
+class _Account:
+    """A purse, and where its ledger was when it was last seen."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.purse = Purse(limits.counted)
+        self.asking = asyncio.Lock()
+        self.sequence = 0
+        self.ledger = Ledger()
+
+
+class SharedCounts(Openable):
+    """The counts of a front end, while it is open.
+
+    A request is counted here, against what this front end has leased. A ledger is asked where that
+    does not do, and told once a second what became of it.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.background)
+        self._jetstream = runtime.bus.data.jetstream
+        self._runtime = runtime
+        self._me = random_id()
+        self._accounts: dict[str, _Account] = {}
+        self._clock = ServerClock()
+        self._is_clock_set = False
+        self._logged = ""
+
+    def __repr__(self) -> str:
+        return f"<SharedCounts of {len(self._accounts)} tenants>"
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_telling)
+            yield
+            tasks.cancel_scope.cancel()
+        with anyio.move_on_after(2 * ASK_TIMEOUT, shield=True):
+            await self._tell(leaves=True)
+
+    def now(self) -> float:
+        """Unix seconds by the server's clock; by the own one until that is known."""
+        return self._clock.unix(monotonic()) if self._is_clock_set else unix_time()
+
+    def purse(self, tenant: str, limits: Limits) -> Purse:
+        """The part of this front end in the limits of a tenant."""
+        return self._account(tenant, limits).purse
+
+    def _account(self, tenant: str, limits: Limits) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account(limits)
+        elif account.limits is not limits:
+            account.limits = limits
+            account.purse.change(limits.counted)
+        return account
+
+    async def take(self, tenant: str, limits: Limits, amounts: Mapping[str, int]) -> Taken:
+        """Take amounts of a tenant's limits, which `Purse.settle` settles.
+
+        Raises:
+            RateLimited: there is not enough of one.
+        """
+        account = self._account(tenant, limits)
+        purse = account.purse
+        taken = purse.take(amounts, self.now())
+        if taken is not None:
+            return taken
+        async with account.asking:
+            # Whoever asked before may have been given enough for this one too.
+            taken = purse.take(amounts, self.now())
+            if taken is None and purse.may_ask(amounts, self.now()):
+                await self._ask(tenant, account, purse.state(amounts, self.now()))
+                taken = purse.take(amounts, self.now())
+        if taken is None:
+            raise refusal(purse.shortages(amounts, self.now()))
+        return taken
+
+    # Ledgers -----------------------------------------------------------------------------------
+
+    async def _ask(self, tenant: str, account: _Account, said: Statement) -> None:
+        """State what a purse has used and needs; where that cannot be, it is cut off."""
+        try:
+            with anyio.fail_after(ASK_TIMEOUT):
+                if not self._is_clock_set:
+                    await self._read_clock()
+                await self._write(tenant, account, said)
+        except (DynbusError, TimeoutError) as error:
+            account.purse.cut_off()
+            self._log(f"{type(error).__name__}: {error}")
+        else:
+            self._log("")
+
+    async def _write(self, tenant: str, account: _Account, said: Statement) -> None:
+        subject, purse = count_subject(tenant), account.purse
+        for _ in range(TRIES):
+            if not account.sequence:
+                await self._read(subject, account)
+            now = self.now()
+            ledger, part = account.ledger.settle(purse.limits, self._me, said, now)
+            try:
+                account.sequence = await self._jetstream.publish(
+                    subject,
+                    msgspec.json.encode(ledger),
+                    timeout=ASK_TIMEOUT,
+                    expected_last_subject_sequence=account.sequence,
+                )
+            except NoStream:
+                await self._jetstream.ensure_stream(COUNTS_STREAM, timeout=ASK_TIMEOUT)
+                account.sequence = 0
+            except WrongLastSequence:
+                await self._read(subject, account)
+            else:
+                account.ledger = ledger
+                purse.told(said, part, now)
+                return
+        raise DynbusError(f"other front ends changed {subject} {TRIES} times in a row")
+
+    async def _read(self, subject: str, account: _Account) -> None:
+        try:
+            stored = await self._jetstream.last(COUNTS_STREAM.name, subject, timeout=ASK_TIMEOUT)
+        except NoStream:
+            stored = None
+        account.sequence, account.ledger = 0, Ledger()
+        if stored is None:
+            return
+        account.sequence = stored.sequence
+        try:
+            account.ledger = _decoder.decode(stored.data)
+        except msgspec.DecodeError as error:
+            # Whoever wrote that may write there; counting begins anew.
+            logger.error("the ledger %s is none, and is begun again: %s", subject, error)
+
+    async def _read_clock(self) -> None:
+        try:
+            info = await self._jetstream.stream_info(COUNTS_STREAM.name, timeout=ASK_TIMEOUT)
+        except NoStream:
+            await self._jetstream.ensure_stream(COUNTS_STREAM, timeout=ASK_TIMEOUT)
+            info = await self._jetstream.stream_info(COUNTS_STREAM.name, timeout=ASK_TIMEOUT)
+        self._clock.set(info.now, monotonic())
+        self._is_clock_set = True
+
+    # Telling -----------------------------------------------------------------------------------
+
+    async def _keep_telling(self) -> None:
+        while True:
+            await anyio.sleep(TELL_INTERVAL)
+            if self._is_clock_set and self._clock.age(monotonic()) > CLOCK_AGE:
+                self._is_clock_set = False
+            await self._tell()
+
+    async def _tell(self, *, leaves: bool = False) -> None:
+        """Tell the ledgers of all purses that they concern."""
+        limiter = anyio.Semaphore(AT_A_TIME)
+        async with anyio.create_task_group() as tasks:
+            for tenant, account in list(self._accounts.items()):
+                if leaves or account.purse.is_due(self.now()) or self._is_idle(account):
+                    tasks.start_soon(self._tell_one, tenant, account, leaves, limiter)
+
+    def _is_idle(self, account: _Account) -> bool:
+        purse = account.purse
+        return not purse.open and self.now() - purse.taken_at > IDLE_SECONDS
+
+    async def _tell_one(
+        self, tenant: str, account: _Account, leaves: bool, limiter: anyio.Semaphore
+    ) -> None:
+        async with limiter, account.asking:
+            leaves = leaves or self._is_idle(account)
+            said = account.purse.state({}, self.now(), leaves=leaves)
+            await self._ask(tenant, account, said)
+            if leaves and not account.purse.open and not account.purse.is_cut_off:
+                self._accounts.pop(tenant, None)
+
+    def _log(self, problem: str) -> None:
+        if problem == self._logged:
+            return
+        self._logged = problem
+        if problem:
+            logger.warning("tenants are counted at this front end alone for now: %s", problem)
+        else:
+            logger.info("tenants are counted with other front ends again")
+
+
+def refusal(shortages: list[Shortage]) -> RateLimited:
+    """The error for limits of which there is not enough."""
+    # None is left if another request has given something back just now.
+    longest = max(shortages, key=lambda one: one.retry_after, default=None)
+    if longest is None:
+        return RateLimited("the limits of this key are reached: ask again", retry_after=1.0)
+    name, limit, left, after = longest
+    return RateLimited(
+        f"the limit {name}={limit} of this key leaves {left}: ask again in {after:.0f} s",
+        retry_after=after,
+        is_budget=name == BUDGET,
+    )

@@ -1,0 +1,108 @@
+"""`Limits`: what a tenant may use, stated as `name=value` wherever it is stated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from dynbus import ConfigError
+from dynbus.spi import suggestion
+
+REQUESTS: Final = "requests_per_minute"
+PROMPT: Final = "prompt_tokens_per_minute"
+COMPLETION: Final = "completion_tokens_per_minute"
+CACHED: Final = "cached_tokens_per_minute"
+BUDGET: Final = "tokens_per_month"
+RUNNING: Final = "requests_at_a_time"
+STREAMS: Final = "open_streams"
+
+PER_MINUTE: Final = (REQUESTS, PROMPT, COMPLETION, CACHED)
+PER_MONTH: Final = (BUDGET,)
+HELD: Final = (RUNNING, STREAMS)
+"""What is given back, in place of being used up."""
+
+COUNTED: Final = (*PER_MINUTE, *PER_MONTH, *HELD)
+"""The limits that hold for all front ends of a bus together."""
+
+MOST: Final = 2**53
+"""The largest number that any reader of JSON takes as it is."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The limits of a tenant; None for none.
+
+    Attributes:
+        prompt_tokens_per_minute: those that no cache has.
+        cached_tokens_per_minute: prompt tokens that a cache has.
+        tokens_per_month: of prompts, cached or not, and completions, in a month by UTC.
+        open_streams: resumable ones that are being made.
+        kept_answers: to requests with an `Idempotency-Key`, in each front end.
+        max_prompt_tokens: of one prompt.
+        max_priority: that a request may ask for.
+        models: that it may ask.
+    """
+
+    requests_per_minute: int | None = None
+    prompt_tokens_per_minute: int | None = None
+    completion_tokens_per_minute: int | None = None
+    cached_tokens_per_minute: int | None = None
+    tokens_per_month: int | None = None
+    requests_at_a_time: int | None = None
+    open_streams: int | None = None
+    kept_answers: int | None = None
+    max_prompt_tokens: int | None = None
+    max_priority: int | None = None
+    models: tuple[str, ...] | None = None
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """Those that hold for all front ends of a bus together, by name."""
+        known = ((name, getattr(self, name)) for name in COUNTED)
+        return {name: value for name, value in known if value is not None}
+
+    def __str__(self) -> str:
+        given = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return " ".join(f"{name}={_text(value)}" for name, value in given if value is not None)
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def read_limits(words: Iterable[str]) -> Limits:
+    """The limits that words state: `name=value` each.
+
+    Raises:
+        ConfigError: a name or a value is none.
+    """
+    given: dict[str, Any] = {}
+    for word in words:
+        name, found, value = word.partition("=")
+        names = Limits.__struct_fields__
+        if not found or name not in names:
+            raise ConfigError(
+                f"{word[:80]!r} states no limit{suggestion(name, names)}; the limits are: "
+                f"{', '.join(names)}, each as name=value"
+            )
+        if name in given:
+            raise ConfigError(f"the limit {name} is stated twice")
+        given[name] = _value(name, value)
+    return Limits(**given)
+
+
+def _value(name: str, value: str) -> int | tuple[str, ...]:
+    if name == "models":
+        models = tuple(one for one in value.split(",") if one)
+        if not models:
+            raise ConfigError("models=: name one model at least, with commas between several")
+        return models
+    least = -MOST if name == "max_priority" else 0
+    try:
+        number = int(value)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= MOST:
+        raise ConfigError(f"{name}={value[:40]}: give a whole number from {least} to {MOST}")
+    return number

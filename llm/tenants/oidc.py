@@ -1,0 +1,259 @@
+"""JSON Web Tokens of an OpenID provider, in place of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dynbus import ConfigError, Unavailable
+from dynbus.spi import how_to_install, is_loopback, monotonic, unix_time
+
+from .keys import KeyHolder, is_tenant
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS: Final = (
+    *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    *("ES256", "ES384", "ES512", "EdDSA"),
+)
+"""The signatures that are taken: of a private key that the provider alone has."""
+
+KEY_TYPES: Final = frozenset(("RSA", "EC", "OKP"))
+
+FETCH_TIMEOUT: Final = 5.0
+MOST_BYTES: Final = 256 * 1024
+"""Of a document of the provider."""
+
+FETCHED_SECONDS: Final = 300.0
+"""Seconds after which the keys of the provider are read again."""
+
+FETCH_INTERVAL: Final = 10.0
+"""Seconds between two readings at least, however many tokens are of unknown keys."""
+
+LEEWAY: Final = 30.0
+"""Seconds by which the clocks of the provider and of this machine may differ."""
+
+MOST_KNOWN: Final = 4096
+"""Tokens that are not looked at again, until the keys are read again."""
+
+Fetch = Callable[[str], bytes]
+
+
+class _Known(NamedTuple):
+    holder: KeyHolder
+    until: float
+
+
+class _Documents(msgspec.Struct):
+    """The parts of a provider's configuration that are read."""
+
+    issuer: str
+    jwks_uri: str
+
+
+class _KeySet(msgspec.Struct):
+    keys: list[dict[str, Any]] = []
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Whoever answers for the provider is at the address that is configured."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_opener: Final = urllib.request.build_opener(_NoRedirect)
+
+
+def fetch(url: str) -> bytes:
+    """The document at an address, which is waited for.
+
+    Raises:
+        Unavailable: it cannot be read, or is too large.
+    """
+    try:
+        with _opener.open(url, timeout=FETCH_TIMEOUT) as response:
+            data: bytes = response.read(MOST_BYTES + 1)
+    except (OSError, HTTPException, ValueError) as error:
+        raise Unavailable(f"{url} cannot be read: {error}", started=False) from error
+    if len(data) > MOST_BYTES:
+        raise Unavailable(f"{url} has more than {MOST_BYTES} bytes", started=False)
+    return data
+
+
+class OidcTokens:
+    """The tokens of a provider: each says whose it is.
+
+    The provider is asked for its keys when the first token comes, and again when one of an unknown
+    key does. Where it does not answer, the keys count that it had.
+
+    Args:
+        issuer: the address of the provider, as its tokens have it.
+        audience: that tokens must be for.
+        tenant_claim: the claim whose value is the tenant.
+        fetch: reads a document, in a thread.
+
+    Raises:
+        ConfigError: the address may be answered by anybody, or the extra `oidc` is not installed.
+    """
+
+    def __init__(
+        self, issuer: str, audience: str, tenant_claim: str, *, fetch: Fetch = fetch
+    ) -> None:
+        try:
+            import jwt
+        except ImportError as error:
+            raise ConfigError(
+                f"--oidc-issuer needs an extra: {how_to_install('oidc')} ({error})"
+            ) from error
+        self._jwt = jwt
+        self._issuer = _check_address("--oidc-issuer", issuer)
+        self._audience = audience
+        self._tenant_claim = tenant_claim
+        self._fetch = fetch
+        self._keys: dict[str, jwt.PyJWK] = {}
+        self._fetching = asyncio.Lock()
+        self._fetched_at: float | None = None
+        self._tried_at: float | None = None
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<OidcTokens of {self._issuer}>"
+
+    async def holder_of(self, token: str) -> KeyHolder | None:
+        """The holder of a token; None for one that is none, or not for us.
+
+        Raises:
+            Unavailable: the keys of the provider are not known, and cannot be read.
+        """
+        digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+        known = self._known.get(digest)
+        if known is not None and unix_time() < known.until and not self._is_old:
+            self._known.move_to_end(digest)
+            return known.holder
+        key_id = self._key_id(token)
+        if key_id is None:
+            return None
+        if self._is_old or key_id not in self._keys:
+            await self._refresh(key_id)
+        key = self._keys.get(key_id)
+        return None if key is None else self._verified(token, key, digest)
+
+    @property
+    def _is_old(self) -> bool:
+        at = self._fetched_at
+        return at is None or monotonic() - at > FETCHED_SECONDS
+
+    def _key_id(self, token: str) -> str | None:
+        """The name of the key by which a token is signed; None for what is no such token."""
+        try:
+            header = self._jwt.get_unverified_header(token)
+        except (self._jwt.InvalidTokenError, UnicodeError):
+            return None
+        key_id = header.get("kid", "")
+        if header.get("alg") not in ALGORITHMS or not isinstance(key_id, str):
+            return None
+        return key_id
+
+    def _verified(self, token: str, key: Any, digest: bytes) -> KeyHolder | None:
+        try:
+            claims: dict[str, Any] = self._jwt.decode(
+                token,
+                key,
+                algorithms=list(ALGORITHMS),
+                audience=self._audience,
+                issuer=self._issuer,
+                leeway=LEEWAY,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except self._jwt.InvalidTokenError as error:
+            logger.info("a token of %s is refused: %s", self._issuer, error)
+            return None
+        tenant = claims.get(self._tenant_claim)
+        if not isinstance(tenant, str) or not is_tenant(tenant):
+            logger.info(
+                "a token of %s is refused: its claim %s is no tenant",
+                self._issuer,
+                self._tenant_claim,
+            )
+            return None
+        holder = KeyHolder(tenant)
+        self._known[digest] = _Known(holder, float(claims["exp"]) + LEEWAY)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        return holder
+
+    async def _refresh(self, key_id: str) -> None:
+        """Read the keys of the provider, unless that was tried just now.
+
+        Raises:
+            Unavailable: they are not known.
+        """
+        async with self._fetching:
+            if not self._is_old and key_id in self._keys:
+                return
+            now = monotonic()
+            if self._tried_at is None or now - self._tried_at >= FETCH_INTERVAL:
+                self._tried_at = now
+                try:
+                    self._keys = await asyncio.to_thread(self._read_keys)
+                except Unavailable as error:
+                    logger.warning("the keys of %s are those from before: %s", self._issuer, error)
+                else:
+                    self._fetched_at = monotonic()
+                    self._known.clear()
+        if self._fetched_at is None:
+            raise Unavailable("the keys of the issuer cannot be read: ask again", started=False)
+
+    def _read_keys(self) -> dict[str, Any]:
+        base = self._issuer.rstrip("/")
+        found = _decode(self._fetch(f"{base}/.well-known/openid-configuration"), _Documents)
+        if found.issuer != self._issuer:
+            raise Unavailable(f"{base} says that it is {found.issuer[:200]!r}", started=False)
+        try:
+            address = _check_address("jwks_uri", found.jwks_uri)
+        except ConfigError as error:
+            raise Unavailable(error.message, started=False) from error
+        keys: dict[str, Any] = {}
+        for one in _decode(self._fetch(address), _KeySet).keys:
+            if one.get("kty") not in KEY_TYPES or one.get("use", "sig") != "sig":
+                continue
+            try:
+                keys[str(one.get("kid", ""))] = self._jwt.PyJWK(one)
+            except self._jwt.PyJWTError as error:
+                logger.info("a key of %s is passed over: %s", self._issuer, error)
+        return keys
+
+
+def _decode(data: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"the issuer's document cannot be read: {error}") from error
+
+
+def _check_address(name: str, url: str) -> str:
+    """Return an address when nobody between can answer for it.
+
+    Raises:
+        ConfigError: anybody could.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        parts, host = None, ""
+    is_own = parts is not None and parts.scheme == "http" and bool(host) and is_loopback(host)
+    if not is_own and (parts is None or parts.scheme != "https" or not host):
+        raise ConfigError(f"{name}={url[:200]!r}: give an address that begins with https://")
+    return url

@@ -1,0 +1,255 @@
+"""`Purse`: what one front end has of a tenant's limits, without I/O or clock.
+
+Times are Unix seconds by the server's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from .ledger import LEASE_SECONDS, MINUTE, Part, Statement, Window, end_of, window_of
+from .limits import HELD, PER_MINUTE, PER_MONTH
+
+LOOK_AGAIN: Final = 1.0
+"""Seconds after which a limit of which nothing was left is asked for again: others may have given
+something back."""
+
+UNKNOWN_MEMBERS: Final = 4
+"""Front ends that one counts on which has never been told how many there are."""
+
+
+class Shortage(NamedTuple):
+    """A limit of which there is not enough.
+
+    Attributes:
+        limit: its number.
+        left: what there is of it.
+        retry_after: seconds until there may be more.
+    """
+
+    name: str
+    limit: int
+    left: int
+    retry_after: float
+
+
+class Taken(NamedTuple):
+    """Amounts that were taken, and of which window, so that they can be given back."""
+
+    window: Window
+    amounts: dict[str, int]
+
+
+class Purse:
+    """The part of one front end in a tenant's limits.
+
+    While the ledger cannot be reached, it may use what it has and an equal share of what nobody had
+    when it last heard; of a window that began since then an equal share of the limit, which is one
+    at least.
+
+    Args:
+        limits: by name.
+
+    Attributes:
+        is_cut_off: whether the ledger did not answer when it was asked last.
+        open: requests that may still settle what they took.
+        taken_at: when anything was taken last.
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self.limits = limits
+        self.is_cut_off = False
+        self.open = 0
+        self.taken_at = 0.0
+        self._window = Window(0, 0)
+        self._minute_end = 0.0
+        self._has: dict[str, int] = {}
+        self._used: dict[str, int] = {}
+        self._room: dict[str, int] = dict(limits)
+        self._idle: Mapping[str, int] = {}
+        self._members = UNKNOWN_MEMBERS
+        # What the ledger knows of it, and since when.
+        self._known_has: dict[str, int] = {}
+        self._known_used: dict[str, int] = {}
+        self._known_at = 0.0
+        self._refused_at: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Purse {self._used} of {self._has}{' cut off' if self.is_cut_off else ''}>"
+
+    @property
+    def window(self) -> Window:
+        """The window of what it has."""
+        return self._window
+
+    def change(self, limits: Mapping[str, int]) -> None:
+        """Have other limits from now on; what is used stays so."""
+        for name in {*self.limits, *limits}:
+            if name not in limits:
+                for amounts in (self._has, self._used, self._room):
+                    amounts.pop(name, None)
+            elif limits[name] != self.limits.get(name):
+                # The ledger says what there is of it.
+                self._has.pop(name, None)
+                self._refused_at.pop(name, None)
+                self._room[name] = limits[name]
+        self.limits = limits
+
+    def take(self, amounts: Mapping[str, int], now: float) -> Taken | None:
+        """Take amounts, all or none; None where there is not enough of one."""
+        if now >= self._minute_end:
+            self._enter(window_of(now))
+        used, limits = self._used, self.limits
+        taken: dict[str, int] = {}
+        for name, amount in amounts.items():
+            if name in limits and amount:
+                if used.get(name, 0) + amount > self._allowed(name):
+                    return None
+                taken[name] = amount
+        for name, amount in taken.items():
+            used[name] = used.get(name, 0) + amount
+        self.taken_at = now
+        return Taken(self._window, taken)
+
+    def settle(self, taken: Taken, real: Mapping[str, int]) -> None:
+        """Have amounts that were taken be what was really used, less or more, of the same windows.
+
+        What is more is used, whether it was there or not.
+        """
+        for name in {*taken.amounts, *real}:
+            if name not in self.limits or _is_over(name, taken.window, self._window):
+                continue
+            was, amount = taken.amounts.get(name, 0), real.get(name, 0)
+            if left := max(0, self._used.get(name, 0) + amount - was):
+                self._used[name] = left
+            else:
+                self._used.pop(name, None)
+            taken.amounts[name] = amount
+
+    def shortages(self, amounts: Mapping[str, int], now: float) -> list[Shortage]:
+        """The limits of which there is not enough for amounts, as far as is known."""
+        if now >= self._minute_end:
+            self._enter(window_of(now))
+        return [
+            self._shortage(name, amount, now)
+            for name, amount in amounts.items()
+            if name in self.limits and self._used.get(name, 0) + amount > self._allowed(name)
+        ]
+
+    def _shortage(self, name: str, amount: int, now: float) -> Shortage:
+        left = self.remaining(name)
+        after = end_of(name, self._window) - now
+        # What others have and do not use, or what runs, may be given back at any time.
+        if amount <= left or name in HELD:
+            after = min(after, LOOK_AGAIN)
+        return Shortage(name, self.limits[name], left, after)
+
+    def remaining(self, name: str) -> int:
+        """The amount of a limit that no front end has used, as far as is known here."""
+        own = self._allowed(name) - self._used.get(name, 0)
+        others = 0 if self.is_cut_off else self._room.get(name, 0) + self._idle.get(name, 0)
+        return max(0, own + others)
+
+    def resets_in(self, name: str, now: float) -> float:
+        """Seconds until a limit begins anew."""
+        return max(0.0, end_of(name, self._window) - now)
+
+    def may_ask(self, needs: Mapping[str, int], now: float) -> bool:
+        """True if the ledger may have more for amounts than is known here."""
+        return not self.is_cut_off and all(
+            now - self._refused_at.get(one.name, -LOOK_AGAIN) >= LOOK_AGAIN
+            for one in self.shortages(needs, now)
+        )
+
+    def state(self, needs: Mapping[str, int], now: float, *, leaves: bool = False) -> Statement:
+        """The statement for the ledger. Where nothing is needed, more is given back than would last
+        as long as it took to use up as much.
+
+        Args:
+            needs: what is to be taken.
+        """
+        if now >= self._minute_end:
+            self._enter(window_of(now))
+        used, has = self._used, self._has
+        asked = {
+            name: used.get(name, 0) + amount - has.get(name, 0)
+            for name, amount in needs.items()
+            if name in self.limits
+        }
+        asked = {name: amount for name, amount in asked.items() if amount > 0}
+        if leaves:
+            has.clear()
+        elif not asked:
+            for name in has:
+                now_used = used.get(name, 0)
+                pace = max(0, now_used - self._known_used.get(name, 0))
+                has[name] = min(has[name], now_used + pace)
+        counted = {
+            **{name: self._known_has.get(name, 0) for name in PER_MINUTE},
+            **{name: self._known_used.get(name, 0) for name in PER_MONTH},
+        }
+        return Statement(self._window, dict(used), dict(has), asked, counted, leaves)
+
+    def told(self, said: Statement, part: Part, now: float) -> None:
+        """The ledger has answered a statement, which was made at `now`."""
+        self.is_cut_off = False
+        if part.window != self._window:
+            self._enter(part.window)
+        if said.window == part.window:
+            # What counts already is not to be said again.
+            for name, amount in said.used.items():
+                counted = amount - part.used.get(name, 0)
+                left = self._used.pop(name, 0) - counted
+                if left > 0:
+                    self._used[name] = left
+        self._has, self._known_has = dict(part.has), dict(part.has)
+        self._room, self._idle = dict(part.room), part.idle
+        self._members = max(1, part.members)
+        self._known_used, self._known_at = dict(part.used), now
+        for name, need in said.needs.items():
+            if part.has.get(name, 0) - said.keeps.get(name, 0) < need:
+                self._refused_at[name] = now
+
+    def cut_off(self) -> None:
+        """The ledger did not answer."""
+        self.is_cut_off = True
+
+    def is_due(self, now: float) -> bool:
+        """True if the ledger should hear of it: something was used, is to be given back, or is held
+        by a lease of which a third is over."""
+        if now >= self._minute_end:
+            self._enter(window_of(now))
+        is_news = self._used != self._known_used or self._has != self._used
+        return is_news or self.is_cut_off or now - self._known_at > LEASE_SECONDS / 3
+
+    def _allowed(self, name: str) -> int:
+        has = self._has.get(name, 0)
+        if not self.is_cut_off:
+            return has
+        return has + max(self._room.get(name, 0) // self._members, 0 if has else 1)
+
+    def _enter(self, window: Window) -> None:
+        """A later window begins, in which nothing is used yet."""
+        if window.minute < self._window.minute:
+            return
+        for names, is_new in (
+            (PER_MINUTE, window.minute != self._window.minute),
+            (PER_MONTH, window.month != self._window.month),
+        ):
+            for name in names if is_new else ():
+                for amounts in (self._has, self._used, self._known_has, self._known_used):
+                    amounts.pop(name, None)
+                self._refused_at.pop(name, None)
+                if name in self.limits:
+                    self._room[name] = self.limits[name]
+        self._idle = {}
+        self._window = window
+        self._minute_end = (window.minute + 1) * MINUTE
+
+
+def _is_over(name: str, taken: Window, now: Window) -> bool:
+    """True if what was taken of a limit is of a window that is over."""
+    if name in PER_MINUTE:
+        return taken.minute != now.minute
+    return name in PER_MONTH and taken.month != now.month

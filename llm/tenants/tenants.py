@@ -1,0 +1,145 @@
+"""`Tenants`: who may ask a front end, and what each may use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from dynbus import DynbusError, PermissionDenied, Runtime, Unavailable
+from dynbus.spi import NoStream, Openable, OrderedConsumer
+
+from .counting import SharedCounts
+from .keys import ALL_TENANTS, ApiKeys, KeyHolder
+from .limits import Limits
+from .oidc import OidcTokens
+from .records import KEYS_STREAM, TenantView
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY: Final = 0.5
+
+
+class Tenants(Openable):
+    """The tenants of a front end, while it is open.
+
+    A file is looked at first, then the bus, then a provider of tokens.
+
+    Args:
+        file: of keys; None for none.
+        from_bus: whether the bus has keys and limits.
+        tokens: of a provider; None for none.
+
+    Attributes:
+        counts: what they use of their limits.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        file: Path | None = None,
+        from_bus: bool = False,
+        tokens: OidcTokens | None = None,
+    ) -> None:
+        super().__init__(runtime.background)
+        self._runtime = runtime
+        self._file = ApiKeys(file) if file is not None else None
+        self._view = TenantView()
+        self._from_bus = from_bus
+        self._tokens = tokens
+        self._caught_up = asyncio.Event()
+        self._failure = "JetStream has not answered yet"
+        self.counts = SharedCounts(runtime)
+
+    def __repr__(self) -> str:
+        return f"<Tenants [{self._file!r} | {self._view!r} | {self._tokens!r}]>"
+
+    @property
+    def problem(self) -> str:
+        """The reason for which some keys may not be known; empty where all are."""
+        if self._file is not None and self._file.problem:
+            return self._file.problem
+        if self._from_bus and not self._caught_up.is_set():
+            return f"the keys on the bus cannot be read: {self._failure}"
+        return ""
+
+    async def holder_of(self, key: str) -> KeyHolder | None:
+        """The holder of a key or a token; None for an unknown one.
+
+        Raises:
+            Unavailable: whether it is one is not known yet.
+        """
+        holder = self._file.holder_of(key) if self._file is not None else None
+        if holder is None and self._from_bus:
+            holder = self._view.holder_of(key)
+        if holder is None and self._tokens is not None:
+            holder = await self._tokens.holder_of(key)
+        if holder is None and self._from_bus and not self._caught_up.is_set():
+            raise Unavailable("the keys on the bus are not known yet: ask again", started=False)
+        return holder
+
+    def limits_of(self, tenant: str) -> Limits | None:
+        """The limits of a tenant; None for none."""
+        for name in (tenant, ALL_TENANTS):
+            limits = self._file.limits_of(name) if self._file is not None else None
+            if limits is None and self._from_bus:
+                limits = self._view.limits_of(name)
+            if limits is not None:
+                return limits
+        return None
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        async with self.counts, anyio.create_task_group() as tasks:
+            if self._from_bus:
+                tasks.start_soon(self._follow)
+                with anyio.move_on_after(self._runtime.bus.config.connect_timeout):
+                    await self._caught_up.wait()
+                if not self._caught_up.is_set():
+                    logger.warning("%s; nobody is let in by them before", self.problem)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _follow(self) -> None:
+        consumer = await self._begin()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await consumer.stop()
+
+    async def _begin(self) -> OrderedConsumer:
+        jetstream = self._runtime.bus.data.jetstream
+        is_there = True
+        while True:
+            try:
+                if not is_there:
+                    await jetstream.ensure_stream(KEYS_STREAM)
+                return await jetstream.consume(
+                    KEYS_STREAM.name,
+                    self._view.put,
+                    last_per_subject=True,
+                    on_restart=self._view.begin_reading,
+                    on_caught_up=self._end_reading,
+                )
+            except NoStream:
+                is_there = False
+            except PermissionDenied as error:
+                self._failure = f"{error}: `dynbus setup` makes the bucket"
+                await anyio.sleep(RETRY_DELAY)
+            except DynbusError as error:
+                self._failure = str(error)
+                await anyio.sleep(RETRY_DELAY)
+
+    def _end_reading(self) -> None:
+        self._view.end_reading()
+        self._caught_up.set()
