@@ -1,0 +1,176 @@
+"""`dynbus keys`: the keys of front ends that are on the bus, and the limits of their tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from dynbus.spi import terminal
+
+if TYPE_CHECKING:
+    from dynbus.llm.tenants.records import StoredKey, TenantBucket, TenantView
+
+T = TypeVar("T")
+
+_HELP: Final = """Make, list and revoke the keys of front ends that are on the bus.
+
+    A front end with --keys-from-bus follows them: what is changed holds within a second, without a
+    restart. A key is shown once, when it is made; the bus has its hash alone.
+
+    \b
+    dynbus keys add ada --limit requests_per_minute=60 --limit tokens_per_month=1000000
+    dynbus keys limit ada requests_per_minute=120
+    dynbus keys ls
+    dynbus keys revoke 3f1c09a2b7de
+    """
+
+
+@click.group(help=_HELP, epilog=terminal.EXIT_CODES)
+def keys() -> None:
+    pass
+
+
+@keys.command()
+@click.argument("tenant")
+@click.option("--operator", is_flag=True, help="A key that may see what all tenants do.")
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A limit of the tenant; all of them take the place of those it had.",
+)
+@terminal.json_option
+@terminal.nats_option
+def add(
+    tenant: str, operator: bool, limits: tuple[str, ...], as_json: bool, nats: str | None
+) -> None:
+    """Make a key for a tenant, and print it: it can never be read again.
+
+    Without --limit the tenant keeps the limits that it has.
+    """
+    from dynbus.llm.tenants.limits import read_limits
+    from dynbus.llm.tenants.records import ID_DIGITS, KeyRecord, check_tenant, hash_of
+    from dynbus.spi import unix_time
+
+    record = KeyRecord(tenant=check_tenant(tenant), is_operator=operator, created=unix_time())
+    stated = read_limits(limits) if limits else None
+
+    async def work(bucket: TenantBucket) -> str:
+        if stated is not None:
+            # First: the key counts at once.
+            await bucket.set_limits(tenant, stated)
+        return await bucket.add_key(record)
+
+    key = _run(work, nats)
+    id = hash_of(key)[:ID_DIGITS]
+    if as_json:
+        terminal.print_json({"id": id, "tenant": tenant, "key": key})
+        return
+    click.echo(key)
+    terminal.notice(f"the key {id} of {tenant}: keep it now, it is shown this once")
+
+
+@keys.command()
+@click.argument("tenant")
+@click.argument("limits", metavar="[NAME=VALUE]...", nargs=-1)
+@terminal.nats_option
+def limit(tenant: str, limits: tuple[str, ...], nats: str | None) -> None:
+    """State the limits of a tenant, in place of those it had; none for no limits.
+
+    The tenant '*' has the limits of all for whom none are stated.
+    """
+    from dynbus.llm.tenants.limits import read_limits
+
+    stated = read_limits(limits)
+    _run(lambda bucket: bucket.set_limits(tenant, stated), nats)
+
+
+@keys.command()
+@click.argument("id")
+@terminal.nats_option
+def revoke(id: str, nats: str | None) -> None:
+    """Have a key be none any more, by the id that `dynbus keys ls` shows.
+
+    Requests that run with it are finished.
+    """
+    from dynbus import ConfigError
+
+    async def work(bucket: TenantBucket) -> None:
+        known = [one for one in (await bucket.read()).keys if one.hash.startswith(id)]
+        if len(known) != 1:
+            found = "there is no key" if not known else f"{len(known)} keys have an id"
+            raise ConfigError(f"{found} that begins with {id[:80]!r}: see `dynbus keys ls`")
+        await bucket.revoke(known[0].hash)
+
+    _run(work, nats)
+
+
+@keys.command()
+@terminal.json_option
+@terminal.nats_option
+def ls(as_json: bool, nats: str | None) -> None:
+    """List the keys by their ids, and the limits of tenants."""
+    view = _run(lambda bucket: bucket.read(), nats)
+    if as_json:
+        terminal.print_json(_json(view))
+        return
+    if not view.keys and not view.limits:
+        terminal.notice("no key")
+        return
+    holders = {key.record.tenant for key in view.keys}
+    rows = [_row(key, view) for key in view.keys]
+    rows += [
+        ("-", terminal.plain(tenant), "-", str(limits) or "none")
+        for tenant, limits in view.limits.items()
+        if tenant not in holders
+    ]
+    terminal.print_table(("ID", "TENANT", "ROLE", "LIMITS"), rows)
+
+
+def _row(key: StoredKey, view: TenantView) -> tuple[str, str, str, str]:
+    from dynbus.llm.tenants.records import ID_DIGITS
+
+    record = key.record
+    limits = view.limits_of(record.tenant)
+    return (
+        key.hash[:ID_DIGITS],
+        terminal.plain(record.tenant),
+        "operator" if record.is_operator else "-",
+        terminal.plain(str(limits)) if limits is not None else "-",
+    )
+
+
+def _json(view: TenantView) -> dict[str, Any]:
+    import msgspec
+
+    from dynbus.llm.tenants.records import ID_DIGITS
+
+    return {
+        "keys": [
+            {
+                "id": key.hash[:ID_DIGITS],
+                "tenant": key.record.tenant,
+                "is_operator": key.record.is_operator,
+                "created": key.record.created,
+            }
+            for key in view.keys
+        ],
+        "limits": {tenant: msgspec.to_builtins(one) for tenant, one in view.limits.items()},
+    }
+
+
+def _run(work: Callable[[TenantBucket], Awaitable[T]], nats: str | None) -> T:
+    import asyncio
+
+    from dynbus.llm.tenants.records import TenantBucket
+
+    config = terminal.settings(nats)
+
+    async def connected() -> T:
+        async with terminal.server(config, "dynbus-keys") as server:
+            return await work(TenantBucket(server.connection.jetstream))
+
+    return asyncio.run(connected())

@@ -1,0 +1,279 @@
+"""Front ends that hold tenants to their limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from tests.conditions import eventually
+from tests.llm.http.served import FixedCatalog, ScriptedEngine, Served, card, served
+
+from dynbus import Runtime
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.http.frontend import HttpFrontEnd
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.tenants.purse import Purse
+
+pytestmark = pytest.mark.anyio
+
+KEY = "key-of-ada"
+
+
+def keys_file(folder: Path, limits: str) -> Path:
+    path = folder / "keys"
+    path.write_text(f"ada {KEY} {limits}\nbob key-of-bob\n")
+    return path
+
+
+def client_of(url: str, key: str = KEY) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def chat(text: str = "say hi", **fields: Any) -> Any:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+
+
+@asynccontextmanager
+async def limited(folder: Path, limits: str) -> AsyncGenerator[tuple[Served, AsyncOpenAI]]:
+    """A front end whose tenant has limits, and its client."""
+    async with served(api_keys=keys_file(folder, limits)) as front, client_of(front.url) as client:
+        yield front, client
+
+
+async def refused(asking: Any) -> openai.RateLimitError:
+    with pytest.raises(openai.RateLimitError) as raised:
+        await asking
+    return raised.value
+
+
+def limits_told(headers: Mapping[str, str]) -> dict[str, str]:
+    told = {name.lower(): value for name, value in headers.items()}
+    return {
+        name.removeprefix("x-ratelimit-"): value
+        for name, value in told.items()
+        if name.startswith("x-ratelimit-") and "reset" not in name
+    }
+
+
+def purse_of(front_end: HttpFrontEnd) -> Purse:
+    tenants = front_end.shared.tenants
+    assert tenants is not None
+    limits = tenants.limits_of("ada")
+    assert limits is not None
+    return tenants.counts.purse("ada", limits)
+
+
+async def test_requests_of_a_minute_are_counted_told_and_refused(tmp_path: Path) -> None:
+    async with limited(tmp_path, "requests_per_minute=2") as (front, client):
+        answers = [
+            await client.chat.completions.with_raw_response.create(**chat()) for _ in range(2)
+        ]
+        error = await refused(client.chat.completions.create(**chat()))
+        async with client_of(front.url, "key-of-bob") as other:
+            unlimited = await other.chat.completions.with_raw_response.create(**chat())
+
+    assert [limits_told(one.headers) for one in answers] == [
+        {"limit-requests": "2", "remaining-requests": left} for left in ("1", "0")
+    ]
+    assert limits_told(error.response.headers) == {"limit-requests": "2", "remaining-requests": "0"}
+    assert error.code == "rate_limit_exceeded"
+    assert error.type == "rate_limit_error"
+    assert "requests_per_minute=2" in error.message
+    assert 1 <= int(error.response.headers["retry-after"]) <= 60
+    assert limits_told(unlimited.headers) == {}
+
+
+async def test_tokens_are_reserved_and_settled_with_what_was_used(tmp_path: Path) -> None:
+    limits = "prompt_tokens_per_minute=1000 completion_tokens_per_minute=100"
+    async with limited(tmp_path, f"{limits} cached_tokens_per_minute=1000") as (front, client):
+        answer = await client.chat.completions.with_raw_response.create(**chat(max_tokens=90))
+        used = answer.parse().usage
+        assert used is not None
+        purse = purse_of(front.front_end)
+        await eventually(lambda: not purse.open)
+        left = {name: purse.remaining(name) for name in purse.limits}
+        error = await refused(client.chat.completions.create(**chat(max_tokens=101)))
+        fits = await client.chat.completions.create(**chat(max_tokens=100 - used.completion_tokens))
+
+    assert limits_told(answer.headers) == {"limit-tokens": "100", "remaining-tokens": "10"}
+    assert left == {
+        # The engine says that it had three in its cache.
+        "prompt_tokens_per_minute": 1000 - (used.prompt_tokens - 3),
+        "completion_tokens_per_minute": 100 - used.completion_tokens,
+        "cached_tokens_per_minute": 1000 - 3,
+    }
+    assert "completion_tokens_per_minute" in error.message
+    assert fits.choices[0].message.content == "hi"
+
+
+@pytest.mark.parametrize("how", ["error", "leaves", "refused"])
+async def test_whatever_the_end_tokens_are_settled(tmp_path: Path, how: str) -> None:
+    limits = "completion_tokens_per_minute=500 requests_at_a_time=1"
+    async with limited(tmp_path, limits) as (front, client):
+        if how == "leaves":
+            stream = await client.chat.completions.create(
+                **chat("endless word", stream=True, max_tokens=400)
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+        else:
+            text = "fail" if how == "error" else "refuse"
+            with pytest.raises(openai.APIStatusError):
+                await client.chat.completions.create(**chat(text, max_tokens=400))
+        purse = purse_of(front.front_end)
+        await eventually(lambda: not purse.open)
+        assert purse.remaining("requests_at_a_time") == 1
+        left = purse.remaining("completion_tokens_per_minute")
+
+    assert left == 500 if how != "leaves" else 400 < left < 500
+
+
+async def test_a_budget_that_is_used_up_is_said_as_openai_says_it(tmp_path: Path) -> None:
+    async with limited(tmp_path, "tokens_per_month=60") as (_, client):
+        first = await client.chat.completions.create(**chat(max_tokens=5))
+        error = await refused(client.chat.completions.create(**chat(max_tokens=59)))
+
+    assert first.usage is not None
+    assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
+    assert error.response.headers["x-should-retry"] == "false"
+
+
+async def test_requests_at_a_time_have_a_limit_for_all_front_ends(tmp_path: Path) -> None:
+    file = keys_file(tmp_path, "requests_at_a_time=1")
+    async with served(api_keys=file) as first:
+        settings = HttpSettings(port=0, grace=1.0, api_keys=file)
+        async with (
+            HttpFrontEnd(first.kit.caller, first.catalog, settings) as second,
+            client_of(first.url) as one,
+            client_of(second.url) as other,
+        ):
+            await eventually(lambda: len(second.shared.models.served) == 4)
+            running = asyncio.create_task(
+                one.chat.completions.create(**chat("silent"), timeout=60.0)
+            )
+            await eventually(lambda: first.engine.running == 1)
+            error = await refused(other.chat.completions.create(**chat()))
+            running.cancel()
+            await eventually(lambda: first.engine.running == 0)
+
+            # The first one gives its place back, since it needs it no more.
+            patient = other.with_options(max_retries=10)
+            await patient.chat.completions.create(**chat())
+
+    assert "requests_at_a_time=1" in error.message
+    assert error.response.headers["retry-after"] == "1"
+
+
+async def test_models_priorities_and_prompts_that_a_key_may_not_have(tmp_path: Path) -> None:
+    limits = "models=tiny max_priority=1 max_prompt_tokens=60"
+    async with limited(tmp_path, limits) as (_, client):
+        listed = [model.id async for model in await client.models.list()]
+        with pytest.raises(openai.PermissionDeniedError, match="may not ask the model 'plain'"):
+            await client.chat.completions.create(**{**chat(), "model": "plain"})
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("plain")
+        with pytest.raises(openai.BadRequestError, match="priority: this key may ask for 1"):
+            await client.chat.completions.create(**chat(), extra_body={"priority": 2})
+        with pytest.raises(openai.BadRequestError, match="those of this key have 60"):
+            await client.chat.completions.create(**chat("say " + "hi " * 200))
+        fits = await client.chat.completions.create(**chat(), extra_body={"priority": 1})
+
+    assert listed == ["tiny"]
+    assert fits.choices[0].message.content == "hi"
+
+
+async def test_resumable_streams_and_kept_answers_have_limits(tmp_path: Path) -> None:
+    async with limited(tmp_path, "open_streams=1 kept_answers=1") as (front, client):
+        resumable = {"Dynbus-Resumable": "1"}
+        first = await client.chat.completions.with_raw_response.create(
+            **chat("slowly " + "word " * 200, stream=True), extra_headers=resumable
+        )
+        second = await client.chat.completions.with_raw_response.create(
+            **chat("say hi", stream=True), extra_headers=resumable
+        )
+        for key in ("one", "two"):
+            await client.chat.completions.create(**chat(), extra_headers={"Idempotency-Key": key})
+        await eventually(lambda: len(front.front_end.shared.kept_answers) == 1)
+
+    assert first.headers["dynbus-resumable"] == "1"
+    assert second.headers["dynbus-resumable"] == "0"
+    assert "open_streams=1" in second.headers["dynbus-resumable-reason"]
+
+
+async def test_embeddings_and_engines_that_take_text_are_counted(tmp_path: Path) -> None:
+    cards = {
+        "vectors": card("vectors", "test.ScriptedEngine.embed", types=["embedding"]),
+        "text": card("text", "test.TextEngine.chat", input="text", types=["chat"]),
+    }
+    file = keys_file(tmp_path, "prompt_tokens_per_minute=500 completion_tokens_per_minute=2000")
+    async with served(cards, api_keys=file) as front, client_of(front.url) as client:
+        told = await client.embeddings.create(model="vectors", input="hello there")
+        purse = purse_of(front.front_end)
+        await eventually(lambda: not purse.open)
+        after_embedding = purse.remaining("prompt_tokens_per_minute")
+        await client.chat.completions.create(**{**chat(), "model": "text"})
+        await eventually(lambda: not purse.open)
+        left = [purse.remaining(f"{what}_tokens_per_minute") for what in ("prompt", "completion")]
+
+    assert after_embedding in (500 - told.usage.prompt_tokens, 501 - told.usage.prompt_tokens)
+    assert left[0] < after_embedding
+    # A chunk of its answer counts for a token.
+    assert left[1] == 2000 - 2
+
+
+@asynccontextmanager
+async def engine(server: RunningServer) -> AsyncGenerator[None]:
+    async with Runtime.connect(server.url) as runtime:
+        await runtime.start(ScriptedEngine)
+        yield
+
+
+@asynccontextmanager
+async def front_end(
+    server: RunningServer, file: Path
+) -> AsyncGenerator[tuple[HttpFrontEnd, AsyncOpenAI]]:
+    """A front end of a process of its own, as it were, and its client."""
+    catalog = FixedCatalog({"tiny": card("tiny", "test.ScriptedEngine.generate")})
+    settings = HttpSettings(port=0, grace=1.0, api_keys=file)
+    async with (
+        Runtime.connect(server.url) as runtime,
+        HttpFrontEnd(runtime, catalog, settings) as front,
+        client_of(front.url) as client,
+    ):
+        await eventually(lambda: len(front.shared.models.served) == 1)
+        yield front, client
+
+
+async def test_two_front_ends_on_a_server_share_a_limit(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    file = keys_file(tmp_path, "tokens_per_month=1500 requests_per_minute=100000")
+    async with (
+        engine(own_server),
+        front_end(own_server, file) as (first, one),
+        front_end(own_server, file) as (second, other),
+    ):
+        used = 0
+        for turn in range(6):
+            client = (one, other)[turn % 2]
+            answer = await client.chat.completions.create(**chat(max_tokens=10))
+            assert answer.usage is not None
+            used += answer.usage.total_tokens
+        purses = [purse_of(front) for front in (first, second)]
+        await eventually(lambda: not any(purse.open for purse in purses))
+        # Each knows what the other has used a second later.
+        await eventually(
+            lambda: (
+                [purse.remaining("tokens_per_month") for purse in purses] == [200_000 - used] * 2
+            )
+        )
+        error = await refused(other.chat.completions.create(**chat(max_tokens=200_000 - used)))
+
+    assert error.code == "insufficient_quota"

@@ -1,0 +1,96 @@
+"""`dynbus keys`: keys on the bus are made, listed, revoked, and followed by front ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.conditions import eventually
+
+from dynbus import Runtime
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.commands.keys import keys
+from dynbus.llm.tenants.keys import KeyHolder
+from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.records import KEYS_STREAM, hash_of
+from dynbus.llm.tenants.tenants import Tenants
+
+pytestmark = pytest.mark.anyio
+
+
+async def command(server: RunningServer, *arguments: str) -> Result:
+    """`dynbus keys` in a thread, while front ends go on."""
+    return await asyncio.to_thread(
+        CliRunner().invoke, keys, [*arguments, "--nats", server.url], catch_exceptions=True
+    )
+
+
+async def added(server: RunningServer, *arguments: str) -> str:
+    """A key that is made."""
+    done = await command(server, "add", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return str(json.loads(done.stdout)["key"])
+
+
+async def test_a_key_is_shown_once_and_counts_until_it_is_revoked(
+    own_server: RunningServer,
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime, Tenants(runtime, from_bus=True) as known:
+        key = await added(own_server, "ada", "--limit", "requests_per_minute=60")
+        other = await added(own_server, "ops", "--operator")
+        await eventually(lambda: known.limits_of("ada") is not None)
+
+        holders = [await known.holder_of(one) for one in (key, other, "dk-unknown")]
+        table = (await command(own_server, "ls")).output
+        listed = json.loads((await command(own_server, "ls", "--json")).output)
+        stored = await runtime.bus.data.jetstream.read(KEYS_STREAM.name)
+        id = hash_of(key)[:12]
+        revoked = await command(own_server, "revoke", id)
+        await eventually(lambda: "of 1 keys" in repr(known))
+        gone = await known.holder_of(key)
+        again = await command(own_server, "revoke", id)
+
+    assert holders == [KeyHolder("ada"), KeyHolder("ops", is_operator=True), None]
+    assert gone is None
+    assert len(key) > 40
+    assert known.limits_of("ada") == Limits(requests_per_minute=60)
+    assert [one["tenant"] for one in listed["keys"]] == ["ada", "ops"]
+    assert "requests_per_minute=60" in table
+    assert not any(key.encode() in message.data for message in stored)
+    assert key not in table
+    assert revoked.exit_code == 0
+    assert "there is no key that begins with" in str(again.exception)
+
+
+async def test_limits_are_changed_and_those_of_all_are_for_who_has_none(
+    own_server: RunningServer,
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime, Tenants(runtime, from_bus=True) as known:
+        await command(own_server, "limit", "*", "requests_at_a_time=1")
+        await command(own_server, "limit", "ada", "models=a,b", "max_priority=-1")
+        stated = Limits(models=("a", "b"), max_priority=-1)
+        await eventually(lambda: known.limits_of("ada") == stated)
+        others = known.limits_of("bob")
+        await command(own_server, "limit", "ada")
+        await eventually(lambda: known.limits_of("ada") == Limits())
+        wrong = await command(own_server, "limit", "ada", "request_per_minute=1")
+
+    assert others == Limits(requests_at_a_time=1)
+    assert "did you mean" in str(wrong.exception).lower()
+
+
+async def test_a_front_end_that_is_cut_off_keeps_the_keys_that_it_knows(
+    own_server: RunningServer,
+) -> None:
+    key = await added(own_server, f"ada-{secrets.token_hex(2)}")
+    async with Runtime.connect(own_server.url) as runtime, Tenants(runtime, from_bus=True) as known:
+        own_server.kill()
+        await eventually(lambda: not runtime.is_connected)
+
+        holder = await known.holder_of(key)
+        await own_server.restart()
+
+    assert holder is not None

@@ -1,0 +1,285 @@
+"""Tokens of an OpenID provider, which a server of the test's own is."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import jwt
+import openai
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+from openai import AsyncOpenAI
+from tests.llm.http.served import served
+
+from dynbus import ConfigError, Unavailable
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.tenants import oidc
+from dynbus.llm.tenants.keys import KeyHolder
+from dynbus.llm.tenants.oidc import FETCH_INTERVAL, FETCHED_SECONDS, OidcTokens
+
+pytestmark = pytest.mark.anyio
+
+AUDIENCE = "dynbus"
+
+
+class Provider:
+    """An OpenID provider on loopback.
+
+    Attributes:
+        asked: the paths that were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[str, Any] = {"one": rsa.generate_private_key(65537, 2048)}
+        self.documents: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.is_away = False
+        provider = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                provider.asked.append(self.path)
+                body = json.dumps(provider.document(self.path)).encode()
+                self.send_response(503 if provider.is_away else 200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.issuer = f"http://127.0.0.1:{self.server.server_port}/realm"
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def document(self, path: str) -> Any:
+        """What it answers."""
+        if path in self.documents:
+            return self.documents[path]
+        if path == "/realm/.well-known/openid-configuration":
+            return {"issuer": self.issuer, "jwks_uri": f"{self.issuer}/keys", "more": 1}
+        return {"keys": [self._public(name, key) for name, key in self.keys.items()]}
+
+    def _public(self, name: str, key: Any) -> dict[str, Any]:
+        kind = RSAAlgorithm if isinstance(key, rsa.RSAPrivateKey) else ECAlgorithm
+        public: dict[str, Any] = kind.to_jwk(key.public_key(), as_dict=True)
+        return {**public, "kid": name, "use": "sig"}
+
+    def token(self, name: str = "one", algorithm: str = "RS256", **claims: Any) -> str:
+        """A token of one of its keys; a claim that is None is left out."""
+        given = {
+            "iss": self.issuer,
+            "aud": AUDIENCE,
+            "exp": int(time.time()) + 600,
+            "tenant": "ada",
+            **claims,
+        }
+        told = {claim: value for claim, value in given.items() if value is not None}
+        return jwt.encode(told, self.keys[name], algorithm, headers={"kid": name})
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def provider() -> Iterator[Provider]:
+    provider = Provider()
+    try:
+        yield provider
+    finally:
+        provider.close()
+
+
+class Clock:
+    """Seconds that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(oidc, "monotonic", clock)
+    return clock
+
+
+async def test_a_token_names_its_tenant_and_the_provider_is_asked_once(provider: Provider) -> None:
+    provider.keys["two"] = ec.generate_private_key(ec.SECP256R1())
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    token = provider.token()
+
+    holders = [
+        await tokens.holder_of(token),
+        await tokens.holder_of(token),
+        await tokens.holder_of(provider.token("two", "ES256", tenant="bob", aud=["x", AUDIENCE])),
+    ]
+
+    assert holders == [KeyHolder("ada"), KeyHolder("ada"), KeyHolder("bob")]
+    assert len(provider.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"aud": "others"},
+        {"aud": None},
+        {"iss": "https://elsewhere.example"},
+        {"iss": None},
+        {"exp": 1_000_000},
+        {"exp": None},
+        {"nbf": 9_999_999_999},
+        {"tenant": None},
+        {"tenant": "a/b"},
+        {"tenant": ["ada"]},
+    ],
+    ids=str,
+)
+async def test_a_token_that_is_not_for_us_is_refused(
+    provider: Provider, claims: dict[str, Any]
+) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+
+    assert await tokens.holder_of(provider.token(**claims)) is None
+
+
+async def test_signatures_that_anybody_can_make_are_refused(provider: Provider) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    claims = jwt.decode(provider.token(), options={"verify_signature": False})
+    public = provider.keys["one"].public_key().public_numbers().n.to_bytes(256, "big")
+    header, body, signature = provider.token().split(".")
+    other = Provider()
+    other.issuer = provider.issuer
+    try:
+        forged = [
+            jwt.encode(claims, "", "none", headers={"kid": "one"}),
+            jwt.encode(claims, public, "HS256", headers={"kid": "one"}),
+            other.token(),
+            provider.token(tenant="eve").rpartition(".")[0] + "." + signature,
+            f"{header}.{body}.",
+            "no token",
+            "..",
+            "",
+        ]
+        refused = [await tokens.holder_of(one) for one in forged]
+    finally:
+        other.close()
+
+    assert refused == [None] * len(forged)
+
+
+async def test_a_symmetric_key_of_the_provider_is_passed_over(provider: Provider) -> None:
+    secret = "c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0LXNlY3JldA"
+    provider.documents["/realm/keys"] = {"keys": [{"kty": "oct", "k": secret, "kid": "one"}]}
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+
+    assert await tokens.holder_of(provider.token()) is None
+
+
+async def test_a_new_key_is_found_and_unknown_ones_do_not_flood_the_provider(
+    provider: Provider, clock: Clock
+) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    assert await tokens.holder_of(provider.token()) is not None
+    provider.keys["new"] = rsa.generate_private_key(65537, 2048)
+    token = provider.token("new")
+
+    soon = [await tokens.holder_of(token) for _ in range(3)]
+    asked = len(provider.asked)
+    clock.now += FETCH_INTERVAL
+    later = await tokens.holder_of(token)
+
+    assert soon == [None] * 3
+    assert asked == 2
+    assert later == KeyHolder("ada")
+
+
+async def test_a_key_that_is_withdrawn_is_gone_when_keys_are_read_again(
+    provider: Provider, clock: Clock
+) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    token = provider.token()
+    assert await tokens.holder_of(token) is not None
+    provider.keys = {"two": provider.keys["one"]}
+
+    before = await tokens.holder_of(token)
+    clock.now += FETCHED_SECONDS + 1
+
+    assert before == KeyHolder("ada")
+    assert await tokens.holder_of(token) is None
+
+
+async def test_the_keys_from_before_count_while_the_provider_is_away(
+    provider: Provider, clock: Clock
+) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    provider.is_away = True
+    with pytest.raises(Unavailable, match="cannot be read: ask again"):
+        await tokens.holder_of(provider.token())
+    provider.is_away = False
+    clock.now += FETCH_INTERVAL
+    assert await tokens.holder_of(provider.token()) is not None
+
+    provider.is_away = True
+    clock.now += FETCHED_SECONDS + 1
+
+    assert await tokens.holder_of(provider.token()) == KeyHolder("ada")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"issuer": "https://elsewhere.example", "jwks_uri": "https://elsewhere.example/keys"},
+        {"issuer": "", "jwks_uri": "http://elsewhere.example/keys"},
+        {"issuer": 1},
+        {"issuer": "x" * oidc.MOST_BYTES, "jwks_uri": ""},
+    ],
+    ids=["another", "plain", "misfit", "too large"],
+)
+async def test_a_document_that_is_not_the_provider_s_is_not_believed(
+    provider: Provider, document: dict[str, Any]
+) -> None:
+    if document["issuer"] == "":
+        document = {**document, "issuer": provider.issuer}
+    provider.documents["/realm/.well-known/openid-configuration"] = document
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+
+    with pytest.raises(Unavailable):
+        await tokens.holder_of(provider.token())
+
+
+@pytest.mark.parametrize("issuer", ["http://example.com", "file:///etc", "https://", "http://[x"])
+def test_an_issuer_that_anybody_may_answer_for_is_refused(issuer: str) -> None:
+    with pytest.raises(ConfigError, match="give an address that begins with https://"):
+        OidcTokens(issuer, AUDIENCE, "tenant")
+
+
+async def test_a_front_end_takes_tokens_in_place_of_keys(provider: Provider) -> None:
+    with pytest.raises(ConfigError, match="--oidc-audience"):
+        HttpSettings(oidc_issuer=provider.issuer)
+    async with served(
+        oidc_issuer=provider.issuer, oidc_audience=AUDIENCE, oidc_tenant_claim="org"
+    ) as front:
+        messages: Any = [{"role": "user", "content": "say hi"}]
+
+        async def ask(key: str) -> None:
+            async with AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key) as client:
+                await client.chat.completions.create(model="tiny", messages=messages)
+
+        await ask(provider.token(org="carol"))
+        with pytest.raises(openai.AuthenticationError):
+            await ask(provider.token(org="carol", aud="others"))
+
+    assert [one["tenant"] for one in front.engine.metadata] == ["carol"]
