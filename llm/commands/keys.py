@@ -101,8 +101,8 @@ def revoke(id: str, nats: str | None) -> None:
     async def work(bucket: TenantBucket) -> None:
         known = [one for one in (await bucket.read()).keys if one.hash.startswith(id)]
         if len(known) != 1:
-            found = "there is no key" if not known else f"{len(known)} keys have an id"
-            raise ConfigError(f"{found} that begins with {id[:80]!r}: see `dynbus keys ls`")
+            why = "there is no key" if not known else f"{len(known)} keys have an id"
+            raise ConfigError(f"{why} that begins with {id[:80]!r}: see `dynbus keys ls`")
         await bucket.revoke(known[0].hash)
 
     _run(work, nats)

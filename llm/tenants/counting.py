@@ -140,7 +140,7 @@ class SharedCounts(Openable):
         if taken is not None:
             return taken
         async with account.asking:
-            # Whoever asked before may have been given enough for this one too.
+            # The request that asked before may have been given enough for this one too.
             taken = purse.take(amounts, self.now())
             if taken is None and purse.may_ask(amounts, self.now()):
                 await self._ask(tenant, account, purse.state(amounts, self.now()))
@@ -185,7 +185,7 @@ class SharedCounts(Openable):
                 await self._read(subject, account)
             else:
                 account.ledger = ledger
-                purse.told(said, part, now)
+                purse.accept(said, part, now)
                 return
         raise DynbusError(f"other front ends changed {subject} {TRIES} times in a row")
 
@@ -201,7 +201,7 @@ class SharedCounts(Openable):
         try:
             account.ledger = _decoder.decode(stored.data)
         except msgspec.DecodeError as error:
-            # Whoever wrote that may write there; counting begins anew.
+            # Counting begins anew: nobody else puts it right.
             logger.error("the ledger %s is none, and is begun again: %s", subject, error)
 
     async def _read_clock(self) -> None:

@@ -181,12 +181,12 @@ class Ledger(msgspec.Struct):
 
 
 def _used(said: Statement, window: Window, *, is_known: bool) -> dict[str, int]:
-    """What is said to be used, without what was used in earlier windows, or counts already."""
+    """The amounts that are said to be used, without what is of earlier windows or counts already."""
     over = {
         *(PER_MINUTE if said.window.minute != window.minute else ()),
         *(PER_MONTH if said.window.month != window.month else ()),
     }
-    counted = {} if is_known else said.counted
+    counted: Mapping[str, int] = {} if is_known else said.counted
     left = {
         name: said.used.get(name, 0) - counted.get(name, 0) for name in COUNTED if name not in over
     }

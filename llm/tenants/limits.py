@@ -21,7 +21,7 @@ STREAMS: Final = "open_streams"
 PER_MINUTE: Final = (REQUESTS, PROMPT, COMPLETION, CACHED)
 PER_MONTH: Final = (BUDGET,)
 HELD: Final = (RUNNING, STREAMS)
-"""What is given back, in place of being used up."""
+"""Those whose amounts are given back, in place of being used up."""
 
 COUNTED: Final = (*PER_MINUTE, *PER_MONTH, *HELD)
 """The limits that hold for all front ends of a bus together."""
@@ -67,7 +67,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return " ".join(f"{name}={_text(value)}" for name, value in given if value is not None)
 
 
-def _text(value: Any) -> str:
+def _text(value: int | tuple[str, ...]) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -79,9 +79,9 @@ def read_limits(words: Iterable[str]) -> Limits:
     """
     given: dict[str, Any] = {}
     for word in words:
-        name, found, value = word.partition("=")
+        name, sign, value = word.partition("=")
         names = Limits.__struct_fields__
-        if not found or name not in names:
+        if not sign or name not in names:
             raise ConfigError(
                 f"{word[:80]!r} states no limit{suggestion(name, names)}; the limits are: "
                 f"{', '.join(names)}, each as name=value"

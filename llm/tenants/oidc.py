@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import urllib.error
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable
@@ -66,7 +65,7 @@ class _KeySet(msgspec.Struct):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Whoever answers for the provider is at the address that is configured."""
+    """No redirect: the provider answers at the address that is configured."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -217,11 +216,11 @@ class OidcTokens:
 
     def _read_keys(self) -> dict[str, Any]:
         base = self._issuer.rstrip("/")
-        found = _decode(self._fetch(f"{base}/.well-known/openid-configuration"), _Documents)
-        if found.issuer != self._issuer:
-            raise Unavailable(f"{base} says that it is {found.issuer[:200]!r}", started=False)
+        documents = _decode(self._fetch(f"{base}/.well-known/openid-configuration"), _Documents)
+        if documents.issuer != self._issuer:
+            raise Unavailable(f"{base} says that it is {documents.issuer[:200]!r}", started=False)
         try:
-            address = _check_address("jwks_uri", found.jwks_uri)
+            address = _check_address("jwks_uri", documents.jwks_uri)
         except ConfigError as error:
             raise Unavailable(error.message, started=False) from error
         keys: dict[str, Any] = {}

@@ -191,7 +191,7 @@ class Purse:
         }
         return Statement(self._window, dict(used), dict(has), asked, counted, leaves)
 
-    def told(self, said: Statement, part: Part, now: float) -> None:
+    def accept(self, said: Statement, part: Part, now: float) -> None:
         """The ledger has answered a statement, which was made at `now`."""
         self.is_cut_off = False
         if part.window != self._window:

@@ -37,8 +37,9 @@ KEYS_STREAM: Final = StreamConfig(
         max_messages_per_subject=1,
         max_bytes=64 * 1024 * 1024,
         max_message_size=64 * 1024,
-        # No key goes for another one.
+        # No key goes for another one, nor has the server's answers take its place.
         discard_new=True,
+        keep_first=True,
     ),
     description="dynbus: keys of front ends, and limits of tenants",
 )
@@ -223,7 +224,10 @@ class TenantBucket:
         Raises:
             DynbusError: it cannot be stored.
         """
-        await self._jetstream.publish(f"{_KEY}{hash}", b"", deleted=True)
+        subject = f"{_KEY}{hash}"
+        await self._jetstream.purge(KEYS_STREAM.name, subject)
+        # Who follows the bucket hears of no purge.
+        await self._jetstream.publish(subject, b"", deleted=True)
 
     async def set_limits(self, tenant: str, limits: Limits) -> None:
         """Have other limits for a tenant, in place of all that were stated.
@@ -240,11 +244,9 @@ class TenantBucket:
         await self._write(_limits_subject(tenant), msgspec.json.encode(record))
 
     async def _write(self, subject: str, data: bytes) -> None:
-        try:
-            await self._jetstream.publish(subject, data)
-        except NoStream:
-            await self._jetstream.ensure_stream(KEYS_STREAM)
-            await self._jetstream.publish(subject, data)
+        await self._jetstream.ensure_stream(KEYS_STREAM)
+        await self._jetstream.purge(KEYS_STREAM.name, subject)
+        await self._jetstream.publish(subject, data)
 
 
 def tenant_grants() -> list[Grant]:

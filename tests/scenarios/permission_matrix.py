@@ -45,6 +45,8 @@ from dynbus.llm.models.artefacts import ARTEFACTS_STREAM
 from dynbus.llm.models.names import NAMES_STREAM
 from dynbus.llm.models.records import CARDS_STREAM
 from dynbus.llm.resumable.store import LOGS_STREAM
+from dynbus.llm.tenants.counting import COUNTS_STREAM
+from dynbus.llm.tenants.records import KEYS_STREAM
 from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
 
 from .guarded import connect_plainly
@@ -277,6 +279,10 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("have a name stand for another mirrored model", "publish", "$O.dynbus_mirror.M.x", "operator"),
         may("drop the mirrored models", "publish", "$JS.API.STREAM.PURGE.OBJ_dynbus_mirror", "operator"),
         may("read requests of resumable streams", "publish", "$JS.API.STREAM.MSG.GET.DYNBUS_STREAMS", "frontend operator"),
+        may("know the keys of front ends", "publish", "$JS.API.CONSUMER.CREATE.KV_dynbus_tenants.mine.>", "frontend operator"),
+        may("give somebody a key of front ends", "publish", "$KV.dynbus_tenants.key.h", "operator"),
+        may("state the limits of a tenant", "publish", "$KV.dynbus_tenants.limits.t", "operator"),
+        may("count what a tenant uses", "publish", "$KV.dynbus_tenant_counts.t", "frontend operator"),
         may("write the log of a resumable stream", "publish", "_streams.log.k", "frontend"),
         may("describe memory of an Engine", "publish", "$KV.dynbus_transfer_agents.demo.Engine.i.blocks", "Engine operator"),
         may("ask an Engine for its blocks", "publish", "demo.Engine.i.blocks._transfer.e", "Engine operator"),
@@ -313,6 +319,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         clears("the descriptions of memory", "$KV.dynbus_transfer_agents.demo.Engine.r.blocks", AGENTS_STREAM),
         clears("the large descriptions of memory", "$O.dynbus_transfer_agents.M.r", DESCRIPTIONS.stream, "Engine operator"),
         clears("the events of a topic", "demo._topic.order.sold._event.r", topic_config(TopicConfig("demo", "order.sold", 3600.0))),
+        clears("keys of front ends", "$KV.dynbus_tenants.key.r", KEYS_STREAM),
+        clears("what tenants have used", "$KV.dynbus_tenant_counts.r", COUNTS_STREAM),
         clears("the logs of resumable streams", "_streams.log.r", LOGS_STREAM, "frontend"),
     ],
 }  # fmt: skip

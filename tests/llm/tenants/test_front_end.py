@@ -18,6 +18,7 @@ from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.tenants.limits import BUDGET
 from dynbus.llm.tenants.purse import Purse
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +36,19 @@ def client_of(url: str, key: str = KEY) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
-def chat(text: str = "say hi", **fields: Any) -> Any:
+def ask(client: AsyncOpenAI, text: str = "say hi", **fields: Any) -> Any:
+    """A chat that is asked for; a stream of it where `fields` say so."""
+    create: Any = client.chat.completions.create
+    return create(**_chat(text, fields))
+
+
+def ask_raw(client: AsyncOpenAI, text: str = "say hi", **fields: Any) -> Any:
+    """The same with the headers of the answer."""
+    create: Any = client.chat.completions.with_raw_response.create
+    return create(**_chat(text, fields))
+
+
+def _chat(text: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
 
 
@@ -71,12 +84,10 @@ def purse_of(front_end: HttpFrontEnd) -> Purse:
 
 async def test_requests_of_a_minute_are_counted_told_and_refused(tmp_path: Path) -> None:
     async with limited(tmp_path, "requests_per_minute=2") as (front, client):
-        answers = [
-            await client.chat.completions.with_raw_response.create(**chat()) for _ in range(2)
-        ]
-        error = await refused(client.chat.completions.create(**chat()))
+        answers = [await ask_raw(client) for _ in range(2)]
+        error = await refused(ask(client))
         async with client_of(front.url, "key-of-bob") as other:
-            unlimited = await other.chat.completions.with_raw_response.create(**chat())
+            unlimited = await ask_raw(other)
 
     assert [limits_told(one.headers) for one in answers] == [
         {"limit-requests": "2", "remaining-requests": left} for left in ("1", "0")
@@ -92,14 +103,14 @@ async def test_requests_of_a_minute_are_counted_told_and_refused(tmp_path: Path)
 async def test_tokens_are_reserved_and_settled_with_what_was_used(tmp_path: Path) -> None:
     limits = "prompt_tokens_per_minute=1000 completion_tokens_per_minute=100"
     async with limited(tmp_path, f"{limits} cached_tokens_per_minute=1000") as (front, client):
-        answer = await client.chat.completions.with_raw_response.create(**chat(max_tokens=90))
+        answer = await ask_raw(client, max_tokens=90)
         used = answer.parse().usage
         assert used is not None
         purse = purse_of(front.front_end)
         await eventually(lambda: not purse.open)
         left = {name: purse.remaining(name) for name in purse.limits}
-        error = await refused(client.chat.completions.create(**chat(max_tokens=101)))
-        fits = await client.chat.completions.create(**chat(max_tokens=100 - used.completion_tokens))
+        error = await refused(ask(client, max_tokens=101))
+        fits = await ask(client, max_tokens=100 - used.completion_tokens)
 
     assert limits_told(answer.headers) == {"limit-tokens": "100", "remaining-tokens": "10"}
     assert left == {
@@ -117,16 +128,14 @@ async def test_whatever_the_end_tokens_are_settled(tmp_path: Path, how: str) -> 
     limits = "completion_tokens_per_minute=500 requests_at_a_time=1"
     async with limited(tmp_path, limits) as (front, client):
         if how == "leaves":
-            stream = await client.chat.completions.create(
-                **chat("endless word", stream=True, max_tokens=400)
-            )
+            stream = await ask(client, "endless word", stream=True, max_tokens=400)
             async for _ in stream:
                 break
             await stream.close()
         else:
             text = "fail" if how == "error" else "refuse"
             with pytest.raises(openai.APIStatusError):
-                await client.chat.completions.create(**chat(text, max_tokens=400))
+                await ask(client, text, max_tokens=400)
         purse = purse_of(front.front_end)
         await eventually(lambda: not purse.open)
         assert purse.remaining("requests_at_a_time") == 1
@@ -137,8 +146,8 @@ async def test_whatever_the_end_tokens_are_settled(tmp_path: Path, how: str) -> 
 
 async def test_a_budget_that_is_used_up_is_said_as_openai_says_it(tmp_path: Path) -> None:
     async with limited(tmp_path, "tokens_per_month=60") as (_, client):
-        first = await client.chat.completions.create(**chat(max_tokens=5))
-        error = await refused(client.chat.completions.create(**chat(max_tokens=59)))
+        first = await ask(client, max_tokens=5)
+        error = await refused(ask(client, max_tokens=59))
 
     assert first.usage is not None
     assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
@@ -155,17 +164,15 @@ async def test_requests_at_a_time_have_a_limit_for_all_front_ends(tmp_path: Path
             client_of(second.url) as other,
         ):
             await eventually(lambda: len(second.shared.models.served) == 4)
-            running = asyncio.create_task(
-                one.chat.completions.create(**chat("silent"), timeout=60.0)
-            )
+            running = asyncio.create_task(ask(one, "silent", timeout=60.0))
             await eventually(lambda: first.engine.running == 1)
-            error = await refused(other.chat.completions.create(**chat()))
+            error = await refused(ask(other))
             running.cancel()
             await eventually(lambda: first.engine.running == 0)
 
             # The first one gives its place back, since it needs it no more.
             patient = other.with_options(max_retries=10)
-            await patient.chat.completions.create(**chat())
+            await ask(patient)
 
     assert "requests_at_a_time=1" in error.message
     assert error.response.headers["retry-after"] == "1"
@@ -176,14 +183,14 @@ async def test_models_priorities_and_prompts_that_a_key_may_not_have(tmp_path: P
     async with limited(tmp_path, limits) as (_, client):
         listed = [model.id async for model in await client.models.list()]
         with pytest.raises(openai.PermissionDeniedError, match="may not ask the model 'plain'"):
-            await client.chat.completions.create(**{**chat(), "model": "plain"})
+            await ask(client, model="plain")
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("plain")
         with pytest.raises(openai.BadRequestError, match="priority: this key may ask for 1"):
-            await client.chat.completions.create(**chat(), extra_body={"priority": 2})
+            await ask(client, extra_body={"priority": 2})
         with pytest.raises(openai.BadRequestError, match="those of this key have 60"):
-            await client.chat.completions.create(**chat("say " + "hi " * 200))
-        fits = await client.chat.completions.create(**chat(), extra_body={"priority": 1})
+            await ask(client, "say " + "hi " * 200)
+        fits = await ask(client, extra_body={"priority": 1})
 
     assert listed == ["tiny"]
     assert fits.choices[0].message.content == "hi"
@@ -192,14 +199,12 @@ async def test_models_priorities_and_prompts_that_a_key_may_not_have(tmp_path: P
 async def test_resumable_streams_and_kept_answers_have_limits(tmp_path: Path) -> None:
     async with limited(tmp_path, "open_streams=1 kept_answers=1") as (front, client):
         resumable = {"Dynbus-Resumable": "1"}
-        first = await client.chat.completions.with_raw_response.create(
-            **chat("slowly " + "word " * 200, stream=True), extra_headers=resumable
+        first = await ask_raw(
+            client, "slowly " + "word " * 200, stream=True, extra_headers=resumable
         )
-        second = await client.chat.completions.with_raw_response.create(
-            **chat("say hi", stream=True), extra_headers=resumable
-        )
+        second = await ask_raw(client, "say hi", stream=True, extra_headers=resumable)
         for key in ("one", "two"):
-            await client.chat.completions.create(**chat(), extra_headers={"Idempotency-Key": key})
+            await ask(client, extra_headers={"Idempotency-Key": key})
         await eventually(lambda: len(front.front_end.shared.kept_answers) == 1)
 
     assert first.headers["dynbus-resumable"] == "1"
@@ -218,7 +223,7 @@ async def test_embeddings_and_engines_that_take_text_are_counted(tmp_path: Path)
         purse = purse_of(front.front_end)
         await eventually(lambda: not purse.open)
         after_embedding = purse.remaining("prompt_tokens_per_minute")
-        await client.chat.completions.create(**{**chat(), "model": "text"})
+        await ask(client, model="text")
         await eventually(lambda: not purse.open)
         left = [purse.remaining(f"{what}_tokens_per_minute") for what in ("prompt", "completion")]
 
@@ -263,17 +268,14 @@ async def test_two_front_ends_on_a_server_share_a_limit(
         used = 0
         for turn in range(6):
             client = (one, other)[turn % 2]
-            answer = await client.chat.completions.create(**chat(max_tokens=10))
+            answer = await ask(client, max_tokens=10)
             assert answer.usage is not None
             used += answer.usage.total_tokens
         purses = [purse_of(front) for front in (first, second)]
         await eventually(lambda: not any(purse.open for purse in purses))
         # Each knows what the other has used a second later.
-        await eventually(
-            lambda: (
-                [purse.remaining("tokens_per_month") for purse in purses] == [200_000 - used] * 2
-            )
-        )
-        error = await refused(other.chat.completions.create(**chat(max_tokens=200_000 - used)))
+        left = 1500 - used
+        await eventually(lambda: [one.remaining(BUDGET) for one in purses] == [left, left])
+        error = await refused(ask(other, max_tokens=left))
 
     assert error.code == "insufficient_quota"

@@ -35,7 +35,7 @@ class Bus:
         purse = self.purses[name]
         said = purse.state(amounts, self.now, leaves=leaves)
         self.ledger, part = self.ledger.settle(purse.limits, name, said, self.now)
-        purse.told(said, part, self.now)
+        purse.accept(said, part, self.now)
 
     def take(self, name: str, amounts: dict[str, int]) -> bool:
         """Have a front end take amounts, and ask for them where that may help."""

@@ -51,7 +51,7 @@ class Provider:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -68,9 +68,8 @@ class Provider:
         return {"keys": [self._public(name, key) for name, key in self.keys.items()]}
 
     def _public(self, name: str, key: Any) -> dict[str, Any]:
-        kind = RSAAlgorithm if isinstance(key, rsa.RSAPrivateKey) else ECAlgorithm
-        public: dict[str, Any] = kind.to_jwk(key.public_key(), as_dict=True)
-        return {**public, "kid": name, "use": "sig"}
+        kind: Any = RSAAlgorithm if isinstance(key, rsa.RSAPrivateKey) else ECAlgorithm
+        return {**kind.to_jwk(key.public_key(), as_dict=True), "kid": name, "use": "sig"}
 
     def token(self, name: str = "one", algorithm: str = "RS256", **claims: Any) -> str:
         """A token of one of its keys; a claim that is None is left out."""
