@@ -34,14 +34,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The limits of a tenant; None for none.
 
     Attributes:
-        prompt_tokens_per_minute: those that no cache has.
-        cached_tokens_per_minute: prompt tokens that a cache has.
-        tokens_per_month: of prompts, cached or not, and completions, in a month by UTC.
-        open_streams: resumable ones that are being made.
-        kept_answers: to requests with an `Idempotency-Key`, in each front end.
-        max_prompt_tokens: of one prompt.
-        max_priority: that a request may ask for.
-        models: that it may ask.
+        requests_per_minute: requests in a minute, also those that fail later.
+        prompt_tokens_per_minute: tokens of prompts that no cache has.
+        completion_tokens_per_minute: tokens of answers.
+        cached_tokens_per_minute: tokens of prompts that a cache has.
+        tokens_per_month: tokens of prompts, cached or not, and of answers, in a month by UTC.
+        requests_at_a_time: requests that run.
+        open_streams: resumable streams that are being made.
+        kept_answers: answers to requests with an `Idempotency-Key` that each front end keeps.
+        max_prompt_tokens: tokens of one prompt.
+        max_priority: the highest priority that a request may ask for.
+        models: the models that it may ask, with commas between.
     """
 
     requests_per_minute: int | None = None

@@ -255,5 +255,5 @@ def tenant_grants() -> list[Grant]:
     counts = (*COUNTS_STREAM.subjects, *COUNTS_STREAM.to_look_up)
     return [
         Grant("knows keys and limits of tenants", KEYS_STREAM.to_follow),
-        Grant("counts what tenants use", (*counts, f"$JS.API.STREAM.INFO.{COUNTS_STREAM.name}")),
+        Grant("counts what tenants use", counts),
     ]
