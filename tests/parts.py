@@ -61,6 +61,7 @@ FOREIGN: Final = {
     "zmq": {"zmq"},
     "llm": {"huggingface_hub", "jinja2", "llguidance", "packaging", "threadpoolctl", "tokenizers"},
     "http": {"httptools", "starlette", "uvicorn"},
+    "oidc": {"jwt"},
     "transfer": {"nixl"},
     "torch": {"torch"},
     "vllm": {"vllm"},
@@ -117,7 +118,7 @@ PARTS: Final = {
         (),
         ("tests/llm",),
         foreign=("kv", "llm", "http"),
-        extras=("http", "metrics", "zmq"),
+        extras=("http", "metrics", "oidc", "zmq"),
         group="tests-llm",
     ),
 }

@@ -106,10 +106,11 @@ class HttpFrontEnd(Openable):
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
         with rare_collections():
-            async with AsyncExitStack() as exits, anyio.create_task_group() as tasks:
+            async with AsyncExitStack() as exits:
                 for one in (self._models, self.shared.tenants, self.shared.resumable):
                     if one is not None:
                         await exits.enter_async_context(one)
+                tasks = await exits.enter_async_context(anyio.create_task_group())
                 tasks.start_soon(self.shared.keep_alive.run)
                 async with anyio.create_task_group() as serving:
                     serving.start_soon(self._server.serve)

@@ -181,7 +181,7 @@ class Ledger(msgspec.Struct):
 
 
 def _used(said: Statement, window: Window, *, is_known: bool) -> dict[str, int]:
-    """The amounts that are said to be used, less those of earlier windows, or that count already."""
+    """The amounts that are said to be used, less those of earlier windows or that count already."""
     over = {
         *(PER_MINUTE if said.window.minute != window.minute else ()),
         *(PER_MONTH if said.window.month != window.month else ()),

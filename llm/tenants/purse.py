@@ -100,15 +100,18 @@ class Purse:
         """Take amounts, all or none; None where there is not enough of one."""
         if now >= self._minute_end:
             self._enter(window_of(now))
+        # Each request comes here.
         used, limits = self._used, self.limits
+        has = self._has if not self.is_cut_off else {name: self._allowed(name) for name in amounts}
         taken: dict[str, int] = {}
         for name, amount in amounts.items():
             if name in limits and amount:
-                if used.get(name, 0) + amount > self._allowed(name):
+                taken[name] = total = used.get(name, 0) + amount
+                if total > has.get(name, 0):
                     return None
-                taken[name] = amount
-        for name, amount in taken.items():
-            used[name] = used.get(name, 0) + amount
+        used.update(taken)
+        for name in taken:
+            taken[name] = amounts[name]
         self.taken_at = now
         return Taken(self._window, taken)
 
@@ -117,15 +120,16 @@ class Purse:
 
         What is more is used, whether it was there or not.
         """
-        for name in {*taken.amounts, *real}:
-            if name not in self.limits or _is_over(name, taken.window, self._window):
+        used, was = self._used, taken.amounts
+        for name in self.limits:
+            more = real.get(name, 0) - was.get(name, 0)
+            if not more or _is_over(name, taken.window, self._window):
                 continue
-            was, amount = taken.amounts.get(name, 0), real.get(name, 0)
-            if left := max(0, self._used.get(name, 0) + amount - was):
-                self._used[name] = left
+            if (left := used.get(name, 0) + more) > 0:
+                used[name] = left
             else:
-                self._used.pop(name, None)
-            taken.amounts[name] = amount
+                used.pop(name, None)
+        taken.amounts.clear()
 
     def shortages(self, amounts: Mapping[str, int], now: float) -> list[Shortage]:
         """The limits of which there is not enough for amounts, as far as is known."""

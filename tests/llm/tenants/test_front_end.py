@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -210,6 +212,40 @@ async def test_resumable_streams_and_kept_answers_have_limits(tmp_path: Path) ->
     assert first.headers["dynbus-resumable"] == "1"
     assert second.headers["dynbus-resumable"] == "0"
     assert "open_streams=1" in second.headers["dynbus-resumable-reason"]
+
+
+async def test_a_stream_that_goes_on_at_another_front_end_is_counted_once(tmp_path: Path) -> None:
+    file = keys_file(tmp_path, "tokens_per_month=1500")
+    key = {"Authorization": f"Bearer {KEY}"}
+    async with served(api_keys=file) as front:
+        settings = HttpSettings(port=0, grace=1.0, api_keys=file)
+        async with (
+            HttpFrontEnd(front.kit.caller, front.catalog, settings) as other,
+            client_of(other.url) as client,
+        ):
+            await eventually(lambda: len(other.shared.models.served) == 4)
+            stream = await ask(
+                client,
+                "slowly " + "word " * 40,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers={"Dynbus-Resumable": "1", "X-Request-Id": "one"},
+            )
+            async for _ in stream:
+                break
+        async with httpx2.AsyncClient(headers=key, timeout=60.0) as reader:
+            rest = await reader.get(
+                f"{front.url}/v1/streams/one", headers={"Last-Event-ID": "one.1"}
+            )
+        usages = [
+            json.loads(line[6:])["usage"] for line in rest.text.splitlines() if '"usage":{' in line
+        ]
+        purse = purse_of(front.front_end)
+        await eventually(lambda: not purse.open)
+        left = 1500 - usages[-1]["total_tokens"]
+        await eventually(lambda: purse.remaining(BUDGET) == left)
+
+    assert front.front_end.shared.resumable.counts["taken_over"] == 1
 
 
 async def test_embeddings_and_engines_that_take_text_are_counted(tmp_path: Path) -> None:
