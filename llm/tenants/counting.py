@@ -62,6 +62,7 @@ AT_A_TIME: Final = 8
 """Ledgers that are told at a time."""
 
 CLOCK_AGE: Final = 60.0
+"""Seconds after which the server is asked for its time again."""
 
 _decoder: Final = msgspec.json.Decoder(Ledger)
 
@@ -155,7 +156,7 @@ class SharedCounts(Openable):
         """State what a purse has used and needs; where that cannot be, it is cut off."""
         try:
             with anyio.fail_after(ASK_TIMEOUT):
-                if not self._is_clock_set:
+                if self._clock.age(monotonic()) > CLOCK_AGE or not self._is_clock_set:
                     await self._read_clock()
                 await self._write(tenant, account, said)
         except (DynbusError, TimeoutError) as error:
@@ -211,15 +212,16 @@ class SharedCounts(Openable):
             await self._jetstream.ensure_stream(COUNTS_STREAM, timeout=ASK_TIMEOUT)
             info = await self._jetstream.stream_info(COUNTS_STREAM.name, timeout=ASK_TIMEOUT)
         self._clock.set(info.now, monotonic())
-        self._is_clock_set = True
+        if not self._is_clock_set:
+            self._is_clock_set = True
+            for account in self._accounts.values():
+                account.purse.begin_anew()
 
     # Telling -----------------------------------------------------------------------------------
 
     async def _keep_telling(self) -> None:
         while True:
             await anyio.sleep(TELL_INTERVAL)
-            if self._is_clock_set and self._clock.age(monotonic()) > CLOCK_AGE:
-                self._is_clock_set = False
             await self._tell()
 
     async def _tell(self, *, leaves: bool = False) -> None:

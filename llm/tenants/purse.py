@@ -63,7 +63,7 @@ class Purse:
         self.open = 0
         self.taken_at = 0.0
         self._window = Window(0, 0)
-        self._minute_end = 0.0
+        self._turns_at = 0.0
         self._has: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._room: dict[str, int] = dict(limits)
@@ -98,8 +98,8 @@ class Purse:
 
     def take(self, amounts: Mapping[str, int], now: float) -> Taken | None:
         """Take amounts, all or none; None where there is not enough of one."""
-        if now >= self._minute_end:
-            self._enter(window_of(now))
+        if now >= self._turns_at:
+            self._turn(now)
         # Each request comes here.
         used, limits = self._used, self.limits
         has = self._has if not self.is_cut_off else {name: self._allowed(name) for name in amounts}
@@ -120,21 +120,18 @@ class Purse:
 
         What is more is used, whether it was there or not.
         """
-        used, was = self._used, taken.amounts
+        was = taken.amounts
         for name in self.limits:
             more = real.get(name, 0) - was.get(name, 0)
             if not more or _is_over(name, taken.window, self._window):
                 continue
-            if (left := used.get(name, 0) + more) > 0:
-                used[name] = left
-            else:
-                used.pop(name, None)
+            self._set_used(name, self._used.get(name, 0) + more)
         taken.amounts.clear()
 
     def shortages(self, amounts: Mapping[str, int], now: float) -> list[Shortage]:
         """The limits of which there is not enough for amounts, as far as is known."""
-        if now >= self._minute_end:
-            self._enter(window_of(now))
+        if now >= self._turns_at:
+            self._turn(now)
         return [
             self._shortage(name, amount, now)
             for name, amount in amounts.items()
@@ -173,8 +170,8 @@ class Purse:
         Args:
             needs: what is to be taken.
         """
-        if now >= self._minute_end:
-            self._enter(window_of(now))
+        if now >= self._turns_at:
+            self._turn(now)
         used, has = self._used, self._has
         asked = {
             name: used.get(name, 0) + amount - has.get(name, 0)
@@ -198,22 +195,30 @@ class Purse:
     def accept(self, said: Statement, part: Part, now: float) -> None:
         """The ledger has answered a statement, which was made at `now`."""
         self.is_cut_off = False
-        if part.window != self._window:
+        if part.window.minute > self._window.minute:
             self._enter(part.window)
-        if said.window == part.window:
-            # What counts already is not to be said again.
-            for name, amount in said.used.items():
-                counted = amount - part.used.get(name, 0)
-                left = self._used.pop(name, 0) - counted
-                if left > 0:
-                    self._used[name] = left
-        self._has, self._known_has = dict(part.has), dict(part.has)
-        self._room, self._idle = dict(part.room), part.idle
-        self._members = max(1, part.members)
-        self._known_used, self._known_at = dict(part.used), now
+        for name, amount in said.used.items():
+            if not _is_over(name, said.window, self._window):
+                # What counts already is not to be said again.
+                self._set_used(name, self._used.get(name, 0) - amount + part.used.get(name, 0))
+        # Of the limits whose window has ended meanwhile it has nothing.
+        here = {name for name in self.limits if not _is_over(name, part.window, self._window)}
+        self._has = {name: amount for name, amount in part.has.items() if name in here}
+        self._room |= {name: amount for name, amount in part.room.items() if name in here}
+        self._known_has = dict(self._has)
+        self._known_used = {name: amount for name, amount in part.used.items() if name in here}
+        self._idle, self._members = part.idle, part.members
+        self._known_at = now
+        self._turns_at = min((self._window.minute + 1) * MINUTE, now + LEASE_SECONDS)
         for name, need in said.needs.items():
             if part.has.get(name, 0) - said.keeps.get(name, 0) < need:
                 self._refused_at[name] = now
+
+    def _set_used(self, name: str, amount: int) -> None:
+        if amount > 0:
+            self._used[name] = amount
+        else:
+            self._used.pop(name, None)
 
     def cut_off(self) -> None:
         """The ledger did not answer."""
@@ -222,8 +227,8 @@ class Purse:
     def is_due(self, now: float) -> bool:
         """True if the ledger should hear of it: something was used, is to be given back, or is held
         by a lease of which a third is over."""
-        if now >= self._minute_end:
-            self._enter(window_of(now))
+        if now >= self._turns_at:
+            self._turn(now)
         is_news = self._used != self._known_used or self._has != self._used
         return is_news or self.is_cut_off or now - self._known_at > LEASE_SECONDS / 3
 
@@ -233,23 +238,37 @@ class Purse:
             return has
         return has + max(self._room.get(name, 0) // self._members, 0 if has else 1)
 
+    def _turn(self, now: float) -> None:
+        """A window or the lease is over."""
+        window = window_of(now)
+        if window.minute > self._window.minute:
+            self._enter(window)
+        if now >= self._known_at + LEASE_SECONDS and not self.is_cut_off:
+            # Others may have what it has not used by now.
+            for name in (*PER_MONTH, *HELD):
+                if name in self._has:
+                    self._has[name] = min(self._has[name], self._used.get(name, 0))
+        self._turns_at = (self._window.minute + 1) * MINUTE
+
     def _enter(self, window: Window) -> None:
         """A later window begins, in which nothing is used yet."""
-        if window.minute < self._window.minute:
-            return
-        for names, is_new in (
-            (PER_MINUTE, window.minute != self._window.minute),
-            (PER_MONTH, window.month != self._window.month),
-        ):
-            for name in names if is_new else ():
-                for amounts in (self._has, self._used, self._known_has, self._known_used):
-                    amounts.pop(name, None)
-                self._refused_at.pop(name, None)
-                if name in self.limits:
-                    self._room[name] = self.limits[name]
+        over = {
+            *(PER_MINUTE if window.minute != self._window.minute else ()),
+            *(PER_MONTH if window.month != self._window.month else ()),
+        }
+        for name in over:
+            for amounts in (self._has, self._used, self._known_has, self._known_used):
+                amounts.pop(name, None)
+            self._refused_at.pop(name, None)
+            if name in self.limits:
+                self._room[name] = self.limits[name]
         self._idle = {}
         self._window = window
-        self._minute_end = (window.minute + 1) * MINUTE
+
+    def begin_anew(self) -> None:
+        """Have the window be that of the next time that is heard of: the clock was another one."""
+        self._enter(Window(0, 0))
+        self._turns_at = 0.0
 
 
 def _is_over(name: str, taken: Window, now: Window) -> bool:

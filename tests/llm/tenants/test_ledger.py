@@ -187,6 +187,43 @@ def test_a_frozen_front_end_does_not_count_twice() -> None:
     assert bus.take("0", {BUDGET: 40})
 
 
+def test_a_frozen_front_end_takes_nothing_that_others_may_have() -> None:
+    bus = Bus({RUNNING: 8, BUDGET: 80}, 2)
+    assert bus.take("0", {RUNNING: 1, BUDGET: 10})
+    assert bus.purses["0"].take({RUNNING: 1, BUDGET: 10}, bus.now) is not None
+    bus.now += LEASE_SECONDS
+
+    assert bus.purses["0"].take({RUNNING: 1}, bus.now) is None
+    assert bus.purses["0"].take({BUDGET: 1}, bus.now) is None
+
+
+def test_an_answer_of_an_earlier_minute_gives_nothing_to_the_present_one() -> None:
+    bus = Bus({REQUESTS: 10}, 1)
+    purse = bus.purses["0"]
+    said = purse.state({REQUESTS: 5}, bus.now)
+    bus.ledger, part = bus.ledger.settle(purse.limits, "0", said, bus.now)
+    assert purse.take({REQUESTS: 1}, bus.now + 60) is None
+
+    purse.accept(said, part, bus.now)
+
+    assert purse.take({REQUESTS: 1}, bus.now + 60) is None
+    assert purse.remaining(REQUESTS) == 10
+
+
+def test_a_clock_that_was_ahead_is_put_right() -> None:
+    bus = Bus({REQUESTS: 4}, 1)
+    purse = bus.purses["0"]
+    purse.cut_off()
+    assert purse.take({REQUESTS: 1}, bus.now + 7200) is not None
+
+    purse.begin_anew()
+    bus.ask("0", {})
+
+    assert sum(bus.take("0", {REQUESTS: 1}) for _ in range(5)) == 4
+    bus.now += 60
+    assert bus.take("0", {REQUESTS: 1})
+
+
 def test_more_than_was_predicted_counts_and_less_is_given_back() -> None:
     bus = Bus({BUDGET: 100}, 1)
     assert bus.take("0", {BUDGET: 40})
