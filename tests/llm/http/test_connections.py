@@ -521,11 +521,7 @@ async def test_a_file_of_keys_with_a_mistake_is_told_by_ready(
     assert [one[0] for one in (before, broken, asked, missing, mended)] == [200] * 5
     warnings = [json.loads(one[2]).get("warning") for one in (before, broken, missing, mended)]
     assert warnings[0] is warnings[3] is None
-    assert (
-        warnings[1]
-        == warnings[2]
-        == "the file of keys cannot be used: those from before stay in force"
-    )
+    assert warnings[1] == warnings[2] == "keys cannot be read: those from before stay in force"
     assert str(tmp_path) not in broken[2].decode()
 
 

@@ -15,7 +15,7 @@ from dynbus.llm.tenants.counting import COUNTS_STREAM, SharedCounts, count_subje
 from dynbus.llm.tenants.ledger import LEASE_SECONDS
 from dynbus.llm.tenants.limits import BUDGET, REQUESTS, RUNNING, Limits
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_window")]
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.tenants.limits import BUDGET
 from dynbus.llm.tenants.purse import Purse
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_window")]
 
 KEY = "key-of-ada"
 
@@ -233,6 +233,7 @@ async def test_a_stream_that_goes_on_at_another_front_end_is_counted_once(tmp_pa
             )
             async for _ in stream:
                 break
+            await stream.close()
         async with httpx2.AsyncClient(headers=key, timeout=60.0) as reader:
             rest = await reader.get(
                 f"{front.url}/v1/streams/one", headers={"Last-Event-ID": "one.1"}
