@@ -116,6 +116,7 @@ class Exchange(ABC):
             self._admission = shared.admission(self._caller)
             if self._admission is not None:
                 await self._admission.enter()
+                self._writer.add_headers(self._admission.headers)
             data = await self._body()
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._answer, data)

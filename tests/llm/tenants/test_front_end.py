@@ -85,19 +85,21 @@ def purse_of(front_end: HttpFrontEnd) -> Purse:
 
 
 async def test_requests_of_a_minute_are_counted_told_and_refused(tmp_path: Path) -> None:
-    async with limited(tmp_path, "requests_per_minute=2") as (front, client):
+    async with limited(tmp_path, "requests_per_minute=3") as (front, client):
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await ask(client, model="nobody's")
         answers = [await ask_raw(client) for _ in range(2)]
         error = await refused(ask(client))
         async with client_of(front.url, "key-of-bob") as other:
             unlimited = await ask_raw(other)
 
-    assert [limits_told(one.headers) for one in answers] == [
-        {"limit-requests": "2", "remaining-requests": left} for left in ("1", "0")
+    assert [limits_told(one.headers) for one in (unknown.value.response, *answers)] == [
+        {"limit-requests": "3", "remaining-requests": left} for left in ("2", "1", "0")
     ]
-    assert limits_told(error.response.headers) == {"limit-requests": "2", "remaining-requests": "0"}
+    assert limits_told(error.response.headers) == {"limit-requests": "3", "remaining-requests": "0"}
     assert error.code == "rate_limit_exceeded"
     assert error.type == "rate_limit_error"
-    assert "requests_per_minute=2" in error.message
+    assert "requests_per_minute=3" in error.message
     assert 1 <= int(error.response.headers["retry-after"]) <= 60
     assert limits_told(unlimited.headers) == {}
 
