@@ -44,9 +44,13 @@ class Shares:
         before = self._taken_by.get(owner, 0)
         if free < 0 or (owner and before and before + size > self._times * free):
             return False
+        self.take(owner, size)
+        return True
+
+    def take(self, owner: str, size: int = 1) -> None:
+        """Note room that an owner has, whatever its share is."""
         self._taken += size
         self._taken_by[owner] += size
-        return True
 
     def give_back(self, owner: str, size: int = 1) -> None:
         """Have room free again that an owner has taken."""

@@ -63,6 +63,8 @@ class ObjectBucket(NamedTuple):
         name: letters, digits, `_` and `-`.
         max_bytes: of all objects, chunks of replaced ones included until they are dropped.
             A put that does not fit raises `StreamFull`.
+        max_age: seconds after which what is stored goes by itself, the chunks of an object before
+            its record; None for no limit. Who reads objects that old is to know their age.
         replicas: as in `StreamConfig`.
     """
 
@@ -71,6 +73,7 @@ class ObjectBucket(NamedTuple):
     in_memory: bool = False
     replicas: int | None = None
     description: str = ""
+    max_age: float | None = None
 
     @property
     def stream(self) -> StreamConfig:
@@ -84,7 +87,7 @@ class ObjectBucket(NamedTuple):
             f"OBJ_{self.name}",
             (f"$O.{self.name}.C.>", f"$O.{self.name}.M.>"),
             # Dropping old messages instead would tear holes into objects.
-            StreamLimits(max_bytes=self.max_bytes, discard_new=True),
+            StreamLimits(max_bytes=self.max_bytes, max_age=self.max_age, discard_new=True),
             rollup=True,
             in_memory=self.in_memory,
             replicas=self.replicas,

@@ -17,6 +17,7 @@ import msgspec
 from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, PayloadTooLarge
 from dynbus.llm.answers import Usage
 from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.api import salted
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.serving import RequestTiming
@@ -360,15 +361,8 @@ class Exchange(ABC):
         return context
 
     def _for_engines(self, body: bytes) -> msgspec.Raw:
-        """A body for engines that take text: its salt is the tenant's, and never the client's."""
-        tenant = self._caller.tenant
-        if b"cache_salt" not in body and b"\\u" not in body:
-            return msgspec.Raw(_with_salt(body, tenant) if tenant else body)
-        fields: dict[str, Any] = msgspec.json.decode(body)
-        fields.pop("cache_salt", None)
-        if tenant:
-            fields["cache_salt"] = tenant
-        return msgspec.Raw(msgspec.json.encode(fields))
+        """A body for engines that take text; see `salted`."""
+        return salted(body, self._caller.tenant)
 
     def _end(self, error: DynbusError) -> None:
         if self._work is not None:
@@ -490,10 +484,3 @@ class Exchange(ABC):
             fields["input"] = self._content.input_messages
             fields["output"] = self._content.output_messages
         return fields
-
-
-def _with_salt(body: bytes, tenant: str) -> bytes:
-    """An object as JSON that has no salt, with a tenant's."""
-    fields = body.lstrip()[1:].lstrip()
-    salt = b'{"cache_salt":' + msgspec.json.encode(tenant)
-    return salt + (b"" if fields.startswith(b"}") else b",") + fields

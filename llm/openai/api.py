@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
 
 from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
@@ -114,3 +116,21 @@ def format_of(
         request.continuous_usage,
     )
     return ChatFormat(head) if is_chat else CompletionFormat(head)
+
+
+def salted(body: bytes, tenant: str) -> msgspec.Raw:
+    """A body for engines that take text: its salt is the tenant's, and never the client's."""
+    if b"cache_salt" not in body and b"\\u" not in body:
+        return msgspec.Raw(_with_salt(body, tenant) if tenant else body)
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    fields.pop("cache_salt", None)
+    if tenant:
+        fields["cache_salt"] = tenant
+    return msgspec.Raw(msgspec.json.encode(fields))
+
+
+def _with_salt(body: bytes, tenant: str) -> bytes:
+    """An object as JSON that has no salt, with a tenant's."""
+    fields = body.lstrip()[1:].lstrip()
+    salt = b'{"cache_salt":' + msgspec.json.encode(tenant)
+    return salt + (b"" if fields.startswith(b"}") else b",") + fields

@@ -216,6 +216,11 @@ class Models:
         }
 
     @property
+    def registered(self) -> Mapping[str, tuple[ComponentName, ...]]:
+        """The names of all models that may be served, and the components that serve them."""
+        return self._catalog.registered
+
+    @property
     def problem(self) -> str:
         """The reason for which it is not known which models there are; empty once it is."""
         return self._catalog.problem

@@ -1,0 +1,137 @@
+"""Lines of batches, asked of models as a front end asks for what is interactive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from dynbus import DynbusError, InvalidResponse, call_options
+from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.api import Api, Asked, CompletionsApi, salted
+from dynbus.llm.openai.embeddings import EmbeddingsFormat, read_embeddings
+from dynbus.llm.openai.errors import BadRequest, ModelNotFound, answer_of, status_of
+from dynbus.llm.openai.requests import ChatRequest, read_chat, read_completion
+from dynbus.llm.pipeline.models import Models
+from dynbus.llm.pipeline.open_model import Inquiry
+from dynbus.llm.pipeline.serving import RequestTiming
+from dynbus.llm.pipeline.waiting import WaitingChunks
+from dynbus.llm.responses.api import ResponsesApi
+from dynbus.spi import random_id
+
+from .lines import Answer
+
+APIS: Final[Mapping[str, Api]] = {
+    "/v1/chat/completions": CompletionsApi(read_chat),
+    "/v1/completions": CompletionsApi(read_completion),
+    "/v1/responses": ResponsesApi(),
+}
+"""OpenAI's endpoints that engines with tokens answer, by path."""
+
+EMBEDDINGS: Final = "/v1/embeddings"
+
+LOWEST: Final = -9999
+"""The priority of requests of batches: no client can ask for a lower one."""
+
+REQUEST_TIMEOUT: Final = 3600.0
+"""Seconds for one request, as for an interactive one; what takes longer is tried again."""
+
+_FOR_NOW: Final = frozenset((408, 429, 499, 502, 503, 504))
+"""Statuses of what may go well another time, though the request stays the same."""
+
+
+class TryAgain(DynbusError):
+    """Raised for a line whose model cannot answer now, and may later."""
+
+    code = "TryAgain"
+    retryable = True
+
+
+class LineAsker:
+    """Asks models."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def __repr__(self) -> str:
+        return f"<LineAsker {self._models!r}>"
+
+    async def ask(self, endpoint: str, body: bytes, name: str, tenant: str) -> Answer:
+        """The answer to a request; a refusal of it is one, too.
+
+        Args:
+            name: of the request.
+
+        Raises:
+            TryAgain: nobody can answer it now: an engine was lost, or none is there.
+        """
+        try:
+            with call_options(timeout=REQUEST_TIMEOUT, priority=LOWEST):
+                if endpoint == EMBEDDINGS:
+                    whole = await self._embed(body, name, tenant)
+                else:
+                    whole = await self._complete(APIS[endpoint], body, name, tenant)
+        except DynbusError as error:
+            if self._may_go_well(error, body):
+                raise TryAgain(f"{error.code}: {error}") from error
+            api = APIS.get(endpoint)
+            refusal = answer_of(error, name) if api is None else api.refusal(error, name)
+            return Answer(refusal.status, name, msgspec.Raw(refusal.body))
+        return Answer(200, name, msgspec.Raw(whole))
+
+    def _may_go_well(self, error: DynbusError, body: bytes) -> bool:
+        if isinstance(error, ModelNotFound):
+            # Its engines were lost a while ago, and may be started again.
+            return msgspec.json.decode(body, type=_Named).model in self._models.registered
+        return not isinstance(error, BadRequest) and status_of(error) in _FOR_NOW
+
+    async def _complete(self, api: Api, body: bytes, name: str, tenant: str) -> bytes:
+        asked: Asked = api.read(_for_batch(body))
+        request = replace(asked.request, priority=LOWEST)
+        is_chat = isinstance(request, ChatRequest)
+        wanted = ModelType.Chat if is_chat else ModelType.Completions
+        model = await self._models.get(request.model, wanted | ModelType.Backend)
+        waiting = WaitingChunks()
+        inquiry = Inquiry(
+            request,
+            salted(asked.body, tenant),
+            asked.format(name),
+            tenant or None,
+            asked.shortens,
+            random_id,
+        )
+        completion = await model.prepare(inquiry, waiting, RequestTiming(time.perf_counter()))
+        try:
+            await model.begin(completion)
+            answer = await waiting.take(completion)
+        except BaseException:
+            completion.cancel()
+            raise
+        if answer is None:
+            raise InvalidResponse("the engine gave no answer")
+        return answer
+
+    async def _embed(self, body: bytes, name: str, tenant: str) -> bytes:
+        data = _for_batch(body)
+        request = replace(read_embeddings(data), priority=LOWEST)
+        model = await self._models.get(request.model, ModelType.Embedding)
+        prepared = await model.prepare_embeddings(
+            request, salted(data, tenant), EmbeddingsFormat(request, name), tenant or None
+        )
+        return await model.embed(prepared)
+
+
+class _Named(msgspec.Struct):
+    model: str
+
+
+def _for_batch(body: bytes) -> bytes:
+    """A request without its own priority: that of batches is lower than any."""
+    if b'"priority"' not in body and b"\\u" not in body:
+        return body
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    fields.pop("priority", None)
+    return msgspec.json.encode(fields)

@@ -1,0 +1,370 @@
+"""Files and batches on the bus: their records in a stream, and what files hold in an object bucket.
+
+A file is there when its record is, which is written when all of its parts are stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+import anyio
+import msgspec
+
+from dynbus import DynbusError, Unavailable
+from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.shares import Shares
+from dynbus.spi import (
+    Grant,
+    JetStream,
+    NoStream,
+    ObjectBucket,
+    ObjectStore,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    WrongLastSequence,
+    monotonic,
+    random_id,
+    read_latest,
+    unix_time,
+)
+
+from .lines import Part, PartSplitter, lines_of
+from .records import KEPT, OUTPUT, PURPOSE, Batch, StoredFile, StoredPart
+
+logger = logging.getLogger(__name__)
+
+MAX_STORED: Final = 2 * 1024 * 1024 * 1024
+"""Bytes of all files, those that batches write included."""
+MAX_UPLOADED: Final = MAX_STORED // 2
+"""Bytes of all files that clients have sent: the rest is left to what batches write."""
+TIMES_FREE: Final = 7
+"""Of the room for uploads: a single tenant has seven eighths of it, two seven fifteenths each."""
+
+SLACK: Final = 24 * 3600.0
+"""Seconds for which the server keeps what is no longer told."""
+SUBJECTS: Final = "_batches"
+FILE: Final = "file"
+BATCH: Final = "batch"
+CACHED_PARTS: Final = 16
+TRY_TIMEOUT: Final = 5.0
+RETRY_FOR: Final = 60.0
+RETRY_DELAY: Final = 0.25
+CLEANUP_TIMEOUT: Final = 10.0
+
+FILES: Final = ObjectBucket(
+    "dynbus_files",
+    max_bytes=MAX_STORED,
+    max_age=KEPT + SLACK,
+    description="dynbus: files of batches",
+)
+
+RECORDS_STREAM: Final = StreamConfig(
+    "DYNBUS_BATCHES",
+    (f"{SUBJECTS}.*.*.*",),
+    StreamLimits(
+        max_messages_per_subject=1,
+        max_bytes=128 * 1024 * 1024,
+        max_age=KEPT + SLACK,
+        discard_new=True,
+    ),
+    description="dynbus: batches, and records of their files",
+)
+
+T = TypeVar("T")
+R = TypeVar("R", StoredFile, Batch)
+
+
+def tenant_token(tenant: str) -> str:
+    """A tenant as a token of a subject; `-` where there are no tenants."""
+    return base64.urlsafe_b64encode(tenant.encode()).decode().rstrip("=") if tenant else "-"
+
+
+def subject_of(tenant: str, kind: str, name: str) -> str:
+    """The subject of a record; the name may be `*`."""
+    return f"{SUBJECTS}.{tenant_token(tenant)}.{kind}.{name}"
+
+
+def batch_grants() -> list[Grant]:
+    """The grants of who keeps batches and does them."""
+    bucket = FILES.stream
+    return [
+        Grant(
+            "keeps files and batches",
+            (
+                f"{SUBJECTS}.*.*.*",
+                *RECORDS_STREAM.to_follow,
+                f"$JS.API.STREAM.PURGE.{RECORDS_STREAM.name}",
+                f"$O.{FILES.name}.>",
+                *bucket.to_follow,
+                f"$JS.API.STREAM.PURGE.{bucket.name}",
+            ),
+        )
+    ]
+
+
+class BatchStore:
+    """The files and batches of all tenants. A tenant's are asked for by its name, and others are
+    not there for it.
+
+    What fails for want of the server is tried again for a minute, then raises `Unavailable`.
+    """
+
+    def __init__(self, jetstream: JetStream) -> None:
+        self._jetstream = jetstream
+        self._objects = ObjectStore(jetstream, FILES)
+        self._is_ready = False
+        self._cached: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._reading = anyio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<BatchStore {RECORDS_STREAM.name}>"
+
+    async def ensure(self) -> None:
+        """Make the stream and the bucket where they are missing."""
+        if not self._is_ready:
+            await self._jetstream.ensure_stream(RECORDS_STREAM)
+            await self._objects.ensure()
+            self._is_ready = True
+
+    # Files -------------------------------------------------------------------------------------
+
+    async def create_file(
+        self, tenant: str, filename: str, pieces: AsyncIterator[bytes], *, limit: int
+    ) -> StoredFile:
+        """Store a file while it comes. What fails or is cancelled leaves nothing.
+
+        Args:
+            limit: bytes that it may have.
+
+        Raises:
+            BadRequest: it is too large, or there is no room for it.
+        """
+        await self.ensure()
+        shares = await self._uploaded()
+        name, splitter, parts = f"file-{random_id()}", PartSplitter(), list[StoredPart]()
+        size = 0
+
+        async def store(cut: Sequence[Part]) -> None:
+            for data, lines in cut:
+                if not shares.reserve(tenant, len(data)):
+                    raise BadRequest(
+                        f"there is no room for this file: {shares.taken} of {shares.limit} bytes "
+                        "are taken; delete files that are no longer needed",
+                        param="file",
+                        reason="storage_full",
+                        status=413,
+                    )
+                parts.append(StoredPart(len(parts), len(data), lines))
+                await self.put_part(name, len(parts) - 1, data)
+
+        try:
+            async for piece in pieces:
+                size += len(piece)
+                if size > limit:
+                    raise BadRequest(
+                        f"file: it has more than {limit} bytes", param="file", status=413
+                    )
+                await store(splitter.add(piece))
+            await store(splitter.end())
+            now = int(unix_time())
+            file = StoredFile(
+                id=name,
+                tenant=tenant,
+                filename=filename,
+                purpose=PURPOSE,
+                created_at=now,
+                expires_at=now + KEPT,
+                parts=parts,
+            )
+            await self.put_file(file)
+        except BaseException:
+            with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True):
+                await self._drop_parts(name, [part.number for part in parts])
+            raise
+        return file
+
+    async def _uploaded(self) -> Shares:
+        """The room of uploads, as tenants have taken it."""
+        shares = Shares(MAX_UPLOADED, TIMES_FREE)
+        for file in await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile):
+            if file.purpose != OUTPUT:
+                # What is there stays there, whatever the share of its tenant is by now.
+                shares.take(file.tenant, file.size)
+        return shares
+
+    async def put_part(self, name: str, number: int, data: bytes) -> None:
+        """Store a part of a file, in place of one of this number."""
+        await self._objects.put(f"{name}.{number}", data)
+
+    async def put_file(self, file: StoredFile) -> None:
+        """Have a file be there, whose parts are stored."""
+        data = msgspec.json.encode(file)
+        await self._try(
+            lambda left: self._jetstream.publish(
+                subject_of(file.tenant, FILE, file.id), data, timeout=left
+            )
+        )
+
+    async def file(self, tenant: str, name: str) -> StoredFile | None:
+        """A file of a tenant; None where there is none of this id, or none any more."""
+        stored = await self._last(tenant, FILE, name)
+        if stored is None:
+            return None
+        file = msgspec.json.decode(stored.data, type=StoredFile)
+        return file if file.expires_at > unix_time() else None
+
+    async def files(self, tenant: str) -> list[StoredFile]:
+        """The files of a tenant."""
+        files = await self._all(subject_of(tenant, FILE, "*"), StoredFile)
+        now = unix_time()
+        return [file for file in files if file.expires_at > now]
+
+    async def delete_file(self, file: StoredFile) -> None:
+        """Have a file be gone."""
+        subject = subject_of(file.tenant, FILE, file.id)
+        await self._try(
+            lambda left: self._jetstream.purge(RECORDS_STREAM.name, subject, timeout=left)
+        )
+        await self._drop_parts(file.id, [part.number for part in file.parts])
+
+    async def _drop_parts(self, name: str, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            try:
+                await self._objects.delete(f"{name}.{number}")
+            except DynbusError as error:
+                logger.warning("part %d of %s stays until its age is over: %s", number, name, error)
+                return
+
+    async def content(self, file: StoredFile) -> AsyncGenerator[bytes]:
+        """The bytes of a file, part by part.
+
+        Raises:
+            NoObject: it was deleted meanwhile.
+        """
+        for part in file.parts:
+            yield (await self._objects.get(f"{file.id}.{part.number}")).data
+
+    async def lines(self, name: str, number: int) -> list[bytes]:
+        """The lines of a part of a file. Those of the last parts that were asked for are kept.
+
+        Raises:
+            NoObject: there is no such part any more.
+        """
+        key = f"{name}.{number}"
+        if key not in self._cached:
+            async with self._reading:
+                if key not in self._cached:
+                    self._cached[key] = lines_of((await self._objects.get(key)).data)
+                    while len(self._cached) > CACHED_PARTS:
+                        self._cached.popitem(last=False)
+        self._cached.move_to_end(key)
+        return self._cached[key]
+
+    # Batches -----------------------------------------------------------------------------------
+
+    async def create_batch(self, batch: Batch) -> None:
+        """Store a new batch."""
+        await self.ensure()
+        data = msgspec.json.encode(batch)
+        await self._try(
+            lambda left: self._jetstream.publish(
+                subject_of(batch.tenant, BATCH, batch.id), data, timeout=left
+            )
+        )
+
+    async def batch(self, tenant: str, name: str) -> Batch | None:
+        """A batch of a tenant; None where there is none of this id, or none any more."""
+        stored = await self._last(tenant, BATCH, name)
+        return None if stored is None else msgspec.json.decode(stored.data, type=Batch)
+
+    async def batches(self, tenant: str) -> list[Batch]:
+        """The batches of a tenant."""
+        return await self._all(subject_of(tenant, BATCH, "*"), Batch)
+
+    async def change_batch(
+        self, tenant: str, name: str, change: Callable[[Batch], Batch]
+    ) -> Batch | None:
+        """Store what becomes of a batch, whoever else changes it; as it is then, None where there
+        is none.
+
+        Args:
+            change: gives the batch as it is to be; it may be called several times.
+        """
+        subject = subject_of(tenant, BATCH, name)
+        while True:
+            stored = await self._last(tenant, BATCH, name)
+            if stored is None:
+                return None
+            batch = msgspec.json.decode(stored.data, type=Batch)
+            changed = change(batch)
+            if changed == batch:
+                return batch
+            data, sequence = msgspec.json.encode(changed), stored.sequence
+
+            async def publish(left: float) -> int:
+                return await self._jetstream.publish(
+                    subject,
+                    data,  # noqa: B023 - called before the next turn
+                    expected_last_subject_sequence=sequence,  # noqa: B023
+                    timeout=left,
+                )
+
+            try:
+                await self._try(publish)
+            except WrongLastSequence:
+                # Or a try of ours was stored, and its answer lost: then nothing is left to change.
+                continue
+            return changed
+
+    async def delete_batch(self, batch: Batch) -> None:
+        """Have a batch be gone."""
+        subject = subject_of(batch.tenant, BATCH, batch.id)
+        await self._try(
+            lambda left: self._jetstream.purge(RECORDS_STREAM.name, subject, timeout=left)
+        )
+
+    # Requests ----------------------------------------------------------------------------------
+
+    async def _last(self, tenant: str, kind: str, name: str) -> StoredMessage | None:
+        if not _is_name(name):
+            return None
+        subject = subject_of(tenant, kind, name)
+
+        async def last(left: float) -> StoredMessage | None:
+            try:
+                return await self._jetstream.last(RECORDS_STREAM.name, subject, timeout=left)
+            except NoStream:
+                return None
+
+        stored = await self._try(last)
+        return None if stored is None or stored.is_marker else stored
+
+    async def _all(self, subject: str, kind: type[R]) -> list[R]:
+        try:
+            latest = await read_latest(
+                self._jetstream, RECORDS_STREAM.name, subject, timeout=RETRY_FOR, retry=True
+            )
+        except NoStream:
+            return []
+        return [msgspec.json.decode(one.data, type=kind) for one in latest.values()]
+
+    async def _try(self, request: Callable[[float], Awaitable[T]]) -> T:
+        """The answer to a request, made again while the server is away."""
+        end = monotonic() + RETRY_FOR
+        while True:
+            try:
+                return await request(TRY_TIMEOUT)
+            except Unavailable:
+                if monotonic() + RETRY_DELAY >= end:
+                    raise
+                await anyio.sleep(RETRY_DELAY)
+
+
+def _is_name(text: str) -> bool:
+    """True if an id may be the token of a subject."""
+    return text.replace("-", "").replace("_", "").isalnum() and text.isascii() and len(text) <= 64

@@ -1,0 +1,478 @@
+"""`BatchWorker`: the actor that does batches. Each line is a durable job, and so is each batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import anyio
+import msgspec
+
+from dynbus import (
+    Actor,
+    Cancelled,
+    Context,
+    DynbusError,
+    JobHandle,
+    NoJob,
+    Option,
+    Options,
+    Overloaded,
+    Runtime,
+    Unavailable,
+    call_options,
+    context,
+    handler,
+    step,
+    takes,
+)
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.openai.errors import BadRequest, error_body
+from dynbus.llm.permissions import asking_models
+from dynbus.llm.pipeline.models import Models
+from dynbus.spi import ComponentName, Grant, NoObject, unix_time
+
+from .asking import LineAsker
+from .lines import (
+    Answer,
+    Chunk,
+    LineChecker,
+    LineError,
+    NoAnswer,
+    chunks_of,
+    read_line,
+    told_line,
+)
+from .records import KEPT, OUTPUT, Batch, Status, StoredFile, StoredPart
+from .store import BatchStore, batch_grants
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENCY: Final = 64
+"""Jobs of lines that an instance holds: those beyond its own concurrency wait in it."""
+CHUNK: Final = 32
+"""Lines that are asked and stored together."""
+CHUNKS_AT_A_TIME: Final = 8
+MAX_BATCHES: Final = 256
+"""Batches that an instance looks after at a time; each of them only waits for its lines."""
+
+TRIES: Final = 10_000
+"""More than the window of a batch has room for: the window alone ends the tries of a line."""
+RESULTS_KEPT: Final = 6 * 3600.0
+"""Seconds for which the answer to a line is kept; those of a chunk are stored with it before."""
+LOOK_INTERVAL: Final = 1.0
+"""Seconds between two looks at whether a batch is cancelled, or its time over."""
+RETRY_DELAY: Final = 0.25
+
+
+class BatchName(msgspec.Struct, frozen=True):
+    """The name of a batch, and whose it is."""
+
+    tenant: str
+    id: str
+
+
+class LineName(msgspec.Struct, frozen=True):
+    """A line of an input file.
+
+    Attributes:
+        batch: the id of the batch.
+        number: of the line, from 1.
+        file: the id of the input file.
+        part: of the file, from 0.
+        index: of the line in the part, from 0.
+        endpoint: that answers it.
+    """
+
+    batch: str
+    number: int
+    file: str
+    part: int
+    index: int
+    endpoint: str
+
+    @property
+    def key(self) -> str:
+        """The name of its job."""
+        return f"{self.batch}.{self.number}"
+
+    @property
+    def request(self) -> str:
+        """The name of its request."""
+        return f"batch_req_{self.batch.removeprefix('batch_')}_{self.number}"
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """The outcome of reading an input file."""
+
+    total: int
+    errors: list[LineError]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The outcome of a chunk, whose output and errors are stored.
+
+    Attributes:
+        output, errors: bytes of each.
+        expired: lines among those that failed that were not done in time.
+    """
+
+    completed: int
+    failed: int
+    output: int
+    errors: int
+    expired: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(Options):
+    """The options of a worker of batches."""
+
+    concurrency: Annotated[
+        int, Option("lines of batches that it asks at a time", least=1, most=MAX_CONCURRENCY)
+    ] = 32
+
+
+class BatchWorker(Actor, namespace="dynbus", component="batches"):
+    """Does batches: checks their files, asks their lines, and puts together what comes of them.
+
+    Any number of them share the work. What one that dies had begun, another one does again.
+    """
+
+    __dynbus_calls_all__ = True
+
+    @takes(BatchOptions)
+    def __init__(self, options: BatchOptions) -> None:
+        self._places = anyio.Semaphore(options.concurrency)
+        self._exits = AsyncExitStack()
+        self._lent: Models | None = None
+
+    @classmethod
+    def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
+        inherited = super().__dynbus_grants__(address, namespaces)
+        return [*inherited, *asking_models(namespaces), *batch_grants()]
+
+    def lend(self, models: Models) -> None:
+        """Have it ask models that its process has opened already, which outlive it."""
+        self._lent = models
+
+    async def on_start(self) -> None:
+        async with AsyncExitStack() as exits:
+            models = self._lent
+            if models is None:
+                catalog = await exits.enter_async_context(Catalog(self.runtime))
+                models = await exits.enter_async_context(Models(self.runtime, catalog))
+            self._asker = LineAsker(models)
+            self._store = BatchStore(self.runtime.bus.data.jetstream)
+            await self._store.ensure()
+            self._exits = exits.pop_all()
+
+    async def on_stop(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._exits.aclose()
+
+    # Lines -------------------------------------------------------------------------------------
+
+    @handler(
+        durable=True,
+        concurrency=MAX_CONCURRENCY,
+        tries=TRIES,
+        backoff=0.5,
+        result_age=RESULTS_KEPT,
+    )
+    async def line(self, line: LineName) -> Answer:
+        """The answer to a line."""
+        async with self._places:
+            try:
+                data = (await self._store.lines(line.file, line.part))[line.index]
+            except NoObject:
+                gone = BadRequest("the input file is not there any more", status=404)
+                return Answer(404, line.request, msgspec.Raw(error_body(gone, line.request)))
+            body = bytes(read_line(data).body)
+            return await self._asker.ask(line.endpoint, body, line.request, context().tenant)
+
+    # Batches -----------------------------------------------------------------------------------
+
+    @handler(
+        durable=True,
+        concurrency=MAX_BATCHES,
+        tries=TRIES,
+        backoff=0.2,
+        result_age=RESULTS_KEPT,
+    )
+    async def run(self, name: BatchName) -> str:
+        """Do a batch; the status with which it has ended."""
+        store = self._store
+        batch = await store.batch(name.tenant, name.id)
+        if batch is None:
+            return "deleted"
+        if batch.has_ended:
+            return batch.status
+        file = await store.file(name.tenant, batch.input_file_id)
+        checked = await step("check", self._check, batch, file)
+        if checked.errors or file is None:
+            ended = await store.change_batch(
+                *(name.tenant, name.id, lambda one: one.refused(checked.errors, _now()))
+            )
+            return Status.FAILED if ended is None else ended.status
+        await store.change_batch(
+            *(name.tenant, name.id, lambda one: one.begun(checked.total, _now()))
+        )
+        run = BatchRun(self.runtime, store, batch, file)
+        done: list[Done] | None = None
+        try:
+            async with run.watching():
+                done = await run.chunks()
+        except* NoObject as error:
+            logger.warning("the input file of the batch %s was deleted: %s", name.id, error)
+        if done is None:
+            missing = [_missing()]
+            await store.change_batch(
+                *(name.tenant, name.id, lambda one: one.refused(missing, _now()))
+            )
+            return Status.FAILED
+        await store.change_batch(*(name.tenant, name.id, lambda one: one.finalizing(_now())))
+        now = await step("end", _time)
+        output = await run.assemble("output", [one.output for one in done], now)
+        errors = await run.assemble("error", [one.errors for one in done], now)
+        expired = any(one.expired for one in done)
+        ended = await store.change_batch(
+            *(name.tenant, name.id),
+            lambda one: one.ended(output, errors, expired=expired, now=now),
+        )
+        return "deleted" if ended is None else ended.status
+
+    async def _check(self, batch: Batch, file: StoredFile | None) -> Checked:
+        """Read all of an input file."""
+        if file is None:
+            return Checked(0, [_missing()])
+        checker = LineChecker(batch.endpoint)
+        for part in file.parts:
+            for data in await self._store.lines(file.id, part.number):
+                checker.add(data)
+        checker.end()
+        return Checked(checker.total, checker.errors)
+
+
+class BatchRun:
+    """One try of a batch whose file is valid."""
+
+    def __init__(self, runtime: Runtime, store: BatchStore, batch: Batch, file: StoredFile) -> None:
+        self._runtime = runtime
+        self._worker = runtime.client(BatchWorker)
+        self._store = store
+        self._batch = batch
+        self._file = file
+        self._open: set[JobHandle[Answer]] = set()
+        # Why no more lines are asked; None while they are.
+        self._stopped: NoAnswer | None = None
+        self._completed = self._failed = 0
+
+    def __repr__(self) -> str:
+        return f"<BatchRun {self._batch.id} [{len(self._open)} lines asked]>"
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncGenerator[None]:
+        """Have its lines end when it is cancelled, or its time is over."""
+        await self._look()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await anyio.sleep(LOOK_INTERVAL)
+            try:
+                await self._look()
+            except DynbusError as error:
+                logger.info("the batch %s cannot be looked at: %s", self._batch.id, error)
+
+    async def _look(self) -> None:
+        if self._stopped is None:
+            self._stopped = await self._reason_to_stop()
+        if self._stopped is not None:
+            for job in list(self._open):
+                with suppress(NoJob):
+                    await job.cancel()
+
+    async def _reason_to_stop(self) -> NoAnswer | None:
+        batch = await self._store.batch(self._batch.tenant, self._batch.id)
+        if batch is None or batch.status is Status.CANCELLING:
+            return NoAnswer("batch_cancelled", "the batch was cancelled before this was done")
+        if unix_time() >= batch.expires_at:
+            return NoAnswer(
+                "batch_expired",
+                f"this was not done within the completion window, {batch.completion_window}",
+            )
+        return None
+
+    # Lines -------------------------------------------------------------------------------------
+
+    async def chunks(self) -> list[Done]:
+        """Ask all lines, some chunks at a time, each a step: what is stored is not asked again."""
+        chunks = chunks_of(self._file.lines, CHUNK)
+        done: dict[int, Done] = {}
+        free = anyio.Semaphore(CHUNKS_AT_A_TIME)
+
+        async def one(place: int, chunk: Chunk) -> None:
+            try:
+                done[place] = finished = await step("lines", self._chunk, place, chunk)
+            finally:
+                free.release()
+            self._completed += finished.completed
+            self._failed += finished.failed
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._count, done, len(chunks))
+            for place, chunk in enumerate(chunks):
+                # In their order, which is that of the steps.
+                await free.acquire()
+                tasks.start_soon(one, place, chunk)
+        return [done[place] for place in range(len(chunks))]
+
+    async def _count(self, done: dict[int, Done], total: int) -> None:
+        """Tell how many lines have ended, until all have."""
+        told = 0
+        while len(done) < total:
+            await anyio.sleep(LOOK_INTERVAL / 2)
+            if len(done) > told:
+                told = len(done)
+                await self._tell_counts()
+        await self._tell_counts()
+
+    async def _tell_counts(self) -> None:
+        completed, failed = self._completed, self._failed
+        await self._store.change_batch(
+            *(self._batch.tenant, self._batch.id),
+            lambda batch: batch.counted(completed, failed),
+        )
+
+    async def _chunk(self, place: int, chunk: Chunk) -> Done:
+        """Ask the lines of a chunk, and store what comes of them."""
+        lines = await self._store.lines(self._file.id, self._file.parts[chunk.part].number)
+        ids = [read_line(lines[chunk.first + at]).custom_id for at in range(chunk.count)]
+        names = [
+            LineName(
+                self._batch.id,
+                chunk.number + at,
+                self._file.id,
+                self._file.parts[chunk.part].number,
+                chunk.first + at,
+                self._batch.endpoint,
+            )
+            for at in range(chunk.count)
+        ]
+        answers: dict[int, Answer | NoAnswer] = {}
+
+        async def ask(at: int) -> None:
+            answers[at] = await self._answer(names[at])
+
+        async with anyio.create_task_group() as tasks:
+            for at in range(chunk.count):
+                tasks.start_soon(ask, at)
+        told: dict[bool, list[bytes]] = {True: [], False: []}
+        expired = 0
+        for at in range(chunk.count):
+            answer = answers[at]
+            is_well = isinstance(answer, Answer) and answer.is_well
+            told[is_well].append(told_line(names[at].request, ids[at], answer))
+            expired += isinstance(answer, NoAnswer) and answer.code == "batch_expired"
+        output, errors = b"".join(told[True]), b"".join(told[False])
+        for kind, data in (("output", output), ("error", errors)):
+            if data:
+                await self._store.put_part(self._written(kind), place, data)
+        return Done(len(told[True]), len(told[False]), len(output), len(errors), expired)
+
+    async def _answer(self, name: LineName) -> Answer | NoAnswer:
+        """The answer to a line, or why there is none."""
+        while self._stopped is None:
+            try:
+                return await self._result(await self._submit(name))
+            except NoJob:
+                # Its answer was kept for a while, and is done again.
+                continue
+            except Overloaded as error:
+                await anyio.sleep(error.retry_after)
+            except Unavailable:
+                await anyio.sleep(RETRY_DELAY)
+        return await self._left(name)
+
+    async def _submit(self, name: LineName) -> JobHandle[Answer]:
+        """Have a line asked, unless it was submitted before."""
+        tenant = self._batch.tenant
+        metadata = {Context.TENANT_KEY: tenant} if tenant else {}
+        with call_options(metadata=metadata, request_id=name.request):
+            return await self._worker.line.submit(name, idempotency_key=name.key, priority=-1)
+
+    async def _left(self, name: LineName) -> Answer | NoAnswer:
+        """The answer to a line that an earlier try of the batch may have submitted, when no more
+        are asked."""
+        job = self._runtime.job(
+            f"{self._runtime.address_of(BatchWorker)}.line.{name.key}", BatchWorker.line
+        )
+        try:
+            await job.cancel()
+            return await self._result(job)
+        except NoJob:
+            assert self._stopped is not None
+            return self._stopped
+
+    async def _result(self, job: JobHandle[Answer]) -> Answer | NoAnswer:
+        self._open.add(job)
+        try:
+            if self._stopped is not None:
+                # Who was stopped meanwhile has not cancelled it.
+                await job.cancel()
+            return await job.result()
+        except Cancelled:
+            return self._stopped or NoAnswer("request_cancelled", "an operator cancelled it")
+        except (NoJob, Overloaded, Unavailable):
+            raise
+        except DynbusError as error:
+            return NoAnswer(error.code, error.message or error.code)
+        finally:
+            self._open.discard(job)
+
+    # Files -------------------------------------------------------------------------------------
+
+    def _written(self, kind: str) -> str:
+        """The id of a file that it writes."""
+        return f"file-{self._batch.id.removeprefix('batch_')}-{kind}"
+
+    async def assemble(self, kind: str, sizes: Sequence[int], now: int) -> str | None:
+        """Have a file be there that consists of what the chunks have stored; its id, None where
+        they have stored nothing.
+
+        Args:
+            sizes: of what each chunk has stored.
+        """
+        parts = [StoredPart(place, size, 0) for place, size in enumerate(sizes) if size]
+        if not parts:
+            return None
+        file = StoredFile(
+            id=self._written(kind),
+            tenant=self._batch.tenant,
+            filename=f"{self._batch.id}_{kind}.jsonl",
+            purpose=OUTPUT,
+            created_at=now,
+            expires_at=now + KEPT,
+            parts=parts,
+        )
+        await self._store.put_file(file)
+        return file.id
+
+
+def _missing() -> LineError:
+    return LineError(code="file_not_found", message="the input file is not there any more")
+
+
+def _now() -> int:
+    return int(unix_time())
+
+
+async def _time() -> int:
+    return _now()
