@@ -13,15 +13,15 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus import DynbusError, PermissionDenied
+from dynbus.llm.batches.asking import APIS as OPENAIS
 from dynbus.llm.messages.api import MessagesApi
 from dynbus.llm.messages.errors import anthropics_error, message_error
 from dynbus.llm.messages.models import model_info, model_list
 from dynbus.llm.models.card import ModelCard, ModelType
-from dynbus.llm.openai.api import Api, CompletionsApi
+from dynbus.llm.openai.api import Api
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
-from dynbus.llm.openai.requests import read_chat, read_completion
-from dynbus.llm.responses.api import ResponsesApi
 
+from .batches import BatchExchanges, is_for_batches
 from .completions import CompletionExchange
 from .embeddings import EmbeddingsExchange
 from .exchange import KNOWN, Exchange, Receive, Scope
@@ -35,9 +35,7 @@ from .writer import JSON, Headers, Send, raw_headers
 logger = logging.getLogger(__name__)
 
 APIS: Final[Mapping[str, Api]] = {
-    "/v1/chat/completions": CompletionsApi(read_chat),
-    "/v1/completions": CompletionsApi(read_completion),
-    "/v1/responses": ResponsesApi(),
+    **OPENAIS,
     "/v1/messages": MessagesApi(),
 }
 """The endpoints that engines with tokens answer, by path."""
@@ -110,7 +108,7 @@ Page = Callable[[Caller], Awaitable[Response]]
 """The function that answers a GET."""
 
 
-METHODS: Final = ("GET", "POST")
+METHODS: Final = ("GET", "POST", "DELETE")
 """That pages of other origins may ask with."""
 REMEMBERED_SECONDS: Final = 600
 """For which a browser may keep what it was told before a request."""
@@ -190,10 +188,14 @@ class Application:
 
     Args:
         pages: more paths that are answered to GET, with a key where there are keys.
+        batches: what answers requests for files and batches; None where nobody does.
     """
 
-    def __init__(self, shared: Shared, pages: Mapping[str, Page]) -> None:
+    def __init__(
+        self, shared: Shared, pages: Mapping[str, Page], batches: BatchExchanges | None = None
+    ) -> None:
         self._shared = shared
+        self._batches = batches
         self._pages: dict[str, Page] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -236,7 +238,13 @@ class Application:
             if make_exchange is not None and method == "POST":
                 await make_exchange(shared, path, caller, scope, receive, send).run()
                 return
-            response = await self._respond(method, path, caller)
+            if self._batches is not None and method in self._batches.methods(path):
+                told = await self._batches.answer(path, caller, scope, receive, send)
+                if told is None:
+                    return
+                response = json_response(told)
+            else:
+                response = await self._respond(method, path, caller)
         except DynbusError as error:
             tell = message_error if path.startswith(ANTHROPICS) else answer_of
             refusal = tell(error, caller.request_id)
@@ -245,6 +253,8 @@ class Application:
 
     async def _respond(self, method: str, path: str, caller: Caller) -> Response:
         page = self._pages.get(path)
+        if is_for_batches(path):
+            return self._refuse_for_batches(method, path, caller)
         if page is None and path.startswith("/v1/models/"):
             page = partial(self._model, path.removeprefix("/v1/models/"))
         if page is None and path not in EXCHANGES and not path.startswith(STREAMS):
@@ -257,6 +267,19 @@ class Application:
             headers = [(b"allow", allowed.encode())]
             return _refused(path, 405, why, "method_not_allowed", caller, headers)
         return await page(caller)
+
+    def _refuse_for_batches(self, method: str, path: str, caller: Caller) -> Response:
+        """The answer to a request for files or batches that nothing answers."""
+        if self._batches is None:
+            why = "batches are not done here: start the front end with --batches"
+            return _refused(path, 404, why, "not_found", caller)
+        allowed = ", ".join(self._batches.methods(path))
+        if not allowed:
+            why = f"there is no {path[:200]!r} here"
+            return _refused(path, 404, why, "not_found", caller)
+        why = f"{path[:200]} takes {allowed}, not {method}"
+        headers = [(b"allow", allowed.encode())]
+        return _refused(path, 405, why, "method_not_allowed", caller, headers)
 
     async def _send(self, response: Response, method: str, caller: Caller, send: Send) -> None:
         given = {name for name, _ in response.headers}

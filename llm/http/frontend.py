@@ -9,8 +9,11 @@ from functools import partial
 
 import anyio
 
-from dynbus import Actor, PermissionDenied, Runtime, Unavailable, handler, takes
+from dynbus import Actor, ActorInstance, PermissionDenied, Runtime, Unavailable, handler, takes
 from dynbus.kvrouter import RouterConfig
+from dynbus.llm.batches.service import Batches
+from dynbus.llm.batches.store import batch_grants
+from dynbus.llm.batches.worker import BatchWorker
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
@@ -25,6 +28,7 @@ from dynbus.llm.tenants.tenants import Tenants
 from dynbus.spi import ComponentName, Grant, Openable
 
 from .application import Application, Page, Response
+from .batches import BatchExchanges
 from .server import HttpServer
 from .settings import FrontendOptions, HttpSettings
 from .shared import Caller, Shared
@@ -82,7 +86,9 @@ class HttpFrontEnd(Openable):
         state = PageState(runtime, lambda: self._models.served)
         pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
         pages[STATE_PATH] = partial(_state, state)
-        self._server = HttpServer(Application(self.shared, pages), settings)
+        self._runtime = runtime
+        batches = BatchExchanges(self.shared, Batches(runtime)) if settings.batches else None
+        self._server = HttpServer(Application(self.shared, pages, batches), settings)
         self.url = self._server.url
 
     def __repr__(self) -> str:
@@ -112,12 +118,30 @@ class HttpFrontEnd(Openable):
                         await exits.enter_async_context(one)
                 tasks = await exits.enter_async_context(anyio.create_task_group())
                 tasks.start_soon(self.shared.keep_alive.run)
-                async with anyio.create_task_group() as serving:
+                async with self._doing_batches(), anyio.create_task_group() as serving:
                     serving.start_soon(self._server.serve)
                     await self._server.started()
                     yield
                     self.drain()
                 tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _doing_batches(self) -> AsyncGenerator[None]:
+        """Do lines of batches beside, with the models that are opened here."""
+        settings = self.shared.settings
+        if not settings.batches or not settings.batch_concurrency:
+            yield
+            return
+        arguments = {"concurrency": settings.batch_concurrency}
+        instance = ActorInstance(self._runtime, BatchWorker, arguments, "")
+        assert isinstance(instance.actor, BatchWorker)
+        instance.actor.lend(self._models)
+        await self._runtime.serve(instance)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await instance.stop(settings.grace)
 
 
 def _tenants(runtime: Runtime, settings: HttpSettings) -> Tenants | None:
@@ -175,7 +199,14 @@ class Frontend(Actor, abstract=True):
 
         asks = Grant("asks whether instances answer", ("$SRV.PING.>",))
         inherited = super().__dynbus_grants__(address, namespaces)
-        return [*inherited, *asking_models(namespaces), *stream_grants(), *tenant_grants(), asks]
+        return [
+            *inherited,
+            *asking_models(namespaces),
+            *stream_grants(),
+            *tenant_grants(),
+            *batch_grants(),
+            asks,
+        ]
 
     @property
     def url(self) -> str:

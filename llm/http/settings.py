@@ -94,6 +94,23 @@ class HttpSettings(Options):
     max_requests: Annotated[
         int, Option("requests that run at a time; further ones are answered 429", least=1)
     ] = 8192
+    batches: Annotated[
+        bool,
+        Option("take files and batches of requests, and do their lines here", guide="batches.md"),
+    ] = False
+    batch_concurrency: Annotated[
+        int,
+        Option(
+            "lines of batches that are asked here at a time; 0 leaves them to each `BatchWorker`",
+            least=0,
+            most=64,
+            guide="batches.md",
+        ),
+    ] = 32
+    max_file_bytes: Annotated[
+        int,
+        Option("bytes of a file of requests", least=1, unit="bytes", flag="max-file"),
+    ] = 200 * 1024 * 1024
     hold: Annotated[
         float,
         Option(

@@ -1,0 +1,262 @@
+"""Batches, as the `openai` package asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+from tests.conditions import eventually
+
+from .served import CARDS, Served, card, served
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@asynccontextmanager
+async def asked(key: str = "none", **settings: Any) -> AsyncGenerator[tuple[Served, AsyncOpenAI]]:
+    """A front end that does batches, and a client of it that repeats nothing."""
+    cards = {**CARDS, "vectors": card("vectors", "test.ScriptedEngine.embed", types=["embedding"])}
+    async with (
+        served(cards, batches=True, **settings) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0) as client,
+    ):
+        yield front, client
+
+
+def line(custom_id: str, text: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+def as_file(lines: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+async def begun(client: AsyncOpenAI, data: bytes, endpoint: Any = CHAT, **fields: Any) -> Any:
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    window: Any = fields.pop("completion_window", "24h")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window=window, **fields
+    )
+
+
+async def ended(client: AsyncOpenAI, batch: Any) -> Any:
+    async def has_ended() -> bool:
+        nonlocal batch
+        batch = await client.batches.retrieve(batch.id)
+        return batch.status in ENDED
+
+    await eventually(has_ended, what="the batch ends")
+    return batch
+
+
+async def told(client: AsyncOpenAI, file_id: str | None) -> list[Any]:
+    assert file_id is not None
+    content = await client.files.content(file_id)
+    return [json.loads(one) for one in content.content.splitlines()]
+
+
+async def test_the_lines_of_a_batch_are_answered_and_those_that_are_refused_are_errors() -> None:
+    lines = [line(f"ok-{number}", f"say number {number}") for number in range(70)]
+    lines.insert(3, line("unknown", "say it", model="nope"))
+    lines.insert(9, line("hot", "say it", temperature=9))
+    lines.insert(11, line("broken", "fail"))
+    async with asked() as (front, client):
+        batch = await begun(client, as_file(lines), metadata={"for": "us"})
+        first = batch.status
+        batch = await ended(client, batch)
+        output = await told(client, batch.output_file_id)
+        errors = await told(client, batch.error_file_id)
+        written = await client.files.retrieve(batch.output_file_id)
+        requests = front.engine.requests
+
+    assert first == "validating"
+    assert (batch.status, batch.errors, batch.metadata) == ("completed", None, {"for": "us"})
+    assert batch.request_counts.to_dict() == {"total": 73, "completed": 70, "failed": 3}
+    assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    assert [one["custom_id"] for one in output] == [f"ok-{number}" for number in range(70)]
+    assert len({one["id"] for one in output}) == 70
+    for number, one in enumerate(output):
+        response = one["response"]
+        assert (response["status_code"], one["error"]) == (200, None)
+        assert response["body"]["choices"][0]["message"]["content"] == f"number {number}"
+        assert response["body"]["usage"]["completion_tokens"] > 0
+    found = {one["custom_id"]: one["response"]["body"]["error"] for one in errors}
+    assert found["unknown"]["code"] == "model_not_found"
+    assert found["hot"]["param"] == "temperature"
+    assert "secret" not in found["broken"]["message"]
+    assert [one["response"]["status_code"] for one in errors] == [404, 400, 500]
+    assert (written.purpose, written.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    assert {one.priority for one in requests} == {-9999}
+
+
+async def test_each_endpoint_has_batches_and_others_are_refused() -> None:
+    asked_for: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"model": "tiny", "prompt": "say hi"},
+        "/v1/embeddings": {"model": "vectors", "input": "hi"},
+        "/v1/responses": {"model": "tiny", "input": "say hi"},
+    }
+    bodies: dict[str, Any] = {}
+    async with asked() as (_, client):
+        for url, body in asked_for.items():
+            data = as_file([{"custom_id": "a", "method": "POST", "url": url, "body": body}])
+            batch = await ended(client, await begun(client, data, url))
+            [one] = await told(client, batch.output_file_id)
+            bodies[url] = one["response"]["body"]
+        with pytest.raises(openai.BadRequestError, match=r"takes no batches here: give /v1/chat"):
+            await begun(client, data, "/v1/moderations")
+
+    assert bodies["/v1/completions"]["choices"][0]["text"] == "hi"
+    assert len(bodies["/v1/embeddings"]["data"][0]["embedding"]) == 3
+    assert bodies["/v1/responses"]["output"][0]["content"][0]["text"] == "hi"
+
+
+async def test_a_file_that_is_not_valid_fails_its_batch_with_the_lines() -> None:
+    data = as_file([line("a", "say a"), line("a", "say b")]) + b"nonsense\n"
+    async with asked() as (front, client):
+        batch = await ended(client, await begun(client, data))
+        requests = front.engine.requests
+
+    assert batch.status == "failed"
+    errors = [(one.line, one.code, one.param) for one in batch.errors.data]
+    assert errors == [(2, "duplicate_custom_id", "custom_id"), (3, "invalid_json_line", None)]
+    assert (batch.output_file_id, requests) == (None, [])
+
+
+async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
+    lines = [line("quick", "say it"), *(line(f"slow-{one}", "silent") for one in range(3))]
+    async with asked() as (front, client):
+        batch = await begun(client, as_file(lines))
+        await eventually(lambda: front.engine.running == 3, what="its lines are asked")
+        cancelling = await client.batches.cancel(batch.id)
+        batch = await ended(client, batch)
+        await eventually(lambda: front.engine.running == 0, what="the engine stops")
+        output = await told(client, batch.output_file_id)
+        errors = await told(client, batch.error_file_id)
+        with pytest.raises(openai.ConflictError, match="cannot be cancelled any more"):
+            await client.batches.cancel((await ended(client, await begun(client, b"x"))).id)
+
+    assert (cancelling.status, batch.status) == ("cancelling", "cancelled")
+    assert [one["custom_id"] for one in output] == ["quick"]
+    assert [one["error"]["code"] for one in errors] == ["batch_cancelled"] * 3
+    assert batch.request_counts.to_dict() == {"total": 4, "completed": 1, "failed": 3}
+
+
+async def test_what_is_not_done_within_the_window_expires() -> None:
+    lines = [line("quick", "say it"), line("slow", "silent")]
+    async with asked() as (_, client):
+        batch = await begun(client, as_file(lines), completion_window="2s")
+        batch = await ended(client, batch)
+        errors = await told(client, batch.error_file_id)
+
+    assert batch.status == "expired"
+    assert batch.output_file_id is not None
+    [one] = errors
+    assert (one["custom_id"], one["response"]) == ("slow", None)
+    assert one["error"]["code"] == "batch_expired"
+
+
+async def test_files_are_listed_read_and_deleted_by_their_tenant_alone(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada first-key\nbob second-key\n")
+    data = as_file([line("a", "silent")])
+    async with (
+        asked("first-key", api_keys=keys) as (front, ada),
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="second-key", max_retries=0) as bob,
+    ):
+        files = [await ada.files.create(file=("in.jsonl", data), purpose="batch") for _ in range(3)]
+        listed = [one.id async for one in ada.files.list(limit=2)]
+        content = (await ada.files.content(files[0].id)).content
+        batch = await ada.batches.create(
+            input_file_id=files[0].id, endpoint=CHAT, completion_window="24h"
+        )
+        mine = [one.id async for one in ada.batches.list(limit=1)]
+        others = [one.id async for one in bob.files.list()]
+        theirs = [one.id async for one in bob.batches.list()]
+        for asking in (
+            bob.files.retrieve(files[0].id),
+            bob.files.content(files[0].id),
+            bob.files.delete(files[0].id),
+            bob.batches.retrieve(batch.id),
+            bob.batches.cancel(batch.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await asking
+        await eventually(lambda: front.engine.running == 1, what="its line is asked")
+        with pytest.raises(openai.ConflictError, match="has not ended"):
+            await ada.files.delete(files[0].id)
+        deleted = await ada.files.delete(files[1].id)
+        left = [one.id async for one in ada.files.list()]
+        tenants = [one["tenant"] for one in front.engine.metadata]
+
+    assert (len(files[0].id), files[0].bytes, files[0].status) == (37, len(data), "processed")
+    assert set(listed) == {one.id for one in files}
+    assert content == data
+    assert (mine, others, theirs) == ([batch.id], [], [])
+    assert deleted.deleted
+    assert set(left) == {files[0].id, files[2].id}
+    assert tenants == ["ada"]
+
+
+async def test_forms_that_are_none_are_refused_and_leave_nothing() -> None:
+    data = as_file([line("a", "say it")])
+    async with asked(max_file_bytes=2000) as (front, client), httpx2.AsyncClient() as plain:
+        url = f"{front.url}/v1/files"
+        refused = [
+            await plain.post(url, files={"file": ("a", data)}, data={"purpose": "fine-tune"}),
+            await plain.post(url, files={"file": ("a", data)}),
+            await plain.post(url, data={"purpose": "batch"}),
+            await plain.post(url, files={"file": ("a", data * 100)}, data={"purpose": "batch"}),
+            await plain.post(
+                url,
+                content=b"--x\r\nnonsense",
+                headers={"content-type": "multipart/form-data; boundary=x"},
+            ),
+            await plain.get(f"{url}?limit=0"),
+            await plain.get(f"{url}/nope"),
+            await plain.delete(f"{front.url}/v1/batches/nope"),
+        ]
+        left = [one.id async for one in client.files.list()]
+
+    told = [(one.status_code, one.json()["error"]["param"]) for one in refused]
+    assert told == [
+        (400, "purpose"),
+        (400, "purpose"),
+        (400, "file"),
+        (413, "file"),
+        (400, "file"),
+        (400, "limit"),
+        (404, None),
+        (405, None),
+    ]
+    assert left == []
+
+
+async def test_a_front_end_without_batches_says_how_it_has_them() -> None:
+    async with served() as front, httpx2.AsyncClient() as client:
+        answer = await client.get(f"{front.url}/v1/batches")
+
+    assert answer.status_code == 404
+    assert "--batches" in answer.json()["error"]["message"]
+
+
+async def test_a_long_file_comes_back_as_it_was_sent() -> None:
+    data = as_file([line(f"line-{number}", "say " + "x" * 500) for number in range(6000)])
+    async with asked() as (_, client):
+        file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+        content = (await client.files.content(file.id)).content
+        await asyncio.sleep(0)
+
+    assert file.bytes == len(data)
+    assert content == data
