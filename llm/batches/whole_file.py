@@ -1,0 +1,207 @@
+"""A file of requests as one run on this machine: what was interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import anyio
+import msgspec
+
+from dynbus import ConfigError, Runtime
+from dynbus.llm.models.card import ModelType
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.openai.errors import BadRequest
+
+from .lines import MAX_LINE_BYTES
+from .records import Batch, BatchRequest, Status, check_endpoint, seconds_of_window
+from .service import Batches
+from .store import MAX_UPLOADED
+from .worker import BatchWorker
+
+DIGEST: Final = "dynbus.file"
+"""The metadata by which a run finds the batch that an earlier one has begun."""
+LOOK_INTERVAL: Final = 0.25
+
+_WANTED: Final = {
+    "/v1/chat/completions": ModelType.Chat,
+    "/v1/completions": ModelType.Completions,
+    "/v1/embeddings": ModelType.Embedding,
+    "/v1/responses": ModelType.Chat,
+}
+
+
+class FileRun(NamedTuple):
+    """What is run, and how.
+
+    Attributes:
+        model: of lines that name none; empty where all do.
+        window: within which all is to be done, such as `24h`.
+        concurrency: lines that are asked here at a time; 0 leaves them to workers elsewhere.
+        wait: seconds for which models that are not served are waited for.
+    """
+
+    file: Path
+    output: Path
+    errors: Path
+    endpoint: str
+    model: str = ""
+    window: str = "24h"
+    concurrency: int = 32
+    wait: float = 10.0
+
+    def check(self) -> None:
+        """Check what can be checked before anything is begun.
+
+        Raises:
+            ConfigError: a value is not usable.
+        """
+        try:
+            check_endpoint(self.endpoint)
+            seconds_of_window(self.window)
+        except BadRequest as error:
+            raise ConfigError(str(error)) from None
+        if len({self.file.resolve(), self.output.resolve(), self.errors.resolve()}) < 3:
+            raise ConfigError("the file, the output and the errors are to be three files")
+
+
+async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], object]) -> Batch:
+    """Run a file, and write what comes of it; the batch as it has ended.
+
+    One that was begun and not ended goes on. What was written to the bus for it is deleted at the
+    end.
+
+    Args:
+        tell: called with the batch when it begins or goes on ("begun", "resumed"), and when more
+            of its lines have ended ("").
+
+    Raises:
+        ConfigError: the file cannot be read.
+        NoInstances: a model that lines name is not served.
+    """
+    read = await _read_through(run)
+    batches = Batches(runtime)
+    await batches.store.ensure()
+    batch = await _begun_before(batches, read.digest)
+    how = "resumed"
+    if batch is None:
+        await _wait_for_models(runtime, read.models, run)
+        file = await batches.upload("", run.file.name, _lines(run), limit=MAX_UPLOADED)
+        request = BatchRequest(file.id, run.endpoint, run.window, {DIGEST: read.digest})
+        batch, how = await batches.create("", request), "begun"
+    tell(batch, how)
+    if run.concurrency:
+        await runtime.start(BatchWorker, concurrency=run.concurrency)
+    counts = batch.counts
+    while not batch.has_ended:
+        await anyio.sleep(LOOK_INTERVAL)
+        batch = await batches.batch("", batch.id)
+        if batch.counts != counts:
+            counts = batch.counts
+            tell(batch, "")
+    if batch.status in (Status.COMPLETED, Status.EXPIRED):
+        await _write(batches, batch.output_file_id, run.output)
+        await _write(batches, batch.error_file_id, run.errors)
+    await _delete(batches, batch)
+    return batch
+
+
+class _Read(NamedTuple):
+    digest: str
+    models: set[str]
+
+
+class _Body(msgspec.Struct):
+    model: str = ""
+
+
+class _Line(msgspec.Struct):
+    body: _Body = msgspec.field(default_factory=_Body)
+
+
+async def _read_through(run: FileRun) -> _Read:
+    """Read all of the file once: what it is, and the models that it names."""
+    digest = hashlib.sha256(msgspec.json.encode([run.endpoint, run.model]))
+    models: set[str] = set()
+    async for line in _lines(run):
+        digest.update(line)
+        try:
+            named = msgspec.json.decode(line, type=_Line).body.model
+        except msgspec.MsgspecError:
+            # The batch tells of lines that are none.
+            continue
+        if named:
+            models.add(named)
+    return _Read(digest.hexdigest(), models)
+
+
+async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
+    """The lines of the file, with the model where they name none.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is too long.
+    """
+    try:
+        async with await anyio.open_file(run.file, "rb") as file:
+            number = 0
+            while line := await file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(
+                        f"{run.file}, line {number} has more than {MAX_LINE_BYTES} bytes"
+                    )
+                yield _with_model(line, run.model) if run.model else line
+    except OSError as error:
+        raise ConfigError(f"{run.file} cannot be read: {error.strerror}") from None
+
+
+def _with_model(line: bytes, model: str) -> bytes:
+    """A line whose body names a model; one that is no request as it is."""
+    try:
+        fields: Any = msgspec.json.decode(line)
+    except msgspec.MsgspecError:
+        return line
+    body = fields.get("body") if isinstance(fields, dict) else None
+    if not isinstance(body, dict) or "model" in body:
+        return line
+    return msgspec.json.encode({**fields, "body": {**body, "model": model}}) + b"\n"
+
+
+async def _begun_before(batches: Batches, digest: str) -> Batch | None:
+    """The batch of an earlier run of the same file whose end nobody has taken."""
+    for batch in await batches.store.batches(""):
+        if (batch.metadata or {}).get(DIGEST) == digest:
+            return batch
+    return None
+
+
+async def _wait_for_models(runtime: Runtime, models: set[str], run: FileRun) -> None:
+    async with Catalog(runtime) as catalog:
+        with anyio.CancelScope(deadline=anyio.current_time() + run.wait + 1.0):
+            for model in sorted(models):
+                await catalog.wait_for(model, _WANTED[run.endpoint], timeout=run.wait)
+
+
+async def _write(batches: Batches, name: str | None, path: Path) -> None:
+    """Write a file that a batch has made; an earlier one of the path is replaced by all of it."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        async with await anyio.open_file(part, "wb") as written:
+            if name is not None:
+                pieces: AsyncIterator[bytes] = batches.store.content(await batches.file("", name))
+                async for piece in pieces:
+                    await written.write(piece)
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+async def _delete(batches: Batches, batch: Batch) -> None:
+    for name in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        file = None if name is None else await batches.store.file("", name)
+        if file is not None:
+            await batches.store.delete_file(file)
+    await batches.store.delete_batch(batch)
