@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from dynbus import ConfigError, Runtime
@@ -25,6 +26,7 @@ from .worker import BatchWorker
 DIGEST: Final = "dynbus.file"
 """The metadata by which a run finds the batch that an earlier one has begun."""
 LOOK_INTERVAL: Final = 0.25
+READ_BYTES: Final = 256 * 1024
 
 _WANTED: Final = {
     "/v1/chat/completions": ModelType.Chat,
@@ -104,7 +106,11 @@ async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], 
             tell(batch, "")
     if batch.status in (Status.COMPLETED, Status.EXPIRED):
         await _write(batches, batch.output_file_id, run.output)
-        await _write(batches, batch.error_file_id, run.errors)
+        if batch.error_file_id is not None:
+            await _write(batches, batch.error_file_id, run.errors)
+        else:
+            # Of an earlier run.
+            run.errors.unlink(missing_ok=True)
     await _delete(batches, batch)
     return batch
 
@@ -145,15 +151,16 @@ async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
         ConfigError: the file cannot be read, or a line of it is too long.
     """
     try:
-        async with await anyio.open_file(run.file, "rb") as file:
+        with await anyio.to_thread.run_sync(run.file.open, "rb") as file:
             number = 0
-            while line := await file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(
-                        f"{run.file}, line {number} has more than {MAX_LINE_BYTES} bytes"
-                    )
-                yield _with_model(line, run.model) if run.model else line
+            while lines := await anyio.to_thread.run_sync(file.readlines, READ_BYTES):
+                for line in lines:
+                    number += 1
+                    if len(line) > MAX_LINE_BYTES:
+                        raise ConfigError(
+                            f"{run.file}, line {number} has more than {MAX_LINE_BYTES} bytes"
+                        )
+                    yield _with_model(line, run.model) if run.model else line
     except OSError as error:
         raise ConfigError(f"{run.file} cannot be read: {error.strerror}") from None
 
