@@ -8,7 +8,6 @@ beside it. Each name is imported when it is first asked for, and only then needs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .batches.worker import BatchWorker
     from .calling.client import ModelClient
     from .calling.fake import FakeModel, tool_call
     from .calling.model import Model
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "AdapterAt",
-    "BatchWorker",
     "BlockTier",
     "Catalog",
     "Chat",
@@ -139,7 +137,6 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         homes={
-            "batches.worker": ("BatchWorker",),
             "text.tokenizer": ("Tokenizer",),
             "openai.typed": (
                 "Chat",

@@ -259,13 +259,13 @@ class Chunk(NamedTuple):
     Attributes:
         part: of the file, from 0.
         first: which of the lines of the part, from 0.
-        count: how many.
+        size: lines of it.
         number: of the first among all lines of the file, from 1.
     """
 
     part: int
     first: int
-    count: int
+    size: int
     number: int
 
 

@@ -71,7 +71,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
         """The lines of each part."""
         return [part.lines for part in self.parts]
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The file as OpenAI's API tells it."""
         return {
             "id": self.id,
@@ -198,7 +198,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             )
         return replace(self, status=Status.CANCELLING, cancelling_at=now)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The batch as OpenAI's API tells it."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         del fields["tenant"]
@@ -285,11 +285,11 @@ class Page(NamedTuple):
     entries: Sequence[StoredFile | Batch]
     has_more: bool
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The page as OpenAI's API tells it."""
         return {
             "object": "list",
-            "data": [one.told() for one in self.entries],
+            "data": [one.as_json() for one in self.entries],
             "first_id": self.entries[0].id if self.entries else None,
             "last_id": self.entries[-1].id if self.entries else None,
             "has_more": self.has_more,

@@ -289,8 +289,8 @@ class BatchStore:
     async def change_batch(
         self, tenant: str, name: str, change: Callable[[Batch], Batch]
     ) -> Batch | None:
-        """Store what becomes of a batch, whoever else changes it; as it is then, None where there
-        is none.
+        """Store what becomes of a batch, though others change it too; the batch as it is then, None
+        where there is none.
 
         Args:
             change: gives the batch as it is to be; it may be called several times.

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -16,6 +16,7 @@ from dynbus import ConfigError, Runtime
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.fields import fields_of
 
 from .lines import MAX_LINE_BYTES
 from .records import Batch, BatchRequest, Status, check_endpoint, seconds_of_window
@@ -37,7 +38,7 @@ _WANTED: Final = {
 
 
 class FileRun(NamedTuple):
-    """What is run, and how.
+    """A file that is run, and the terms of that.
 
     Attributes:
         model: of lines that name none; empty where all do.
@@ -168,11 +169,11 @@ async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
 def _with_model(line: bytes, model: str) -> bytes:
     """A line whose body names a model; one that is no request as it is."""
     try:
-        fields: Any = msgspec.json.decode(line)
+        fields = fields_of(msgspec.json.decode(line))
     except msgspec.MsgspecError:
         return line
-    body = fields.get("body") if isinstance(fields, dict) else None
-    if not isinstance(body, dict) or "model" in body:
+    body = fields_of(fields.get("body"))
+    if not body or "model" in body:
         return line
     return msgspec.json.encode({**fields, "body": {**body, "model": model}}) + b"\n"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -214,13 +214,8 @@ class BatchWorker(Actor, namespace="dynbus", component="batches"):
         file = await store.file(name.tenant, batch.input_file_id)
         checked = await step("check", self._check, batch, file)
         if checked.errors or file is None:
-            ended = await store.change_batch(
-                *(name.tenant, name.id, lambda one: one.refused(checked.errors, _now()))
-            )
-            return Status.FAILED if ended is None else ended.status
-        await store.change_batch(
-            *(name.tenant, name.id, lambda one: one.begun(checked.total, _now()))
-        )
+            return await self._change(name, lambda one: one.refused(checked.errors, _now()))
+        await self._change(name, lambda one: one.begun(checked.total, _now()))
         run = BatchRun(self.runtime, store, batch, file)
         done: list[Done] | None = None
         try:
@@ -229,21 +224,20 @@ class BatchWorker(Actor, namespace="dynbus", component="batches"):
         except* NoObject as error:
             logger.warning("the input file of the batch %s was deleted: %s", name.id, error)
         if done is None:
-            missing = [_missing()]
-            await store.change_batch(
-                *(name.tenant, name.id, lambda one: one.refused(missing, _now()))
-            )
-            return Status.FAILED
-        await store.change_batch(*(name.tenant, name.id, lambda one: one.finalizing(_now())))
+            return await self._change(name, lambda one: one.refused([_missing()], _now()))
+        await self._change(name, lambda one: one.finalizing(_now()))
         now = await step("end", _time)
         output = await run.assemble("output", [one.output for one in done], now)
         errors = await run.assemble("error", [one.errors for one in done], now)
         expired = any(one.expired for one in done)
-        ended = await store.change_batch(
-            *(name.tenant, name.id),
-            lambda one: one.ended(output, errors, expired=expired, now=now),
+        return await self._change(
+            name, lambda one: one.ended(output, errors, expired=expired, now=now)
         )
-        return "deleted" if ended is None else ended.status
+
+    async def _change(self, name: BatchName, change: Callable[[Batch], Batch]) -> str:
+        """Store what becomes of a batch; its status then."""
+        batch = await self._store.change_batch(name.tenant, name.id, change)
+        return "deleted" if batch is None else batch.status
 
     async def _check(self, batch: Batch, file: StoredFile | None) -> Checked:
         """Read all of an input file."""
@@ -336,25 +330,24 @@ class BatchRun:
 
     async def _count(self, done: dict[int, Done], total: int) -> None:
         """Tell how many lines have ended, until all have."""
-        told = 0
+        counted = 0
         while len(done) < total:
             await anyio.sleep(LOOK_INTERVAL / 2)
-            if len(done) > told:
-                told = len(done)
+            if len(done) > counted:
+                counted = len(done)
                 await self._tell_counts()
         await self._tell_counts()
 
     async def _tell_counts(self) -> None:
         completed, failed = self._completed, self._failed
         await self._store.change_batch(
-            *(self._batch.tenant, self._batch.id),
-            lambda batch: batch.counted(completed, failed),
+            self._batch.tenant, self._batch.id, lambda batch: batch.counted(completed, failed)
         )
 
     async def _chunk(self, place: int, chunk: Chunk) -> Done:
         """Ask the lines of a chunk, and store what comes of them."""
         lines = await self._store.lines(self._file.id, self._file.parts[chunk.part].number)
-        ids = [read_line(lines[chunk.first + at]).custom_id for at in range(chunk.count)]
+        ids = [read_line(lines[chunk.first + at]).custom_id for at in range(chunk.size)]
         names = [
             LineName(
                 self._batch.id,
@@ -364,7 +357,7 @@ class BatchRun:
                 chunk.first + at,
                 self._batch.endpoint,
             )
-            for at in range(chunk.count)
+            for at in range(chunk.size)
         ]
         answers: dict[int, Answer | NoAnswer] = {}
 
@@ -372,20 +365,20 @@ class BatchRun:
             answers[at] = await self._answer(names[at])
 
         async with anyio.create_task_group() as tasks:
-            for at in range(chunk.count):
+            for at in range(chunk.size):
                 tasks.start_soon(ask, at)
-        told: dict[bool, list[bytes]] = {True: [], False: []}
+        written: dict[bool, list[bytes]] = {True: [], False: []}
         expired = 0
-        for at in range(chunk.count):
+        for at in range(chunk.size):
             answer = answers[at]
             is_well = isinstance(answer, Answer) and answer.is_well
-            told[is_well].append(told_line(names[at].request, ids[at], answer))
+            written[is_well].append(told_line(names[at].request, ids[at], answer))
             expired += isinstance(answer, NoAnswer) and answer.code == "batch_expired"
-        output, errors = b"".join(told[True]), b"".join(told[False])
+        output, errors = b"".join(written[True]), b"".join(written[False])
         for kind, data in (("output", output), ("error", errors)):
             if data:
                 await self._store.put_part(self._written(kind), place, data)
-        return Done(len(told[True]), len(told[False]), len(output), len(errors), expired)
+        return Done(len(written[True]), len(written[False]), len(output), len(errors), expired)
 
     async def _answer(self, name: LineName) -> Answer | NoAnswer:
         """The answer to a line, or why there is none."""

@@ -239,10 +239,10 @@ class Application:
                 await make_exchange(shared, path, caller, scope, receive, send).run()
                 return
             if self._batches is not None and method in self._batches.methods(path):
-                told = await self._batches.answer(path, caller, scope, receive, send)
-                if told is None:
+                answer = await self._batches.answer(path, caller, scope, receive, send)
+                if answer is None:
                     return
-                response = json_response(told)
+                response = json_response(answer)
             else:
                 response = await self._respond(method, path, caller)
         except DynbusError as error:

@@ -66,7 +66,9 @@ class BatchExchanges:
     def __init__(self, shared: Shared, batches: Batches) -> None:
         self._shared = shared
         self._batches = batches
-        self._operations: Mapping[str, Mapping[str, Callable[..., Awaitable[Any]]]] = {
+        self._operations: Mapping[
+            str, Mapping[str, Callable[[_Request], Awaitable[dict[str, Any] | None]]]
+        ] = {
             FILES: {"GET": self._files, "POST": self._upload},
             f"{FILES}/{{id}}": {"GET": self._file, "DELETE": self._delete},
             f"{FILES}/{{id}}/content": {"GET": self._content},
@@ -93,9 +95,7 @@ class BatchExchanges:
         shared.take_place(caller)
         shared.metrics.in_flight += 1
         try:
-            told: dict[str, Any] | None
-            told = await self._operations[place.template][scope["method"]](request)
-            return told
+            return await self._operations[place.template][scope["method"]](request)
         except HungUp:
             status = 499
             return None
@@ -123,7 +123,7 @@ class BatchExchanges:
         file = await self._batches.upload(
             request.tenant, form.filename, form.file(body), limit=limit
         )
-        return file.told()
+        return file.as_json()
 
     async def _pieces(self, request: _Request) -> AsyncGenerator[bytes]:
         """The body of a request as it comes.
@@ -154,10 +154,10 @@ class BatchExchanges:
             limit=request.limit(MAX_LIMIT, MAX_LIMIT),
             newest_first=request.query("order") != "asc",
         )
-        return page.told()
+        return page.as_json()
 
     async def _file(self, request: _Request) -> dict[str, Any]:
-        return (await self._batches.file(request.tenant, request.name)).told()
+        return (await self._batches.file(request.tenant, request.name)).as_json()
 
     async def _delete(self, request: _Request) -> dict[str, Any]:
         await self._batches.delete_file(request.tenant, request.name)
@@ -196,17 +196,19 @@ class BatchExchanges:
             if len(data) > MAX_JSON:
                 raise PayloadTooLarge(f"the body has more than {MAX_JSON} bytes", started=False)
         asked = read_batch_request(bytes(data))
-        return (await self._batches.create(request.tenant, asked)).told()
+        return (await self._batches.create(request.tenant, asked)).as_json()
 
     async def _list(self, request: _Request) -> dict[str, Any]:
         batches = await self._batches.store.batches(request.tenant)
-        return page_of(batches, after=request.query("after"), limit=request.limit(20, 100)).told()
+        return page_of(
+            batches, after=request.query("after"), limit=request.limit(20, 100)
+        ).as_json()
 
     async def _batch(self, request: _Request) -> dict[str, Any]:
-        return (await self._batches.batch(request.tenant, request.name)).told()
+        return (await self._batches.batch(request.tenant, request.name)).as_json()
 
     async def _cancel(self, request: _Request) -> dict[str, Any]:
-        return (await self._batches.cancel(request.tenant, request.name)).told()
+        return (await self._batches.cancel(request.tenant, request.name)).as_json()
 
 
 class _Request:
@@ -224,11 +226,12 @@ class _Request:
         self.receive = receive
         self.send = send
         self._scope = scope
-        self._query = parse_qs(scope["query_string"].decode("latin-1"))
+        query: bytes = scope["query_string"]
+        self._query = parse_qs(query.decode("latin-1"))
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant that sends it; empty where there are no keys."""
         return self.caller.tenant
 
     @property

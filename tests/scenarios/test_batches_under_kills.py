@@ -24,6 +24,7 @@ from tests.conditions import eventually
 
 from dynbus import Runtime, Unavailable
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.llm import Catalog
 from dynbus.llm.batches.records import Batch, BatchRequest
 from dynbus.llm.batches.service import Batches
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.anyio
 SCALE = float(os.environ.get("BATCH_SCALE", "1"))
 CHAT: Final = "/v1/chat/completions"
 ENGINE: Final = """
-from dynbus.llm import BatchWorker
+from dynbus.llm.batches import BatchWorker
 from dynbus.llm.worker import ModelWorker
 
 class Engine(ModelWorker, namespace="stack"):
@@ -163,8 +164,6 @@ async def test_each_line_is_in_the_output_once_whoever_is_killed(
 
 
 async def has_model(runtime: Runtime) -> bool:
-    from dynbus.llm import Catalog
-
     async with Catalog(runtime) as catalog:
         return bool(catalog.models)
 

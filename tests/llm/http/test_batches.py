@@ -108,6 +108,7 @@ async def test_each_endpoint_has_batches_and_others_are_refused() -> None:
         "/v1/responses": {"model": "tiny", "input": "say hi"},
     }
     bodies: dict[str, Any] = {}
+    data = b""
     async with asked() as (_, client):
         for url, body in asked_for.items():
             data = as_file([{"custom_id": "a", "method": "POST", "url": url, "body": body}])
@@ -178,8 +179,9 @@ async def test_files_are_listed_read_and_deleted_by_their_tenant_alone(tmp_path:
         files = [await ada.files.create(file=("in.jsonl", data), purpose="batch") for _ in range(3)]
         listed = [one.id async for one in ada.files.list(limit=2)]
         content = (await ada.files.content(files[0].id)).content
+        endpoint: Any = CHAT
         batch = await ada.batches.create(
-            input_file_id=files[0].id, endpoint=CHAT, completion_window="24h"
+            input_file_id=files[0].id, endpoint=endpoint, completion_window="24h"
         )
         mine = [one.id async for one in ada.batches.list(limit=1)]
         others = [one.id async for one in bob.files.list()]
