@@ -6,6 +6,7 @@ from dynbus.kvrouter import kv_streams
 from dynbus.spi import NeededStream, StreamConfig
 from dynbus.transfer import AGENTS_STREAM, DESCRIPTIONS
 
+from .batches.store import FILES, RECORDS_STREAM
 from .disaggregated.settings import SETTINGS_STREAM
 from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_STREAM
@@ -39,4 +40,6 @@ def all_streams(namespace: str) -> list[StreamConfig]:
         LOGS_STREAM,
         KEYS_STREAM,
         COUNTS_STREAM,
+        RECORDS_STREAM,
+        FILES.stream,
     ]

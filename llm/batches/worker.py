@@ -51,6 +51,7 @@ from .store import BatchStore, batch_grants
 
 logger = logging.getLogger(__name__)
 
+WORKERS: Final = ComponentName("dynbus", "batches")
 MAX_CONCURRENCY: Final = 64
 """Jobs of lines that an instance holds: those beyond its own concurrency wait in it."""
 CHUNK: Final = 32
@@ -136,7 +137,7 @@ class BatchOptions(Options):
     ] = 32
 
 
-class BatchWorker(Actor, namespace="dynbus", component="batches"):
+class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.component):
     """Does batches: checks their files, asks their lines, and puts together what comes of them.
 
     Any number of them share the work. What one that dies had begun, another one does again.
@@ -404,9 +405,7 @@ class BatchRun:
     async def _left(self, name: LineName) -> Answer | NoAnswer:
         """The answer to a line that an earlier try of the batch may have submitted, when no more
         are asked."""
-        job = self._runtime.job(
-            f"{self._runtime.address_of(BatchWorker)}.line.{name.key}", BatchWorker.line
-        )
+        job = self._runtime.job(f"{WORKERS}.line.{name.key}", BatchWorker.line)
         try:
             await job.cancel()
             return await self._result(job)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import anyio
 
-from dynbus import Actor, ActorInstance, PermissionDenied, Runtime, Unavailable, handler, takes
+from dynbus import (
+    Actor,
+    ActorInstance,
+    EndpointName,
+    PermissionDenied,
+    Runtime,
+    Unavailable,
+    handler,
+    takes,
+)
 from dynbus.kvrouter import RouterConfig
 from dynbus.llm.batches.service import Batches
 from dynbus.llm.batches.store import batch_grants
-from dynbus.llm.batches.worker import BatchWorker
+from dynbus.llm.batches.worker import WORKERS, BatchWorker
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
@@ -248,6 +257,12 @@ class Frontend(Actor, abstract=True):
 class Http(Frontend, namespace="dynbus", component="http", enabled=False):
     """The front end of `dynbus http`: it answers before it can be announced, and where it never
     can."""
+
+    @classmethod
+    def __dynbus_also__(cls, address: ComponentName) -> Iterable[ComponentName | EndpointName]:
+        # It may do batches itself.
+        queues = (WORKERS.endpoint(name) for name in ("line", "run"))
+        return (*super().__dynbus_also__(address), WORKERS, *queues)
 
     async def on_start(self) -> None:
         await self._begin()

@@ -40,6 +40,7 @@ from dynbus.kvrouter.stream.election import ELECTION_STREAM
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.snapshots import snapshot_bucket
 from dynbus.llm import ModelWorker
+from dynbus.llm.batches.store import FILES, RECORDS_STREAM
 from dynbus.llm.commands.setting_up import needed_in, set_up
 from dynbus.llm.models.artefacts import ARTEFACTS_STREAM
 from dynbus.llm.models.names import NAMES_STREAM
@@ -284,6 +285,10 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("state the limits of a tenant", "publish", "$KV.dynbus_tenants.limits.t", "operator"),
         may("count what a tenant uses", "publish", "$KV.dynbus_tenant_counts.t", "frontend operator"),
         may("write the log of a resumable stream", "publish", "_streams.log.k", "frontend"),
+        may("submit a batch", "publish", "dynbus.batches._work.run.normal.b", "frontend"),
+        may("write a batch, or that a file is there", "publish", "_batches.-.batch.b", "frontend"),
+        may("write a file of batches", "publish", "$O.dynbus_files.C.x", "frontend operator"),
+        may("read files of batches", "publish", "$JS.API.DIRECT.GET.OBJ_dynbus_files", "frontend operator"),
         may("describe memory of an Engine", "publish", "$KV.dynbus_transfer_agents.demo.Engine.i.blocks", "Engine operator"),
         may("ask an Engine for its blocks", "publish", "demo.Engine.i.blocks._transfer.e", "Engine operator"),
         may("hear what is asked of its blocks", "subscribe", "demo.Engine.i.blocks._transfer.e", "Engine"),
@@ -322,6 +327,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         clears("keys of front ends", "$KV.dynbus_tenants.key.r", KEYS_STREAM),
         clears("what tenants have used", "$KV.dynbus_tenant_counts.r", COUNTS_STREAM),
         clears("the logs of resumable streams", "_streams.log.r", LOGS_STREAM, "frontend"),
+        clears("batches", "_batches.-.batch.r", RECORDS_STREAM),
+        clears("the files of batches", "$O.dynbus_files.M.r", FILES.stream, "frontend operator"),
     ],
 }  # fmt: skip
 ALL_ROWS: Final = [row for rows in SECTIONS.values() for row in rows]
@@ -459,9 +466,9 @@ Permissions are about subjects. What they leave open is closed where it arrives:
 - **A consumer that delivers elsewhere.** Who finds instances makes a consumer of its own, and the server delivers to whatever subject that names. Receivers drop what a stream delivered to them ([decision 33](decisions/0033-streams-by-operators.md)).
 - **A consumer's name.** Who hears a topic for itself makes a consumer of a name of its own in the topic's stream, and would change one that is there. So each user whose grants allow that is denied the consumers of groups that users of the same folder have; a group that has its user elsewhere is not known there.
 - **Who takes events in a group** asks for them at any reply subject. In another topic's stream they are stored under the subject that they had, which nobody reads there; in their own they are heard again, as events that are handed out at least once may be.
-- **Roll-ups.** JetStream looks at the right to publish the subject of a message alone, and one with `Nats-Rollup: all` clears its whole stream where that takes them, [below](#roll-ups) as tried. Four do, for what they are:
+- **Roll-ups.** JetStream looks at the right to publish the subject of a message alone, and one with `Nats-Rollup: all` clears its whole stream where that takes them, [below](#roll-ups) as tried. Five do, for what they are:
   - the records of instances: the server's markers of what expired, by which everybody hears at once that an instance is gone, are roll-ups. Records are back with their next renewal, a third of their TTL later, and who knew an instance keeps it;
-  - snapshots and large descriptions of memory: object buckets of ADR-20 replace by roll-ups. A router without a snapshot starts from the stream. An agent whose large description is gone is not read from: only descriptions above 48 KiB are there;
+  - snapshots, large descriptions of memory and files of batches: object buckets of ADR-20 replace by roll-ups. A router without a snapshot starts from the stream. An agent whose large description is gone is not read from: only descriptions above 48 KiB are there;
   - the logs of resumable streams, which front ends alone write.
 - **`>` behind `*`.** nats-server lets who may subscribe to `a.*` subscribe to `a.>`. So an instance hears all that is below its own component, and users hear nothing by this that is another's.
 - **Instances of one component** are one trust domain: each may take the others' requests and write their records.
