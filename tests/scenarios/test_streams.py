@@ -32,6 +32,7 @@ from dynbus.kvrouter.stream import SnapshotStore
 from dynbus.kvrouter.stream.election import Election
 from dynbus.kvrouter.stream.snapshots import Coverage
 from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.batches.store import BatchStore
 from dynbus.llm.commands.setting_up import needed_in
 from dynbus.llm.commands.setting_up import set_up as set_up_at
 from dynbus.llm.commands.setup import setup
@@ -144,6 +145,7 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     store = StreamStore(runtime, lambda _: False)
     exits.callback(store.close)
     await store.make_ready()
+    await BatchStore(jetstream).ensure()
     printer = await runtime.start(Printer)
     assert await runtime.client(Printer).print("a page") == "a page"
     await printer.stop()
