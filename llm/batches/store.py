@@ -287,7 +287,7 @@ class BatchStore:
         return await self._all(subject_of(tenant, BATCH, "*"), Batch)
 
     async def change_batch(
-        self, tenant: str, name: str, change: Callable[[Batch], Batch]
+        self, tenant: str, name: str, change: Callable[[Batch], Batch], /
     ) -> Batch | None:
         """Store what becomes of a batch, though others change it too; the batch as it is then, None
         where there is none.

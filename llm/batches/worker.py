@@ -14,14 +14,19 @@ import msgspec
 from dynbus import (
     Actor,
     Cancelled,
+    ConfigError,
     Context,
     DynbusError,
+    InvalidRequest,
+    InvalidResponse,
     JobHandle,
     NoJob,
     Option,
     Options,
     Overloaded,
+    PayloadTooLarge,
     Runtime,
+    StepMismatch,
     Unavailable,
     call_options,
     context,
@@ -67,6 +72,10 @@ RESULTS_KEPT: Final = 6 * 3600.0
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at whether a batch is cancelled, or its time over."""
 RETRY_DELAY: Final = 0.25
+
+
+FOR_GOOD: Final = (ConfigError, InvalidRequest, InvalidResponse, PayloadTooLarge, StepMismatch)
+"""What ends a job at once, since every other try would end so, too."""
 
 
 class BatchName(msgspec.Struct, frozen=True):
@@ -206,6 +215,14 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
     )
     async def run(self, name: BatchName) -> str:
         """Do a batch; the status with which it has ended."""
+        try:
+            return await self._run(name)
+        except* FOR_GOOD as failure:
+            logger.error("the batch %s cannot be done", name.id, exc_info=failure)
+        why = LineError(code="server_error", message="the server failed; its log says why")
+        return await self._change(name, lambda one: one.refused([why], _now()))
+
+    async def _run(self, name: BatchName) -> str:
         store = self._store
         batch = await store.batch(name.tenant, name.id)
         if batch is None:
@@ -245,9 +262,12 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         if file is None:
             return Checked(0, [_missing()])
         checker = LineChecker(batch.endpoint)
-        for part in file.parts:
-            for data in await self._store.lines(file.id, part.number):
-                checker.add(data)
+        try:
+            for part in file.parts:
+                for data in await self._store.lines(file.id, part.number):
+                    checker.add(data)
+        except NoObject:
+            return Checked(0, [_missing()])
         checker.end()
         return Checked(checker.total, checker.errors)
 

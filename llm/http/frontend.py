@@ -127,11 +127,12 @@ class HttpFrontEnd(Openable):
                         await exits.enter_async_context(one)
                 tasks = await exits.enter_async_context(anyio.create_task_group())
                 tasks.start_soon(self.shared.keep_alive.run)
-                async with self._doing_batches(), anyio.create_task_group() as serving:
+                async with anyio.create_task_group() as serving:
                     serving.start_soon(self._server.serve)
                     await self._server.started()
-                    yield
-                    self.drain()
+                    async with self._doing_batches():
+                        yield
+                        self.drain()
                 tasks.cancel_scope.cancel()
 
     @asynccontextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 import anyio
 import pytest
 
+from dynbus.bus.records.objects import ObjectStore
 from dynbus.llm.batches import lines, store
 from dynbus.llm.batches.records import OUTPUT, Batch, Status, StoredFile
 from dynbus.llm.batches.store import FILES, RECORDS_STREAM, BatchStore
@@ -46,7 +47,7 @@ async def content(batches: BatchStore, file: StoredFile) -> bytes:
 
 async def parts(bus: Bus, file: str) -> int:
     """How many parts of a file the bucket has."""
-    objects = store.ObjectStore((await bus.connect()).jetstream, FILES)
+    objects = ObjectStore((await bus.connect()).jetstream, FILES)
     return sum(one.name.startswith(f"{file}.") for one in await objects.list_objects())
 
 
@@ -92,7 +93,7 @@ async def test_a_file_that_does_not_come_to_its_end_leaves_nothing(
     bus: Bus, batches: BatchStore, tenant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "PART_BYTES", 10)
-    objects = store.ObjectStore((await bus.connect()).jetstream, FILES)
+    objects = ObjectStore((await bus.connect()).jetstream, FILES)
     await batches.ensure()
     before = await objects.list_objects()
 
@@ -150,7 +151,7 @@ async def test_a_file_whose_age_is_over_is_not_there(batches: BatchStore, tenant
 async def test_changes_of_a_batch_by_several_are_all_kept(batches: BatchStore, tenant: str) -> None:
     stored = batch(tenant)
     await batches.create_batch(stored)
-    changes = [
+    changes: list[Callable[[Batch], Batch]] = [
         lambda one: one.begun(100, 2),
         *(partial(Batch.counted, completed=count, failed=0) for count in range(1, 20)),
         lambda one: one.cancelling(3),

@@ -15,6 +15,9 @@ import pytest
 from openai import AsyncOpenAI
 from tests.conditions import eventually
 
+from dynbus.bus.records.objects import ObjectStore
+from dynbus.llm.batches.store import FILES
+
 from .served import CARDS, Served, card, served
 
 pytestmark = pytest.mark.anyio
@@ -133,6 +136,20 @@ async def test_a_file_that_is_not_valid_fails_its_batch_with_the_lines() -> None
     errors = [(one.line, one.code, one.param) for one in batch.errors.data]
     assert errors == [(2, "duplicate_custom_id", "custom_id"), (3, "invalid_json_line", None)]
     assert (batch.output_file_id, requests) == (None, [])
+
+
+async def test_a_file_that_is_lost_fails_its_batch() -> None:
+    async with asked() as (front, client):
+        file = await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+        await ObjectStore(front.kit.caller.bus.data.jetstream, FILES).delete(f"{file.id}.0")
+        endpoint: Any = CHAT
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=endpoint, completion_window="24h"
+        )
+        batch = await ended(client, batch)
+
+    assert batch.status == "failed"
+    assert [one.code for one in batch.errors.data] == ["file_not_found"]
 
 
 async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
