@@ -75,7 +75,7 @@ RETRY_DELAY: Final = 0.25
 
 
 FOR_GOOD: Final = (ConfigError, InvalidRequest, InvalidResponse, PayloadTooLarge, StepMismatch)
-"""What ends a job at once, since every other try would end so, too."""
+"""Errors that end a job at once, since every other try would end so, too."""
 
 
 class BatchName(msgspec.Struct, frozen=True):
