@@ -59,6 +59,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "deploy": "Write files for Docker, Kubernetes, systemd, Slurm.",
         "doctor": "Check the server and this machine.",
         "dump": "Collect the state of a fleet in one archive.",
+        "keys": "Make and revoke keys of front ends.",
         "setup": "Make the streams of a namespace.",
         "version": "Print the versions that matter.",
     },
