@@ -5,6 +5,7 @@ Plain functions and objects without I/O or clock.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -127,14 +128,16 @@ class LineChecker:
 
     Args:
         endpoint: that all of them must ask for.
+        models: those that they may ask; None for all.
 
     Attributes:
         total: lines so far.
         errors: of them, the first `MAX_ERRORS`.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, models: Collection[str] | None = None) -> None:
         self.total = 0
+        self._models = models
         self.errors: list[LineError] = []
         self._endpoint = endpoint
         self._ids: set[str] = set()
@@ -199,7 +202,10 @@ class LineChecker:
         except msgspec.MsgspecError as error:
             self._refuse("invalid_request", f"body: {error}", "body")
             return
-        if body.stream:
+        if self._models is not None and body.model not in self._models:
+            why = f"body.model: there is no model {body.model[:80]!r}"
+            self._refuse("model_not_found", why, "body.model")
+        elif body.stream:
             self._refuse("invalid_request", "body.stream: a batch has no streams", "body.stream")
 
     def _refuse(self, code: str, message: str, param: str | None = None) -> None:

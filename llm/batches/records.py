@@ -111,7 +111,11 @@ class Counts(msgspec.Struct, frozen=True):
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch. Its methods give the batch as it is after what they say has happened; where that
-    cannot be any more, the batch as it is."""
+    cannot be any more, the batch as it is.
+
+    Attributes:
+        models: those that its tenant may ask; None for all.
+    """
 
     id: str
     tenant: str
@@ -121,6 +125,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
+    models: tuple[str, ...] | None = None
     status: Status = Status.VALIDATING
     errors: list[LineError] = []
     output_file_id: str | None = None
@@ -201,7 +206,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def as_json(self) -> dict[str, Any]:
         """The batch as OpenAI's API tells it."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        del fields["tenant"]
+        del fields["tenant"], fields["models"]
         errors = fields.pop("errors")
         counts = fields.pop("counts")
         return {

@@ -71,11 +71,13 @@ class Batches:
                 )
         await self.store.delete_file(file)
 
-    async def create(self, tenant: str, request: BatchRequest, name: str = "") -> Batch:
+    async def create(
+        self, tenant: str, request: BatchRequest, models: tuple[str, ...] | None = None
+    ) -> Batch:
         """Have a batch begin.
 
         Args:
-            name: its id; a random one unless given.
+            models: those that the tenant may ask; None for all.
 
         Raises:
             NotThere: its file is not there.
@@ -95,7 +97,7 @@ class Batches:
                 reason="too_many_batches",
             )
         batch = Batch(
-            id=name or f"batch_{random_id()}",
+            id=f"batch_{random_id()}",
             tenant=tenant,
             endpoint=request.endpoint,
             input_file_id=file.id,
@@ -103,6 +105,7 @@ class Batches:
             created_at=now,
             expires_at=now + window,
             metadata=request.metadata,
+            models=models,
         )
         await self.store.create_batch(batch)
         await self._begin(batch)

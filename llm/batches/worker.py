@@ -261,7 +261,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         """Read all of an input file."""
         if file is None:
             return Checked(0, [_missing()])
-        checker = LineChecker(batch.endpoint)
+        checker = LineChecker(batch.endpoint, batch.models)
         try:
             for part in file.parts:
                 for data in await self._store.lines(file.id, part.number):

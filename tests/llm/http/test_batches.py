@@ -228,6 +228,24 @@ async def test_files_are_listed_read_and_deleted_by_their_tenant_alone(tmp_path:
     assert tenants == ["ada"]
 
 
+async def test_the_limits_of_a_tenant_hold_for_its_batches(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada first-key models=plain\nbob second-key requests_per_minute=60\n")
+    data = as_file([line("a", "say it", model="plain"), line("b", "say it", model="tiny")])
+    async with (
+        asked("first-key", api_keys=keys) as (front, ada),
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="second-key", max_retries=0) as bob,
+    ):
+        batch = await ended(ada, await begun(ada, data))
+        with pytest.raises(openai.PermissionDeniedError, match="the limit requests_per_minute"):
+            await begun(bob, data)
+        requests = front.engine.requests
+
+    assert batch.status == "failed"
+    assert [(one.line, one.code) for one in batch.errors.data] == [(2, "model_not_found")]
+    assert requests == []
+
+
 async def test_forms_that_are_none_are_refused_and_leave_nothing() -> None:
     data = as_file([line("a", "say it")])
     async with asked(max_file_bytes=2000) as (front, client), httpx2.AsyncClient() as plain:
