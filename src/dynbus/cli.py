@@ -40,6 +40,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
     "Ask": {
         "call": "Call an endpoint.",
         "chat": "Talk to a model.",
+        "batch": "Do a file of requests.",
         "cancel": "End requests by their ids.",
     },
     "Look": {
