@@ -7,13 +7,13 @@ with, and what the front end and the replay are built on.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import events, hashing
+    from . import events
     from .engine_events import EngineBridge
     from .engine_events.of_actor import EngineEvents
     from .engine_events.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
     from .fairness import FairTurns
-    from .hashing import SEED, block_hashes, sequence_hashes, token_bytes
+    from .hashing import block_hashes, hash_prefixes, token_bytes
     from .permissions import event_grants, routing_grants
     from .radix import Overlap, RadixIndex, Rank
     from .routing import (
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         CacheAwareness,
         CacheMirror,
         EventStream,
+        FollowerStatus,
         IndexFollower,
         KvEventPublisher,
         Position,
@@ -69,7 +70,6 @@ __all__ = [
     "DP_RANK_KEY",
     "OVERLAP_KEY",
     "REQUIRED_KEY",
-    "SEED",
     "AllBlocksCleared",
     "AwarenessLevel",
     "BlockRemoved",
@@ -85,6 +85,7 @@ __all__ = [
     "EngineEvents",
     "EventStream",
     "FairTurns",
+    "FollowerStatus",
     "IndexFollower",
     "InstanceProfile",
     "KvCost",
@@ -119,14 +120,13 @@ __all__ = [
     "events",
     "follow_engine",
     "event_grants",
-    "hashing",
+    "hash_prefixes",
     "kv_streams",
     "open_router",
     "profiles",
     "read_profile",
     "requests",
     "routing_grants",
-    "sequence_hashes",
     "token_bytes",
     "token_rule",
     "warm_follower",

@@ -8,9 +8,8 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter import SEED, block_hashes, token_bytes
+from dynbus.kvrouter import block_hashes, hash_prefixes, token_bytes
 
 
 class TokenSequence:
@@ -78,11 +77,7 @@ class TokenSequence:
     def _chain(self, tokens: Sequence[int] | NDArray[np.uint32], added: list[int]) -> None:
         """Append the sequence hashes of these blocks."""
         hashes = self.sequence_hashes
-        for block in added:
-            if hashes:
-                pair = hashes[-1].to_bytes(_HASH, "little") + block.to_bytes(_HASH, "little")
-                block = xxh3_64_intdigest(pair, SEED)
-            hashes.append(block)
+        hashes += hash_prefixes(added, hashes[-1] if hashes else None)
 
 
 class SecretSequence(TokenSequence):
