@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .engine_events.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
     from .fairness import FairTurns
-    from .hashing import block_hashes, hash_prefixes, token_bytes
+    from .hashing import block_hashes, sequence_hashes, token_bytes
     from .permissions import event_grants, routing_grants
     from .radix import Overlap, RadixIndex, Rank
     from .routing import (
@@ -120,13 +120,13 @@ __all__ = [
     "events",
     "follow_engine",
     "event_grants",
-    "hash_prefixes",
     "kv_streams",
     "open_router",
     "profiles",
     "read_profile",
     "requests",
     "routing_grants",
+    "sequence_hashes",
     "token_bytes",
     "token_rule",
     "warm_follower",

@@ -130,23 +130,24 @@ def token_bytes(tokens: Tokens) -> bytes:
     return tokens.astype("<u4").tobytes()
 
 
-def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+def sequence_hashes(
+    block_hashes: Sequence[int] | NDArray[np.uint64], after: int | None = None
+) -> NDArray[np.uint64]:
     """The hash of each prefix of a sequence of blocks, by its last block.
+
+    Args:
+        after: the hash of the prefix that the blocks follow; None where they begin a sequence.
 
     Returns:
         An array of the shape of `block_hashes`.
     """
-    return np.array(hash_prefixes(block_hashes), dtype=np.uint64)
+    return np.array(hash_prefixes(block_hashes, after), dtype=np.uint64)
 
 
 def hash_prefixes(
     block_hashes: Sequence[int] | NDArray[np.uint64], after: int | None = None
 ) -> list[int]:
-    """The same as a list.
-
-    Args:
-        after: the hash of the prefix that the blocks follow; None where they begin a sequence.
-    """
+    """The same as a list."""
     if not len(block_hashes):
         return []
     blocks = np.asarray(block_hashes, dtype=np.uint64).tolist()

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.kvrouter import block_hashes, hash_prefixes, token_bytes
+from dynbus.kvrouter import block_hashes, sequence_hashes, token_bytes
 
 
 class TokenSequence:
@@ -77,7 +77,7 @@ class TokenSequence:
     def _chain(self, tokens: Sequence[int] | NDArray[np.uint32], added: list[int]) -> None:
         """Append the sequence hashes of these blocks."""
         hashes = self.sequence_hashes
-        hashes += hash_prefixes(added, hashes[-1] if hashes else None)
+        hashes += sequence_hashes(added, hashes[-1] if hashes else None).tolist()
 
 
 class SecretSequence(TokenSequence):

@@ -101,7 +101,9 @@ async def test_a_child_is_named_after_its_actor_and_number(actors: str) -> None:
 
 @pytest.mark.anyio
 async def test_what_depends_on_others_is_deeper(actors: str) -> None:
-    below, above = (child_of(f"{actors}:{name}", "") for name in ("Below", "Above"))
+    below, above = (
+        child_of(f"{actors}:{name}", "nats://127.0.0.1:4222") for name in ("Below", "Above")
+    )
 
     assert below.node.depth < above.node.depth
 

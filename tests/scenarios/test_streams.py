@@ -38,6 +38,8 @@ from dynbus.llm.commands.setting_up import set_up as set_up_at
 from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
 from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
+from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.tenants import Tenants
 from dynbus.spi import NeededStream
 from dynbus.transfer.descriptors import AgentDescription
 from dynbus.transfer.exchange import MAX_RECORD_BYTES, announced
@@ -146,6 +148,9 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     exits.callback(store.close)
     await store.make_ready()
     await BatchStore(jetstream).ensure()
+    tenants = await exits.enter_async_context(Tenants(runtime, from_bus=True))
+    limits = Limits(requests_per_minute=1)
+    await tenants.counts.take("ada", limits, limits.counted)
     printer = await runtime.start(Printer)
     assert await runtime.client(Printer).print("a page") == "a page"
     await printer.stop()
