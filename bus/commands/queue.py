@@ -533,12 +533,4 @@ def _run(nats: str | None, work: Callable[[NatsJetStream], Awaitable[T]]) -> T:
 
 
 def _connected(nats: str | None, work: Callable[[NatsConnection], Awaitable[T]]) -> T:
-    import asyncio
-
-    config = terminal.settings(nats)
-
-    async def ask() -> T:
-        async with terminal.server(config, "dynbus-queue") as server:
-            return await work(server.connection)
-
-    return asyncio.run(ask())
+    return terminal.at_server(nats, "dynbus-queue", work)

@@ -7,7 +7,7 @@ is set. Nothing heavier than click is imported before it is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dynbus.bus.config import BusConfig
+    from dynbus.bus.nats.connection import NatsConnection
 
     from .server import Server
     from .survey import Survey
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 PIPED_WIDTH: Final = 200
 """Columns of a table that no terminal shows; a program reads it, so nothing is cut off."""
@@ -109,6 +111,29 @@ class Terminal:
         from .server import connected
 
         return connected(config, name)
+
+    def at_server(
+        self, nats: str | None, name: str, work: Callable[[NatsConnection], Awaitable[T]]
+    ) -> T:
+        """The outcome of work over one connection, with the settings of the environment.
+
+        Args:
+            nats: see `settings`.
+            name: see `server`.
+
+        Raises:
+            ConfigError: a setting is not usable.
+            PermissionDenied, Unavailable: see `server`.
+        """
+        import asyncio
+
+        config = self.settings(nats)
+
+        async def connected() -> T:
+            async with self.server(config, name) as server:
+                return await work(server.connection)
+
+        return asyncio.run(connected())
 
     async def survey(self, server: Server) -> Survey:
         """Ask the server and all instances which there are, within some seconds.

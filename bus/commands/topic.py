@@ -458,12 +458,4 @@ async def _existing_group(connection: NatsConnection, topic: TopicConfig, group:
 
 
 def _run(nats: str | None, work: Callable[[NatsConnection], Awaitable[T]]) -> T:
-    import asyncio
-
-    config = terminal.settings(nats)
-
-    async def ask() -> T:
-        async with terminal.server(config, "dynbus-topic") as server:
-            return await work(server.connection)
-
-    return asyncio.run(ask())
+    return terminal.at_server(nats, "dynbus-topic", work)

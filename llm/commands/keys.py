@@ -163,14 +163,6 @@ def _json(view: TenantView) -> dict[str, Any]:
 
 
 def _run(work: Callable[[TenantBucket], Awaitable[T]], nats: str | None) -> T:
-    import asyncio
-
     from dynbus.llm.tenants.records import TenantBucket
 
-    config = terminal.settings(nats)
-
-    async def connected() -> T:
-        async with terminal.server(config, "dynbus-keys") as server:
-            return await work(TenantBucket(server.connection.jetstream))
-
-    return asyncio.run(connected())
+    return terminal.at_server(nats, "dynbus-keys", lambda one: work(TenantBucket(one.jetstream)))

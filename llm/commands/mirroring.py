@@ -168,12 +168,4 @@ def _shown() -> Generator[OnProgress]:
 
 
 def _run(work: Callable[[JetStream], Awaitable[T]], nats: str | None) -> T:
-    import asyncio
-
-    config = terminal.settings(nats)
-
-    async def ask() -> T:
-        async with terminal.server(config, "dynbus-models") as server:
-            return await work(server.connection.jetstream)
-
-    return asyncio.run(ask())
+    return terminal.at_server(nats, "dynbus-models", lambda one: work(one.jetstream))

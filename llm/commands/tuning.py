@@ -158,12 +158,4 @@ def _nobody(component: str, decoding: Sequence[str]) -> str:
 
 
 def _run(work: Callable[[JetStream], Awaitable[T]], nats: str | None) -> T:
-    import asyncio
-
-    config = terminal.settings(nats)
-
-    async def ask() -> T:
-        async with terminal.server(config, "dynbus-models") as server:
-            return await work(server.connection.jetstream)
-
-    return asyncio.run(ask())
+    return terminal.at_server(nats, "dynbus-models", lambda one: work(one.jetstream))
