@@ -343,8 +343,7 @@ class Application:
 
     def _may_ask(self, caller: Caller, name: str) -> bool:
         """True if the tenant of a request may ask a model."""
-        tenants = self._shared.tenants
-        limits = None if tenants is None else tenants.limits_of(caller.tenant)
+        limits = self._shared.limits_of(caller.tenant)
         return limits is None or limits.models is None or name in limits.models
 
     def _cards(self) -> dict[str, ModelCard]:

@@ -19,7 +19,7 @@ from dynbus.llm.batches.service import Batches
 from dynbus.llm.openai.errors import BadRequest, BodyTimeout, status_of, unsupported
 from dynbus.llm.tenants.limits import PER_MINUTE, PER_MONTH, RUNNING
 
-from .exchange import ABORT, HungUp, Receive, Scope
+from .exchange import HungUp, Receive, Scope, abort
 from .shared import Caller, Shared
 from .writer import Send, raw_headers
 
@@ -209,8 +209,7 @@ class BatchExchanges:
         Raises:
             PermissionDenied: what it uses has limits, which batches would pass by.
         """
-        tenants = self._shared.tenants
-        limits = None if tenants is None else tenants.limits_of(tenant)
+        limits = self._shared.limits_of(tenant)
         if limits is None:
             return None
         for name in UNCOUNTED:
@@ -288,10 +287,7 @@ class _Request:
 
     def abort(self) -> None:
         """Drop the connection."""
-        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
-        abort: Callable[[], object] | None = extensions.get(ABORT)
-        if abort is not None:
-            abort()
+        abort(self._scope)
 
 
 class Form:

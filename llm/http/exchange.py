@@ -57,6 +57,14 @@ _ENCODINGS: Final = {"content-encoding": "identity", "transfer-encoding": "chunk
 """The headers that say how a body is encoded, and what of it is understood."""
 
 
+def abort(scope: Scope) -> None:
+    """Drop the connection of a request."""
+    extensions: Mapping[str, Any] = scope.get("extensions") or {}
+    drop: Callable[[], object] | None = extensions.get(ABORT)
+    if drop is not None:
+        drop()
+
+
 class HungUp(Exception):
     """Raised when the client has left before its request was there."""
 
@@ -382,13 +390,7 @@ class Exchange(ABC):
             return
         self._writer.has_ended = True
         self._writer.error = error or Cancelled("the stream goes on at another front end")
-        self._abort()
-
-    def _abort(self) -> None:
-        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
-        abort: Callable[[], object] | None = extensions.get(ABORT)
-        if abort is not None:
-            abort()
+        abort(self._scope)
 
     def _make_writer(self, stream: TellsErrors | None) -> AnswerWriter:
         fields = self._trace.fields
@@ -422,7 +424,7 @@ class Exchange(ABC):
         if await send_rest():
             return
         logger.info("request %s: its client does not read", self._caller.request_id)
-        self._abort()
+        abort(self._scope)
 
     def _tell(self) -> None:
         """Tell metrics, trace and log how it went."""

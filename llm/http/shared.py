@@ -16,6 +16,7 @@ from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import TIMES_FREE_PLACES, SharedRoom, Shares
 from dynbus.llm.tenants.admission import Admission
+from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.llm.turns import TenantThreads
 from dynbus.spi import random_id
@@ -173,11 +174,14 @@ class Shared:
 
     def admission(self, caller: Caller) -> Admission | None:
         """The counting of a request; None for a tenant without limits."""
-        tenants = self.tenants
-        limits = None if tenants is None else tenants.limits_of(caller.tenant)
-        if tenants is None or limits is None:
+        limits = self.limits_of(caller.tenant)
+        if self.tenants is None or limits is None:
             return None
-        return Admission(tenants.counts, caller.tenant, limits)
+        return Admission(self.tenants.counts, caller.tenant, limits)
+
+    def limits_of(self, tenant: str) -> Limits | None:
+        """The limits of a tenant; None for none."""
+        return None if self.tenants is None else self.tenants.limits_of(tenant)
 
     def take_place(self, caller: Caller) -> None:
         """Let a request run, which gives its place back; refuse it when there is none for it.

@@ -25,6 +25,7 @@ from dynbus.spi import (
     unix_time,
 )
 
+from .keys import tenant_token
 from .ledger import Ledger, Statement
 from .limits import BUDGET, Limits
 from .purse import Purse, Shortage, Taken
@@ -68,8 +69,8 @@ _decoder: Final = msgspec.json.Decoder(Ledger)
 
 
 def count_subject(tenant: str) -> str:
-    """The subject of the ledger of a tenant, whose name is in hexadecimal."""
-    return f"$KV.{COUNTS_BUCKET}.{tenant.encode().hex()}"
+    """The subject of the ledger of a tenant."""
+    return f"$KV.{COUNTS_BUCKET}.{tenant_token(tenant)}"
 
 
 class _Account:

@@ -52,6 +52,16 @@ def is_tenant(name: str) -> bool:
     return _TENANT.fullmatch(name) is not None
 
 
+def tenant_token(name: str) -> str:
+    """The name of a tenant, which may have dots, as a token of a subject: in hexadecimal."""
+    return name.encode().hex()
+
+
+def digest_of(key: str) -> bytes:
+    """The SHA-256 of a key or a token, whatever a client has sent as one."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
 class _Read(NamedTuple):
     """The content of a file."""
 
@@ -98,7 +108,7 @@ class ApiKeys:
         """The holder of this key; None for an unknown key. The time that it takes says nothing of
         the keys."""
         self._look()
-        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        digest = digest_of(key)
         matching: KeyHolder | None = None
         for known, holder in self._holders:
             if hmac.compare_digest(known, digest):
@@ -193,4 +203,4 @@ class ApiKeys:
                 f"{self._path}, line {number}: write a key of 8 to 512 printable characters, or "
                 "sha256: and 64 hexadecimal digits"
             )
-        return hashlib.sha256(word.encode()).digest()
+        return digest_of(word)

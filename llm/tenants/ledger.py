@@ -9,7 +9,7 @@ Minutes and months are counted from the beginning of 1970 by the server's clock,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
@@ -34,6 +34,16 @@ def window_of(unix: float) -> Window:
     """The window of a time in Unix seconds."""
     date = datetime.fromtimestamp(unix, UTC)
     return Window(int(unix // MINUTE), date.year * 12 + date.month - 1)
+
+
+def ended_between(before: Window, after: Window) -> frozenset[str]:
+    """The limits that have begun anew between two windows."""
+    if before == after:
+        # As for nearly every request.
+        return frozenset()
+    minutes = PER_MINUTE if before.minute != after.minute else ()
+    months = PER_MONTH if before.month != after.month else ()
+    return frozenset((*minutes, *months))
 
 
 def end_of(name: str, window: Window) -> float:
@@ -157,12 +167,9 @@ class Ledger(msgspec.Struct):
     def _at(self, now: float) -> Ledger:
         """A copy at a time: without what was of earlier windows, and without who is gone."""
         at = window_of(now)
-        minute, month = max(self.minute, at.minute), max(self.month, at.month)
-        over = {
-            *(PER_MINUTE if minute > self.minute else ()),
-            *(PER_MONTH if month > self.month else ()),
-        }
-        after = Ledger(minute, month, _without(self.spent, over), {})
+        window = Window(max(self.minute, at.minute), max(self.month, at.month))
+        over = ended_between(self.window, window)
+        after = Ledger(*window, _without(self.spent, over), {})
         for name, holder in self.holders.items():
             if holder.until > now:
                 has, used = _without(holder.has, over), _without(holder.used, over)
@@ -182,10 +189,7 @@ class Ledger(msgspec.Struct):
 
 def _used(said: Statement, window: Window, *, is_known: bool) -> dict[str, int]:
     """The amounts that are said to be used, less those of earlier windows or that count already."""
-    over = {
-        *(PER_MINUTE if said.window.minute != window.minute else ()),
-        *(PER_MONTH if said.window.month != window.month else ()),
-    }
+    over = ended_between(said.window, window)
     counted: Mapping[str, int] = {} if is_known else said.counted
     left = {
         name: said.used.get(name, 0) - counted.get(name, 0) for name in COUNTED if name not in over
@@ -193,5 +197,5 @@ def _used(said: Statement, window: Window, *, is_known: bool) -> dict[str, int]:
     return {name: amount for name, amount in left.items() if amount > 0}
 
 
-def _without(amounts: Mapping[str, int], names: set[str]) -> dict[str, int]:
+def _without(amounts: Mapping[str, int], names: Set[str]) -> dict[str, int]:
     return {name: amount for name, amount in amounts.items() if name not in names}

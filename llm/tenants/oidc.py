@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import urllib.request
 from collections import OrderedDict
@@ -17,7 +16,7 @@ import msgspec
 from dynbus import ConfigError, Unavailable
 from dynbus.spi import how_to_install, is_loopback, monotonic, unix_time
 
-from .keys import KeyHolder, is_tenant
+from .keys import KeyHolder, digest_of, is_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class OidcTokens:
         Raises:
             Unavailable: the keys of the provider are not known, and cannot be read.
         """
-        digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+        digest = digest_of(token)
         known = self._known.get(digest)
         if known is not None and unix_time() < known.until and not self._is_old:
             self._known.move_to_end(digest)

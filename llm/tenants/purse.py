@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .ledger import LEASE_SECONDS, MINUTE, Part, Statement, Window, end_of, window_of
+from .ledger import (
+    LEASE_SECONDS,
+    MINUTE,
+    Part,
+    Statement,
+    Window,
+    end_of,
+    ended_between,
+    window_of,
+)
 from .limits import HELD, PER_MINUTE, PER_MONTH
 
 LOOK_AGAIN: Final = 1.0
@@ -120,12 +129,11 @@ class Purse:
 
         What is more is used, whether it was there or not.
         """
-        was = taken.amounts
+        was, over = taken.amounts, ended_between(taken.window, self._window)
         for name in self.limits:
             more = real.get(name, 0) - was.get(name, 0)
-            if not more or _is_over(name, taken.window, self._window):
-                continue
-            self._set_used(name, self._used.get(name, 0) + more)
+            if more and name not in over:
+                self._set_used(name, self._used.get(name, 0) + more)
         taken.amounts.clear()
 
     def shortages(self, amounts: Mapping[str, int], now: float) -> list[Shortage]:
@@ -197,12 +205,13 @@ class Purse:
         self.is_cut_off = False
         if part.window.minute > self._window.minute:
             self._enter(part.window)
+        over = ended_between(said.window, self._window)
         for name, amount in said.used.items():
-            if not _is_over(name, said.window, self._window):
+            if name not in over:
                 # What counts already is not to be said again.
                 self._set_used(name, self._used.get(name, 0) - amount + part.used.get(name, 0))
         # Of the limits whose window has ended meanwhile it has nothing.
-        here = {name for name in self.limits if not _is_over(name, part.window, self._window)}
+        here = self.limits.keys() - ended_between(part.window, self._window)
         self._has = {name: amount for name, amount in part.has.items() if name in here}
         self._room |= {name: amount for name, amount in part.room.items() if name in here}
         self._known_has = dict(self._has)
@@ -252,11 +261,7 @@ class Purse:
 
     def _enter(self, window: Window) -> None:
         """A later window begins, in which nothing is used yet."""
-        over = {
-            *(PER_MINUTE if window.minute != self._window.minute else ()),
-            *(PER_MONTH if window.month != self._window.month else ()),
-        }
-        for name in over:
+        for name in ended_between(self._window, window):
             for amounts in (self._has, self._used, self._known_has, self._known_used):
                 amounts.pop(name, None)
             self._refused_at.pop(name, None)
@@ -269,10 +274,3 @@ class Purse:
         """Have the window be that of the next time that is heard of: the clock was another one."""
         self._enter(Window(0, 0))
         self._turns_at = 0.0
-
-
-def _is_over(name: str, taken: Window, now: Window) -> bool:
-    """True if what was taken of a limit is of a window that is over."""
-    if name in PER_MINUTE:
-        return taken.minute != now.minute
-    return name in PER_MONTH and taken.month != now.month

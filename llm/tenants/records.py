@@ -6,7 +6,6 @@ in: operators alone may.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 from typing import Final, NamedTuple
@@ -25,7 +24,7 @@ from dynbus.spi import (
 )
 
 from .counting import COUNTS_STREAM
-from .keys import ALL_TENANTS, KeyHolder, is_tenant
+from .keys import ALL_TENANTS, KeyHolder, digest_of, is_tenant, tenant_token
 from .limits import Limits
 
 KEYS_BUCKET: Final = "dynbus_tenants"
@@ -103,11 +102,11 @@ def check_tenant(name: str) -> str:
 
 def hash_of(key: str) -> str:
     """The hash of a key, in hexadecimal."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return digest_of(key).hex()
 
 
 def _limits_subject(tenant: str) -> str:
-    return f"{_LIMITS}{tenant.encode().hex()}"
+    return f"{_LIMITS}{tenant_token(tenant)}"
 
 
 class TenantView:
