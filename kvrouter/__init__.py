@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .engine_events.of_actor import EngineEvents
     from .engine_events.zmq_subscriber import ZmqSource, follow_engine
     from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier, encode_events
-    from .fairness import FairTurns
     from .hashing import block_hashes, sequence_hashes, token_bytes
     from .permissions import event_grants, routing_grants
     from .radix import Overlap, RadixIndex, Rank
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         RouterSettings,
         SchedulerStatistics,
         SchedulingRequest,
+        fairness,
         open_router,
         profiles,
         read_profile,
@@ -84,7 +84,6 @@ __all__ = [
     "EngineBridge",
     "EngineEvents",
     "EventStream",
-    "FairTurns",
     "FollowerStatus",
     "IndexFollower",
     "InstanceProfile",
@@ -120,6 +119,7 @@ __all__ = [
     "events",
     "follow_engine",
     "event_grants",
+    "fairness",
     "kv_streams",
     "open_router",
     "profiles",
@@ -147,7 +147,6 @@ if not TYPE_CHECKING:
         __name__,
         "events",
         "hashing",
-        "fairness",
         "radix",
         "stream",
         "routing",

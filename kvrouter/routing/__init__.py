@@ -10,7 +10,7 @@ drives the same object.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import profiles, requests, token_rule
+    from . import fairness, profiles, requests, token_rule
     from .active_load import ActiveLoad, RankLoad
     from .caches import Follower
     from .config import RouterConfig, RouterSettings
@@ -57,6 +57,7 @@ __all__ = [
     "SchedulingRequest",
     "ShadowChoice",
     "Ticket",
+    "fairness",
     "open_router",
     "profiles",
     "read_profile",

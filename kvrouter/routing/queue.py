@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
 from dynbus import Context, NoInstances, Overloaded
-from dynbus.kvrouter.fairness import FairTurns
 
 from .active_load import ActiveLoad
 from .cost import RequestShape
+from .fairness import TIMES_FREE, FairTurns, Shares
 from .profiles import InstanceProfile
 from .requests import NO_CONSTRAINTS, Constraints
 
 RETRY_AFTER: Final = 0.5
 """Seconds after which a request that found no instance for it has a chance."""
-
-TIMES_FREE_PLACES: Final = 7
-"""A tenant's requests may wait on so many times the places that it leaves free."""
 
 MOST_SHOWN: Final = 3
 """Refusals in the text of an error."""
@@ -117,7 +113,7 @@ class RequestQueue:
         # In the order of service.
         self._tickets: list[Ticket] = []
         self._turns = FairTurns()
-        self._waiting_of = Counter[str]()
+        self._places = Shares(limit, TIMES_FREE)
 
     def __repr__(self) -> str:
         return f"<RequestQueue [{len(self)} of {self._limit} waiting]>"
@@ -140,11 +136,10 @@ class RequestQueue:
             Overloaded: the queue is full, or as far as the request's tenant may fill it.
         """
         tenant = request.shape.metadata.get(Context.TENANT_KEY, "")
-        free = self._limit - len(self) - 1
-        own = self._waiting_of[tenant]
-        if free < 0 or (tenant and own and own + 1 > TIMES_FREE_PLACES * free):
+        if not self._places.reserve(tenant):
             self.refused += 1
-            full = "the queue is full" if free < 0 else "what is free is for other tenants"
+            is_full = len(self) >= self._limit
+            full = "the queue is full" if is_full else "what is free is for other tenants"
             raise Overloaded(
                 f"all {len(request.profiles)} instances are busy and {len(self)} requests "
                 f"wait: {full} (queue_limit)",
@@ -153,7 +148,6 @@ class RequestQueue:
                 started=False,
             )
         self._arrivals += 1
-        self._waiting_of[tenant] += 1
         turn = self._turns.take(tenant, request.shape.prompt_tokens)
         ticket = Ticket(request, (-request.shape.priority, turn, self._arrivals), tenant)
         insort(self._tickets, ticket, key=_place)
@@ -171,9 +165,7 @@ class RequestQueue:
         if self._tickets[at : at + 1] != [ticket]:
             return False
         del self._tickets[at]
-        self._waiting_of[ticket.tenant] -= 1
-        if not self._waiting_of[ticket.tenant]:
-            del self._waiting_of[ticket.tenant]
+        self._places.give_back(ticket.tenant)
         return True
 
     def take_free(self) -> Iterator[Ticket]:

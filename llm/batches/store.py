@@ -14,9 +14,9 @@ from typing import Final, TypeVar
 import anyio
 import msgspec
 
-from dynbus import DynbusError, Unavailable
+from dynbus import ConfigError, DynbusError, Unavailable
+from dynbus.kvrouter import fairness
 from dynbus.llm.openai.errors import BadRequest
-from dynbus.llm.shares import Shares
 from dynbus.spi import (
     Grant,
     JetStream,
@@ -27,6 +27,7 @@ from dynbus.spi import (
     StreamConfig,
     StreamLimits,
     WrongLastSequence,
+    check_token,
     monotonic,
     random_id,
     read_latest,
@@ -42,9 +43,6 @@ MAX_STORED: Final = 2 * 1024 * 1024 * 1024
 """Bytes of all files, those that batches write included."""
 MAX_UPLOADED: Final = MAX_STORED // 2
 """Bytes of all files that clients have sent: the rest is left to what batches write."""
-TIMES_FREE: Final = 7
-"""Of the room for uploads: a single tenant has seven eighths of it, two seven fifteenths each."""
-
 SLACK: Final = 24 * 3600.0
 """Seconds for which the server keeps what is no longer told."""
 SUBJECTS: Final = "_batches"
@@ -188,9 +186,9 @@ class BatchStore:
             raise
         return file
 
-    async def _uploaded(self) -> Shares:
+    async def _uploaded(self) -> fairness.Shares:
         """The room of uploads, as tenants have taken it."""
-        shares = Shares(MAX_UPLOADED, TIMES_FREE)
+        shares = fairness.Shares(MAX_UPLOADED, fairness.TIMES_FREE)
         for file in await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile):
             if file.purpose != OUTPUT:
                 # What is there stays there, whatever the share of its tenant is by now.
@@ -203,12 +201,7 @@ class BatchStore:
 
     async def put_file(self, file: StoredFile) -> None:
         """Have a file be there, whose parts are stored."""
-        data = msgspec.json.encode(file)
-        await self._try(
-            lambda left: self._jetstream.publish(
-                subject_of(file.tenant, FILE, file.id), data, timeout=left
-            )
-        )
+        await self._put(subject_of(file.tenant, FILE, file.id), file)
 
     async def file(self, tenant: str, name: str) -> StoredFile | None:
         """A file of a tenant; None where there is none of this id, or none any more."""
@@ -226,10 +219,7 @@ class BatchStore:
 
     async def delete_file(self, file: StoredFile) -> None:
         """Have a file be gone."""
-        subject = subject_of(file.tenant, FILE, file.id)
-        await self._try(
-            lambda left: self._jetstream.purge(RECORDS_STREAM.name, subject, timeout=left)
-        )
+        await self._drop(subject_of(file.tenant, FILE, file.id))
         await self._drop_parts(file.id, [part.number for part in file.parts])
 
     async def _drop_parts(self, name: str, numbers: Sequence[int]) -> None:
@@ -270,12 +260,7 @@ class BatchStore:
     async def create_batch(self, batch: Batch) -> None:
         """Store a new batch."""
         await self.ensure()
-        data = msgspec.json.encode(batch)
-        await self._try(
-            lambda left: self._jetstream.publish(
-                subject_of(batch.tenant, BATCH, batch.id), data, timeout=left
-            )
-        )
+        await self._put(subject_of(batch.tenant, BATCH, batch.id), batch)
 
     async def batch(self, tenant: str, name: str) -> Batch | None:
         """A batch of a tenant; None where there is none of this id, or none any more."""
@@ -304,18 +289,8 @@ class BatchStore:
             changed = change(batch)
             if changed == batch:
                 return batch
-            data, sequence = msgspec.json.encode(changed), stored.sequence
-
-            async def publish(left: float) -> int:
-                return await self._jetstream.publish(
-                    subject,
-                    data,  # noqa: B023 - called before the next turn
-                    expected_last_subject_sequence=sequence,  # noqa: B023
-                    timeout=left,
-                )
-
             try:
-                await self._try(publish)
+                await self._put(subject, changed, stored.sequence)
             except WrongLastSequence:
                 # Or a try of ours was stored, and its answer lost: then nothing is left to change.
                 continue
@@ -323,15 +298,32 @@ class BatchStore:
 
     async def delete_batch(self, batch: Batch) -> None:
         """Have a batch be gone."""
-        subject = subject_of(batch.tenant, BATCH, batch.id)
+        await self._drop(subject_of(batch.tenant, BATCH, batch.id))
+
+    # Requests ----------------------------------------------------------------------------------
+
+    async def _put(
+        self, subject: str, record: StoredFile | Batch, expected: int | None = None
+    ) -> None:
+        """Store a record; with `expected`, only in place of the one of that sequence."""
+        data = msgspec.json.encode(record)
+        await self._try(
+            lambda left: self._jetstream.publish(
+                subject, data, expected_last_subject_sequence=expected, timeout=left
+            )
+        )
+
+    async def _drop(self, subject: str) -> None:
+        """Have a record be gone."""
         await self._try(
             lambda left: self._jetstream.purge(RECORDS_STREAM.name, subject, timeout=left)
         )
 
-    # Requests ----------------------------------------------------------------------------------
-
     async def _last(self, tenant: str, kind: str, name: str) -> StoredMessage | None:
-        if not _is_name(name):
+        try:
+            check_token("id", name)
+        except ConfigError:
+            # As a client has sent it.
             return None
         subject = subject_of(tenant, kind, name)
 
@@ -363,8 +355,3 @@ class BatchStore:
                 if monotonic() + RETRY_DELAY >= end:
                     raise
                 await anyio.sleep(RETRY_DELAY)
-
-
-def _is_name(text: str) -> bool:
-    """True if an id may be the token of a subject."""
-    return text.replace("-", "").replace("_", "").isalnum() and text.isascii() and len(text) <= 64

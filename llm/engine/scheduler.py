@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from dynbus.kvrouter import FairTurns
+from dynbus.kvrouter import fairness
 from dynbus.llm.generation import FinishReason
 
 from .block_manager import BlockManager
@@ -186,7 +186,7 @@ class Scheduler(Generic[S]):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunked_prefill = chunked_prefill
-        self._turns = FairTurns()
+        self._turns = fairness.FairTurns()
         # By owner; of texts none.
         self._running_of, self._waiting_of = Counter[str](), Counter[str]()
         # Whether the last step found no room for one that waits.

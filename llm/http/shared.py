@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynbus import Context, Draining, Overloaded
+from dynbus.kvrouter import fairness
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.resumable.streams import ResumableStreams
-from dynbus.llm.shares import TIMES_FREE_PLACES, SharedRoom, Shares
+from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.tenants import Tenants
@@ -106,8 +107,8 @@ class Shared:
         self.metrics = FrontEndMetrics()
         self.kept_answers = KeptAnswers()
         self.reading = TenantThreads(ThreadPoolExecutor(1, thread_name_prefix="dynbus-bodies"), 1)
-        self.places = Shares(settings.max_requests, TIMES_FREE_PLACES)
-        self.bodies = SharedRoom(Shares(max(BODIES_BYTES, 4 * settings.max_body_bytes), 1))
+        self.places = fairness.Shares(settings.max_requests, fairness.TIMES_FREE)
+        self.bodies = SharedRoom(fairness.Shares(max(BODIES_BYTES, 4 * settings.max_body_bytes), 1))
         self.keep_alive = KeepAlive(settings.stream_keep_alive)
         self.is_draining = False
         self.tenants = tenants

@@ -26,11 +26,10 @@ from dynbus import (
     Runtime,
     Unavailable,
 )
-from dynbus.kvrouter import KvRouter, RouterConfig, profiles, token_rule
+from dynbus.kvrouter import KvRouter, RouterConfig, fairness, profiles, token_rule
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound
-from dynbus.llm.shares import TIMES_FREE_PLACES, Shares
 from dynbus.llm.text.text_model import TextModel
 from dynbus.llm.turns import current_tenant
 from dynbus.spi import (
@@ -163,7 +162,7 @@ class Models:
         self._only = only
         self._opened = opened
         self._hold = hold
-        self._held: dict[str, Shares] = {}
+        self._held: dict[str, fairness.Shares] = {}
         self._is_holding = True
         self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
@@ -358,7 +357,7 @@ class Models:
     def _place(self, name: str, owners: Sequence[ComponentName]) -> Generator[None]:
         """A place for the current tenant among the requests that wait for an engine of a model;
         these are counted for what scales engines."""
-        places = self._held.setdefault(name, Shares(self._hold.most, TIMES_FREE_PLACES))
+        places = self._held.setdefault(name, fairness.Shares(self._hold.most, fairness.TIMES_FREE))
         tenant = current_tenant()
         if not places.reserve(tenant):
             kept = "" if places.taken >= places.limit else ", and what is free is for other tenants"

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conditions import eventually
 
-from dynbus.llm.shares import SharedRoom, Shares
+from dynbus.kvrouter.routing.fairness import Shares
+from dynbus.llm.shares import SharedRoom
 
 
 def taken(shares: Shares, owner: str, size: int = 1) -> int:

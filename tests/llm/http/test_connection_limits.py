@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from tests.conditions import eventually
 
+from dynbus.kvrouter.routing.fairness import Shares
 from dynbus.llm.http import connection
 from dynbus.llm.http.connection import Strangers, network_of
-from dynbus.llm.shares import SharedRoom, Shares
+from dynbus.llm.shares import SharedRoom
 
 from .served import Served, served
 from .test_connections import chat, error_of, exchange, request

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.kvrouter.fairness import MOST_OWNERS, FairTurns
+from dynbus.kvrouter.routing.fairness import MOST_OWNERS, FairTurns
 
 WORKS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
