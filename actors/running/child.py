@@ -378,21 +378,19 @@ def _group_lives(leader: int) -> bool:
 
 def _is_held_up(pid: int) -> bool:
     """True if a thread of a process is stopped, or waits for a disk or a device."""
-    return any(
-        _state_of(status) in ("T", "t", "D") for status in Path(f"/proc/{pid}/task").glob("*/stat")
-    )
-
-
-def _state_of(status: Path) -> str:
-    try:
-        return status.read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""  # it has ended meanwhile
+    statuses = Path(f"/proc/{pid}/task").glob("*/stat")
+    return any(_state_and_group(status)[0] in ("T", "t", "D") for status in statuses)
 
 
 def _is_alive_in(group: int, status: Path) -> bool:
-    try:
-        state, _, of_group, *_ = status.read_text().rpartition(")")[2].split()
-    except OSError:
-        return False  # it has ended meanwhile
+    state, of_group = _state_and_group(status)
     return of_group == str(group) and state not in ("Z", "X")
+
+
+def _state_and_group(status: Path) -> tuple[str, str]:
+    """The state of a process or a thread, and its group; nothing of one that has ended."""
+    try:
+        state, _, group, *_ = status.read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return state, group

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from dynbus import DynbusError, InvalidResponse, call_options
 from dynbus.llm.models.card import ModelType
-from dynbus.llm.openai.api import Api, Asked, CompletionsApi, salted
+from dynbus.llm.openai.api import Api, Asked, CompletionsApi, salted, without
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, read_embeddings
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound, answer_of, status_of
 from dynbus.llm.openai.requests import ChatRequest, read_chat, read_completion
@@ -89,7 +89,8 @@ class LineAsker:
         return not isinstance(error, BadRequest) and status_of(error) in _FOR_NOW
 
     async def _complete(self, api: Api, body: bytes, name: str, tenant: str) -> bytes:
-        asked: Asked = api.read(_for_batch(body))
+        # That of batches is lower than any.
+        asked: Asked = api.read(without(body, "priority"))
         request = replace(asked.request, priority=LOWEST)
         is_chat = isinstance(request, ChatRequest)
         wanted = ModelType.Chat if is_chat else ModelType.Completions
@@ -115,7 +116,7 @@ class LineAsker:
         return answer
 
     async def _embed(self, body: bytes, name: str, tenant: str) -> bytes:
-        data = _for_batch(body)
+        data = without(body, "priority")
         request = replace(read_embeddings(data), priority=LOWEST)
         model = await self._models.get(request.model, ModelType.Embedding)
         prepared = await model.prepare_embeddings(
@@ -126,12 +127,3 @@ class LineAsker:
 
 class _Named(msgspec.Struct):
     model: str
-
-
-def _for_batch(body: bytes) -> bytes:
-    """A request without its own priority: that of batches is lower than any."""
-    if b'"priority"' not in body and b"\\u" not in body:
-        return body
-    fields: dict[str, Any] = msgspec.json.decode(body)
-    fields.pop("priority", None)
-    return msgspec.json.encode(fields)

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qs
 
 import anyio
@@ -15,13 +15,15 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from dynbus import DynbusError, PayloadTooLarge, PermissionDenied
 from dynbus.llm.batches.records import PURPOSE, page_of, read_batch_request
-from dynbus.llm.batches.service import Batches
 from dynbus.llm.openai.errors import BadRequest, BodyTimeout, status_of, unsupported
 from dynbus.llm.tenants.limits import PER_MINUTE, PER_MONTH, RUNNING
 
 from .exchange import HungUp, Receive, Scope, abort
 from .shared import Caller, Shared
 from .writer import Send, raw_headers
+
+if TYPE_CHECKING:
+    from dynbus.llm.batches.service import Batches
 
 logger = logging.getLogger(__name__)
 

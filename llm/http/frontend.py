@@ -20,9 +20,6 @@ from dynbus import (
     takes,
 )
 from dynbus.kvrouter import RouterConfig
-from dynbus.llm.batches.service import Batches
-from dynbus.llm.batches.store import batch_grants
-from dynbus.llm.batches.worker import WORKERS, BatchWorker
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
@@ -32,7 +29,6 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import Hold, ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
-from dynbus.llm.tenants.oidc import OidcTokens
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.spi import ComponentName, Grant, Openable
 
@@ -96,7 +92,7 @@ class HttpFrontEnd(Openable):
         pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
         pages[STATE_PATH] = partial(_state, state)
         self._runtime = runtime
-        batches = BatchExchanges(self.shared, Batches(runtime)) if settings.batches else None
+        batches = _batches(runtime, self.shared) if settings.batches else None
         self._server = HttpServer(Application(self.shared, pages, batches), settings)
         self.url = self._server.url
 
@@ -142,6 +138,8 @@ class HttpFrontEnd(Openable):
         if not settings.batches or not settings.batch_concurrency:
             yield
             return
+        from dynbus.llm.batches.worker import BatchWorker
+
         arguments = {"concurrency": settings.batch_concurrency}
         instance = ActorInstance(self._runtime, BatchWorker, arguments, "")
         assert isinstance(instance.actor, BatchWorker)
@@ -154,6 +152,14 @@ class HttpFrontEnd(Openable):
                 await instance.stop(settings.grace)
 
 
+def _batches(runtime: Runtime, shared: Shared) -> BatchExchanges:
+    """The answering of requests for files and batches."""
+    # Most front ends take none.
+    from dynbus.llm.batches.service import Batches
+
+    return BatchExchanges(shared, Batches(runtime))
+
+
 def _tenants(runtime: Runtime, settings: HttpSettings) -> Tenants | None:
     """Those who may ask; None where everybody may.
 
@@ -164,6 +170,8 @@ def _tenants(runtime: Runtime, settings: HttpSettings) -> Tenants | None:
         return None
     tokens = None
     if settings.oidc_issuer is not None:
+        from dynbus.llm.tenants.oidc import OidcTokens
+
         claim = settings.oidc_tenant_claim
         tokens = OidcTokens(settings.oidc_issuer, settings.oidc_audience, claim)
     return Tenants(runtime, file=settings.api_keys, from_bus=settings.keys_from_bus, tokens=tokens)
@@ -203,6 +211,7 @@ class Frontend(Actor, abstract=True):
     @classmethod
     def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         # Only `dynbus auth` needs it.
+        from dynbus.llm.batches.store import batch_grants
         from dynbus.llm.permissions import asking_models
         from dynbus.llm.resumable.store import stream_grants
         from dynbus.llm.tenants.records import tenant_grants
@@ -261,6 +270,8 @@ class Http(Frontend, namespace="dynbus", component="http", enabled=False):
 
     @classmethod
     def __dynbus_also__(cls, address: ComponentName) -> Iterable[ComponentName | EndpointName]:
+        from dynbus.llm.batches.worker import WORKERS
+
         # It may do batches itself.
         queues = (WORKERS.endpoint(name) for name in ("line", "run"))
         return (*super().__dynbus_also__(address), WORKERS, *queues)

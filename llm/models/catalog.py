@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import anyio
 
 from dynbus import DynbusError, NoInstances, PermissionDenied, Runtime, Unavailable
+from dynbus.llm.following import follow
 from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import (
     ComponentName,
     ExpiredRecords,
-    NoStream,
     Openable,
     OrderedConsumer,
     StoredMessage,
@@ -34,7 +34,6 @@ from .records import ABROAD, ABROAD_CARDS_STREAM, ADDED, CARDS_STREAM, StoredCar
 
 logger = logging.getLogger(__name__)
 
-RETRY_DELAY: Final = 0.5
 LOOK_INTERVAL: Final = 0.25
 """Seconds between two looks at which instances are there."""
 
@@ -349,12 +348,11 @@ class Catalog(Openable):
     async def _read(
         self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]
     ) -> None:
-        consumer = await self._begin(bucket, consume)
-        try:
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await consumer.stop()
+        jetstream = self._runtime.bus.data.jetstream
+        await follow(jetstream, bucket, consume, self._failed, Unavailable)
+
+    def _failed(self, error: DynbusError) -> None:
+        self._failure = str(error)
 
     async def _read_abroad(self) -> None:
         """Follow the models of other regions, once the servers are of a region."""
@@ -367,21 +365,6 @@ class Catalog(Openable):
                     logger.warning("models of other regions are not known here: %s", error)
                     return
             await anyio.sleep(bus.config.lease_ttl)
-
-    async def _begin(
-        self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]
-    ) -> OrderedConsumer:
-        is_there = True
-        while True:
-            try:
-                if not is_there:
-                    await self._runtime.bus.data.jetstream.ensure_stream(bucket)
-                return await consume()
-            except NoStream:
-                is_there = False
-            except Unavailable as error:
-                self._failure = str(error)
-                await anyio.sleep(RETRY_DELAY)
 
     async def _consume_cards(self) -> OrderedConsumer:
         return await self._expired.consume(

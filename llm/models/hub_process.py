@@ -1,9 +1,8 @@
 """The process that gets a repository of a hub by `huggingface_hub`, so that it can be ended.
 
-Its argument is JSON: `repository`, `revision`, `file`, `weights` and
-`only_cached`. What it says to others are
-lines of JSON with the key `dynbus`: what is downloaded, unless all is here already; then the
-folder, or why there is none. It is run by its path and imports nothing of dynbus, so that it
+Its argument is JSON: `repository`, `revision`, `file`, `weights` and `only_cached`. What it says to
+others are lines of JSON with the key `dynbus`: what is downloaded, unless all is here already; then
+the folder, or why there is none. It is run by its path and imports nothing of dynbus, so that it
 starts fast.
 """
 

@@ -120,13 +120,18 @@ def format_of(
 
 def salted(body: bytes, tenant: str) -> msgspec.Raw:
     """A body for engines that take text: its salt is the tenant's, and never the client's."""
-    if b"cache_salt" not in body and b"\\u" not in body:
-        return msgspec.Raw(_with_salt(body, tenant) if tenant else body)
+    body = without(body, "cache_salt")
+    return msgspec.Raw(_with_salt(body, tenant) if tenant else body)
+
+
+def without(body: bytes, name: str) -> bytes:
+    """An object as JSON without one of its fields; as it is where it has none of this name."""
+    # A name may be written with escapes.
+    if name.encode() not in body and b"\\u" not in body:
+        return body
     fields: dict[str, Any] = msgspec.json.decode(body)
-    fields.pop("cache_salt", None)
-    if tenant:
-        fields["cache_salt"] = tenant
-    return msgspec.Raw(msgspec.json.encode(fields))
+    fields.pop(name, None)
+    return msgspec.json.encode(fields)
 
 
 def _with_salt(body: bytes, tenant: str) -> bytes:

@@ -6,23 +6,25 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING
 
 import anyio
 
 from dynbus import DynbusError, PermissionDenied, Runtime, Unavailable
-from dynbus.spi import NoStream, Openable, OrderedConsumer
+from dynbus.llm.following import follow
+from dynbus.spi import Openable
 
 from .counting import SharedCounts
 from .keys import ALL_TENANTS, ApiKeys, KeyHolder
 from .limits import Limits
-from .oidc import OidcTokens
 from .records import KEYS_STREAM, TenantView
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .oidc import OidcTokens
 
-RETRY_DELAY: Final = 0.5
+logger = logging.getLogger(__name__)
 
 
 class Tenants(Openable):
@@ -110,35 +112,20 @@ class Tenants(Openable):
             tasks.cancel_scope.cancel()
 
     async def _follow(self) -> None:
-        consumer = await self._begin()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await consumer.stop()
-
-    async def _begin(self) -> OrderedConsumer:
         jetstream = self._runtime.bus.data.jetstream
-        is_there = True
-        while True:
-            try:
-                if not is_there:
-                    await jetstream.ensure_stream(KEYS_STREAM)
-                return await jetstream.consume(
-                    KEYS_STREAM.name,
-                    self._view.put,
-                    last_per_subject=True,
-                    on_restart=self._view.begin_reading,
-                    on_caught_up=self._end_reading,
-                )
-            except NoStream:
-                is_there = False
-            except PermissionDenied as error:
-                self._failure = f"{error}: `dynbus setup` makes the bucket"
-                await anyio.sleep(RETRY_DELAY)
-            except DynbusError as error:
-                self._failure = str(error)
-                await anyio.sleep(RETRY_DELAY)
+        consume = partial(
+            jetstream.consume,
+            KEYS_STREAM.name,
+            self._view.put,
+            last_per_subject=True,
+            on_restart=self._view.begin_reading,
+            on_caught_up=self._end_reading,
+        )
+        await follow(jetstream, KEYS_STREAM, consume, self._failed, DynbusError)
+
+    def _failed(self, error: DynbusError) -> None:
+        is_refused = isinstance(error, PermissionDenied)
+        self._failure = f"{error}: `dynbus setup` makes the bucket" if is_refused else str(error)
 
     def _end_reading(self) -> None:
         self._view.end_reading()
