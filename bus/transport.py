@@ -804,6 +804,12 @@ class Connection(Protocol):
         sent: what it publishes goes along. For senders that collect what a turn brings."""
         ...
 
+    def send_now(self) -> None:
+        """Send what this turn of the loop has published until now, before its end: for what has to
+        be out before something else is told.
+        """
+        ...
+
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Deliver messages of a subject (wildcards allowed) to `callback`.
 

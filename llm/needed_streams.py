@@ -13,6 +13,7 @@ from .models.names import NAMES_STREAM
 from .models.records import ABROAD_CARDS_STREAM, CARDS_STREAM
 from .resumable.store import LOGS_STREAM
 from .tenants.counting import COUNTS_STREAM
+from .tenants.recording import USAGE_STREAM
 from .tenants.records import KEYS_STREAM
 
 
@@ -40,6 +41,7 @@ def all_streams(namespace: str) -> list[StreamConfig]:
         LOGS_STREAM,
         KEYS_STREAM,
         COUNTS_STREAM,
+        USAGE_STREAM,
         RECORDS_STREAM,
         FILES.stream,
     ]

@@ -6,9 +6,10 @@ is set. Nothing heavier than click is imported before it is needed.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import click
@@ -42,6 +43,7 @@ class Terminal:
 
     Attributes:
         EXIT_CODES: the text of `--help` about them.
+        TIMES: the text of `--help` about what `parse_time` reads.
         OK, FAILURE, NO_SERVER, INTERRUPTED: exit codes.
     """
 
@@ -50,6 +52,10 @@ class Terminal:
     FAILURE: Final = exit_codes.FAILURE
     NO_SERVER: Final = exit_codes.NO_SERVER
     INTERRUPTED: Final = exit_codes.INTERRUPTED
+    TIMES: Final = (
+        '"all", a day by UTC (2027-01-31), a time with its zone (2027-01-31T07:00+01:00), or how '
+        'long ago ("2h").'
+    )
 
     def json_option(self, command: F) -> F:
         """Give a command `--json`, as its argument `as_json`."""
@@ -75,6 +81,31 @@ class Terminal:
             min_open: whether `least` itself is none of them.
         """
         return NumberRange(least, most, min_open=min_open)
+
+    def parse_time(self, text: str, label: str) -> Callable[[float], float]:
+        """Read a time: what tells it in Unix seconds, of the time now.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        from datetime import UTC, date, datetime, time
+
+        from dynbus.bus.errors import ConfigError
+        from dynbus.bus.protocol.seconds import seconds_of
+
+        if text == "all":
+            return lambda _: -math.inf
+        with suppress(ConfigError):
+            ago = seconds_of(text, label)
+            return lambda now: now - ago
+        with suppress(ValueError):
+            day = datetime.combine(date.fromisoformat(text), time(), UTC)
+            return lambda _: day.timestamp()
+        with suppress(ValueError):
+            at = datetime.fromisoformat(text)
+            if at.tzinfo is not None:
+                return lambda _: at.timestamp()
+        raise ConfigError(f"{label} {text!r} is no time: give {self.TIMES}")
 
     def settings(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
@@ -51,7 +50,6 @@ class TopicRow(NamedTuple):
 
 topic_argument = click.argument("name", metavar="NAMESPACE.TOPIC")
 group_argument = click.argument("group", metavar="GROUP")
-since_help = '"all", a time with its zone (2027-01-31T07:00+01:00), or how long ago ("2h").'
 
 
 @click.group(epilog=exit_codes.GENERAL)
@@ -80,27 +78,6 @@ def parse_topic(text: str) -> TopicConfig:
     if not dot:
         raise ConfigError(f"{text!r} is no topic: write namespace.topic")
     return TopicConfig(check_token("namespace", namespace), check_topic(name), None)
-
-
-def parse_time(text: str, label: str) -> Callable[[float], float]:
-    """Read a time: what tells it in Unix seconds, of the server's time now.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    from dynbus.bus.errors import ConfigError
-    from dynbus.bus.protocol.seconds import seconds_of
-
-    if text == ALL:
-        return lambda _: -math.inf
-    with suppress(ConfigError):
-        ago = seconds_of(text, label)
-        return lambda now: now - ago
-    with suppress(ValueError):
-        at = datetime.fromisoformat(text)
-        if at.tzinfo is not None:
-            return lambda _: at.timestamp()
-    raise ConfigError(f"{label} {text!r} is no time: give {since_help}")
 
 
 # What there is -----------------------------------------------------------------------------------
@@ -239,7 +216,7 @@ def _cells(row: TopicRow) -> list[tuple[str, ...]]:
 
 @topic.command()
 @topic_argument
-@click.option("--from", "since", metavar="TIME", help=f"Show kept events too: {since_help}")
+@click.option("--from", "since", metavar="TIME", help=f"Show kept events too: {terminal.TIMES}")
 @click.option("--count", type=click.IntRange(min=1), help="End after so many events.")
 @terminal.json_option
 @terminal.nats_option
@@ -249,7 +226,7 @@ def tail(name: str, since: str | None, count: int | None, as_json: bool, nats: s
     One line for each: its time where it is kept, its key and what it says. Ctrl-C ends it.
     """
     wanted = parse_topic(name)
-    begin = None if since is None else parse_time(since, "--from")
+    begin = None if since is None else terminal.parse_time(since, "--from")
 
     async def show(connection: NatsConnection) -> None:
         shown = 0
@@ -380,7 +357,9 @@ def publish(name: str, event: str, key: str, nats: str | None) -> None:
 @topic.command()
 @topic_argument
 @group_argument
-@click.option("--from", "since", metavar="TIME", required=True, help=f"Since when: {since_help}")
+@click.option(
+    "--from", "since", metavar="TIME", required=True, help=f"Since when: {terminal.TIMES}"
+)
 @click.option("--until", metavar="TIME", help="Until when; until now unless given.")
 @terminal.nats_option
 def replay(name: str, group: str, since: str, until: str | None, nats: str | None) -> None:
@@ -392,8 +371,8 @@ def replay(name: str, group: str, since: str, until: str | None, nats: str | Non
     from dynbus.bus import topics
 
     wanted = parse_topic(name)
-    first = parse_time(since, "--from")
-    last = None if until is None else parse_time(until, "--until")
+    first = terminal.parse_time(since, "--from")
+    last = None if until is None else terminal.parse_time(until, "--until")
 
     async def give(connection: NatsConnection) -> int:
         place = await _existing_group(connection, wanted, group)

@@ -365,6 +365,9 @@ class MemoryConnection(WatchedConnection):
     def before_sending(self, publish: Callable[[], object]) -> None:
         self._loop.call_soon(publish)
 
+    def send_now(self) -> None:
+        """In memory nothing waits for the end of the turn."""
+
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> MemorySubscription:
         if not subject or any(character.isspace() for character in subject + queue):
             raise ConfigError(f"{subject!r} with queue {queue!r} is not a subject")

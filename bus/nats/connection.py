@@ -305,6 +305,9 @@ class NatsConnection(WatchedConnection):
     def before_sending(self, publish: Callable[[], object]) -> None:
         self._output.before_flush(publish)
 
+    def send_now(self) -> None:
+        self._output.flush()
+
     def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", reads_stream: bool = False
     ) -> NatsSubscription:

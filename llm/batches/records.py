@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynbus.llm.openai.errors import BadRequest, unsupported
+from dynbus.llm.tenants.usage import Tokens
 
 from .lines import LineError
 
@@ -115,6 +116,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         models: those that its tenant may ask; None for all.
+        usage: of the lines in its output file, once that is there.
     """
 
     id: str
@@ -138,6 +140,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     counts: Counts = Counts()
+    usage: Tokens | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -172,7 +175,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return replace(self, status=Status.FINALIZING, finalizing_at=now)
 
-    def ended(self, output: str | None, errors: str | None, *, expired: bool, now: int) -> Batch:
+    def ended(
+        self, output: str | None, errors: str | None, usage: Tokens, *, expired: bool, now: int
+    ) -> Batch:
         """Its files are there.
 
         Args:
@@ -180,7 +185,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.has_ended:
             return self
-        done = replace(self, output_file_id=output, error_file_id=errors)
+        done = replace(self, output_file_id=output, error_file_id=errors, usage=usage)
         if self.status is Status.CANCELLING:
             return replace(done, status=Status.CANCELLED, cancelled_at=now)
         if expired:
@@ -209,13 +214,27 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         del fields["tenant"], fields["models"]
         errors = fields.pop("errors")
         counts = fields.pop("counts")
+        del fields["usage"]
         return {
             "id": fields.pop("id"),
             "object": "batch",
             **fields,
             "errors": {"object": "list", "data": errors} if errors else None,
             "request_counts": counts,
+            "usage": None if self.usage is None else _usage_json(self.usage),
         }
+
+
+def _usage_json(used: Tokens) -> dict[str, Any]:
+    """The usage of a batch as OpenAI's API tells it."""
+    return {
+        "input_tokens": used.prompt,
+        "input_tokens_details": {"cached_tokens": used.cached},
+        "output_tokens": used.completion,
+        # Those that a model thinks are not told apart here.
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": used.prompt + used.completion,
+    }
 
 
 class BatchRequest(msgspec.Struct, frozen=True):

@@ -38,6 +38,8 @@ from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.openai.errors import BadRequest, error_body
 from dynbus.llm.permissions import asking_models
 from dynbus.llm.pipeline.models import Models
+from dynbus.llm.tenants.recording import USAGE_STREAM, store
+from dynbus.llm.tenants.usage import Tokens, UsageEntry, UsageRecord, usage_subject
 from dynbus.spi import ComponentName, Grant, NoObject, unix_time
 
 from .asking import LineAsker
@@ -48,6 +50,7 @@ from .lines import (
     LineError,
     NoAnswer,
     chunks_of,
+    count_usage,
     read_line,
     told_line,
 )
@@ -128,6 +131,7 @@ class Done(msgspec.Struct, frozen=True):
     Attributes:
         output, errors: bytes of each.
         expired: lines among those that failed that were not done in time.
+        usage: of those that are completed, an entry for each model.
     """
 
     completed: int
@@ -135,6 +139,7 @@ class Done(msgspec.Struct, frozen=True):
     output: int
     errors: int
     expired: int
+    usage: list[UsageEntry]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +168,10 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
     @classmethod
     def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         inherited = super().__dynbus_grants__(address, namespaces)
-        return [*inherited, *asking_models(namespaces), *batch_grants()]
+        writes = Grant(
+            "writes what batches have used", (*USAGE_STREAM.subjects, *USAGE_STREAM.to_look_up)
+        )
+        return [*inherited, *asking_models(namespaces), *batch_grants(), writes]
 
     def lend(self, models: Models) -> None:
         """Have it ask models that its process has opened already, which outlive it."""
@@ -248,8 +256,9 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         output = await run.assemble("output", [one.output for one in done], now)
         errors = await run.assemble("error", [one.errors for one in done], now)
         expired = any(one.expired for one in done)
+        usage = await run.write_usage([entry for one in done for entry in one.usage], now)
         return await self._change(
-            name, lambda one: one.ended(output, errors, expired=expired, now=now)
+            name, lambda one: one.ended(output, errors, usage, expired=expired, now=now)
         )
 
     async def _change(self, name: BatchName, change: Callable[[Batch], Batch]) -> str:
@@ -389,17 +398,20 @@ class BatchRun:
             for at in range(chunk.size):
                 tasks.start_soon(ask, at)
         written: dict[bool, list[bytes]] = {True: [], False: []}
-        expired = 0
+        expired, usage = 0, dict[str, UsageEntry]()
         for at in range(chunk.size):
             answer = answers[at]
             is_well = isinstance(answer, Answer) and answer.is_well
             written[is_well].append(told_line(names[at].request, ids[at], answer))
             expired += isinstance(answer, NoAnswer) and answer.code == "batch_expired"
+            if isinstance(answer, Answer) and answer.is_well:
+                count_usage(usage, answer)
         output, errors = b"".join(written[True]), b"".join(written[False])
         for kind, data in (("output", output), ("error", errors)):
             if data:
                 await self._store.put_part(self._written(kind), place, data)
-        return Done(len(written[True]), len(written[False]), len(output), len(errors), expired)
+        counts = len(written[True]), len(written[False]), len(output), len(errors)
+        return Done(*counts, expired, [*usage.values()])
 
     async def _answer(self, name: LineName) -> Answer | NoAnswer:
         """The answer to a line, or why there is none."""
@@ -476,6 +488,23 @@ class BatchRun:
         )
         await self._store.put_file(file)
         return file.id
+
+    async def write_usage(self, entries: Sequence[UsageEntry], now: int) -> Tokens:
+        """Write what the lines in its output file have used, the same however often it is done;
+        returns all of it.
+        """
+        models: dict[str, UsageEntry] = {}
+        total = UsageEntry("", "", "")
+        for one in entries:
+            of_model = models.setdefault(one.model, UsageEntry(one.model, "", ""))
+            for known in (of_model, total):
+                known.add(one.requests, one.tokens)
+        batch = self._batch
+        if batch.tenant and models:
+            subject = usage_subject(now, batch.tenant, batch.id)
+            record = UsageRecord(batch.tenant, [*models.values()])
+            await store(self._runtime.bus.data.jetstream, subject, record)
+        return total.tokens
 
 
 def _missing() -> LineError:

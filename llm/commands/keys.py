@@ -51,8 +51,9 @@ def add(
 
     Without --limit the tenant keeps the limits that it has.
     """
+    from dynbus.llm.tenants.keys import key_id
     from dynbus.llm.tenants.limits import read_limits
-    from dynbus.llm.tenants.records import ID_DIGITS, KeyRecord, check_tenant, hash_of
+    from dynbus.llm.tenants.records import KeyRecord, check_tenant, hash_of
     from dynbus.spi import unix_time
 
     record = KeyRecord(tenant=check_tenant(tenant), is_operator=operator, created=unix_time())
@@ -65,7 +66,7 @@ def add(
         return await bucket.add_key(record)
 
     key = _run(work, nats)
-    id = hash_of(key)[:ID_DIGITS]
+    id = key_id(hash_of(key))
     if as_json:
         terminal.print_json({"id": id, "tenant": tenant, "key": key})
         return
@@ -131,12 +132,12 @@ def ls(as_json: bool, nats: str | None) -> None:
 
 
 def _row(key: StoredKey, view: TenantView) -> tuple[str, str, str, str]:
-    from dynbus.llm.tenants.records import ID_DIGITS
+    from dynbus.llm.tenants.keys import key_id
 
     record = key.record
     limits = view.limits_of(record.tenant)
     return (
-        key.hash[:ID_DIGITS],
+        key_id(key.hash),
         terminal.plain(record.tenant),
         "operator" if record.is_operator else "-",
         terminal.plain(str(limits)) if limits is not None else "-",
@@ -146,12 +147,12 @@ def _row(key: StoredKey, view: TenantView) -> tuple[str, str, str, str]:
 def _json(view: TenantView) -> dict[str, Any]:
     import msgspec
 
-    from dynbus.llm.tenants.records import ID_DIGITS
+    from dynbus.llm.tenants.keys import key_id
 
     return {
         "keys": [
             {
-                "id": key.hash[:ID_DIGITS],
+                "id": key_id(key.hash),
                 "tenant": key.record.tenant,
                 "is_operator": key.record.is_operator,
                 "created": key.record.created,

@@ -23,7 +23,7 @@ from dynbus.llm.resumable.events import (
 )
 from dynbus.llm.resumable.records import Begun, log_key
 from dynbus.llm.resumable.running import AnswerClock, RunningStream
-from dynbus.llm.tenants.admission import BYTES_OF_TOKEN, Admission
+from dynbus.llm.tenants.admission import BYTES_OF_TOKEN
 from dynbus.spi import random_id, unix_time
 
 from .content import Content, ContentSink, RecordedFormat
@@ -115,7 +115,8 @@ class CompletionExchange(Exchange):
         if self._content is not None and format.frame is not None:
             sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
-        self._work = completion
+        self._begin_work(completion)
+        completion.when_made = self._count_all
         lengths = completion.prompt_lengths or [len(asked.body) // BYTES_OF_TOKEN]
         await self._reserve(lengths, request.limit, request.choices)
         # What is left of it is as long as the context at most.
@@ -138,12 +139,6 @@ class CompletionExchange(Exchange):
         timing.sent = time.perf_counter()
         metrics.queue.observe(timing.sent - prepared)
         self._trace.sent(completion.instances, prepared, timing.sent)
-
-    def _settle(self, admission: Admission) -> None:
-        if isinstance(self._work, RunningStream):
-            self._work.when_done(partial(super()._settle, admission))
-        else:
-            super()._settle(admission)
 
     def _goes_on_elsewhere(self) -> bool:
         return isinstance(self._work, RunningStream) and self._work.is_logged
@@ -168,6 +163,8 @@ class CompletionExchange(Exchange):
             if self._admission is not None:
                 await self._admission.begin_stream()
             key = log_key(caller.tenant, caller.request_id)
+            if self._tally is not None and self._shared.usage is not None:
+                self._shared.usage.mark(self._tally, key)
             begun = Begun(
                 streams.store.me,
                 self._path,

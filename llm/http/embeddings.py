@@ -34,13 +34,15 @@ class EmbeddingsExchange(Exchange):
         work = await model.prepare_embeddings(
             request, self._for_engines(data), format, self._caller.tenant or None
         )
-        self._work = work
+        self._begin_work(work)
         usage = work.usage
         await self._reserve([usage.prompt if usage is not None else len(data) // BYTES_OF_TOKEN])
         prepared = self._timing.prepared = time.perf_counter()
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
         metrics.preparing.observe(prepared - begun)
-        self._writer.write([await model.embed(work)])
+        answer = await model.embed(work)
+        self._count_all()
+        self._writer.write([answer])
         self._writer.end(None)
 
 

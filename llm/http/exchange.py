@@ -21,7 +21,9 @@ from dynbus.llm.openai.api import salted
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.serving import RequestTiming
+from dynbus.llm.resumable.running import RunningStream
 from dynbus.llm.tenants.admission import Admission
+from dynbus.llm.tenants.usage import Payer, Tally
 from dynbus.spi import describe_exception, monotonic
 
 from . import idempotency
@@ -90,6 +92,9 @@ class Exchange(ABC):
         self._model = ""
         self._recording: Recording | None = None
         self._admission: Admission | None = None
+        self._tally: Tally | None = None
+        # Tokens of its prompts, as far as they are known before an engine counts them.
+        self._prompt = 0
         # What a stream is told while nothing comes of it.
         self._keep_alive = b""
         self._writer = self._make_writer(None)
@@ -164,7 +169,7 @@ class Exchange(ABC):
                 self._end_recording()
             if self._admission is not None:
                 self._admission.leave()
-                self._settle(self._admission)
+            self._settle()
             timing.last = time.perf_counter() if timing.first is None else timing.last
             self._tell()
             # Its traceback holds all of the request, and this: garbage that only a collection of
@@ -217,15 +222,48 @@ class Exchange(ABC):
             tenant, key, monotonic(), well=well, most=MAX_ANSWERS if most is None else most
         )
 
-    def _settle(self, admission: Admission) -> None:
-        """Have counted what its tenant has used: nothing more is made for it here."""
+    def _settle(self) -> None:
+        """Have counted what its tenant has used, once nothing more is made for it here."""
+        if isinstance(self._work, RunningStream):
+            # Its engine works on without its client.
+            self._work.when_done(self._settle_now)
+        else:
+            self._settle_now()
+
+    def _settle_now(self) -> None:
+        if self._admission is not None:
+            self._admission.settle(self._used())
+        self._count_all()
+
+    def _count_all(self) -> None:
+        """Have all that it has come to written as used, if it was not before."""
+        work, usage = self._work, self._shared.usage
+        if self._tally is None or usage is None:
+            return
+        # The front end that goes on with a stream counts what is not counted yet.
+        is_taken = isinstance(work, RunningStream) and work.is_taken
+        usage.end(self._tally, None if is_taken else self._used())
+
+    def _used(self) -> Usage:
+        """The tokens that it has come to; where nobody counted, those that its prompts were taken
+        to have, and the pieces of its answer."""
         work, timing = self._work, self._timing
         came = timing.gap_count + (timing.first is not None)
-        usage = work.usage if work is not None else None
         if work is None or not (came or work.instances):
             # No engine had it.
-            usage = Usage(0, 0)
-        admission.settle(usage, came)
+            return Usage(0, 0)
+        return work.usage or Usage(self._prompt, came)
+
+    def _begin_work(self, work: Work) -> None:
+        """Have engines' work for it counted for its tenant, and cancelled with it."""
+        self._work = work
+        if self._shared.usage is not None:
+            self._tally = self._tally or Tally(self._payer)
+            self._shared.usage.begin(self._tally, work)
+
+    @property
+    def _payer(self) -> Payer:
+        return Payer(self._caller.tenant, self._caller.key, self._model)
 
     def _stop(self) -> None:
         """Answer that the server stops, which cancels requests that have had their grace.
@@ -351,6 +389,7 @@ class Exchange(ABC):
         self, prompts: Sequence[int], most: int | None = None, outputs: int = 0
     ) -> None:
         """Take of the tenant's limits what a request may come to; see `Admission.reserve`."""
+        self._prompt = sum(prompts)
         if self._admission is not None:
             await self._admission.reserve(prompts, most, outputs)
             self._writer.add_headers(self._admission.token_headers)
@@ -438,7 +477,7 @@ class Exchange(ABC):
                 self._metrics.time_to_first_token.observe(timing.first - timing.began)
         shared.metrics.count(self._path, self._model, status)
         if usage is not None:
-            shared.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
+            shared.metrics.count_tokens(self._model, self._caller.tenant, usage)
         self._trace.ended(status, writer.error, timing, self._work, self._content)
         if logger.isEnabledFor(logging.INFO):
             fields = self._log_fields(now)

@@ -29,6 +29,7 @@ from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import Hold, ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.resumable.streams import ResumableStreams
+from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.spi import ComponentName, Grant, Openable
 
@@ -81,12 +82,17 @@ class HttpFrontEnd(Openable):
         )
         self._status = runtime.bus.status
         self._announced: set[str] = set()
+        resumable, tenants = (
+            ResumableStreams(runtime, settings.max_requests),
+            _tenants(runtime, settings),
+        )
         self.shared = Shared(
             settings,
             self._models,
             Tracing(runtime.bus.telemetry),
-            ResumableStreams(runtime, settings.max_requests),
-            _tenants(runtime, settings),
+            resumable,
+            tenants,
+            UsageRecorder(runtime, resumable.store.me) if tenants is not None else None,
         )
         state = PageState(runtime, lambda: self._models.served)
         pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
@@ -118,7 +124,8 @@ class HttpFrontEnd(Openable):
     async def _open(self) -> AsyncGenerator[None]:
         with rare_collections():
             async with AsyncExitStack() as exits:
-                for one in (self._models, self.shared.tenants, self.shared.resumable):
+                shared = self.shared
+                for one in (self._models, shared.tenants, shared.usage, shared.resumable):
                     if one is not None:
                         await exits.enter_async_context(one)
                 tasks = await exits.enter_async_context(anyio.create_task_group())

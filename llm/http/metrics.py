@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from dynbus.llm.answers import Usage
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 LONG: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 SHORT: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 
 MAX_SERIES: Final = 1000
+MAX_TENANTS: Final = 100
 OTHER: Final = "other"
 
 Labels = tuple[tuple[str, str], ...]
@@ -87,6 +90,8 @@ class FrontEndMetrics:
         self._models: dict[str, ModelMetrics] = {}
         self._requests: Counter[Labels] = Counter()
         self._tokens: Counter[Labels] = Counter()
+        self._tenants: set[str] = set()
+        self._tokens_of_tenants: Counter[Labels] = Counter()
 
     def of(self, model: str) -> ModelMetrics:
         """The histograms of a model that is served."""
@@ -105,11 +110,22 @@ class FrontEndMetrics:
         labels = (("endpoint", endpoint), ("model", model), ("status", str(status)))
         self._requests[labels] += 1
 
-    def count_tokens(self, model: str, prompt: int, completion: int, cached: int | None) -> None:
-        """So many tokens belong to a request that has ended."""
-        for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
+    def count_tokens(self, model: str, tenant: str, usage: Usage) -> None:
+        """Tokens belong to a request that has ended.
+
+        Args:
+            tenant: whose it is; empty without tenants.
+        """
+        if tenant and tenant not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                tenant = OTHER
+            self._tenants.add(tenant)
+        for kind in ("prompt", "completion", "cached"):
+            count: int = getattr(usage, kind) or 0
             if count:
                 self._tokens[(("model", model), ("kind", kind))] += count
+            if count and tenant:
+                self._tokens_of_tenants[(("tenant", tenant), ("kind", kind))] += count
 
     def page(self, models: int, streams: Mapping[str, int]) -> str:
         """All of it in Prometheus's text format.
@@ -124,6 +140,11 @@ class FrontEndMetrics:
             *(_line(f"{prefix}_requests_total", *one) for one in self._requests.items()),
             *_family(f"{prefix}_tokens_total", "counter", "Tokens of requests that have ended."),
             *(_line(f"{prefix}_tokens_total", *one) for one in self._tokens.items()),
+            *_family(f"{prefix}_tenant_tokens_total", "counter", "The same by tenant."),
+            *(
+                _line(f"{prefix}_tenant_tokens_total", *one)
+                for one in self._tokens_of_tenants.items()
+            ),
             *_family(f"{prefix}_requests_in_flight", "gauge", "Requests that run."),
             _line(f"{prefix}_requests_in_flight", (), self.in_flight),
             *_family(

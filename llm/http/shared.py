@@ -18,6 +18,7 @@ from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.llm.turns import TenantThreads
 from dynbus.spi import random_id
@@ -51,12 +52,14 @@ class Caller:
         tenant: whose key it has; empty without keys.
         headers: of the request, their names in lower case.
         is_operator: whether it may see what all tenants do.
+        key: the id of its key; empty without keys.
     """
 
     request_id: str
     tenant: str
     headers: Mapping[str, str]
     is_operator: bool = False
+    key: str = ""
 
     @property
     def wants_resumable(self) -> bool:
@@ -86,6 +89,7 @@ class Shared:
 
     Attributes:
         tenants: None where everybody is let in.
+        usage: counts the tokens of tenants; None where there are none.
         is_draining: whether it stops, and takes no more requests.
         reading: reads bodies that take a while.
         places: of the requests that run.
@@ -99,6 +103,7 @@ class Shared:
         tracing: Tracing,
         resumable: ResumableStreams,
         tenants: Tenants | None = None,
+        usage: UsageRecorder | None = None,
     ) -> None:
         self.settings = settings
         self.models = models
@@ -112,6 +117,7 @@ class Shared:
         self.keep_alive = KeepAlive(settings.stream_keep_alive)
         self.is_draining = False
         self.tenants = tenants
+        self.usage = usage
 
     def __repr__(self) -> str:
         return f"<Shared [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
@@ -170,7 +176,7 @@ class Shared:
                 started=False,
             )
         return Caller(
-            caller.request_id, holder.tenant, caller.headers, is_operator=holder.is_operator
+            caller.request_id, holder.tenant, caller.headers, holder.is_operator, holder.key
         )
 
     def admission(self, caller: Caller) -> Admission | None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 from urllib.parse import quote
 
@@ -47,7 +46,8 @@ from dynbus.llm.resumable.records import (
     next_step,
 )
 from dynbus.llm.resumable.running import AnswerClock, RunningStream, stored_arrival, take_stored
-from dynbus.llm.tenants.admission import Admission
+from dynbus.llm.tenants.recording import UsageRecorder
+from dynbus.llm.tenants.usage import Tally, Tokens
 from dynbus.spi import StoredMessage, WrongLastSequence, monotonic
 
 from .exchange import Exchange, Receive, Scope
@@ -166,12 +166,6 @@ class StreamExchange(Exchange):
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         return answer_of(error, request_id)
 
-    def _settle(self, admission: Admission) -> None:
-        if isinstance(self._work, RunningStream):
-            self._work.when_done(partial(super()._settle, admission))
-        else:
-            super()._settle(admission)
-
     def _goes_on_elsewhere(self) -> bool:
         return not isinstance(self._work, RunningStream) or self._work.is_logged
 
@@ -229,7 +223,7 @@ class StreamExchange(Exchange):
                 why = self._log.over or "its time is over"
                 raise StreamGone(f"the stream cannot be resumed: {why}", started=False)
             self._check_number(rebuilt)
-            if step is Next.TAKE and await self._takes_over():
+            if step is Next.TAKE and await self._takes_over(rebuilt):
                 self._release(rebuilt)
                 return rebuilt
             if step is not Next.ASK:
@@ -340,16 +334,32 @@ class StreamExchange(Exchange):
         self._shared.resumable.store.forget(self._watch)
         self._watch = OwnerWatch()
 
-    async def _takes_over(self) -> bool:
-        streams = self._shared.resumable
+    async def _takes_over(self, rebuilt: _Rebuilt) -> bool:
+        streams, usage = self._shared.resumable, self._shared.usage
+        if usage is not None:
+            counted = await self._counted_before(usage, rebuilt)
+            self._tally = Tally(self._payer, counted)
+            # The front end that goes on with it after this one has to know.
+            usage.mark(self._tally, self._key)
         try:
             await streams.claim(self._key, self._log, Owned(streams.store.me))
         except WrongLastSequence:
+            if usage is not None and self._tally is not None:
+                usage.end(self._tally, None)
+                self._tally = None
             # Its owner lives, or another front end was faster: what that wrote comes.
             self._watch_anew()
             return False
         streams.count("taken_over")
         return True
+
+    async def _counted_before(self, usage: UsageRecorder, rebuilt: _Rebuilt) -> Tokens:
+        """The tokens of the stream that front ends before this one have counted."""
+        owner = self._log.owner
+        # One that has handed it on has counted all of it.
+        known = await usage.counted_of(self._caller.tenant, owner, self._key) if owner else None
+        used = rebuilt.completion.usage
+        return known or (Tokens() if used is None else Tokens.of(used))
 
     def _own(self, rebuilt: _Rebuilt) -> None:
         """Go on with it from here."""
@@ -379,6 +389,7 @@ class StreamExchange(Exchange):
             self._cut,
             streams.left,
         )
-        self._work = stream
+        self._begin_work(stream)
+        completion.when_made = self._count_all
         self._writer.when_writable = completion.resume
         streams.start(stream)

@@ -142,13 +142,23 @@ class Completion(ABC):
     Attributes:
         timing: when its tokens came.
         taker: what takes its streams: itself, unless somebody stands before it.
+        when_made: called when all of its answer is made, before the end is told.
         why_not_elsewhere: why another process could not go on with it; empty where one could.
     """
 
     why_not_elsewhere: ClassVar[str] = ""
 
     # The fields of completions are read for each token of each of very many streams.
-    __slots__ = ("_format", "_is_over", "_is_unstarted", "_sink", "_streams", "taker", "timing")
+    __slots__ = (
+        "_format",
+        "_is_over",
+        "_is_unstarted",
+        "_sink",
+        "_streams",
+        "taker",
+        "timing",
+        "when_made",
+    )
 
     def __init__(
         self, format: AnswerFormat, sink: Sink, timing: RequestTiming, *, streams: bool
@@ -161,6 +171,7 @@ class Completion(ABC):
         self._streams: list[RelayedStream[Part]] = []
         self._is_over = False
         self.taker: Taker = self
+        self.when_made: Callable[[], object] | None = None
 
     @property
     def answer_id(self) -> str:
@@ -247,6 +258,10 @@ class Completion(ABC):
         self._streams.append(stream)
         if self._is_over:
             stream.cancel()
+
+    def _tell_made(self) -> None:
+        if self.when_made is not None:
+            self.when_made()
 
     def _write(self, chunks: Sequence[bytes]) -> None:
         if not chunks:
@@ -350,6 +365,7 @@ class TokenCompletion(Completion):
         end = self._transcript.finish()
         if end:
             chunks.append(end)
+        self._tell_made()
         self._write(chunks)
         self.end(None)
 
@@ -442,13 +458,15 @@ class TextCompletion(Completion):
     def _finish(self) -> None:
         if self._merged is None:
             end = self._format.end(self._usage)
-            self._write([end] if end else [])
+            chunks = [end] if end else []
         elif self._frame is not None:
-            self._write([self._merged.encode()])
+            chunks = [self._merged.encode()]
         else:
             read = read_answer(self._merged.encode())
             self._usage = read.usage
-            self._write([self._format.whole(read.outputs, read.usage)])
+            chunks = [self._format.whole(read.outputs, read.usage)]
+        self._tell_made()
+        self._write(chunks)
 
     def _framed(self, item: bytes) -> bytes:
         """A chunk as it is."""

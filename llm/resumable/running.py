@@ -110,6 +110,7 @@ class RunningStream:
 
     Attributes:
         is_logged: whether another front end could go on with it.
+        is_taken: whether one does.
         sent: set once the request was sent to an engine, or could not be.
     """
 
@@ -131,6 +132,7 @@ class RunningStream:
         self.key = key
         self.tenant = tenant
         self.is_logged = True
+        self.is_taken = False
         self.sent = anyio.Event()
         self._store = store
         self._log = log
@@ -281,7 +283,11 @@ class RunningStream:
             waiting, self._waiting = self._waiting, []
             is_quiet = monotonic() - self._stored_at > QUIET_INTERVAL
             if (waiting or is_quiet) and self.is_logged:
-                if not await self._store_pieces([one.piece for one in waiting]):
+                is_own = True
+                # What is stored is taken here, too: it is counted up to there for who goes on.
+                with anyio.CancelScope(shield=True):
+                    is_own = await self._store_pieces([one.piece for one in waiting])
+                if not is_own:
                     return
                 if self._to_bury:
                     tasks.start_soon(self._keep_burying)
@@ -311,8 +317,8 @@ class RunningStream:
         try:
             await self._store.append(self.key, self._log, record)
         except WrongLastSequence:
-            if await self._is_taken():
-                self.is_logged = False
+            if await self._has_new_owner():
+                self.is_logged, self.is_taken = False, True
                 self._store.uncount(self.key, self._log)
                 self._counted("lost")
                 if self._sink.to is not None:
@@ -324,7 +330,7 @@ class RunningStream:
             self._give_up("unlogged", "it could not be stored")
         return True
 
-    async def _is_taken(self) -> bool:
+    async def _has_new_owner(self) -> bool:
         """True if another front end goes on with it; the log may also be lost with the server."""
         try:
             last = await self._store.last(self.key)

@@ -40,7 +40,6 @@ class Admission:
         self._request: Taken | None = None
         self._tokens: Taken | None = None
         self._stream: Taken | None = None
-        self._prompt = 0
         # What another front end has counted.
         self._counted = Usage(0, 0)
 
@@ -102,7 +101,6 @@ class Admission:
             BUDGET: prompt + completion,
         }
         self._tokens = await self._take(amounts)
-        self._prompt = prompt
 
     def go_on(self, usage: Usage) -> None:
         """Have counted what is made for a stream from here on, which was begun elsewhere.
@@ -135,15 +133,9 @@ class Admission:
             self._purse.settle(self._request, {REQUESTS: self._request.amounts.get(REQUESTS, 0)})
             self._request = None
 
-    def settle(self, usage: Usage | None, came: int) -> None:
-        """Nothing more is made for it.
-
-        Args:
-            usage: None where nobody counted, so that prompts count as they were taken to be.
-            came: pieces of its answer, which count for tokens then.
-        """
+    def settle(self, used: Usage) -> None:
+        """Nothing more is made for it, and this is what it has used."""
         if self._tokens is not None:
-            used = Usage(self._prompt, came) if usage is None else usage
             prompt, cached = used.prompt - self._counted.prompt, used.cached or 0
             completion = used.completion - self._counted.completion
             real = {

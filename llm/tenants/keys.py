@@ -22,6 +22,9 @@ LOOK_INTERVAL: Final = 1.0
 
 MAX_BYTES: Final = 1024 * 1024
 
+ID_DIGITS: Final = 12
+"""Digits of the hash of a key by which it is called."""
+
 NO_KEY: Final = "-"
 """The place of the key in a line that states limits alone."""
 
@@ -41,10 +44,12 @@ class KeyHolder(NamedTuple):
 
     Attributes:
         is_operator: whether it may see what all tenants do.
+        key: the id of the key.
     """
 
     tenant: str
     is_operator: bool = False
+    key: str = ""
 
 
 def is_tenant(name: str) -> bool:
@@ -60,6 +65,11 @@ def tenant_token(name: str) -> str:
 def digest_of(key: str) -> bytes:
     """The SHA-256 of a key or a token, whatever a client has sent as one."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def key_id(hash: str) -> str:
+    """The id by which a key is called, of its hash in hexadecimal."""
+    return hash[:ID_DIGITS]
 
 
 class _Read(NamedTuple):
@@ -180,8 +190,9 @@ class ApiKeys:
                 "limits as name=value; a tenant has letters, digits, '.', '_' and '-'"
             )
         if key != NO_KEY:
-            holder = KeyHolder(tenant, is_operator=bool(roles))
-            read.holders.append((self._digest(key, number), holder))
+            digest = self._digest(key, number)
+            holder = KeyHolder(tenant, is_operator=bool(roles), key=key_id(digest.hex()))
+            read.holders.append((digest, holder))
         if not rest.split():
             return
         if tenant in read.limits:

@@ -38,6 +38,9 @@ FETCHED_SECONDS: Final = 300.0
 FETCH_INTERVAL: Final = 10.0
 """Seconds between two readings at least, however many tokens are of unknown keys."""
 
+OF_PROVIDER: Final = "oidc"
+"""The id of the keys that its tokens are, for what is counted by key."""
+
 LEEWAY: Final = 30.0
 """Seconds by which the clocks of the provider and of this machine may differ."""
 
@@ -185,7 +188,7 @@ class OidcTokens:
                 self._tenant_claim,
             )
             return None
-        holder = KeyHolder(tenant)
+        holder = KeyHolder(tenant, key=OF_PROVIDER)
         self._known[digest] = _Known(holder, float(claims["exp"]) + LEEWAY)
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

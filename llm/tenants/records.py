@@ -24,8 +24,9 @@ from dynbus.spi import (
 )
 
 from .counting import COUNTS_STREAM
-from .keys import ALL_TENANTS, KeyHolder, digest_of, is_tenant, tenant_token
+from .keys import ALL_TENANTS, KeyHolder, digest_of, is_tenant, key_id, tenant_token
 from .limits import Limits
+from .recording import USAGE_STREAM
 
 KEYS_BUCKET: Final = "dynbus_tenants"
 
@@ -48,9 +49,6 @@ KEY_PREFIX: Final = "dk-"
 
 KEY_BYTES: Final = 32
 READ_TIMEOUT: Final = 10.0
-ID_DIGITS: Final = 12
-"""Digits of the hash of a key by which it is called."""
-
 _KEY: Final = f"$KV.{KEYS_BUCKET}.key."
 _LIMITS: Final = f"$KV.{KEYS_BUCKET}.limits."
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
@@ -134,8 +132,11 @@ class TenantView:
 
     def holder_of(self, key: str) -> KeyHolder | None:
         """The holder of a key; None for an unknown one."""
-        record = self._keys.get(hash_of(key))
-        return None if record is None else KeyHolder(record.tenant, record.is_operator)
+        hash = hash_of(key)
+        record = self._keys.get(hash)
+        if record is None:
+            return None
+        return KeyHolder(record.tenant, record.is_operator, key_id(hash))
 
     def limits_of(self, tenant: str) -> Limits | None:
         """The limits that are stated of a tenant; None where none are."""
@@ -252,7 +253,9 @@ def tenant_grants() -> list[Grant]:
     """The uses that a front end makes of the bus, for `dynbus auth`, which has keys from it and
     counts what tenants use."""
     counts = (*COUNTS_STREAM.subjects, *COUNTS_STREAM.to_look_up)
+    usage = (*USAGE_STREAM.subjects, *USAGE_STREAM.to_read)
     return [
         Grant("knows keys and limits of tenants", KEYS_STREAM.to_follow),
-        Grant("counts what tenants use", counts),
+        Grant("counts what tenants use of their limits", counts),
+        Grant("writes what tenants have used", usage),
     ]

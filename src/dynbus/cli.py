@@ -50,6 +50,7 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "models": "List the models; name and tune them.",
         "queue": "Look after jobs that wait or failed.",
         "topic": "Look after topics and their groups.",
+        "usage": "Say what tenants have used.",
     },
     "Develop": {
         "schema": "Write what actors read and write; check changes.",

@@ -47,6 +47,7 @@ from dynbus.llm.models.names import NAMES_STREAM
 from dynbus.llm.models.records import CARDS_STREAM
 from dynbus.llm.resumable.store import LOGS_STREAM
 from dynbus.llm.tenants.counting import COUNTS_STREAM
+from dynbus.llm.tenants.recording import USAGE_STREAM
 from dynbus.llm.tenants.records import KEYS_STREAM
 from dynbus.transfer.exchange import AGENTS_STREAM, DESCRIPTIONS
 
@@ -284,6 +285,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("give somebody a key of front ends", "publish", "$KV.dynbus_tenants.key.h", "operator"),
         may("state the limits of a tenant", "publish", "$KV.dynbus_tenants.limits.t", "operator"),
         may("count what a tenant uses", "publish", "$KV.dynbus_tenant_counts.t", "frontend operator"),
+        may("write what a tenant has used", "publish", "$KV.dynbus_usage.d.h.t.w.0", "frontend operator"),
+        may("read what tenants have used", "publish", "$JS.API.DIRECT.GET.KV_dynbus_usage", "frontend operator"),
         may("write the log of a resumable stream", "publish", "_streams.log.k", "frontend"),
         may("submit a batch", "publish", "dynbus.batches._work.run.normal.b", "frontend"),
         may("write a batch, or that a file is there", "publish", "_batches.-.batch.b", "frontend"),
@@ -325,7 +328,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         clears("the large descriptions of memory", "$O.dynbus_transfer_agents.M.r", DESCRIPTIONS.stream, "Engine operator"),
         clears("the events of a topic", "demo._topic.order.sold._event.r", topic_config(TopicConfig("demo", "order.sold", 3600.0))),
         clears("keys of front ends", "$KV.dynbus_tenants.key.r", KEYS_STREAM),
-        clears("what tenants have used", "$KV.dynbus_tenant_counts.r", COUNTS_STREAM),
+        clears("what tenants have used of their limits", "$KV.dynbus_tenant_counts.r", COUNTS_STREAM),
+        clears("what tenants have used, by the hour", "$KV.dynbus_usage.d.h.t.r.0", USAGE_STREAM),
         clears("the logs of resumable streams", "_streams.log.r", LOGS_STREAM, "frontend"),
         clears("batches", "_batches.-.batch.r", RECORDS_STREAM),
         clears("the files of batches", "$O.dynbus_files.M.r", FILES.stream, "frontend operator"),

@@ -39,7 +39,9 @@ from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
 from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
 from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
+from dynbus.llm.tenants.usage import Payer, Tally
 from dynbus.spi import NeededStream
 from dynbus.transfer.descriptors import AgentDescription
 from dynbus.transfer.exchange import MAX_RECORD_BYTES, announced
@@ -151,6 +153,8 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     tenants = await exits.enter_async_context(Tenants(runtime, from_bus=True))
     limits = Limits(requests_per_minute=1)
     await tenants.counts.take("ada", limits, limits.counted)
+    usage = await exits.enter_async_context(UsageRecorder(runtime, "front"))
+    usage.mark(Tally(Payer("ada", "k", "tiny")), "a-stream")
     printer = await runtime.start(Printer)
     assert await runtime.client(Printer).print("a page") == "a page"
     await printer.stop()

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from tests.conditions import eventually
 
 from dynbus import Actor, ConfigError, InvalidRequest, Overloaded, Runtime, Topic, subscribe
-from dynbus.bus.commands.topic import parse_time
+from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.commands.topic import topic as command_group
 from dynbus.bus.nats import direct_get
 from dynbus.bus.nats.server_process import RunningServer
@@ -223,6 +223,7 @@ async def test_what_is_no_topic_no_event_or_no_time_is_refused(command: Command)
     assert "leave --from out" in str(before)
     for text in ("yesterday", "2027-01-31T07:00", "-2h"):
         with pytest.raises(ConfigError, match="is no time"):
-            parse_time(text, "--from")
-    assert parse_time("2h", "--from")(10_000.0) == 2800.0
-    assert parse_time("1970-01-01T01:00+00:00", "--from")(0.0) == 3600.0
+            terminal.parse_time(text, "--from")
+    assert terminal.parse_time("2h", "--from")(10_000.0) == 2800.0
+    assert terminal.parse_time("1970-01-01T01:00+00:00", "--from")(0.0) == 3600.0
+    assert terminal.parse_time("1970-01-02", "--from")(0.0) == 86400.0

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from dynbus.llm.batches.records import (
     seconds_of_window,
 )
 from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.tenants.usage import Tokens
 
+USED = Tokens(10, 4, 2)
 ERROR = LineError(code="empty_file", message="nothing")
 
 
@@ -41,7 +44,7 @@ def test_a_batch_goes_from_its_file_to_its_end() -> None:
     begun = batch().begun(5, 11)
     counted = begun.counted(3, 1)
     finalizing = counted.counted(4, 1).finalizing(12)
-    ended = finalizing.ended("file-out", None, expired=False, now=13)
+    ended = finalizing.ended("file-out", None, USED, expired=False, now=13)
 
     assert (begun.status, begun.in_progress_at) == (Status.IN_PROGRESS, 11)
     assert counted.counts == Counts(5, 3, 1)
@@ -53,6 +56,7 @@ def test_a_batch_goes_from_its_file_to_its_end() -> None:
     assert (told["object"], told["errors"]) == ("batch", None)
     assert told["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
     assert "tenant" not in told
+    assert openai.types.BatchUsage(**told["usage"]).total_tokens == 12
 
 
 def test_a_batch_whose_file_is_not_valid_has_failed() -> None:
@@ -65,8 +69,10 @@ def test_a_batch_whose_file_is_not_valid_has_failed() -> None:
 def test_a_batch_that_is_cancelled_ends_as_that_and_one_that_is_late_has_expired() -> None:
     running = batch().begun(5, 11)
 
-    cancelled = running.cancelling(12).finalizing(13).ended("file-out", None, expired=True, now=14)
-    expired = running.finalizing(13).ended(None, "file-err", expired=True, now=14)
+    cancelled = (
+        running.cancelling(12).finalizing(13).ended("file-out", None, USED, expired=True, now=14)
+    )
+    expired = running.finalizing(13).ended(None, "file-err", USED, expired=True, now=14)
 
     assert (cancelled.status, cancelled.cancelling_at, cancelled.cancelled_at) == (
         *(Status.CANCELLED, 12, 14),
@@ -79,7 +85,7 @@ def test_a_batch_that_is_cancelled_ends_as_that_and_one_that_is_late_has_expired
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_batch_that_has_ended_or_is_about_to_is_not_cancelled(ends: bool) -> None:
     late = batch().begun(1, 11).finalizing(12)
-    late = late.ended(None, None, expired=False, now=13) if ends else late
+    late = late.ended(None, None, USED, expired=False, now=13) if ends else late
 
     with pytest.raises(BadRequest, match="cannot be cancelled any more") as refused:
         late.cancelling(14)
@@ -93,8 +99,8 @@ CHANGES: list[Callable[[Batch], Batch]] = [
     lambda one: one.counted(2, 1),
     lambda one: one.counted(4, 1),
     lambda one: one.finalizing(13),
-    lambda one: one.ended("out", None, expired=True, now=14),
-    lambda one: one.ended("out", None, expired=False, now=15),
+    lambda one: one.ended("out", None, USED, expired=True, now=14),
+    lambda one: one.ended("out", None, USED, expired=False, now=15),
     lambda one: one.cancelling(16),
 ]
 

@@ -17,6 +17,7 @@ from tests.conditions import eventually
 
 from dynbus.bus.records.objects import ObjectStore
 from dynbus.llm.batches.store import FILES
+from dynbus.llm.tenants.usage_sums import read_usage, sum_up
 
 from .served import CARDS, Served, card, served
 
@@ -124,6 +125,35 @@ async def test_each_endpoint_has_batches_and_others_are_refused() -> None:
     assert bodies["/v1/completions"]["choices"][0]["text"] == "hi"
     assert len(bodies["/v1/embeddings"]["data"][0]["embedding"]) == 3
     assert bodies["/v1/responses"]["output"][0]["content"][0]["text"] == "hi"
+
+
+@pytest.mark.parametrize("endpoint", ["chats", "responses"])
+async def test_what_a_batch_has_used_is_told_and_counted_for_its_tenant(
+    tmp_path: Path, endpoint: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada first-key\n")
+    lines = [line(f"ok-{number}", f"say number {number}") for number in range(70)]
+    lines.append(line("broken", "fail"))
+    url: Any = CHAT
+    if endpoint == "responses":
+        url = "/v1/responses"
+        body = {"model": "tiny", "input": "say hi"}
+        lines = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
+    async with asked("first-key", api_keys=keys) as (front, client):
+        batch = await ended(client, await begun(client, as_file(lines), url))
+        output = await told(client, batch.output_file_id)
+        jetstream = front.kit.caller.bus.data.jetstream
+        [counted] = sum_up(await read_usage(jetstream, 0.0, 10.0**11), ("tenant", "model"))
+
+    used = [one["response"]["body"]["usage"] for one in output]
+    totals = [one["total_tokens"] for one in used]
+    prompts = [one.get("prompt_tokens", 0) + one.get("input_tokens", 0) for one in used]
+    assert (batch.usage.total_tokens, batch.usage.input_tokens) == (sum(totals), sum(prompts))
+    # The engine says of each that it had three in its cache.
+    assert batch.usage.input_tokens_details.cached_tokens == 3 * len(used)
+    assert (counted.group, counted.requests) == ({"tenant": "ada", "model": "tiny"}, len(used))
+    assert (counted.total, counted.prompt) == (sum(totals), sum(prompts))
 
 
 async def test_a_file_that_is_not_valid_fails_its_batch_with_the_lines() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from dynbus import ConfigError
 from dynbus.llm.http.settings import HttpSettings
-from dynbus.llm.tenants.keys import LOOK_INTERVAL, ApiKeys, KeyHolder
+from dynbus.llm.tenants.keys import LOOK_INTERVAL, ApiKeys, KeyHolder, key_id
+from dynbus.llm.tenants.records import hash_of
 
 from .served import served
 
@@ -23,9 +24,9 @@ def test_keys_are_taken_as_they_are_or_hashed(tmp_path: Path) -> None:
     keys = ApiKeys(path)
 
     assert [keys.holder_of(key) for key in ("first-key", "second-key", "third-key")] == [
-        KeyHolder("ada"),
-        KeyHolder("bob"),
-        KeyHolder("ada"),
+        KeyHolder("ada", key=key_id(hash_of("first-key"))),
+        KeyHolder("bob", key=key_id(hashed)),
+        KeyHolder("ada", key=key_id(hash_of("third-key"))),
     ]
     assert keys.holder_of("fourth-key") is None
     assert keys.holder_of("") is None
@@ -40,7 +41,9 @@ def test_a_key_may_be_that_of_an_operator(tmp_path: Path) -> None:
     keys = ApiKeys(path)
 
     for key in ("first-key", "second-key"):
-        assert keys.holder_of(key) == KeyHolder("ops", is_operator=True)
+        holder = keys.holder_of(key)
+        assert holder is not None
+        assert (holder.tenant, holder.is_operator) == ("ops", True)
 
 
 def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
@@ -63,8 +66,9 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
     missing = keys.holder_of("another-key")
 
     assert before is None
-    assert after == (KeyHolder("bob"), None)
-    assert broken == missing == KeyHolder("bob")
+    holder = KeyHolder("bob", key=key_id(hash_of("another-key")))
+    assert after == (holder, None)
+    assert broken == missing == holder
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynbus.llm.http.metrics import MAX_SERIES, FrontEndMetrics
+from dynbus.llm.answers import Usage
+from dynbus.llm.http.metrics import MAX_SERIES, MAX_TENANTS, FrontEndMetrics
 
 ODD = 'a "model"\\ of\ntwo lines'
 
@@ -24,7 +25,9 @@ def test_what_was_counted_is_read_by_name_and_label() -> None:
     metrics.of(ODD).inter_token_latency.observe(7.0)
     metrics.count("/v1/completions", ODD, 200)
     metrics.count("/v1/completions", "made up by a client", 404)
-    metrics.count_tokens(ODD, 5, 4, None)
+    metrics.count_tokens(ODD, "ada", Usage(5, 4))
+    for number in range(MAX_TENANTS):
+        metrics.count_tokens(ODD, f"tenant-{number}", Usage(1, 0))
 
     found = read(metrics)
 
@@ -41,14 +44,19 @@ def test_what_was_counted_is_read_by_name_and_label() -> None:
         (("endpoint", "/v1/completions"), ("model", "other"), ("status", "404")): 1,
     }
     assert found["dynbus_http_tokens_total"] == {
-        (("kind", "prompt"), model): 5,
+        (("kind", "prompt"), model): 5 + MAX_TENANTS,
         (("kind", "completion"), model): 4,
     }
+    of_tenants = found["dynbus_http_tenant_tokens_total"]
+    assert of_tenants[("kind", "completion"), ("tenant", "ada")] == 4
+    assert of_tenants[("kind", "prompt"), ("tenant", "other")] == 1
+    assert len({dict(key)["tenant"] for key in of_tenants}) == MAX_TENANTS + 1
     assert found["dynbus_http_resumable_streams_total"] == {(("event", "resumed"),): 3}
     assert found["dynbus_http_models"] == {(): 2}
     assert set(found) == {
         "dynbus_http_requests_total",
         "dynbus_http_tokens_total",
+        "dynbus_http_tenant_tokens_total",
         "dynbus_http_requests_in_flight",
         "dynbus_http_blocked_total",
         "dynbus_http_resumable_streams_total",

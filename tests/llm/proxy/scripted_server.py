@@ -79,6 +79,11 @@ class ScriptedServer:
         await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._server is not None
+        if not self._server.is_serving():
+            # It was accepted just before the server went away.
+            writer.transport.abort()
+            return
         self._writers.add(writer)
         self.connections += 1
         try:

@@ -53,7 +53,10 @@ async def test_a_key_is_shown_once_and_counts_until_it_is_revoked(
         gone = await known.holder_of(key)
         again = await command(own_server, "revoke", id)
 
-    assert holders == [KeyHolder("ada"), KeyHolder("ops", is_operator=True), None]
+    assert holders[0] == KeyHolder("ada", key=id)
+    assert holders[1] is not None
+    assert (holders[1].tenant, holders[1].is_operator) == ("ops", True)
+    assert holders[2] is None
     assert gone is None
     assert len(key) > 40
     assert known.limits_of("ada") == Limits(requests_per_minute=60)

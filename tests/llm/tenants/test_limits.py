@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from dynbus import ConfigError
-from dynbus.llm.tenants.keys import ApiKeys, KeyHolder
+from dynbus.llm.tenants.keys import ApiKeys, KeyHolder, key_id
 from dynbus.llm.tenants.limits import Limits, read_limits
+from dynbus.llm.tenants.records import hash_of
 
 
 def test_limits_are_stated_as_they_are_told() -> None:
@@ -52,7 +53,8 @@ def test_a_line_of_the_file_of_keys_states_limits_with_a_key_or_without(tmp_path
     assert keys.limits_of("bob") == Limits(open_streams=2)
     assert keys.limits_of("eve") == Limits(tokens_per_month=5)
     assert keys.limits_of("*") == Limits(requests_at_a_time=4)
-    assert keys.holder_of("third-key") == KeyHolder("bob", is_operator=True)
+    holder = KeyHolder("bob", is_operator=True, key=key_id(hash_of("third-key")))
+    assert keys.holder_of("third-key") == holder
     assert keys.holder_of("-") is None
 
 

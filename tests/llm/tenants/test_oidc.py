@@ -21,7 +21,9 @@ from dynbus import ConfigError, Unavailable
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.tenants import oidc
 from dynbus.llm.tenants.keys import KeyHolder
-from dynbus.llm.tenants.oidc import FETCH_INTERVAL, FETCHED_SECONDS, OidcTokens
+from dynbus.llm.tenants.oidc import FETCH_INTERVAL, FETCHED_SECONDS, OF_PROVIDER, OidcTokens
+
+ADA, BOB = (KeyHolder(name, key=OF_PROVIDER) for name in ("ada", "bob"))
 
 pytestmark = pytest.mark.anyio
 
@@ -126,7 +128,7 @@ async def test_a_token_names_its_tenant_and_the_provider_is_asked_once(provider:
         await tokens.holder_of(provider.token("two", "ES256", tenant="bob", aud=["x", AUDIENCE])),
     ]
 
-    assert holders == [KeyHolder("ada"), KeyHolder("ada"), KeyHolder("bob")]
+    assert holders == [ADA, ADA, BOB]
     assert len(provider.asked) == 2
 
 
@@ -202,7 +204,7 @@ async def test_a_new_key_is_found_and_unknown_ones_do_not_flood_the_provider(
 
     assert soon == [None] * 3
     assert asked == 2
-    assert later == KeyHolder("ada")
+    assert later == ADA
 
 
 async def test_a_key_that_is_withdrawn_is_gone_when_keys_are_read_again(
@@ -216,7 +218,7 @@ async def test_a_key_that_is_withdrawn_is_gone_when_keys_are_read_again(
     before = await tokens.holder_of(token)
     clock.now += FETCHED_SECONDS + 1
 
-    assert before == KeyHolder("ada")
+    assert before == ADA
     assert await tokens.holder_of(token) is None
 
 
@@ -234,7 +236,7 @@ async def test_the_keys_from_before_count_while_the_provider_is_away(
     provider.is_away = True
     clock.now += FETCHED_SECONDS + 1
 
-    assert await tokens.holder_of(provider.token()) == KeyHolder("ada")
+    assert await tokens.holder_of(provider.token()) == ADA
 
 
 @pytest.mark.parametrize(

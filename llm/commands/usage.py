@@ -1,0 +1,110 @@
+"""`dynbus usage`: what tenants have used."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from dynbus.spi import terminal
+
+if TYPE_CHECKING:
+    from dynbus.llm.tenants.usage_sums import UsageSum
+
+_AMOUNTS: Final = ("requests", "prompt", "cached", "completion", "total")
+
+_HELP: Final = """Say what tenants have used: tokens of prompts and answers, by the hour.
+
+    Front ends with keys write it as requests end, and each second of those that run.
+
+    \b
+    REQUESTS    that engines were given
+    PROMPT      tokens of prompts, cached or not
+    CACHED      of those, the ones that a cache had
+    COMPLETION  tokens of answers
+    SAVED       the part of the prompts that nobody had to compute
+
+    \b
+    dynbus usage
+    dynbus usage --tenant ada --since 2026-11-01 --by model --by day
+    dynbus usage --since 30d --by tenant --by month --csv
+    """
+
+
+@click.command(help=_HELP, epilog=terminal.EXIT_CODES)
+@click.option("--tenant", metavar="NAME", help="Of this tenant alone. Default: all.")
+@click.option(
+    "--since",
+    metavar="TIME",
+    default="24h",
+    show_default=True,
+    help=f"From the hour of this time on: {terminal.TIMES}",
+)
+@click.option("--until", metavar="TIME", help="Before this time. Default: now.")
+@click.option(
+    "--by",
+    multiple=True,
+    metavar="GROUP",
+    help="tenant, model, key, instance, hour, day or month; several by several options. "
+    "Default: tenant and model.",
+)
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with a head.")
+@terminal.json_option
+@terminal.nats_option
+def usage(
+    tenant: str | None,
+    since: str,
+    until: str | None,
+    by: tuple[str, ...],
+    as_csv: bool,
+    as_json: bool,
+    nats: str | None,
+) -> None:
+    from dynbus import ConfigError
+    from dynbus.llm.tenants.records import check_tenant
+    from dynbus.llm.tenants.usage_sums import GROUPS, read_usage, sum_up
+    from dynbus.spi import suggestion, unix_time
+
+    groups = tuple(dict.fromkeys(by)) or ("tenant", "model")
+    for name in groups:
+        if name not in GROUPS:
+            raise ConfigError(
+                f"--by {name[:80]!r} is no group{suggestion(name, GROUPS)}; there are: "
+                f"{', '.join(GROUPS)}"
+            )
+    now = unix_time()
+    first = terminal.parse_time(since, "--since")(now)
+    last = now if until is None else terminal.parse_time(until, "--until")(now)
+    if last < first:
+        raise ConfigError("--until is before --since: there is nothing between")
+    of = check_tenant(tenant) if tenant else ""
+    hours = terminal.at_server(
+        nats, "dynbus-usage", lambda one: read_usage(one.jetstream, first, last, tenant=of)
+    )
+    sums = sum_up(hours, groups)
+    if as_json:
+        terminal.print_json([_row(one) for one in sums])
+        return
+    if as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow([*groups, *_AMOUNTS])
+        for one in sums:
+            writer.writerow(_row(one).values())
+        return
+    if not sums:
+        terminal.notice("nothing was used")
+        return
+    head = [name.upper() for name in (*groups, *_AMOUNTS, "saved")]
+    terminal.print_table(head, [_cells(one) for one in sums])
+
+
+def _row(one: UsageSum) -> dict[str, Any]:
+    return {**one.group, **{name: getattr(one, name) for name in _AMOUNTS}}
+
+
+def _cells(one: UsageSum) -> tuple[str, ...]:
+    group = (terminal.plain(value) or "-" for value in one.group.values())
+    amounts = (f"{getattr(one, name):,}" for name in _AMOUNTS)
+    return *group, *amounts, f"{one.saved:.1%}"

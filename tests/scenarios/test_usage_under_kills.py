@@ -1,0 +1,236 @@
+"""What tenants use, counted while engines, front ends and the server are killed, against what their
+clients are told.
+
+A small story of each kind runs at every push. `USAGE_SCALE=0.1` makes the soak a tenth, requests
+and kills alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import anyio
+import httpx2
+import psutil
+import pytest
+from tests.conditions import PATIENCE, Stopwatch, eventually
+
+from dynbus import Runtime
+from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.llm.tenants.usage_sums import UsageSum, read_usage, sum_up
+
+from .project import Folder
+
+pytestmark = pytest.mark.anyio
+
+SCALE = float(os.environ.get("USAGE_SCALE", "1"))
+KEYS: Final = {"ada": "key-of-ada", "bob": "key-of-bob"}
+AT_A_TIME: Final = 12
+ENGINE: Final = """
+from dynbus.llm.worker import ModelWorker
+
+class Engine(ModelWorker, namespace="stack"):
+    pass
+"""
+
+
+class Size(NamedTuple):
+    """How large a story is."""
+
+    requests: int
+    kills: int
+
+    def scaled(self) -> Size:
+        return Size(*(max(1, round(of * SCALE)) for of in self))
+
+
+class Used(NamedTuple):
+    """The usage that a client is told."""
+
+    requests: int = 0
+    prompt: int = 0
+    completion: int = 0
+
+
+class Stage:
+    """Two engines and two front ends with keys, some of whom are killed.
+
+    Attributes:
+        urls: of the front ends that were started last.
+    """
+
+    def __init__(self, folder: Folder, server: RunningServer) -> None:
+        self._folder = folder
+        self._server = server
+        (folder.path / "stack.py").write_text(ENGINE)
+        lines = [f"{tenant} {key}\n" for tenant, key in KEYS.items()]
+        (folder.path / "keys").write_text("".join(lines))
+        folder.url = server.url
+        fast = ("--Engine.engine=mock", "--Engine.speedup_ratio=4", "--log-level=warning")
+        folder.start("stack.py:Engine", *fast, "--Engine.workers=3")
+        self.urls = ["", ""]
+        self._fronts = [self._front(at) for at in range(2)]
+
+    def _front(self, at: int) -> subprocess.Popen[bytes]:
+        port = free_port()
+        self.urls[at] = f"http://127.0.0.1:{port}"
+        return self._folder.start_front_end(port, "--api-keys", "keys")
+
+    def workers(self) -> list[psutil.Process]:
+        return self._folder.workers()
+
+    async def kill_an_engine(self) -> None:
+        workers = self.workers()
+        if workers:
+            random.choice(workers).kill()
+
+    async def kill_a_front_end(self) -> None:
+        """Kill a front end, and start another one."""
+        at = random.randrange(2)
+        self._fronts[at].kill()
+        self._fronts[at].wait()
+        self._fronts[at] = self._front(at)
+        await eventually(self.answers, PATIENCE, what="both front ends answer")
+
+    async def kill_the_server(self) -> None:
+        """Kill the server, and start it again with its store."""
+        self._server.kill()
+        await self._server.start()
+
+    async def answers(self) -> bool:
+        """True if both front ends answer for the model."""
+        headers = {"Authorization": f"Bearer {KEYS['ada']}"}
+        async with httpx2.AsyncClient(timeout=5.0) as client:
+            try:
+                listed = [
+                    await client.get(f"{url}/v1/models", headers=headers) for url in self.urls
+                ]
+            except httpx2.HTTPError:
+                return False
+        return all(one.status_code == 200 and "mock" in one.text for one in listed)
+
+
+class Client:
+    """A client that reads one stream, wherever it has to go on with it."""
+
+    def __init__(self, stage: Stage, number: int, client: httpx2.AsyncClient) -> None:
+        self._stage = stage
+        self._client = client
+        self._id = f"request-{number}"
+        self._last = ""
+        self._body = {
+            "model": "mock",
+            "messages": [{"role": "user", "content": f"Say {number}. " * (1 + number % 40)}],
+            "max_tokens": 20 + number % 60,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self.tenant = list(KEYS)[number % len(KEYS)]
+        self._headers = {
+            "Authorization": f"Bearer {KEYS[self.tenant]}",
+            "Dynbus-Resumable": "1",
+            "X-Request-Id": self._id,
+        }
+        self.used: Used | None = None
+
+    async def read(self) -> Used:
+        """Read all of it."""
+        watch, has_begun = Stopwatch(), False
+        for url in itertools.cycle(range(2)):
+            watch.check(2 * PATIENCE, f"{self._id} is answered")
+            base = self._stage.urls[url]
+            try:
+                if not has_begun or not self._last:
+                    status = await self._go("POST", f"{base}/v1/chat/completions", json=self._body)
+                    has_begun = True
+                else:
+                    status = await self._go("GET", f"{base}/v1/streams/{self._id}")
+            except httpx2.HTTPError:
+                status = 0
+            if self.used is not None:
+                return self.used
+            if status not in (0, 200, 409, 429, 500, 503):
+                raise AssertionError(f"{self._id} ended with {status}")
+            await anyio.sleep(0.1)
+        raise AssertionError("unreachable")
+
+    async def _go(self, method: str, url: str, **options: Any) -> int:
+        headers = self._headers
+        if method == "GET":
+            headers = {**headers, "Last-Event-ID": self._last}
+        async with self._client.stream(method, url, headers=headers, **options) as answer:
+            if answer.status_code == 200:
+                async for line in answer.aiter_lines():
+                    self._take(line)
+        return answer.status_code
+
+    def _take(self, line: str) -> None:
+        if line.startswith("id: "):
+            self._last = line.removeprefix("id: ")
+        if '"usage":{' in line:
+            usage = json.loads(line.removeprefix("data: "))["usage"]
+            self.used = Used(1, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(Size(150, 8), id="150"),
+        pytest.param(Size(25_000, 1000), id="25_000", marks=pytest.mark.soak),
+    ],
+)
+async def test_the_usage_of_each_tenant_is_what_its_clients_are_told(
+    folder: Folder, own_server: RunningServer, size: Size
+) -> None:
+    size = size.scaled()
+    stage = Stage(folder, own_server)
+    told = {tenant: Used() for tenant in KEYS}
+    done = kills = 0
+    numbers = iter(range(size.requests))
+
+    async def ask(client: httpx2.AsyncClient) -> None:
+        nonlocal done
+        for number in numbers:
+            asking = Client(stage, number, client)
+            used = await asking.read()
+            told[asking.tenant] = Used(*map(sum, zip(told[asking.tenant], used, strict=True)))
+            done += 1
+
+    await eventually(stage.answers, 120.0, what="both front ends answer")
+    async with (
+        httpx2.AsyncClient(timeout=PATIENCE) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        for _ in range(AT_A_TIME):
+            tasks.start_soon(ask, client)
+        for number in range(1, size.kills + 1):
+            due = size.requests * number // (size.kills + 2)
+            await eventually(is_at_least(lambda: done, due), 600.0, what="requests end")
+            kill = stage.kill_a_front_end if random.random() < 0.5 else stage.kill_an_engine
+            await kill()
+            kills += 1
+
+    async with Runtime.connect(own_server.url, wait=30.0) as runtime:
+
+        async def counted() -> dict[str, Used]:
+            hours = await read_usage(runtime.bus.data.jetstream, 0.0, 10.0**11)
+            return {one.group["tenant"]: used_of(one) for one in sum_up(hours, ("tenant",))}
+
+        last = await counted()
+    print(f"{size}: {kills} kills, {last}")
+    assert last == told
+
+
+def is_at_least(count: Callable[[], int], due: int) -> Callable[[], bool]:
+    return lambda: count() >= due
+
+
+def used_of(one: UsageSum) -> Used:
+    return Used(one.requests, one.prompt, one.completion)
