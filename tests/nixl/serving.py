@@ -74,6 +74,10 @@ def running(
         )
         try:
             yield
+        except BaseException:
+            # What an engine said before it died is nowhere else.
+            print((folder / "run.log").read_text(errors="replace")[-20_000:])
+            raise
         finally:
             process.send_signal(signal.SIGINT)
             try:
