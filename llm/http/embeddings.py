@@ -41,7 +41,7 @@ class EmbeddingsExchange(Exchange):
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
         metrics.preparing.observe(prepared - begun)
         answer = await model.embed(work)
-        self._count_all()
+        self._count_used()
         self._writer.write([answer])
         self._writer.end(None)
 

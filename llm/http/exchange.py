@@ -233,16 +233,16 @@ class Exchange(ABC):
     def _settle_now(self) -> None:
         if self._admission is not None:
             self._admission.settle(self._used())
-        self._count_all()
-
-    def _count_all(self) -> None:
-        """Have all that it has come to written as used, if it was not before."""
         work, usage = self._work, self._shared.usage
-        if self._tally is None or usage is None:
-            return
-        # The front end that goes on with a stream counts what is not counted yet.
-        is_taken = isinstance(work, RunningStream) and work.is_taken
-        usage.end(self._tally, None if is_taken else self._used())
+        if self._tally is not None and usage is not None:
+            # The front end that goes on with a stream counts what is not counted yet.
+            is_taken = isinstance(work, RunningStream) and work.is_taken
+            usage.end(self._tally, None if is_taken else self._used())
+
+    def _count_used(self) -> None:
+        """Have all that it has come to written as used, before its client is told the end."""
+        if self._tally is not None and self._shared.usage is not None:
+            self._shared.usage.count(self._tally, self._used())
 
     def _used(self) -> Usage:
         """The tokens that it has come to; where nobody counted, those that its prompts were taken

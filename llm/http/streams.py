@@ -390,6 +390,6 @@ class StreamExchange(Exchange):
             streams.left,
         )
         self._begin_work(stream)
-        completion.when_made = self._count_all
+        completion.when_made = self._count_used
         self._writer.when_writable = completion.resume
         streams.start(stream)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -84,6 +85,8 @@ class EventNumbers:
 class NumberedSink:
     """Numbers an answer on its way to who reads it, who may leave: the sink of a completion.
 
+    What it is given between `hold` and `release` is told with the latter.
+
     Attributes:
         to: who reads; None for nobody.
         is_over: whether there is no more.
@@ -93,6 +96,17 @@ class NumberedSink:
         self.numbers = numbers
         self.to = to
         self.is_over = False
+        self._held: list[Callable[[], object]] | None = None
+
+    def hold(self) -> None:
+        """Tell nothing from here on."""
+        self._held = []
+
+    def release(self) -> None:
+        """Tell what was held, and what follows at once."""
+        held, self._held = self._held, None
+        for tell in held or ():
+            tell()
 
     def write(self, chunks: Sequence[bytes]) -> bool:
         """Take the next chunks; whether more may follow at once.
@@ -100,6 +114,9 @@ class NumberedSink:
         Others may read the stream elsewhere, so it waits for no reader while that is so; a slow one
         has as much in front of it as a log may hold.
         """
+        if self._held is not None:
+            self._held.append(partial(self.write, chunks))
+            return True
         numbered_chunks = [numbered for chunk in chunks if (numbered := self.numbers.number(chunk))]
         if not numbered_chunks or self.to is None:
             return True
@@ -107,6 +124,9 @@ class NumberedSink:
 
     def end(self, error: DynbusError | None) -> None:
         """There is no more."""
+        if self._held is not None:
+            self._held.append(partial(self.end, error))
+            return
         self.is_over = True
         if self.to is not None:
             self.to.end(error)

@@ -1,6 +1,6 @@
 """`RunningStream`: a resumable stream that this front end goes on with.
 
-What the engine sends is stored first and told then. What comes while a record is on its way is the
+What the engine sends is stored before it is told. What comes while a record is on its way is the
 next record, so one record holds what one step brings, or several.
 """
 
@@ -282,20 +282,27 @@ class RunningStream:
                 return
             waiting, self._waiting = self._waiting, []
             is_quiet = monotonic() - self._stored_at > QUIET_INTERVAL
-            if (waiting or is_quiet) and self.is_logged:
+            if not self.is_logged:
+                self._take(waiting)
+            elif waiting or is_quiet:
+                # It is counted before it is stored: who goes on with it knows both.
+                self._sink.hold()
+                self._take(waiting)
                 is_own = True
-                # What is stored is taken here, too: it is counted up to there for who goes on.
                 with anyio.CancelScope(shield=True):
                     is_own = await self._store_pieces([one.piece for one in waiting])
                 if not is_own:
                     return
                 if self._to_bury:
                     tasks.start_soon(self._keep_burying)
-            for piece, arrival, now in waiting:
-                self._clock.at = piece.at
-                take_stored(self._completion, piece.part, arrival, now)
+                self._sink.release()
         if self.is_logged:
             self._store.ended(self.key, self._log, f"it ended more than {KEPT_SECONDS:g} s ago")
+
+    def _take(self, waiting: Sequence[_Waiting]) -> None:
+        for piece, arrival, now in waiting:
+            self._clock.at = piece.at
+            take_stored(self._completion, piece.part, arrival, now)
 
     def _is_to_pause(self) -> bool:
         if self._sink.to is not None:

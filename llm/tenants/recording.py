@@ -129,21 +129,28 @@ class UsageRecorder(Openable):
         """
         self._write([self._book.mark(tally, stream, unix_time())])
 
+    def count(self, tally: Tally, usage: Usage) -> None:
+        """Count what a request has come to, and have it on its way when this returns."""
+        page = self._book.count(tally, usage, self._instances(tally), unix_time())
+        self._write([page] if page is not None else [])
+
+    def _instances(self, tally: Tally) -> Sequence[str]:
+        work = self._running.get(tally)
+        return work.instances if work is not None else ()
+
     def end(self, tally: Tally, usage: Usage | None) -> None:
-        """Count all that a request has come to, and have it on its way when this returns; later
-        calls change nothing.
+        """Count all that a request has come to, as `count` does; later calls change nothing.
 
         Args:
             usage: None where what was counted before is all that counts.
         """
-        work = self._running.pop(tally, None)
         if tally.is_over:
             return
         changed: list[Page] = []
         if usage is not None:
-            instances = work.instances if work is not None else ()
-            page = self._book.count(tally, usage, instances, unix_time())
+            page = self._book.count(tally, usage, self._instances(tally), unix_time())
             changed += [page] if page is not None else []
+        self._running.pop(tally, None)
         changed += self._book.end(tally)
         self._write(dict.fromkeys(changed))
 

@@ -108,7 +108,7 @@ class Stage:
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(Size(300, 4, 1), id="300"),
+        pytest.param(Size(160, 3, 1), id="160"),
         pytest.param(Size(20_000, 100, 100), id="20_000", marks=pytest.mark.soak),
     ],
 )
@@ -180,7 +180,7 @@ async def test_a_file_is_run_and_one_that_was_interrupted_goes_on(
 ) -> None:
     (folder.path / "stack.py").write_text(ENGINE)
     folder.url = own_server.url
-    lines = [line(number) for number in range(150)]
+    lines = [line(number) for number in range(60)]
     (folder.path / "in.jsonl").write_bytes(b"".join(lines))
     asking = ("batch", "run", "in.jsonl", "--out", "out.jsonl", "--model", "mock")
     # So slow that it is not over before it is interrupted.
@@ -215,7 +215,7 @@ async def test_a_file_is_run_and_one_that_was_interrupted_goes_on(
     assert ": begun" in said
     assert ": resumed" in second.stderr
     assert second.returncode == 0, second.stderr
-    assert [one["custom_id"] for one in out] == [f"line-{number}" for number in range(150)]
+    assert [one["custom_id"] for one in out] == [f"line-{number}" for number in range(60)]
     assert {one["response"]["body"]["model"] for one in out} == {"mock"}
     assert not (folder.path / "out.jsonl.errors").exists()
     assert (third.returncode, "bad.jsonl cannot be read" in third.stderr) == (3, True)

@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.anyio
 SCALE = float(os.environ.get("USAGE_SCALE", "1"))
 KEYS: Final = {"ada": "key-of-ada", "bob": "key-of-bob"}
 AT_A_TIME: Final = 12
+FOR_NOW: Final = (409, 429, 500, 503)
+"""Statuses of answers after which a request is sent again."""
 ENGINE: Final = """
 from dynbus.llm.worker import ModelWorker
 
@@ -141,26 +144,21 @@ class Client:
 
     async def read(self) -> Used:
         """Read all of it."""
-        watch, has_begun = Stopwatch(), False
+        watch = Stopwatch()
         for url in itertools.cycle(range(2)):
             watch.check(2 * PATIENCE, f"{self._id} is answered")
             base = self._stage.urls[url]
-            try:
-                if not has_begun or not self._last:
-                    status = await self._go("POST", f"{base}/v1/chat/completions", json=self._body)
-                    has_begun = True
+            with suppress(httpx2.HTTPError):
+                if self._last:
+                    await self._go("GET", f"{base}/v1/streams/{self._id}")
                 else:
-                    status = await self._go("GET", f"{base}/v1/streams/{self._id}")
-            except httpx2.HTTPError:
-                status = 0
+                    await self._go("POST", f"{base}/v1/chat/completions", json=self._body)
             if self.used is not None:
                 return self.used
-            if status not in (0, 200, 409, 429, 500, 503):
-                raise AssertionError(f"{self._id} ended with {status}")
             await anyio.sleep(0.1)
         raise AssertionError("unreachable")
 
-    async def _go(self, method: str, url: str, **options: Any) -> int:
+    async def _go(self, method: str, url: str, **options: Any) -> None:
         headers = self._headers
         if method == "GET":
             headers = {**headers, "Last-Event-ID": self._last}
@@ -168,7 +166,9 @@ class Client:
             if answer.status_code == 200:
                 async for line in answer.aiter_lines():
                     self._take(line)
-        return answer.status_code
+            elif answer.status_code not in FOR_NOW:
+                await answer.aread()
+                raise AssertionError(f"{self._id} ended with {answer.status_code}: {answer.text}")
 
     def _take(self, line: str) -> None:
         if line.startswith("id: "):

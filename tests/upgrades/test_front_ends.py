@@ -19,7 +19,7 @@ from dynbus.bus.nats.server_process import free_port
 
 from .versions import NEW, OLD, Shops, stop
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 TOKENS: Final = 40
 CHAT: Final = "/v1/chat/completions"

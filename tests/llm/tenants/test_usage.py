@@ -121,7 +121,10 @@ class Fleet:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["make", "progress", "kill", "hand on"]), st.integers(1, 9)),
+    st.tuples(
+        st.sampled_from(["make", "progress", "kill", "kill while it stores", "hand on"]),
+        st.integers(1, 9),
+    ),
     max_size=30,
 )
 
@@ -132,7 +135,7 @@ def test_a_stream_counts_once_wherever_it_is_made_and_whoever_dies(
     steps: list[tuple[str, int]], turn: int
 ) -> None:
     fleet = Fleet()
-    prompt, made, now = 7, 0, NOON
+    prompt, made, most, now = 7, 0, 0, NOON
     owner = "a"
     tally = Tally(ADA)
     fleet.books[owner].mark(tally, "s", now)
@@ -148,26 +151,34 @@ def test_a_stream_counts_once_wherever_it_is_made_and_whoever_dies(
         now += turn * 600
         book = fleet.books[owner]
         if step == "make":
-            # It is stored in the log, and told.
+            # It is counted, then it is stored in the log, and told.
             made += amount
+            if amount % 3:
+                book.count(tally, Usage(prompt, made), ["i0"], now)
         elif step == "progress":
             book.count(tally, Usage(prompt, made), [f"i{number % 3}"], now)
             if amount % 2:
                 fleet.bus.write(book)
-        elif step == "kill":
+        elif step.startswith("kill"):
             dead = owner
+            if step != "kill":
+                # What the log has not is made again.
+                most = max(most, made + amount)
+                book.count(tally, Usage(prompt, made + amount), ["i0"], now)
+                fleet.bus.write(book)
             fleet.restart(dead)
             owner = next(name for name in fleet.books if name[0] != dead[0])
             counted = counted_of(fleet.bus.of(dead), "s")
             assert counted is not None
             tally = take_over(owner, counted)
         else:
+            made = max(made, most)
             book.count(tally, Usage(prompt, made), ["i0"], now)
             book.end(tally)
             fleet.bus.write(book)
             owner = next(name for name in fleet.books if name != owner)
             tally = take_over(owner, Tokens(prompt, 0, made))
-    book = fleet.books[owner]
+    book, made = fleet.books[owner], max(made, most)
     book.count(tally, Usage(prompt, made), ["i0"], now)
     book.end(tally)
     fleet.bus.write(book)
