@@ -108,7 +108,10 @@ class CompletionExchange(Exchange):
         body = self._for_engines(asked.body)
         wish = self._wish
         new_id = random_id if wish is None else numbered_ids(wish.seed)
-        inquiry = Inquiry(request, body, format, caller.tenant or None, asked.shortens, new_id)
+        counts = self._shared.usage is not None
+        inquiry = Inquiry(
+            request, body, format, caller.tenant or None, asked.shortens, new_id, counts
+        )
         begun = time.perf_counter()
         numbered = None if wish is None else NumberedSink(wish.numbers, self._writer)
         sink: Sink = numbered or self._writer

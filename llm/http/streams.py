@@ -72,12 +72,16 @@ owner has to be asked, or has answered."""
 
 
 class _Held:
-    """Events that are made before it is known whether they are told: a sink."""
+    """Events that are made before it is known whether they are told: a sink.
+
+    Attributes:
+        error: that it ended with.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
         self._ended = False
-        self._error: DynbusError | None = None
+        self.error: DynbusError | None = None
 
     def write(self, chunks: Sequence[bytes]) -> bool:
         """Keep chunks."""
@@ -86,14 +90,14 @@ class _Held:
 
     def end(self, error: DynbusError | None) -> None:
         """Keep the end."""
-        self._ended, self._error = True, error
+        self._ended, self.error = True, error
 
     def release(self, sink: NumberedSink, to: Sink) -> None:
         """Tell all of it, and what follows at once."""
         sink.to = to
         to.write([RESUMED, *self._chunks])
         if self._ended:
-            to.end(self._error)
+            to.end(self.error)
 
 
 class _Rebuilt:
@@ -307,6 +311,9 @@ class StreamExchange(Exchange):
 
     def _check_number(self, rebuilt: _Rebuilt) -> None:
         count = rebuilt.sink.numbers.count
+        if self._held is not None and self._held.error is not None:
+            # It is an event of its own, which is numbered when it is told.
+            count += 1
         if self._held is not None and self._after > count:
             raise BadRequest(
                 f"Last-Event-ID: the stream has {count} events so far, and not {self._after}",

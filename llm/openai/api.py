@@ -121,7 +121,16 @@ def format_of(
 def salted(body: bytes, tenant: str) -> msgspec.Raw:
     """A body for engines that take text: its salt is the tenant's, and never the client's."""
     body = without(body, "cache_salt")
-    return msgspec.Raw(_with_salt(body, tenant) if tenant else body)
+    return msgspec.Raw(_with_field(body, "cache_salt", tenant) if tenant else body)
+
+
+def asking_usage(body: bytes) -> msgspec.Raw:
+    """A body of a stream that asks for its usage at the end, whether its client did or not."""
+    if b"stream_options" not in body and b"\\u" not in body:
+        return msgspec.Raw(_with_field(body, "stream_options", {"include_usage": True}))
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    fields["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
+    return msgspec.Raw(msgspec.json.encode(fields))
 
 
 def without(body: bytes, name: str) -> bytes:
@@ -134,8 +143,8 @@ def without(body: bytes, name: str) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _with_salt(body: bytes, tenant: str) -> bytes:
-    """An object as JSON that has no salt, with a tenant's."""
+def _with_field(body: bytes, name: str, value: Any) -> bytes:
+    """An object as JSON that has no field of a name, with one."""
     fields = body.lstrip()[1:].lstrip()
-    salt = b'{"cache_salt":' + msgspec.json.encode(tenant)
-    return salt + (b"" if fields.startswith(b"}") else b",") + fields
+    field = b'{"%s":%s' % (name.encode(), msgspec.json.encode(value))
+    return field + (b"" if fields.startswith(b"}") else b",") + fields

@@ -86,7 +86,13 @@ class _Answer(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
 
 
+class _Told(msgspec.Struct, frozen=True):
+    choices: list[msgspec.Raw] | None = None
+    usage: _Usage | None = None
+
+
 _decode: Final = msgspec.json.Decoder(_Answer).decode
+_decode_told: Final = msgspec.json.Decoder(_Told).decode
 
 
 def read_answer(item: bytes) -> ReadAnswer:
@@ -100,6 +106,16 @@ def read_answer(item: bytes) -> ReadAnswer:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
     return ReadAnswer([_output(choice) for choice in answer.choices], _usage(answer.usage))
+
+
+def read_usage(item: bytes) -> tuple[Usage | None, bool]:
+    """The usage that a chunk or an answer tells, which passes as it is, and whether that is all
+    that it has; None where it tells none that can be read."""
+    try:
+        told = _decode_told(item)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None, False
+    return _usage(told.usage), not told.choices
 
 
 def _output(choice: _Choice) -> Output:

@@ -10,6 +10,7 @@ from dynbus import Draining, EndpointClient, Relay
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelCard, ModelType
+from dynbus.llm.openai.api import asking_usage
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
@@ -34,6 +35,7 @@ class Inquiry:
         cache_salt: requests share cached blocks only where it is the same.
         shortens: see `prepare`; engines that take text get the limit as it is.
         new_id: what the ids of tool calls are made of.
+        counts_usage: whether what it uses has to be known, also of an engine that takes text.
     """
 
     request: ChatRequest | CompletionRequest
@@ -42,6 +44,7 @@ class Inquiry:
     cache_salt: str | None = None
     shortens: bool = False
     new_id: NewId = random_id
+    counts_usage: bool = False
 
 
 class OpenModel:
@@ -110,14 +113,16 @@ class OpenModel:
                     lora_name=self._limits.lora_name,
                     cache_salt=inquiry.cache_salt,
                 )
+            asks = inquiry.counts_usage and request.streams
             return TextCompletion(
-                inquiry.body,
+                asking_usage(inquiry.body) if asks else inquiry.body,
                 sink,
                 timing,
                 streams=request.streams,
                 format=inquiry.format,
                 routed_as=routed_as,
                 restarts=self.card.idempotent,
+                tells_usage=request.include_usage or not asks,
             )
         prepared = await prepare(
             self._text,

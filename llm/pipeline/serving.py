@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
-from dynbus.llm.openai.reading import read_answer
+from dynbus.llm.openai.reading import read_answer, read_usage
 from dynbus.spi import RelayedStream, describe_exception
 
 from .preparing import Prepared
@@ -42,6 +43,9 @@ LONG_PROMPT: Final = 16_384
 between them: each takes a millisecond or more."""
 
 _decode: Final = msgspec.json.Decoder(Generated).decode
+
+_USAGE: Final = re.compile(rb'"usage"\s*:\s*\{')
+"""The usage in a chunk of text: within a string its quotes would be escaped."""
 
 
 class Sink(Protocol):
@@ -383,9 +387,19 @@ class TextCompletion(Completion):
         request: as JSON.
         routed_as: what a router looks at in place of it; None where none goes by its tokens.
         restarts: whether a whole answer begins again elsewhere where its engine is lost.
+        tells_usage: whether a chunk that has the usage alone is for the client too.
     """
 
-    __slots__ = ("_frame", "_merged", "_outputs", "_request", "_restarts", "_routed_as", "_usage")
+    __slots__ = (
+        "_frame",
+        "_merged",
+        "_outputs",
+        "_request",
+        "_restarts",
+        "_routed_as",
+        "_tells_usage",
+        "_usage",
+    )
 
     why_not_elsewhere = "its engine takes text"
 
@@ -399,9 +413,11 @@ class TextCompletion(Completion):
         format: AnswerFormat,
         routed_as: object = None,
         restarts: bool = False,
+        tells_usage: bool = True,
     ) -> None:
         super().__init__(format, sink, timing, streams=streams)
         self._restarts = restarts and not streams
+        self._tells_usage = tells_usage
         self._request = request
         self._routed_as = routed_as
         self._frame = format.frame
@@ -433,7 +449,7 @@ class TextCompletion(Completion):
         try:
             if self._merged is None:
                 translate = self._framed if self._frame is not None else self._translated
-                self._write([translate(item) for item in arrival.items])
+                self._write([chunk for item in arrival.items if (chunk := translate(item))])
             else:
                 for item in arrival.items:
                     self._merged.add(item)
@@ -459,12 +475,15 @@ class TextCompletion(Completion):
         if self._merged is None:
             end = self._format.end(self._usage)
             chunks = [end] if end else []
-        elif self._frame is not None:
-            chunks = [self._merged.encode()]
         else:
-            read = read_answer(self._merged.encode())
-            self._usage = read.usage
-            chunks = [self._format.whole(read.outputs, read.usage)]
+            whole = self._merged.encode()
+            if self._frame is not None:
+                self._usage, _ = read_usage(whole)
+                chunks = [whole]
+            else:
+                read = read_answer(whole)
+                self._usage = read.usage
+                chunks = [self._format.whole(read.outputs, read.usage)]
         self._tell_made()
         self._write(chunks)
 
@@ -474,6 +493,11 @@ class TextCompletion(Completion):
         if not item.startswith(b"{"):
             raise InvalidResponse("an item of the engine is no chunk of a completion")
         item = as_chunk(item)
+        if _USAGE.search(item) is not None:
+            usage, is_all = read_usage(item)
+            self._usage = usage or self._usage
+            if is_all and not self._tells_usage:
+                return b""
         if b"\n" in item:
             # An event of a stream over HTTP ends with its line.
             item = msgspec.json.format(item, indent=-1)

@@ -23,6 +23,7 @@ import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import Runtime
+from dynbus.bus.clock import monotonic
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.llm.tenants.usage_sums import UsageSum, read_usage, sum_up
 
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.anyio
 SCALE = float(os.environ.get("USAGE_SCALE", "1"))
 KEYS: Final = {"ada": "key-of-ada", "bob": "key-of-bob"}
 AT_A_TIME: Final = 12
+ENGINES: Final = 3
 FOR_NOW: Final = (409, 429, 500, 503)
 """Statuses of answers after which a request is sent again."""
 ENGINE: Final = """
@@ -68,15 +70,16 @@ class Stage:
         urls: of the front ends that were started last.
     """
 
-    def __init__(self, folder: Folder, server: RunningServer) -> None:
+    def __init__(self, folder: Folder, server: RunningServer, runtime: Runtime) -> None:
         self._folder = folder
-        self._server = server
+        self._runtime = runtime
+        runtime.discovery.begin()
         (folder.path / "stack.py").write_text(ENGINE)
         lines = [f"{tenant} {key}\n" for tenant, key in KEYS.items()]
         (folder.path / "keys").write_text("".join(lines))
         folder.url = server.url
         fast = ("--Engine.engine=mock", "--Engine.speedup_ratio=4", "--log-level=warning")
-        folder.start("stack.py:Engine", *fast, "--Engine.workers=3")
+        folder.start("stack.py:Engine", *fast, f"--Engine.workers={ENGINES}")
         self.urls = ["", ""]
         self._fronts = [self._front(at) for at in range(2)]
 
@@ -85,13 +88,18 @@ class Stage:
         self.urls[at] = f"http://127.0.0.1:{port}"
         return self._folder.start_front_end(port, "--api-keys", "keys")
 
-    def workers(self) -> list[psutil.Process]:
-        return self._folder.workers()
-
     async def kill_an_engine(self) -> None:
-        workers = self.workers()
-        if workers:
-            random.choice(workers).kill()
+        """Kill an engine once all are there: with none left, answers end with an error."""
+        await eventually(lambda: len(self._engines()) == ENGINES, what="all engines are there")
+        engine = random.choice(self._engines())
+        engine.kill()
+        engine.wait()
+
+    def _engines(self) -> list[psutil.Process]:
+        """The processes of instances that are ready; records of those killed stay for a while."""
+        there = self._runtime.discovery.view.instances("stack", "Engine", monotonic())
+        ready = {int(one.record.address.rpartition(":")[2]) for one in there}
+        return [one for one in self._folder.workers() if one.pid in ready]
 
     async def kill_a_front_end(self) -> None:
         """Kill a front end, and start another one."""
@@ -100,11 +108,6 @@ class Stage:
         self._fronts[at].wait()
         self._fronts[at] = self._front(at)
         await eventually(self.answers, PATIENCE, what="both front ends answer")
-
-    async def kill_the_server(self) -> None:
-        """Kill the server, and start it again with its store."""
-        self._server.kill()
-        await self._server.start()
 
     async def answers(self) -> bool:
         """True if both front ends answer for the model."""
@@ -173,6 +176,7 @@ class Client:
     def _take(self, line: str) -> None:
         if line.startswith("id: "):
             self._last = line.removeprefix("id: ")
+        assert not line.startswith('data: {"error"'), line
         if '"usage":{' in line:
             usage = json.loads(line.removeprefix("data: "))["usage"]
             self.used = Used(1, usage["prompt_tokens"], usage["completion_tokens"])
@@ -189,8 +193,12 @@ class Client:
 async def test_the_usage_of_each_tenant_is_what_its_clients_are_told(
     folder: Folder, own_server: RunningServer, size: Size
 ) -> None:
-    size = size.scaled()
-    stage = Stage(folder, own_server)
+    async with Runtime.connect(own_server.url, wait=30.0) as runtime:
+        await compare(folder, own_server, runtime, size.scaled())
+
+
+async def compare(folder: Folder, own_server: RunningServer, runtime: Runtime, size: Size) -> None:
+    stage = Stage(folder, own_server, runtime)
     told = {tenant: Used() for tenant in KEYS}
     done = kills = 0
     numbers = iter(range(size.requests))
@@ -217,15 +225,10 @@ async def test_the_usage_of_each_tenant_is_what_its_clients_are_told(
             await kill()
             kills += 1
 
-    async with Runtime.connect(own_server.url, wait=30.0) as runtime:
-
-        async def counted() -> dict[str, Used]:
-            hours = await read_usage(runtime.bus.data.jetstream, 0.0, 10.0**11)
-            return {one.group["tenant"]: used_of(one) for one in sum_up(hours, ("tenant",))}
-
-        last = await counted()
-    print(f"{size}: {kills} kills, {last}")
-    assert last == told
+    hours = await read_usage(runtime.bus.data.jetstream, 0.0, 10.0**11)
+    counted = {one.group["tenant"]: used_of(one) for one in sum_up(hours, ("tenant",))}
+    print(f"{size}: {kills} kills, {counted}")
+    assert counted == told
 
 
 def is_at_least(count: Callable[[], int], due: int) -> Callable[[], bool]:

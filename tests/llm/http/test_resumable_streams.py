@@ -887,9 +887,13 @@ async def test_an_error_in_a_stream_is_an_event_that_is_read_again(reader: Reade
     async with two_front_ends() as (first, second):
         whole = await reader.post(first.url, asking("break a"), headers=NAMED)
         rest = await reader.go_on(second.url, "one", 2)
+        nothing = await reader.go_on(second.url, "one", len(whole.events))
+        too_far = await reader.go_on(second.url, "one", len(whole.events) + 1)
 
         assert whole.events[-1].startswith(f"id: one.{len(whole.events)}\nevent: error\n")
         assert whole.events[2:] == rest.events
+        assert (nothing.status, nothing.events) == (200, [])
+        assert too_far.status == 400
 
 
 async def test_a_stream_that_no_engine_may_begin_any_more_ends_with_the_reason(
