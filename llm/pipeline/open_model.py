@@ -115,7 +115,7 @@ class OpenModel:
                 )
             asks = inquiry.counts_usage and request.streams
             return TextCompletion(
-                asking_usage(inquiry.body) if asks else inquiry.body,
+                asking_usage(bytes(inquiry.body)) if asks else inquiry.body,
                 sink,
                 timing,
                 streams=request.streams,

@@ -473,7 +473,8 @@ class TextCompletion(Completion):
 
     def _finish(self) -> None:
         if self._merged is None:
-            end = self._format.end(self._usage)
+            # The engine's own chunk has told it where chunks pass as they are.
+            end = self._format.end(self._usage if self._frame is None else None)
             chunks = [end] if end else []
         else:
             whole = self._merged.encode()

@@ -156,13 +156,16 @@ class TextEngine(Actor, namespace="test"):
         """Two words, unless told otherwise."""
         asked: Any = request
         self.requests.append(asked)
+        head = {
+            "id": "chatcmpl-text",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": asked["model"],
+        }
         for place, delta in enumerate(self.deltas, start=1):
             is_last = place == len(self.deltas)
             yield {
-                "id": "chatcmpl-text",
-                "object": "chat.completion.chunk",
-                "created": 1,
-                "model": asked["model"],
+                **head,
                 "choices": [
                     {
                         "index": 0,
@@ -171,6 +174,9 @@ class TextEngine(Actor, namespace="test"):
                     }
                 ],
             }
+        if asked.get("stream_options", {}).get("include_usage"):
+            usage = {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15}
+            yield {**head, "choices": [], "usage": usage}
 
     @handler
     async def embed(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,25 @@ async def test_usage_is_told_apart_by_tenant_key_model_and_instance(tmp_path: Pa
     assert "" not in instances
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True}, {"include_usage": False}])
+async def test_an_engine_that_takes_text_tells_the_usage_of_streams_and_clients_what_they_asked_for(
+    tmp_path: Path, options: dict[str, bool] | None
+) -> None:
+    async with (
+        served(api_keys=keys_file(tmp_path, "")) as front,
+        client_of(front.url) as client,
+    ):
+        fields: dict[str, Any] = {} if options is None else {"stream_options": options}
+        chunks = [one async for one in await ask(client, model="text", stream=True, **fields)]
+        await eventually(lambda: has_stored(front), what="it is written")
+        [used] = await sums(front)
+
+    assert (used.requests, used.prompt, used.completion) == (1, 11, 4)
+    told = [chunk.usage.total_tokens for chunk in chunks if chunk.usage is not None]
+    assert told == ([15] if options == {"include_usage": True} else [])
+    assert [bool(chunk.choices) for chunk in chunks] == [True, True, *(False for _ in told)]
+
+
 async def test_a_client_that_leaves_is_counted_and_one_that_is_refused_is_not(
     tmp_path: Path,
 ) -> None:
