@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynbus import DynbusError, InvalidResponse, call_options
+from dynbus.llm.answers import Usage
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api, Asked, CompletionsApi, salted, without
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, read_embeddings
@@ -20,6 +21,8 @@ from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.pipeline.waiting import WaitingChunks
 from dynbus.llm.responses.api import ResponsesApi
+from dynbus.llm.tenants.admission import BYTES_OF_TOKEN
+from dynbus.llm.tenants.usage import Tokens, UsageEntry
 from dynbus.spi import random_id
 
 from .lines import Answer
@@ -71,16 +74,14 @@ class LineAsker:
         try:
             with call_options(timeout=REQUEST_TIMEOUT, priority=LOWEST):
                 if endpoint == EMBEDDINGS:
-                    whole = await self._embed(body, name, tenant)
-                else:
-                    whole = await self._complete(APIS[endpoint], body, name, tenant)
+                    return await self._embed(body, name, tenant)
+                return await self._complete(APIS[endpoint], body, name, tenant)
         except DynbusError as error:
             if self._may_go_well(error, body):
                 raise TryAgain(f"{error.code}: {error}") from error
             api = APIS.get(endpoint)
             refusal = answer_of(error, name) if api is None else api.refusal(error, name)
             return Answer(refusal.status, name, msgspec.Raw(refusal.body))
-        return Answer(200, name, msgspec.Raw(whole))
 
     def _may_go_well(self, error: DynbusError, body: bytes) -> bool:
         if isinstance(error, ModelNotFound):
@@ -88,7 +89,7 @@ class LineAsker:
             return msgspec.json.decode(body, type=_Named).model in self._models.registered
         return not isinstance(error, BadRequest) and status_of(error) in _FOR_NOW
 
-    async def _complete(self, api: Api, body: bytes, name: str, tenant: str) -> bytes:
+    async def _complete(self, api: Api, body: bytes, name: str, tenant: str) -> Answer:
         # That of batches is lower than any.
         asked: Asked = api.read(without(body, "priority"))
         request = replace(asked.request, priority=LOWEST)
@@ -104,7 +105,8 @@ class LineAsker:
             asked.shortens,
             random_id,
         )
-        completion = await model.prepare(inquiry, waiting, RequestTiming(time.perf_counter()))
+        timing = RequestTiming(time.perf_counter())
+        completion = await model.prepare(inquiry, waiting, timing)
         try:
             await model.begin(completion)
             answer = await waiting.take(completion)
@@ -113,16 +115,23 @@ class LineAsker:
             raise
         if answer is None:
             raise InvalidResponse("the engine gave no answer")
-        return answer
+        used = completion.usage or Usage(len(asked.body) // BYTES_OF_TOKEN, timing.count)
+        return _answered(answer, name, request.model, used)
 
-    async def _embed(self, body: bytes, name: str, tenant: str) -> bytes:
+    async def _embed(self, body: bytes, name: str, tenant: str) -> Answer:
         data = without(body, "priority")
         request = replace(read_embeddings(data), priority=LOWEST)
         model = await self._models.get(request.model, ModelType.Embedding)
         prepared = await model.prepare_embeddings(
             request, salted(data, tenant), EmbeddingsFormat(request, name), tenant or None
         )
-        return await model.embed(prepared)
+        answer = await model.embed(prepared)
+        used = prepared.usage or Usage(len(data) // BYTES_OF_TOKEN, 0)
+        return _answered(answer, name, request.model, used)
+
+
+def _answered(body: bytes, name: str, model: str, used: Usage) -> Answer:
+    return Answer(200, name, msgspec.Raw(body), UsageEntry(model, "", "", 1, *Tokens.of(used)))
 
 
 class _Named(msgspec.Struct):

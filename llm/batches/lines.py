@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus.llm.openai.errors import BadRequest
-from dynbus.llm.tenants.usage import Tokens, UsageEntry
+from dynbus.llm.tenants.usage import UsageEntry
 
 PART_BYTES: Final = 512 * 1024
 """Bytes of a part of a file, about: it ends with a line."""
@@ -221,11 +221,13 @@ class Answer(msgspec.Struct, frozen=True):
     Attributes:
         status: of HTTP, that the front end would have answered with.
         body: JSON.
+        used: for it; None for a refusal.
     """
 
     status: int
     request_id: str
     body: msgspec.Raw
+    used: UsageEntry | None = None
 
     @property
     def is_well(self) -> bool:
@@ -233,41 +235,13 @@ class Answer(msgspec.Struct, frozen=True):
         return self.status == 200
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    """As chats, completions and embeddings have it, or as responses do."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    input_tokens: int = 0
-    output_tokens: int = 0
-    input_tokens_details: _Details | None = None
-
-
-class _Answered(msgspec.Struct):
-    model: str = ""
-    usage: _Usage | None = None
-
-
-def count_usage(usage: dict[str, UsageEntry], answer: Answer) -> None:
+def count_usage(usage: dict[str, UsageEntry], used: UsageEntry) -> None:
     """Count what an answer has used.
 
     Args:
         usage: by model.
     """
-    answered = msgspec.json.decode(answer.body, type=_Answered)
-    used = answered.usage or _Usage()
-    details = used.prompt_tokens_details or used.input_tokens_details or _Details()
-    tokens = Tokens(
-        used.prompt_tokens + used.input_tokens,
-        details.cached_tokens,
-        used.completion_tokens + used.output_tokens,
-    )
-    usage.setdefault(answered.model, UsageEntry(answered.model, "", "")).add(1, tokens)
+    usage.setdefault(used.model, UsageEntry(used.model, "", "")).add(used.requests, used.tokens)
 
 
 class NoAnswer(msgspec.Struct, frozen=True):

@@ -404,8 +404,8 @@ class BatchRun:
             is_well = isinstance(answer, Answer) and answer.is_well
             written[is_well].append(told_line(names[at].request, ids[at], answer))
             expired += isinstance(answer, NoAnswer) and answer.code == "batch_expired"
-            if isinstance(answer, Answer) and answer.is_well:
-                count_usage(usage, answer)
+            if isinstance(answer, Answer) and answer.used is not None:
+                count_usage(usage, answer.used)
         output, errors = b"".join(written[True]), b"".join(written[False])
         for kind, data in (("output", output), ("error", errors)):
             if data:

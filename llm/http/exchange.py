@@ -248,11 +248,10 @@ class Exchange(ABC):
         """The tokens that it has come to; where nobody counted, those that its prompts were taken
         to have, and the pieces of its answer."""
         work, timing = self._work, self._timing
-        came = timing.gap_count + (timing.first is not None)
-        if work is None or not (came or work.instances):
+        if work is None or not (timing.count or work.instances):
             # No engine had it.
             return Usage(0, 0)
-        return work.usage or Usage(self._prompt, came)
+        return work.usage or Usage(self._prompt, timing.count)
 
     def _begin_work(self, work: Work) -> None:
         """Have engines' work for it counted for its tenant, and cancelled with it."""

@@ -64,6 +64,11 @@ class MergedAnswer:
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError, KeyError) as error:
             raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
 
+    @property
+    def usage(self) -> object:
+        """The tokens that the engine says it used, as it says it; None where it does not."""
+        return self._usage if self._whole is None else self._whole.get("usage")
+
     def encode(self) -> bytes:
         """The answer as JSON."""
         if self._whole is not None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from dynbus import InvalidResponse
 from dynbus.llm.answers import Output, TokenText, Usage
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
+
+from .fields import fields_of
+
+MOST_TOKENS: Final = 2**40
+"""Tokens beyond which a number that an engine tells is none of tokens."""
 
 
 class ReadAnswer(NamedTuple):
@@ -65,31 +71,17 @@ class _Choice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None = None
 
 
-class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class _CompletionDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _CompletionDetails | None = None
-    sampler_restarted: bool = False
-
-
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Any = None
 
 
 class _Told(msgspec.Struct, frozen=True):
-    choices: list[msgspec.Raw] | None = None
-    usage: _Usage | None = None
+    choices: Any = None
+    usage: Any = None
 
+
+_MAY_TELL_USAGE: Final = re.compile(rb'"usage"\s*:\s*\{')
 
 _decode: Final = msgspec.json.Decoder(_Answer).decode
 _decode_told: Final = msgspec.json.Decoder(_Told).decode
@@ -105,17 +97,45 @@ def read_answer(item: bytes) -> ReadAnswer:
         answer = _decode(item)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
-    return ReadAnswer([_output(choice) for choice in answer.choices], _usage(answer.usage))
+    return ReadAnswer([_output(choice) for choice in answer.choices], read_usage(answer.usage))
 
 
-def read_usage(item: bytes) -> tuple[Usage | None, bool]:
-    """The usage that a chunk or an answer tells, which passes as it is, and whether that is all
-    that it has; None where it tells none that can be read."""
+def usage_in(item: bytes) -> tuple[Usage | None, bool]:
+    """The tokens that an item of an engine says were used, None where it does not say it; and
+    whether that is all it says."""
+    # Most chunks do not, and are not decoded.
+    if _MAY_TELL_USAGE.search(item) is None:
+        return None, False
     try:
         told = _decode_told(item)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # It is passed on as it is: its reader is told of it.
         return None, False
-    return _usage(told.usage), not told.choices
+    return read_usage(told.usage), not told.choices
+
+
+def read_usage(report: object) -> Usage | None:
+    """The tokens that an engine says were used; None where it does not say how many the prompt has.
+
+    What is no number of tokens is taken for not said: an answer is none the worse for it.
+    """
+    fields = fields_of(report)
+    prompt, completion = _count(fields, "prompt_tokens"), _count(fields, "completion_tokens")
+    if prompt is None:
+        return None
+    return Usage(
+        prompt,
+        completion or 0,
+        _count(fields_of(fields.get("prompt_tokens_details")), "cached_tokens"),
+        _count(fields_of(fields.get("completion_tokens_details")), "reasoning_tokens"),
+        fields.get("sampler_restarted") is True,
+    )
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+    return value if is_count else None
 
 
 def _output(choice: _Choice) -> Output:
@@ -155,16 +175,3 @@ def _bytes(token: _Token) -> bytes:
         return token.token.encode() if token.bytes is None else bytes(token.bytes)
     except ValueError:
         return token.token.encode(errors="replace")
-
-
-def _usage(usage: _Usage | None) -> Usage | None:
-    if usage is None:
-        return None
-    details, made = usage.prompt_tokens_details, usage.completion_tokens_details
-    return Usage(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        details.cached_tokens if details is not None else None,
-        made.reasoning_tokens if made is not None else None,
-        usage.sampler_restarted,
-    )

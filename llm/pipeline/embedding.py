@@ -20,6 +20,7 @@ from dynbus.llm.answers import Usage
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import mismatch_of
+from dynbus.llm.openai.reading import read_usage
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import random_id
 
@@ -101,12 +102,8 @@ class Embeddings:
         return self._format.embedding(place, vector)
 
 
-class _Used(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-
-
 class _Answer(msgspec.Struct, frozen=True):
-    usage: _Used = _Used()
+    usage: Any = None
 
 
 class TextEmbeddings:
@@ -138,7 +135,7 @@ class TextEmbeddings:
                 used = msgspec.json.decode(answer, type=_Answer).usage
             except msgspec.MsgspecError as error:
                 raise InvalidResponse(f"what the engine gave is no answer: {error}") from None
-            self.usage = Usage(used.prompt_tokens, 0)
+            self.usage = read_usage(used)
             return answer
         raise Cancelled("the request was left")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.openai.errors import mismatch_of
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
-from dynbus.llm.openai.reading import read_answer, read_usage
+from dynbus.llm.openai.reading import read_answer, read_usage, usage_in
 from dynbus.spi import RelayedStream, describe_exception
 
 from .preparing import Prepared
@@ -43,9 +42,6 @@ LONG_PROMPT: Final = 16_384
 between them: each takes a millisecond or more."""
 
 _decode: Final = msgspec.json.Decoder(Generated).decode
-
-_USAGE: Final = re.compile(rb'"usage"\s*:\s*\{')
-"""The usage in a chunk of text: within a string its quotes would be escaped."""
 
 
 class Sink(Protocol):
@@ -73,11 +69,12 @@ class RequestTiming:
         sent: when an engine was found for it and it was sent there; None before.
         first: when its first tokens came; None before.
         last: when its latest tokens came.
-        gap_count: how many tokens came after these.
+        count: how many tokens came, or pieces of an engine that takes text.
+        gap_count: how many of them came after the first ones.
         observe: called with the seconds of each token after the first, and how many took these.
     """
 
-    __slots__ = ("began", "first", "gap_count", "last", "observe", "prepared", "sent")
+    __slots__ = ("began", "count", "first", "gap_count", "last", "observe", "prepared", "sent")
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -85,11 +82,13 @@ class RequestTiming:
         self.sent: float | None = None
         self.first: float | None = None
         self.last = began
+        self.count = 0
         self.gap_count = 0
         self.observe: Callable[[float, int], object] | None = None
 
     def tokens(self, count: int, now: float) -> None:
         """So many tokens have come."""
+        self.count += count
         if self.first is None:
             self.first = now
         else:
@@ -476,15 +475,13 @@ class TextCompletion(Completion):
             # The engine's own chunk has told it where chunks pass as they are.
             end = self._format.end(self._usage if self._frame is None else None)
             chunks = [end] if end else []
+        elif self._frame is not None:
+            self._usage = read_usage(self._merged.usage)
+            chunks = [self._merged.encode()]
         else:
-            whole = self._merged.encode()
-            if self._frame is not None:
-                self._usage, _ = read_usage(whole)
-                chunks = [whole]
-            else:
-                read = read_answer(whole)
-                self._usage = read.usage
-                chunks = [self._format.whole(read.outputs, read.usage)]
+            read = read_answer(self._merged.encode())
+            self._usage = read.usage
+            chunks = [self._format.whole(read.outputs, read.usage)]
         self._tell_made()
         self._write(chunks)
 
@@ -494,11 +491,10 @@ class TextCompletion(Completion):
         if not item.startswith(b"{"):
             raise InvalidResponse("an item of the engine is no chunk of a completion")
         item = as_chunk(item)
-        if _USAGE.search(item) is not None:
-            usage, is_all = read_usage(item)
-            self._usage = usage or self._usage
-            if is_all and not self._tells_usage:
-                return b""
+        usage, is_all = usage_in(item)
+        self._usage = usage or self._usage
+        if is_all and not self._tells_usage:
+            return b""
         if b"\n" in item:
             # An event of a stream over HTTP ends with its line.
             item = msgspec.json.format(item, indent=-1)

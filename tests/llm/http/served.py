@@ -144,10 +144,12 @@ class TextEngine(Actor, namespace="test"):
     Attributes:
         deltas: what its answer says.
         finish_reason: of its answer.
+        usage: as it tells it in a last chunk, also unasked.
     """
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.usage: dict[str, Any] | None = None
         self.deltas: list[dict[str, Any]] = [{"content": "two"}, {"content": " words"}]
         self.finish_reason = "stop"
 
@@ -174,8 +176,10 @@ class TextEngine(Actor, namespace="test"):
                     }
                 ],
             }
-        if asked.get("stream_options", {}).get("include_usage"):
+        usage = self.usage
+        if usage is None and asked.get("stream_options", {}).get("include_usage"):
             usage = {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15}
+        if usage is not None:
             yield {**head, "choices": [], "usage": usage}
 
     @handler

@@ -127,6 +127,34 @@ async def test_each_endpoint_has_batches_and_others_are_refused() -> None:
     assert bodies["/v1/responses"]["output"][0]["content"][0]["text"] == "hi"
 
 
+@pytest.mark.parametrize(
+    ("told", "counted"),
+    [
+        ({"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": None}, (100, 7)),
+        ({"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": None}}, (100, 0)),
+        ({"prompt_tokens": None, "completion_tokens": "many"}, None),
+    ],
+)
+async def test_whatever_usage_an_engine_tells_its_batch_ends_and_counts(
+    tmp_path: Path, told: dict[str, Any], counted: tuple[int, int] | None
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada first-key\n")
+    async with asked("first-key", api_keys=keys) as (front, client):
+        front.text.usage = told
+        batch = await ended(client, await begun(client, as_file([line("a", "hi", model="text")])))
+        jetstream = front.kit.caller.bus.data.jetstream
+        [used] = sum_up(await read_usage(jetstream, 0.0, 10.0**11), ("tenant", "model"))
+
+    assert batch.status == "completed"
+    assert used.group == {"tenant": "ada", "model": "text"}
+    if counted is not None:
+        assert (used.prompt, used.completion) == counted
+    else:
+        # A token for four bytes, and one for each chunk.
+        assert (used.prompt > 0, used.completion) == (True, 3)
+
+
 @pytest.mark.parametrize("endpoint", ["chats", "responses"])
 async def test_what_a_batch_has_used_is_told_and_counted_for_its_tenant(
     tmp_path: Path, endpoint: str

@@ -272,6 +272,28 @@ async def test_embeddings_and_engines_that_take_text_are_counted(tmp_path: Path)
     assert left[1] == 2000 - 2
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_engine_that_takes_text_is_counted_by_what_it_tells(
+    tmp_path: Path, streams: bool
+) -> None:
+    cards = {"text": card("text", "test.TextEngine.chat", input="text", types=["chat"])}
+    file = keys_file(tmp_path, "prompt_tokens_per_minute=500 completion_tokens_per_minute=9000")
+    async with served(cards, api_keys=file) as front, client_of(front.url) as client:
+        front.text.usage = {
+            "prompt_tokens": 100,
+            "completion_tokens": 4000,
+            "prompt_tokens_details": {"cached_tokens": None},
+        }
+        answer = await ask(client, model="text", stream=streams)
+        if streams:
+            assert [one async for one in answer]
+        purse = purse_of(front.front_end)
+        await eventually(lambda: not purse.open)
+        left = [purse.remaining(f"{what}_tokens_per_minute") for what in ("prompt", "completion")]
+
+    assert left == [400, 5000]
+
+
 @asynccontextmanager
 async def engine(server: RunningServer) -> AsyncGenerator[None]:
     async with Runtime.connect(server.url) as runtime:
