@@ -166,11 +166,12 @@ class LineChecker:
                 self._refuse("missing_required_parameter", f"{name} is missing", name)
                 return
         try:
-            line = _decode_line(data)
+            self._check(_decode_line(data))
         except msgspec.MsgspecError as error:
             self._refuse("invalid_request", str(error))
-            return
-        self._check(line)
+        except RecursionError:
+            # What one reader has the depth for, the next one may not.
+            self._refuse("invalid_json_line", "this line is nested too deeply")
 
     def end(self) -> None:
         """There are no more lines."""

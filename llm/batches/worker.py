@@ -77,7 +77,15 @@ LOOK_INTERVAL: Final = 1.0
 RETRY_DELAY: Final = 0.25
 
 
-FOR_GOOD: Final = (ConfigError, InvalidRequest, InvalidResponse, PayloadTooLarge, StepMismatch)
+FOR_GOOD: Final = (
+    ConfigError,
+    InvalidRequest,
+    InvalidResponse,
+    PayloadTooLarge,
+    StepMismatch,
+    msgspec.MsgspecError,
+    RecursionError,
+)
 """Errors that end a job at once, since every other try would end so, too."""
 
 

@@ -87,6 +87,18 @@ def test_a_line_that_is_no_request_is_an_error(data: bytes, code: str, param: st
     assert (error.line, error.code, error.param) == (2, code, param)
 
 
+def test_a_line_of_any_depth_is_a_request_or_an_error() -> None:
+    checker = LineChecker(CHAT)
+
+    for depth in range(500, 1000):
+        deep = b"[" * depth + b"]" * depth
+        data = line(custom_id=str(depth), body={"model": "tiny", "x": "DEEP"})
+        checker.add(data.replace(b'"DEEP"', deep))
+
+    assert checker.errors
+    assert {error.message for error in checker.errors} == {"this line is nested too deeply"}
+
+
 def test_an_id_counts_once_and_errors_are_bounded() -> None:
     checker = LineChecker(CHAT)
 

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from tests.conditions import eventually
 
 from dynbus.bus.records.objects import ObjectStore
+from dynbus.llm.batches.lines import LineChecker
 from dynbus.llm.batches.store import FILES
 from dynbus.llm.tenants.usage_sums import read_usage, sum_up
 
@@ -125,6 +126,17 @@ async def test_each_endpoint_has_batches_and_others_are_refused() -> None:
     assert bodies["/v1/completions"]["choices"][0]["text"] == "hi"
     assert len(bodies["/v1/embeddings"]["data"][0]["embedding"]) == 3
     assert bodies["/v1/responses"]["output"][0]["content"][0]["text"] == "hi"
+
+
+async def test_a_batch_that_nobody_can_read_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: LineChecker, data: bytes) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(LineChecker, "add", fails)
+    async with asked() as (_, client):
+        batch = await ended(client, await begun(client, as_file([line("a", "hi")])))
+
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "server_error")
 
 
 @pytest.mark.parametrize(
