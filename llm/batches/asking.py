@@ -95,7 +95,8 @@ class LineAsker:
         request = replace(asked.request, priority=LOWEST)
         is_chat = isinstance(request, ChatRequest)
         wanted = ModelType.Chat if is_chat else ModelType.Completions
-        model = await self._models.get(request.model, wanted | ModelType.Backend)
+        # Which others there are is not for every tenant.
+        model = await self._models.get(request.model, wanted | ModelType.Backend, ())
         waiting = WaitingChunks()
         inquiry = Inquiry(
             request,
@@ -121,7 +122,7 @@ class LineAsker:
     async def _embed(self, body: bytes, name: str, tenant: str) -> Answer:
         data = without(body, "priority")
         request = replace(read_embeddings(data), priority=LOWEST)
-        model = await self._models.get(request.model, ModelType.Embedding)
+        model = await self._models.get(request.model, ModelType.Embedding, ())
         prepared = await model.prepare_embeddings(
             request, salted(data, tenant), EmbeddingsFormat(request, name), tenant or None
         )

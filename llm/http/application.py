@@ -333,18 +333,19 @@ class Application:
 
     async def _model(self, name: str, caller: Caller) -> Response:
         card = self._cards().get(name)
+        tellable = self._shared.models_of(caller)
         if not self._may_ask(caller, name):
-            raise self._shared.models.unknown(name)
+            raise self._shared.models.unknown(name, tellable)
         if card is None and name in self._shared.models.without_engine:
             return json_response(_entry_without_engine(name))
         if card is None:
-            raise self._shared.models.unknown(name)
+            raise self._shared.models.unknown(name, tellable)
         return json_response(model_info(card) if caller.is_anthropics else _entry(card))
 
     def _may_ask(self, caller: Caller, name: str) -> bool:
         """True if the tenant of a request may ask a model."""
-        limits = self._shared.limits_of(caller.tenant)
-        return limits is None or limits.models is None or name in limits.models
+        models = self._shared.models_of(caller)
+        return models is None or name in models
 
     def _cards(self) -> dict[str, ModelCard]:
         """Those of the models that can be asked, by name."""
@@ -353,7 +354,7 @@ class Application:
     async def _openapi(self, caller: Caller) -> Response:
         names: dict[ModelType, list[str]] = {}
         for model in self._shared.models.served:
-            for kind in model.answers:
+            for kind in model.answers if self._may_ask(caller, model.card.name) else ():
                 names.setdefault(kind, []).append(model.card.name)
         return json_response(document(names))
 

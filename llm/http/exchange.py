@@ -375,7 +375,7 @@ class Exchange(ABC):
         if self._admission is not None:
             self._admission.check(model, priority)
         self._context = context = self._enter_context(self._caller.request_id, priority)
-        opened = await shared.models.get(model, wanted)
+        opened = await shared.models.get(model, wanted, shared.models_of(self._caller))
         if operation is not None:
             self._trace.model_asked(operation)
         context.set_trace_headers(self._trace.fields)

@@ -190,6 +190,11 @@ class Shared:
         """The limits of a tenant; None for none."""
         return None if self.tenants is None else self.tenants.limits_of(tenant)
 
+    def models_of(self, caller: Caller) -> tuple[str, ...] | None:
+        """The models that a caller may ask, and is told of; None for all."""
+        limits = self.limits_of(caller.tenant)
+        return None if limits is None else limits.models
+
     def take_place(self, caller: Caller) -> None:
         """Let a request run, which gives its place back; refuse it when there is none for it.
 

@@ -37,6 +37,9 @@ class TokensExchange(Exchange):
         """The model of a name, or the only one."""
         if name is None:
             known = self._shared.models.names
+            tellable = self._shared.models_of(self._caller)
+            if tellable is not None:
+                known = [one for one in known if one in tellable]
             if len(known) != 1:
                 among = ", ".join(known) or "none at present"
                 raise BadRequest(f"model: say which; the models are: {among}", param="model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
@@ -241,12 +241,15 @@ class Models:
         opened = [one.model for one in self._served.values() if one.model is not None]
         return sorted(opened, key=lambda model: (model.card.name, model.card.endpoint))
 
-    async def get(self, name: str, wanted: ModelType) -> OpenModel:
+    async def get(
+        self, name: str, wanted: ModelType, tellable: Collection[str] | None = None
+    ) -> OpenModel:
         """The model of a name, once it is ready. The wait is the current request's: it ends at its
         deadline, and when an operator cancels it.
 
         Args:
             wanted: what it is asked for.
+            tellable: see `unknown`.
 
         Raises:
             ModelNotFound: there is none.
@@ -266,7 +269,7 @@ class Models:
             # What else it is there for may go a moment later.
             if named and not self._is_away(name, wanted):
                 raise _not_for_this(named[0].card, wanted)
-            raise self.unknown(name)
+            raise self.unknown(name, tellable)
         if serving.model is None:
             raise Unavailable(
                 f"the model {name} cannot be served: {serving.failure or 'it is being opened'}",
@@ -420,8 +423,12 @@ class Models:
     def _is_away(self, name: str, wanted: ModelType) -> bool:
         return self._went(name, wanted) is not None
 
-    def unknown(self, name: str) -> DynbusError:
-        """The error of a request for a model that is not served."""
+    def unknown(self, name: str, tellable: Collection[str] | None = None) -> DynbusError:
+        """The error of a request for a model that is not served.
+
+        Args:
+            tellable: the models of which who asks may be told; None for all.
+        """
         went = self._went(name, SERVED)
         if went is not None:
             since = monotonic() - went
@@ -431,10 +438,12 @@ class Models:
         if self.problem:
             return Unavailable(self.problem, started=False)
         # Others are there that are not to be opened here.
-        known = ", ".join(self._there if self._only else self.names) or "none at present"
-        return ModelNotFound(
-            f"there is no model {name[:200]!r}; the models are: {known}", started=False
-        )
+        known = self._there if self._only else self.names
+        if tellable is not None:
+            known = [one for one in known if one in tellable]
+        among = ", ".join(known) or "none at present"
+        others = f"; the models are: {among}" if known or tellable is None else ""
+        return ModelNotFound(f"there is no model {name[:200]!r}{others}", started=False)
 
     # Following the catalog ------------------------------------------------------------------
 

@@ -183,13 +183,19 @@ async def test_requests_at_a_time_have_a_limit_for_all_front_ends(tmp_path: Path
 
 
 async def test_models_priorities_and_prompts_that_a_key_may_not_have(tmp_path: Path) -> None:
-    limits = "models=tiny max_priority=1 max_prompt_tokens=60"
-    async with limited(tmp_path, limits) as (_, client):
+    limits = "models=tiny,mine max_priority=1 max_prompt_tokens=60"
+    async with limited(tmp_path, limits) as (front, client):
         listed = [model.id async for model in await client.models.list()]
         with pytest.raises(openai.PermissionDeniedError, match="may not ask the model 'plain'"):
             await ask(client, model="plain")
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as unknown:
             await client.models.retrieve("plain")
+        with pytest.raises(openai.NotFoundError) as away:
+            await ask(client, model="mine")
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(base_url=front.url, headers=headers) as raw:
+            document = (await raw.get("/openapi.json")).text
+            tokens = await raw.post("/tokenize", json={"prompt": "hi"})
         with pytest.raises(openai.BadRequestError, match="priority: this key may ask for 1"):
             await ask(client, extra_body={"priority": 2})
         with pytest.raises(openai.BadRequestError, match="those of this key have 60"):
@@ -197,6 +203,11 @@ async def test_models_priorities_and_prompts_that_a_key_may_not_have(tmp_path: P
         fits = await ask(client, extra_body={"priority": 1})
 
     assert listed == ["tiny"]
+    assert "there is no model 'plain'; the models are: tiny" in unknown.value.message
+    assert "there is no model 'mine'; the models are: tiny" in away.value.message
+    assert tokens.json()["tokens"]
+    for text in (unknown.value.message, away.value.message, document):
+        assert "bare" not in text
     assert fits.choices[0].message.content == "hi"
 
 
