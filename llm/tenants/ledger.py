@@ -147,7 +147,8 @@ class Ledger(msgspec.Struct):
             taken.update(holder.has)
             idle.update({name: has - holder.used.get(name, 0) for name, has in holder.has.items()})
         members = len(after.holders) + 1
-        has: dict[str, int] = {}
+        # What is used of a limit that is none now counts if it is one again.
+        has = {name: amount for name, amount in used.items() if name not in limits}
         room: dict[str, int] = {}
         had = {} if before is None else before.has
         for name, limit in limits.items():

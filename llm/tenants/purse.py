@@ -93,10 +93,11 @@ class Purse:
         return self._window
 
     def change(self, limits: Mapping[str, int]) -> None:
-        """Have other limits from now on; what is used stays so."""
+        """Have other limits from now on; what is used stays so, also of a limit that is none now
+        and may be one again."""
         for name in {*self.limits, *limits}:
             if name not in limits:
-                for amounts in (self._has, self._used, self._room):
+                for amounts in (self._has, self._room):
                     amounts.pop(name, None)
             elif limits[name] != self.limits.get(name):
                 # The ledger says what there is of it.
@@ -130,7 +131,7 @@ class Purse:
         What is more is used, whether it was there or not.
         """
         was, over = taken.amounts, ended_between(taken.window, self._window)
-        for name in self.limits:
+        for name in {*self.limits, *was}:
             more = real.get(name, 0) - was.get(name, 0)
             if more and name not in over:
                 self._set_used(name, self._used.get(name, 0) + more)
@@ -211,11 +212,12 @@ class Purse:
                 # What counts already is not to be said again.
                 self._set_used(name, self._used.get(name, 0) - amount + part.used.get(name, 0))
         # Of the limits whose window has ended meanwhile it has nothing.
-        here = self.limits.keys() - ended_between(part.window, self._window)
-        self._has = {name: amount for name, amount in part.has.items() if name in here}
+        over = ended_between(part.window, self._window)
+        self._has = {name: amount for name, amount in part.has.items() if name not in over}
+        here = self.limits.keys() - over
         self._room |= {name: amount for name, amount in part.room.items() if name in here}
         self._known_has = dict(self._has)
-        self._known_used = {name: amount for name, amount in part.used.items() if name in here}
+        self._known_used = {name: amount for name, amount in part.used.items() if name not in over}
         self._idle, self._members = part.idle, part.members
         self._known_at = now
         self._turns_at = min((self._window.minute + 1) * MINUTE, now + LEASE_SECONDS)
@@ -245,7 +247,8 @@ class Purse:
         has = self._has.get(name, 0)
         if not self.is_cut_off:
             return has
-        return has + max(self._room.get(name, 0) // self._members, 0 if has else 1)
+        least = min(1, self.limits.get(name, 0))
+        return has + max(self._room.get(name, 0) // self._members, 0 if has else least)
 
     def _turn(self, now: float) -> None:
         """A window or the lease is over."""

@@ -8,6 +8,7 @@ is the sum over all records.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -165,7 +166,10 @@ class UsageBook:
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
-        self._latest = 0
+        # Of records: none takes the place of one that was dropped here, wherever the clock goes.
+        self._numbers = itertools.count()
+        # The requests that are resumable streams, by the keys of their logs.
+        self._marked: dict[str, Tally] = {}
         # Those of an hour and a tenant, in their order.
         self._pages: dict[tuple[int, str], list[Page]] = {}
         self._entries: dict[tuple[int, Payer, str], tuple[Page, UsageEntry]] = {}
@@ -174,14 +178,17 @@ class UsageBook:
         return f"<UsageBook of {self._writer} [{len(self._entries)} entries]>"
 
     def mark(self, tally: Tally, stream: str, now: float) -> Page:
-        """Have a request be a resumable stream that runs; returns the page that says so.
+        """Have a request be a resumable stream that runs; returns the page that says so. A second
+        request that would be the same stream is none.
 
         Args:
             stream: the key of its log.
             now: Unix seconds.
         """
+        page = self._pages_of(int(now // HOUR), tally.payer.tenant)[0]
+        if self._marked.setdefault(stream, tally) is not tally:
+            return page
         tally.stream = stream
-        page = self._pages_of(self._hour(now), tally.payer.tenant)[0]
         page.record.open[stream] = tally.counted
         page.version += 1
         return page
@@ -212,6 +219,7 @@ class UsageBook:
     def end(self, tally: Tally) -> list[Page]:
         """Nothing more is counted of a request; the pages that say of it no longer that it runs."""
         tally.is_over = True
+        self._marked.pop(tally.stream, None)
         ended: list[Page] = []
         for page in self.pages if tally.stream else ():
             if page.record.open.pop(tally.stream, None) is not None:
@@ -226,31 +234,28 @@ class UsageBook:
 
     def drop_before(self, now: float) -> None:
         """Drop the pages of earlier hours that are stored and have no stream that runs."""
-        hour = self._hour(now)
-        for (of, tenant), pages in list(self._pages.items()):
-            if of < hour and all(one.stored == one.version for one in pages):
-                if any(one.record.open for one in pages):
-                    continue
-                del self._pages[of, tenant]
-                self._entries = {
-                    key: one
-                    for key, one in self._entries.items()
-                    if key[0] != of or key[1].tenant != tenant
-                }
-
-    def _hour(self, now: float) -> int:
-        """The hour of a time: never one before the last, whose records may be gone from here, and
-        would be written anew."""
-        self._latest = max(self._latest, int(now // HOUR))
-        return self._latest
+        dropped = [
+            (hour, tenant)
+            for (hour, tenant), pages in self._pages.items()
+            if hour < int(now // HOUR)
+            and all(one.stored == one.version and not one.record.open for one in pages)
+        ]
+        for one in dropped:
+            del self._pages[one]
+        if dropped:
+            self._entries = {
+                key: one
+                for key, one in self._entries.items()
+                if (key[0], key[1].tenant) in self._pages
+            }
 
     def _entry(self, payer: Payer, instance: str, now: float) -> tuple[Page, UsageEntry]:
-        hour = self._hour(now)
+        hour = int(now // HOUR)
         known = self._entries.get((hour, payer, instance))
         if known is None:
             pages = self._pages_of(hour, payer.tenant)
             if len(pages[-1].record.entries) >= MOST_ENTRIES:
-                pages.append(self._new_page(hour, payer.tenant, len(pages)))
+                pages.append(self._new_page(hour, payer.tenant))
             entry = UsageEntry(payer.model, payer.key, instance)
             pages[-1].record.entries.append(entry)
             known = self._entries[hour, payer, instance] = pages[-1], entry
@@ -259,11 +264,11 @@ class UsageBook:
     def _pages_of(self, hour: int, tenant: str) -> list[Page]:
         pages = self._pages.get((hour, tenant))
         if pages is None:
-            pages = self._pages[hour, tenant] = [self._new_page(hour, tenant, 0)]
+            pages = self._pages[hour, tenant] = [self._new_page(hour, tenant)]
         return pages
 
-    def _new_page(self, hour: int, tenant: str, number: int) -> Page:
-        subject = usage_subject(hour * HOUR, tenant, self._writer, number)
+    def _new_page(self, hour: int, tenant: str) -> Page:
+        subject = usage_subject(hour * HOUR, tenant, self._writer, next(self._numbers))
         return Page(hour, subject, UsageRecord(tenant))
 
 
@@ -273,7 +278,7 @@ def usage_subject(at: float, tenant: str, writer: str, number: int = 0) -> str:
     Args:
         at: Unix seconds; its hour counts.
         writer: who alone writes it, a token of subjects.
-        number: of the record among those of the same hour, tenant and writer.
+        number: of the record among those of its writer.
     """
     hour = datetime.fromtimestamp(at, UTC).strftime("%Y%m%d.%H")
     return f"$KV.{USAGE_BUCKET}.{hour}.{tenant_token(tenant)}.{writer}.{number}"

@@ -259,6 +259,29 @@ def test_other_limits_hold_at_once_and_keep_what_was_used() -> None:
     assert bus.take("0", {REQUESTS: 1000})
 
 
+def test_what_was_used_counts_of_a_limit_that_was_none_for_a_while() -> None:
+    bus = Bus({BUDGET: 10, RUNNING: 2}, 2)
+    purse = bus.purses["0"]
+    assert bus.take("0", {BUDGET: 6, RUNNING: 1})
+
+    for limits in ({REQUESTS: 100}, bus.limits):
+        purse.change(limits)
+        bus.ask("0", {})
+        assert not purse.is_due(bus.now)
+    left = {name: sum(bus.take(name, {BUDGET: 1}) for _ in range(11)) for name in bus.purses}
+    bus.end("0", {BUDGET: 6})
+
+    assert sum(left.values()) == 4
+    assert [bus.take("0", {RUNNING: 1}) for _ in range(3)] == [True, True, False]
+
+
+def test_a_limit_of_nothing_is_none_while_the_ledger_is_away() -> None:
+    purse = Purse({REQUESTS: 0})
+    purse.cut_off()
+
+    assert purse.take({REQUESTS: 1}, START) is None
+
+
 def test_months_end_by_utc() -> None:
     window = window_of(START)
 

@@ -103,6 +103,34 @@ def test_a_record_stays_small_and_leaves_when_it_is_stored_and_its_hour_is_over(
     assert bus.sums()[0].requests == 3 * MOST_ENTRIES + 2
 
 
+def test_a_clock_that_was_ahead_for_a_while_leaves_later_requests_in_their_hours() -> None:
+    book, bus = UsageBook("a"), Written()
+    for at in (NOON, NOON + 30 * HOUR, NOON, NOON + HOUR):
+        book.count(Tally(ADA), Usage(1, 1), ["one"], at)
+        bus.write(book)
+        book.drop_before(at)
+
+    by_hour = {one.group["hour"]: one.requests for one in bus.sums("hour")}
+    assert by_hour == {"2026-11-27T12:00Z": 2, "2026-11-27T13:00Z": 1, "2026-11-28T18:00Z": 1}
+
+
+def test_a_second_request_by_the_id_of_a_stream_leaves_what_is_said_of_it() -> None:
+    book, bus, stream, second = UsageBook("a"), Written(), Tally(ADA), Tally(ADA)
+    book.mark(stream, "s", NOON)
+    book.count(stream, Usage(7, 5), ["one"], NOON)
+    book.mark(second, "s", NOON)
+    book.count(second, Usage(7, 1), ["one"], NOON)
+    bus.write(book)
+    during = counted_of(bus.of("a"), "s")
+    book.end(second)
+    bus.write(book)
+
+    assert during == counted_of(bus.of("a"), "s") == Tokens(7, 0, 5)
+    book.end(stream)
+    bus.write(book)
+    assert counted_of(bus.of("a"), "s") is None
+
+
 class Fleet:
     """Front ends that go on with one another's streams, and a log that knows what was made."""
 
