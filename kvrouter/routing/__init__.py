@@ -71,6 +71,7 @@ if not TYPE_CHECKING:
 
     __getattr__, __dir__ = lazy_exports(
         __name__,
+        "fairness",
         "profiles",
         "active_load",
         "cost",

@@ -57,3 +57,17 @@ def test_whoever_only_hashes_and_encodes_loads_no_actors() -> None:
     )
 
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, value in exported("").items() if inspect.ismodule(value))
+)
+def test_a_module_is_found_where_zeromq_is_not_installed(name: str) -> None:
+    # The extra `zmq` is for those who follow engines over ZeroMQ.
+    program = f"import sys; sys.modules['zmq'] = None; from dynbus.kvrouter import {name}"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert done.stderr == ""
