@@ -14,14 +14,14 @@ from dynbus.llm.answers import Usage
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api, Asked, CompletionsApi, salted, without
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, read_embeddings
-from dynbus.llm.openai.errors import BadRequest, ModelNotFound, answer_of, status_of
+from dynbus.llm.openai.errors import BadRequest, ModelNotFound, RateLimited, answer_of, status_of
 from dynbus.llm.openai.requests import ChatRequest, read_chat, read_completion
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.pipeline.waiting import WaitingChunks
 from dynbus.llm.responses.api import ResponsesApi
-from dynbus.llm.tenants.admission import BYTES_OF_TOKEN
+from dynbus.llm.tenants.admission import BYTES_OF_TOKEN, Admission
 from dynbus.llm.tenants.usage import Tokens, UsageEntry
 from dynbus.spi import random_id
 
@@ -62,34 +62,48 @@ class LineAsker:
     def __repr__(self) -> str:
         return f"<LineAsker {self._models!r}>"
 
-    async def ask(self, endpoint: str, body: bytes, name: str, tenant: str) -> Answer:
+    async def ask(
+        self, endpoint: str, body: bytes, name: str, tenant: str, admission: Admission | None
+    ) -> Answer:
         """The answer to a request; a refusal of it is one, too.
 
         Args:
             name: of the request.
+            admission: counts what it uses of its tenant's limits; None for one without.
 
         Raises:
             TryAgain: nobody can answer it now: an engine was lost, or none is there.
         """
+        used = Usage(0, 0)
         try:
             with call_options(timeout=REQUEST_TIMEOUT, priority=LOWEST):
                 if endpoint == EMBEDDINGS:
-                    return await self._embed(body, name, tenant)
-                return await self._complete(APIS[endpoint], body, name, tenant)
+                    answer, used = await self._embed(body, name, tenant, admission)
+                else:
+                    asked = APIS[endpoint], body, name, tenant, admission
+                    answer, used = await self._complete(*asked)
+            return answer
         except DynbusError as error:
-            if self._may_go_well(error, body):
+            if self._may_go_well(error, body, admission):
                 raise TryAgain(f"{error.code}: {error}") from error
             api = APIS.get(endpoint)
             refusal = answer_of(error, name) if api is None else api.refusal(error, name)
             return Answer(refusal.status, name, msgspec.Raw(refusal.body))
+        finally:
+            if admission is not None:
+                admission.settle(used)
 
-    def _may_go_well(self, error: DynbusError, body: bytes) -> bool:
+    def _may_go_well(self, error: DynbusError, body: bytes, admission: Admission | None) -> bool:
+        if isinstance(error, RateLimited) and error.is_budget:
+            return admission is not None and admission.may_get_more
         if isinstance(error, ModelNotFound):
             # Its engines were lost a while ago, and may be started again.
             return msgspec.json.decode(body, type=_Named).model in self._models.registered
         return not isinstance(error, BadRequest) and status_of(error) in _FOR_NOW
 
-    async def _complete(self, api: Api, body: bytes, name: str, tenant: str) -> Answer:
+    async def _complete(
+        self, api: Api, body: bytes, name: str, tenant: str, admission: Admission | None
+    ) -> tuple[Answer, Usage]:
         # That of batches is lower than any.
         asked: Asked = api.read(without(body, "priority"))
         request = replace(asked.request, priority=LOWEST)
@@ -108,6 +122,9 @@ class LineAsker:
         )
         timing = RequestTiming(time.perf_counter())
         completion = await model.prepare(inquiry, waiting, timing)
+        if admission is not None:
+            lengths = completion.prompt_lengths or [len(asked.body) // BYTES_OF_TOKEN]
+            await admission.reserve(lengths, request.limit, request.choices)
         try:
             await model.begin(completion)
             answer = await waiting.take(completion)
@@ -119,20 +136,27 @@ class LineAsker:
         used = completion.usage or Usage(len(asked.body) // BYTES_OF_TOKEN, timing.count)
         return _answered(answer, name, request.model, used)
 
-    async def _embed(self, body: bytes, name: str, tenant: str) -> Answer:
+    async def _embed(
+        self, body: bytes, name: str, tenant: str, admission: Admission | None
+    ) -> tuple[Answer, Usage]:
         data = without(body, "priority")
         request = replace(read_embeddings(data), priority=LOWEST)
         model = await self._models.get(request.model, ModelType.Embedding, ())
         prepared = await model.prepare_embeddings(
             request, salted(data, tenant), EmbeddingsFormat(request, name), tenant or None
         )
+        length = len(data) // BYTES_OF_TOKEN
+        if admission is not None:
+            usage = prepared.usage
+            await admission.reserve([length if usage is None else usage.prompt], None, 0)
         answer = await model.embed(prepared)
-        used = prepared.usage or Usage(len(data) // BYTES_OF_TOKEN, 0)
+        used = prepared.usage or Usage(length, 0)
         return _answered(answer, name, request.model, used)
 
 
-def _answered(body: bytes, name: str, model: str, used: Usage) -> Answer:
-    return Answer(200, name, msgspec.Raw(body), UsageEntry(model, "", "", 1, *Tokens.of(used)))
+def _answered(body: bytes, name: str, model: str, used: Usage) -> tuple[Answer, Usage]:
+    entry = UsageEntry(model, "", "", 1, *Tokens.of(used))
+    return Answer(200, name, msgspec.Raw(body), entry), used
 
 
 class _Named(msgspec.Struct):

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynbus.llm.openai.errors import BadRequest, unsupported
+from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.usage import Tokens
 
 from .lines import LineError
@@ -115,7 +116,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cannot be any more, the batch as it is.
 
     Attributes:
-        models: those that its tenant may ask; None for all.
+        limits: those of its tenant that hold for it, as they were when it was made.
         usage: of the lines in its output file, once that is there.
     """
 
@@ -127,7 +128,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
-    models: tuple[str, ...] | None = None
+    limits: Limits = Limits()
     status: Status = Status.VALIDATING
     errors: list[LineError] = []
     output_file_id: str | None = None
@@ -211,7 +212,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def as_json(self) -> dict[str, Any]:
         """The batch as OpenAI's API tells it."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        del fields["tenant"], fields["models"]
+        del fields["tenant"], fields["limits"]
         errors = fields.pop("errors")
         counts = fields.pop("counts")
         del fields["usage"]

@@ -7,6 +7,7 @@ from typing import Final
 
 from dynbus import Context, DynbusError, Runtime, call_options
 from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.tenants.limits import NO_LIMITS, Limits
 from dynbus.spi import random_id, unix_time
 
 from .records import OUTPUT, Batch, BatchRequest, Status, StoredFile, seconds_of_window
@@ -71,13 +72,11 @@ class Batches:
                 )
         await self.store.delete_file(file)
 
-    async def create(
-        self, tenant: str, request: BatchRequest, models: tuple[str, ...] | None = None
-    ) -> Batch:
+    async def create(self, tenant: str, request: BatchRequest, limits: Limits = NO_LIMITS) -> Batch:
         """Have a batch begin.
 
         Args:
-            models: those that the tenant may ask; None for all.
+            limits: of the tenant.
 
         Raises:
             NotThere: its file is not there.
@@ -105,7 +104,7 @@ class Batches:
             created_at=now,
             expires_at=now + window,
             metadata=request.metadata,
-            models=models,
+            limits=limits.of_batches,
         )
         await self.store.create_batch(batch)
         await self._begin(batch)

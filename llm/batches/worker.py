@@ -38,7 +38,11 @@ from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.openai.errors import BadRequest, error_body
 from dynbus.llm.permissions import asking_models
 from dynbus.llm.pipeline.models import Models
-from dynbus.llm.tenants.recording import USAGE_STREAM, store
+from dynbus.llm.tenants.admission import Admission
+from dynbus.llm.tenants.counting import SharedCounts
+from dynbus.llm.tenants.limits import NO_LIMITS, Limits
+from dynbus.llm.tenants.recording import store
+from dynbus.llm.tenants.records import counting_grants
 from dynbus.llm.tenants.usage import Tokens, UsageEntry, UsageRecord, usage_subject
 from dynbus.spi import ComponentName, Grant, NoObject, unix_time
 
@@ -106,6 +110,7 @@ class LineName(msgspec.Struct, frozen=True):
         part: of the file, from 0.
         index: of the line in the part, from 0.
         endpoint: that answers it.
+        limits: of its batch.
     """
 
     batch: str
@@ -114,6 +119,7 @@ class LineName(msgspec.Struct, frozen=True):
     part: int
     index: int
     endpoint: str
+    limits: Limits = NO_LIMITS
 
     @property
     def key(self) -> str:
@@ -176,10 +182,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
     @classmethod
     def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
         inherited = super().__dynbus_grants__(address, namespaces)
-        writes = Grant(
-            "writes what batches have used", (*USAGE_STREAM.subjects, *USAGE_STREAM.to_look_up)
-        )
-        return [*inherited, *asking_models(namespaces), *batch_grants(), writes]
+        return [*inherited, *asking_models(namespaces), *batch_grants(), *counting_grants()]
 
     def lend(self, models: Models) -> None:
         """Have it ask models that its process has opened already, which outlive it."""
@@ -192,6 +195,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
                 catalog = await exits.enter_async_context(Catalog(self.runtime))
                 models = await exits.enter_async_context(Models(self.runtime, catalog))
             self._asker = LineAsker(models)
+            self._counts = await exits.enter_async_context(SharedCounts(self.runtime))
             self._store = BatchStore(self.runtime.bus.data.jetstream)
             await self._store.ensure()
             self._exits = exits.pop_all()
@@ -218,7 +222,11 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
                 gone = BadRequest("the input file is not there any more", status=404)
                 return Answer(404, line.request, msgspec.Raw(error_body(gone, line.request)))
             body = bytes(read_line(data).body)
-            return await self._asker.ask(line.endpoint, body, line.request, context().tenant)
+            tenant, limits = context().tenant, line.limits
+            # `models` was checked when the file was.
+            has_limits = tenant and limits != Limits(models=limits.models)
+            admission = Admission(self._counts, tenant, limits) if has_limits else None
+            return await self._asker.ask(line.endpoint, body, line.request, tenant, admission)
 
     # Batches -----------------------------------------------------------------------------------
 
@@ -278,7 +286,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         """Read all of an input file."""
         if file is None:
             return Checked(0, [_missing()])
-        checker = LineChecker(batch.endpoint, batch.models)
+        checker = LineChecker(batch.endpoint, batch.limits.models)
         try:
             for part in file.parts:
                 for data in await self._store.lines(file.id, part.number):
@@ -394,6 +402,7 @@ class BatchRun:
                 self._file.parts[chunk.part].number,
                 chunk.first + at,
                 self._batch.endpoint,
+                self._batch.limits,
             )
             for at in range(chunk.size)
         ]

@@ -13,10 +13,10 @@ import anyio
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from dynbus import DynbusError, PayloadTooLarge, PermissionDenied
+from dynbus import DynbusError, PayloadTooLarge
 from dynbus.llm.batches.records import PURPOSE, page_of, read_batch_request
 from dynbus.llm.openai.errors import BadRequest, BodyTimeout, status_of, unsupported
-from dynbus.llm.tenants.limits import PER_MINUTE, PER_MONTH, RUNNING
+from dynbus.llm.tenants.limits import NO_LIMITS
 
 from .exchange import HungUp, Receive, Scope, abort
 from .shared import Caller, Shared
@@ -37,8 +37,6 @@ MAX_FORM: Final = 64 * 1024
 MAX_FIELD: Final = 1024
 MAX_LIMIT: Final = 10_000
 
-UNCOUNTED: Final = (*PER_MINUTE, *PER_MONTH, RUNNING, "max_prompt_tokens")
-"""The limits that the lines of a batch are not held to: tenants who have one make no batches."""
 
 _ONE: Final = re.compile(r"/v1/(files|batches)/([^/]+)(/content|/cancel)?")
 
@@ -202,26 +200,8 @@ class BatchExchanges:
             if len(data) > MAX_JSON:
                 raise PayloadTooLarge(f"the body has more than {MAX_JSON} bytes", started=False)
         asked = read_batch_request(bytes(data))
-        models = self._models_of(request.tenant)
-        return (await self._batches.create(request.tenant, asked, models)).as_json()
-
-    def _models_of(self, tenant: str) -> tuple[str, ...] | None:
-        """The models that a tenant may ask in batches; None for all.
-
-        Raises:
-            PermissionDenied: what it uses has limits, which batches would pass by.
-        """
-        limits = self._shared.limits_of(tenant)
-        if limits is None:
-            return None
-        for name in UNCOUNTED:
-            if getattr(limits, name) is not None:
-                raise PermissionDenied(
-                    f"batches are not counted, and your key has the limit {name}: ask for each "
-                    "request by itself, or ask an operator for a key without it",
-                    started=False,
-                )
-        return limits.models
+        limits = self._shared.limits_of(request.tenant) or NO_LIMITS
+        return (await self._batches.create(request.tenant, asked, limits)).as_json()
 
     async def _list(self, request: _Request) -> dict[str, Any]:
         batches = await self._batches.store.batches(request.tenant)

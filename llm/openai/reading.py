@@ -107,11 +107,11 @@ def usage_in(item: bytes) -> tuple[Usage | None, bool]:
     if _MAY_TELL_USAGE.search(item) is None:
         return None, False
     try:
-        told = _decode_told(item)
+        report = _decode_told(item)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # It is passed on as it is: its reader is told of it.
         return None, False
-    return read_usage(told.usage), not told.choices
+    return read_usage(report.usage), not report.choices
 
 
 def read_usage(report: object) -> Usage | None:

@@ -46,6 +46,11 @@ class Admission:
     def __repr__(self) -> str:
         return f"<Admission of {self._tenant} {self._purse!r}>"
 
+    @property
+    def may_get_more(self) -> bool:
+        """True if other requests of its tenant have taken here what they may give back."""
+        return self._purse.unsettled > 0
+
     async def enter(self) -> None:
         """Take a place for the request.
 

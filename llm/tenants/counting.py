@@ -28,7 +28,7 @@ from dynbus.spi import (
 from .keys import tenant_token
 from .ledger import Ledger, Statement
 from .limits import BUDGET, Limits
-from .purse import Purse, Shortage, Taken
+from .purse import LOOK_AGAIN, Purse, Shortage, Taken
 
 logger = logging.getLogger(__name__)
 
@@ -267,5 +267,6 @@ def refusal(shortages: list[Shortage]) -> RateLimited:
     return RateLimited(
         f"the limit {name}={limit} of this key leaves {left}: ask again in {after:.0f} s",
         retry_after=after,
-        is_budget=name == BUDGET,
+        # What other front ends give back is there soon.
+        is_budget=name == BUDGET and after > LOOK_AGAIN,
     )

@@ -65,9 +65,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         known = ((name, getattr(self, name)) for name in COUNTED)
         return {name: value for name, value in known if value is not None}
 
+    @property
+    def of_batches(self) -> Limits:
+        """Those that hold for batches too, which fill what interactive requests leave."""
+        return Limits(
+            tokens_per_month=self.tokens_per_month,
+            max_prompt_tokens=self.max_prompt_tokens,
+            models=self.models,
+        )
+
     def __str__(self) -> str:
         given = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return " ".join(f"{name}={_text(value)}" for name, value in given if value is not None)
+
+
+NO_LIMITS: Final = Limits()
 
 
 def _text(value: int | tuple[str, ...]) -> str:

@@ -63,13 +63,14 @@ class Purse:
     Attributes:
         is_cut_off: whether the ledger did not answer when it was asked last.
         open: requests that may still settle what they took.
+        unsettled: amounts that were taken and are not settled.
         taken_at: when anything was taken last.
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.limits = limits
         self.is_cut_off = False
-        self.open = 0
+        self.open = self.unsettled = 0
         self.taken_at = 0.0
         self._window = Window(0, 0)
         self._turns_at = 0.0
@@ -123,6 +124,7 @@ class Purse:
         for name in taken:
             taken[name] = amounts[name]
         self.taken_at = now
+        self.unsettled += bool(taken)
         return Taken(self._window, taken)
 
     def settle(self, taken: Taken, real: Mapping[str, int]) -> None:
@@ -135,6 +137,7 @@ class Purse:
             more = real.get(name, 0) - was.get(name, 0)
             if more and name not in over:
                 self._set_used(name, self._used.get(name, 0) + more)
+        self.unsettled -= bool(was)
         taken.amounts.clear()
 
     def shortages(self, amounts: Mapping[str, int], now: float) -> list[Shortage]:

@@ -252,10 +252,14 @@ class TenantBucket:
 def tenant_grants() -> list[Grant]:
     """The uses that a front end makes of the bus, for `dynbus auth`, which has keys from it and
     counts what tenants use."""
+    return [Grant("knows keys and limits of tenants", KEYS_STREAM.to_follow), *counting_grants()]
+
+
+def counting_grants() -> list[Grant]:
+    """The uses that a process makes of the bus which counts what tenants use."""
     counts = (*COUNTS_STREAM.subjects, *COUNTS_STREAM.to_look_up)
     usage = (*USAGE_STREAM.subjects, *USAGE_STREAM.to_read)
     return [
-        Grant("knows keys and limits of tenants", KEYS_STREAM.to_follow),
         Grant("counts what tenants use of their limits", counts),
         Grant("writes what tenants have used", usage),
     ]

@@ -300,20 +300,63 @@ async def test_files_are_listed_read_and_deleted_by_their_tenant_alone(tmp_path:
 
 async def test_the_limits_of_a_tenant_hold_for_its_batches(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("ada first-key models=plain\nbob second-key requests_per_minute=60\n")
+    keys.write_text(
+        "ada first-key models=plain\n"
+        "bob second-key requests_per_minute=1 requests_at_a_time=1 max_prompt_tokens=60\n"
+    )
     data = as_file([line("a", "say it", model="plain"), line("b", "say it", model="tiny")])
+    mine = [line(f"{number}", "say it") for number in range(40)]
+    mine.append(line("long", "say " + "it " * 100))
     async with (
         asked("first-key", api_keys=keys) as (front, ada),
         AsyncOpenAI(base_url=f"{front.url}/v1", api_key="second-key", max_retries=0) as bob,
     ):
         batch = await ended(ada, await begun(ada, data))
-        with pytest.raises(openai.PermissionDeniedError, match="the limit requests_per_minute"):
-            await begun(bob, data)
-        requests = front.engine.requests
+        asked_for = list(front.engine.requests)
+        other = await ended(bob, await begun(bob, as_file(mine)))
+        [error] = await told(bob, other.error_file_id)
 
     assert batch.status == "failed"
     assert [(one.line, one.code) for one in batch.errors.data] == [(2, "model_not_found")]
-    assert requests == []
+    assert asked_for == []
+    # Those of a minute, and of requests at a time, are for requests that somebody waits for.
+    assert other.request_counts.completed == 40
+    refusal = error["response"]
+    assert (error["custom_id"], refusal["status_code"]) == ("long", 400)
+    assert refusal["body"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_batch_uses_the_budget_of_its_tenant_and_ends_with_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    async with asked("first-key", api_keys=_one_key(keys, "")) as (_, client):
+        alone = await ended(client, await begun(client, as_file([line("a", "say it")])))
+    each = alone.usage.total_tokens
+
+    # Room for so many, and for what the last one may come to before that is known.
+    budget = 10 * each + 20
+    lines = [line(f"{number}", "say it", max_tokens=20) for number in range(50)]
+    async with asked("first-key", api_keys=_one_key(keys, f"tokens_per_month={budget}")) as (
+        front,
+        client,
+    ):
+        batch = await ended(client, await begun(client, as_file(lines)))
+        errors = await told(client, batch.error_file_id)
+        messages: Any = [{"role": "user", "content": "say it"}]
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
+
+    assert batch.status == "completed"
+    assert batch.request_counts.completed == 10
+    assert batch.usage.total_tokens == 10 * each
+    assert {one["response"]["status_code"] for one in errors} == {429}
+    assert {one["response"]["body"]["error"]["code"] for one in errors} == {"insufficient_quota"}
+    assert len(front.engine.requests) == 10
+    assert refused.value.code == "insufficient_quota"
+
+
+def _one_key(path: Path, limits: str) -> Path:
+    path.write_text(f"ada first-key {limits}\n")
+    return path
 
 
 async def test_forms_that_are_none_are_refused_and_leave_nothing() -> None:
