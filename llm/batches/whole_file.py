@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -69,6 +69,9 @@ class FileRun(NamedTuple):
             raise ConfigError(str(error)) from None
         if len({self.file.resolve(), self.output.resolve(), self.errors.resolve()}) < 3:
             raise ConfigError("the file, the output and the errors are to be three files")
+        for path in (self.output, self.errors):
+            if not path.parent.is_dir():
+                raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], object]) -> Batch:
@@ -154,7 +157,7 @@ async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
     try:
         with await anyio.to_thread.run_sync(run.file.open, "rb") as file:
             number = 0
-            while lines := await anyio.to_thread.run_sync(file.readlines, READ_BYTES):
+            while lines := await anyio.to_thread.run_sync(_next_lines, file):
                 for line in lines:
                     number += 1
                     if len(line) > MAX_LINE_BYTES:
@@ -164,6 +167,16 @@ async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
                     yield _with_model(line, run.model) if run.model else line
     except OSError as error:
         raise ConfigError(f"{run.file} cannot be read: {error.strerror}") from None
+
+
+def _next_lines(file: BinaryIO) -> list[bytes]:
+    """The next lines of a file, some of them; of one that is too long no more than shows that."""
+    lines: list[bytes] = []
+    size = 0
+    while size < READ_BYTES and (line := file.readline(MAX_LINE_BYTES + 1)):
+        lines.append(line)
+        size += len(line)
+    return lines
 
 
 def _with_model(line: bytes, model: str) -> bytes:
