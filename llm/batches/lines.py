@@ -25,6 +25,9 @@ MAX_ID: Final = 512
 
 METHOD: Final = "POST"
 
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The errors of reading JSON that a client has written."""
+
 
 class Part(NamedTuple):
     """A part of a file: whole lines.

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import IO, Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -18,7 +18,7 @@ from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.fields import fields_of
 
-from .lines import MAX_LINE_BYTES
+from .lines import MAX_LINE_BYTES, UNREADABLE
 from .records import Batch, BatchRequest, Status, check_endpoint, seconds_of_window
 from .service import Batches
 from .store import MAX_UPLOADED
@@ -140,7 +140,7 @@ async def _read_through(run: FileRun) -> _Read:
         digest.update(line)
         try:
             named = msgspec.json.decode(line, type=_Line).body.model
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             # The batch tells of lines that are none.
             continue
         if named:
@@ -169,7 +169,7 @@ async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
         raise ConfigError(f"{run.file} cannot be read: {error.strerror}") from None
 
 
-def _next_lines(file: BinaryIO) -> list[bytes]:
+def _next_lines(file: IO[bytes]) -> list[bytes]:
     """The next lines of a file, some of them; of one that is too long no more than shows that."""
     lines: list[bytes] = []
     size = 0
@@ -183,7 +183,7 @@ def _with_model(line: bytes, model: str) -> bytes:
     """A line whose body names a model; one that is no request as it is."""
     try:
         fields = fields_of(msgspec.json.decode(line))
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return line
     body = fields_of(fields.get("body"))
     if not body or "model" in body:

@@ -55,6 +55,21 @@ async def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
         await run_file(nobody, run_of(tmp_path), lambda batch, how: None)
 
 
+@pytest.mark.parametrize(
+    "line", [b"{", b'{"body":{"model":"\xff"}}', b'{"body":{"x":%s}}' % (b"[" * 9000 + b"]" * 9000)]
+)
+@pytest.mark.parametrize("model", ["", "tiny"])
+async def test_lines_that_cannot_be_read_are_left_to_the_batch(
+    tmp_path: Path, line: bytes, model: str
+) -> None:
+    run = run_of(tmp_path)._replace(model=model)
+    run.file.write_bytes(line)
+
+    read = await whole_file._read_through(run)  # pyright: ignore[reportPrivateUsage]
+
+    assert read.models == set()
+
+
 def test_an_output_without_a_folder_is_refused(tmp_path: Path) -> None:
     run_of(tmp_path).check()
 
