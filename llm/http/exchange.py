@@ -18,7 +18,7 @@ from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, Payloa
 from dynbus.llm.answers import Usage
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import salted
-from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding
+from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding, status_of
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.resumable.running import RunningStream
@@ -59,6 +59,10 @@ _ENCODINGS: Final = {"content-encoding": "identity", "transfer-encoding": "chunk
 """The headers that say how a body is encoded, and what of it is understood."""
 
 
+_REFUSALS: Final = frozenset((400, 404, 413, 422, 429))
+"""The statuses of what engines refuse: where nothing came before, nothing was used."""
+
+
 def abort(scope: Scope) -> None:
     """Drop the connection of a request."""
     extensions: Mapping[str, Any] = scope.get("extensions") or {}
@@ -93,6 +97,7 @@ class Exchange(ABC):
         self._recording: Recording | None = None
         self._admission: Admission | None = None
         self._tally: Tally | None = None
+        self._is_refused = False
         # Tokens of its prompts, as far as they are known before an engine counts them.
         self._prompt = 0
         # What a stream is told while nothing comes of it.
@@ -224,6 +229,8 @@ class Exchange(ABC):
 
     def _settle(self) -> None:
         """Have counted what its tenant has used, once nothing more is made for it here."""
+        error = self._writer.error
+        self._is_refused = error is not None and status_of(error) in _REFUSALS
         if isinstance(self._work, RunningStream):
             # Its engine works on without its client.
             self._work.when_done(self._settle_now)
@@ -248,8 +255,10 @@ class Exchange(ABC):
         """The tokens that it has come to; where nobody counted, those that its prompts were taken
         to have, and the pieces of its answer."""
         work, timing = self._work, self._timing
-        if work is None or not (timing.count or work.instances):
-            # No engine had it.
+        if work is None:
+            return Usage(0, 0)
+        if not timing.count and (self._is_refused or not work.instances):
+            # No engine had it, or it was refused there.
             return Usage(0, 0)
         return work.usage or Usage(self._prompt, timing.count)
 

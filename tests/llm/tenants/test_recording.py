@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 from click.testing import CliRunner
 from openai import AsyncOpenAI
@@ -122,6 +123,11 @@ async def test_a_client_that_leaves_is_counted_and_one_that_is_refused_is_not(
         [before] = await sums(front)
         with pytest.raises(Exception, match="nobody"):
             await ask(client, model="nobody's")
+        with pytest.raises(openai.BadRequestError, match="this prompt is refused"):
+            await ask(client, "refuse it")
+        for streams in (False, True):
+            with pytest.raises(openai.RateLimitError, match="the engine is full"):
+                await ask(client, "overloaded it", stream=streams)
         stream = await ask(client, "endless word", stream=True)
         count = 0
         async for _ in stream:
