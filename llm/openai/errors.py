@@ -109,18 +109,25 @@ class RateLimited(Overloaded):
 
     Attributes:
         is_budget: whether it is one that no short wait helps with.
+        is_final: whether no wait at all helps, since the request takes more than the limit.
         headers: that say of what there is how much.
     """
 
     code = "RateLimited"
     is_budget: bool = False
+    is_final: bool = False
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
-        self, message: str = "", *, retry_after: float = 0.0, is_budget: bool = False
+        self,
+        message: str = "",
+        *,
+        retry_after: float = 0.0,
+        is_budget: bool = False,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message, retry_after=retry_after, started=False)
-        self.is_budget = is_budget
+        self.is_budget, self.is_final = is_budget, is_final
 
 
 class Unauthorized(DynbusError):
@@ -255,7 +262,9 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         if isinstance(error, RateLimited):
             headers.update(error.headers)
-            if error.is_budget:
+            if error.is_final:
+                del headers["Retry-After"]
+            if error.is_budget or error.is_final:
                 headers["x-should-retry"] = "false"
     elif isinstance(error, NoInstances):
         headers["Retry-After"] = AWAY_RETRY

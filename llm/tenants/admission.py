@@ -11,11 +11,18 @@ from dynbus.llm.answers import Usage
 from dynbus.llm.openai.errors import BadRequest, RateLimited
 
 from .counting import SharedCounts
-from .limits import BUDGET, CACHED, COMPLETION, PROMPT, REQUESTS, RUNNING, STREAMS, Limits
+from .limits import (
+    BUDGET,
+    CACHED,
+    COMPLETION,
+    PROMPT,
+    REQUESTS,
+    RUNNING,
+    STREAMS,
+    UNKNOWN_COMPLETION,
+    Limits,
+)
 from .purse import Purse, Taken
-
-UNKNOWN_COMPLETION: Final = 1024
-"""Tokens that an answer is taken to have where its request says no most."""
 
 BYTES_OF_TOKEN: Final = 4
 """Bytes of a prompt that are taken for a token where its engine alone counts them."""

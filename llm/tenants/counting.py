@@ -27,7 +27,7 @@ from dynbus.spi import (
 
 from .keys import tenant_token
 from .ledger import Ledger, Statement
-from .limits import BUDGET, Limits
+from .limits import BUDGET, CACHED, COMPLETION, PROMPT, UNKNOWN_COMPLETION, Limits
 from .purse import LOOK_AGAIN, Purse, Shortage, Taken
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,17 @@ AT_A_TIME: Final = 8
 
 CLOCK_AGE: Final = 60.0
 """Seconds after which the server is asked for its time again."""
+
+_FEWER: Final = (
+    f"ask for fewer max_tokens ({UNKNOWN_COMPLETION} count where a request says none, times n)"
+)
+_REMEDIES: Final = {
+    PROMPT: "shorten the prompt",
+    CACHED: "shorten the prompt",
+    COMPLETION: _FEWER,
+    BUDGET: _FEWER,
+}
+"""Ways in which a request takes less of a limit, by its name."""
 
 _decoder: Final = msgspec.json.Decoder(Ledger)
 
@@ -260,13 +271,22 @@ class SharedCounts(Openable):
 def refusal(shortages: list[Shortage]) -> RateLimited:
     """The error for limits of which there is not enough."""
     # None is left if another request has given something back just now.
-    longest = max(shortages, key=lambda one: one.retry_after, default=None)
-    if longest is None:
+    worst = max(shortages, key=lambda one: (one.is_final, one.retry_after), default=None)
+    if worst is None:
         return RateLimited("the limits of this key are reached: ask again", retry_after=1.0)
-    name, limit, left, after = longest
+    name, limit, left, after, amount = worst
+    bound, takes = f"the limit {name}={limit} of this key", f"this request takes {amount}"
+    remedy = _REMEDIES.get(name, "")
+    if worst.is_final:
+        ways = remedy or "ask an operator for a higher one"
+        message = f"{takes}, and {bound} never leaves so much: {ways}"
+    else:
+        ways = f"ask again in {after:.0f} s" + (f", or {remedy}" if remedy else "")
+        message = f"{bound} leaves {left}, and {takes}: {ways}"
     return RateLimited(
-        f"the limit {name}={limit} of this key leaves {left}: ask again in {after:.0f} s",
+        message,
         retry_after=after,
         # What other front ends give back is there soon.
-        is_budget=name == BUDGET and after > LOOK_AGAIN,
+        is_budget=name == BUDGET and (worst.is_final or after > LOOK_AGAIN),
+        is_final=worst.is_final,
     )

@@ -26,6 +26,9 @@ HELD: Final = (RUNNING, STREAMS)
 COUNTED: Final = (*PER_MINUTE, *PER_MONTH, *HELD)
 """The limits that hold for all front ends of a bus together."""
 
+UNKNOWN_COMPLETION: Final = 1024
+"""Tokens that an answer is taken to have where its request says no most."""
+
 MOST: Final = 2**53
 """The largest number that any reader of JSON takes as it is."""
 

@@ -35,12 +35,19 @@ class Shortage(NamedTuple):
         limit: its number.
         left: what there is of it.
         retry_after: seconds until there may be more.
+        amount: that is needed.
     """
 
     name: str
     limit: int
     left: int
     retry_after: float
+    amount: int
+
+    @property
+    def is_final(self) -> bool:
+        """True if the limit never leaves so much."""
+        return self.amount > self.limit
 
 
 class Taken(NamedTuple):
@@ -156,7 +163,7 @@ class Purse:
         # What others have and do not use, or what runs, may be given back at any time.
         if amount <= left or name in HELD:
             after = min(after, LOOK_AGAIN)
-        return Shortage(name, self.limits[name], left, after)
+        return Shortage(name, self.limits[name], left, after, amount)
 
     def remaining(self, name: str) -> int:
         """The amount of a limit that no front end has used, as far as is known here."""

@@ -158,6 +158,26 @@ async def test_a_budget_that_is_used_up_is_said_as_openai_says_it(tmp_path: Path
     assert error.response.headers["x-should-retry"] == "false"
 
 
+async def test_a_request_that_no_wait_helps_is_told_so(tmp_path: Path) -> None:
+    limits = "prompt_tokens_per_minute=100 completion_tokens_per_minute=500"
+    async with limited(tmp_path, limits) as (_, client):
+        unbounded = await refused(ask(client))
+        long = await refused(ask(client, "say " + "hi " * 200, max_tokens=5))
+        await ask(client, max_tokens=400)
+        later = await refused(ask(client, max_tokens=500))
+
+    assert "takes 1024, and the limit completion_tokens_per_minute=500" in unbounded.message
+    assert "ask for fewer max_tokens (1024 count where a request says none" in unbounded.message
+    assert "prompt_tokens_per_minute=100 of this key never leaves so much" in long.message
+    assert "shorten the prompt" in long.message
+    for error in (unbounded, long):
+        assert error.code == "rate_limit_exceeded"
+        assert error.response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in error.response.headers
+    assert "and this request takes 500: ask again in" in later.message
+    assert "retry-after" in later.response.headers
+
+
 async def test_requests_at_a_time_have_a_limit_for_all_front_ends(tmp_path: Path) -> None:
     file = keys_file(tmp_path, "requests_at_a_time=1")
     async with served(api_keys=file) as first:
