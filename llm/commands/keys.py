@@ -10,6 +10,7 @@ import click
 from dynbus.spi import terminal
 
 if TYPE_CHECKING:
+    from dynbus.llm.tenants.limits import Limits
     from dynbus.llm.tenants.records import StoredKey, TenantBucket, TenantView
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ def add(
 ) -> None:
     """Make a key for a tenant, and print it: it can never be read again.
 
-    Without --limit the tenant keeps the limits that it has.
+    Limits are the tenant's, for all of its keys. Without --limit it keeps those that it has.
     """
     from dynbus.llm.tenants.keys import key_id
     from dynbus.llm.tenants.limits import read_limits
@@ -59,34 +60,66 @@ def add(
     record = KeyRecord(tenant=check_tenant(tenant), is_operator=operator, created=unix_time())
     stated = read_limits(limits) if limits else None
 
-    async def work(bucket: TenantBucket) -> str:
+    async def work(bucket: TenantBucket) -> tuple[str, Limits | None]:
+        before = (await bucket.read()).limits_of(tenant)
         if stated is not None:
             # First: the key counts at once.
             await bucket.set_limits(tenant, stated)
-        return await bucket.add_key(record)
+        return await bucket.add_key(record), before
 
-    key = _run(work, nats)
+    key, before = _run(work, nats)
     id = key_id(hash_of(key))
     if as_json:
         terminal.print_json({"id": id, "tenant": tenant, "key": key})
         return
     click.echo(key)
     terminal.notice(f"the key {id} of {tenant}: keep it now, it is shown this once")
+    if stated is not None:
+        _tell_limits(tenant, before, stated)
 
 
 @keys.command()
 @click.argument("tenant")
 @click.argument("limits", metavar="[NAME=VALUE]...", nargs=-1)
+@click.option("--unset", is_flag=True, help="Have it have those of '*' again.")
 @terminal.nats_option
-def limit(tenant: str, limits: tuple[str, ...], nats: str | None) -> None:
-    """State the limits of a tenant, in place of those it had; none for no limits.
+def limit(tenant: str, limits: tuple[str, ...], unset: bool, nats: str | None) -> None:
+    """State all limits of a tenant, in place of those it had; none for no limits.
 
     The tenant '*' has the limits of all for whom none are stated.
+
+    There are requests_per_minute, prompt_tokens_per_minute, completion_tokens_per_minute,
+    cached_tokens_per_minute, tokens_per_month, requests_at_a_time, open_streams, kept_answers,
+    max_prompt_tokens, max_priority, and models=ONE,OTHER.
     """
+    from dynbus import ConfigError
     from dynbus.llm.tenants.limits import read_limits
 
-    stated = read_limits(limits)
-    _run(lambda bucket: bucket.set_limits(tenant, stated), nats)
+    if unset and limits:
+        raise ConfigError(f"--unset states nothing: leave out {limits[0][:80]!r}, or --unset")
+    stated = None if unset else read_limits(limits)
+
+    async def work(bucket: TenantBucket) -> Limits | None:
+        before = (await bucket.read()).limits_of(tenant)
+        if stated is None:
+            await bucket.unset_limits(tenant)
+        else:
+            await bucket.set_limits(tenant, stated)
+        return before
+
+    _tell_limits(tenant, _run(work, nats), stated)
+
+
+def _tell_limits(tenant: str, before: Limits | None, now: Limits | None) -> None:
+    """Say what is stated now, and what is no longer: a limit that was left out is gone."""
+    terminal.notice(f"limits of {tenant}: {_stated(now)}")
+    if before is not None and before != now:
+        terminal.notice(f"before: {_stated(before)}")
+
+
+def _stated(limits: Limits | None) -> str:
+    """Limits in words."""
+    return "none are stated" if limits is None else str(limits) or "none"
 
 
 @keys.command()
@@ -98,15 +131,21 @@ def revoke(id: str, nats: str | None) -> None:
     Requests that run with it are finished.
     """
     from dynbus import ConfigError
+    from dynbus.llm.tenants.keys import key_id
 
-    async def work(bucket: TenantBucket) -> None:
+    if not id:
+        raise ConfigError("the id is empty: `dynbus keys ls` shows those of all keys")
+
+    async def work(bucket: TenantBucket) -> StoredKey:
         known = [one for one in (await bucket.read()).keys if one.hash.startswith(id)]
         if len(known) != 1:
             why = "there is no key" if not known else f"{len(known)} keys have an id"
             raise ConfigError(f"{why} that begins with {id[:80]!r}: see `dynbus keys ls`")
         await bucket.revoke(known[0].hash)
+        return known[0]
 
-    _run(work, nats)
+    key = _run(work, nats)
+    terminal.notice(f"the key {key_id(key.hash)} of {key.record.tenant} is none any more")
 
 
 @keys.command()
@@ -124,7 +163,7 @@ def ls(as_json: bool, nats: str | None) -> None:
     holders = {key.record.tenant for key in view.keys}
     rows = [_row(key, view) for key in view.keys]
     rows += [
-        ("-", terminal.plain(tenant), "-", str(limits) or "none")
+        ("-", terminal.plain(tenant), "-", terminal.plain(_stated(limits)))
         for tenant, limits in view.limits.items()
         if tenant not in holders
     ]
@@ -140,7 +179,7 @@ def _row(key: StoredKey, view: TenantView) -> tuple[str, str, str, str]:
         key_id(key.hash),
         terminal.plain(record.tenant),
         "operator" if record.is_operator else "-",
-        terminal.plain(str(limits)) if limits is not None else "-",
+        terminal.plain(_stated(limits)) if limits is not None else "-",
     )
 
 

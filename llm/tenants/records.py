@@ -224,10 +224,7 @@ class TenantBucket:
         Raises:
             DynbusError: it cannot be stored.
         """
-        subject = f"{_KEY}{hash}"
-        await self._jetstream.purge(KEYS_STREAM.name, subject)
-        # Who follows the bucket hears of no purge.
-        await self._jetstream.publish(subject, b"", deleted=True)
+        await self._take_back(f"{_KEY}{hash}")
 
     async def set_limits(self, tenant: str, limits: Limits) -> None:
         """Have other limits for a tenant, in place of all that were stated.
@@ -242,6 +239,25 @@ class TenantBucket:
             check_tenant(tenant)
         record = LimitsRecord(tenant=tenant, limits=limits)
         await self._write(_limits_subject(tenant), msgspec.json.encode(record))
+
+    async def unset_limits(self, tenant: str) -> None:
+        """State no limits of a tenant any more: it has those of `ALL_TENANTS`.
+
+        Args:
+            tenant: or `ALL_TENANTS`.
+
+        Raises:
+            DynbusError: that cannot be stored.
+        """
+        if tenant != ALL_TENANTS:
+            check_tenant(tenant)
+        await self._jetstream.ensure_stream(KEYS_STREAM)
+        await self._take_back(_limits_subject(tenant))
+
+    async def _take_back(self, subject: str) -> None:
+        await self._jetstream.purge(KEYS_STREAM.name, subject)
+        # Who follows the bucket hears of no purge.
+        await self._jetstream.publish(subject, b"", deleted=True)
 
     async def _write(self, subject: str, data: bytes) -> None:
         await self._jetstream.ensure_stream(KEYS_STREAM)

@@ -85,6 +85,44 @@ async def test_limits_are_changed_and_those_of_all_are_for_who_has_none(
     assert "did you mean" in str(wrong.exception).lower()
 
 
+async def test_limits_that_are_no_longer_stated_are_told_and_can_be_those_of_all_again(
+    own_server: RunningServer,
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime, Tenants(runtime, from_bus=True) as known:
+        await command(own_server, "limit", "*", "requests_at_a_time=1")
+        first = await command(own_server, "add", "ada", "--limit", "tokens_per_month=9")
+        raised = await command(own_server, "limit", "ada", "requests_per_minute=5")
+        freed = await command(own_server, "limit", "ada")
+        table = await command(own_server, "ls")
+        unset = await command(own_server, "limit", "ada", "--unset")
+        await eventually(lambda: known.limits_of("ada") == Limits(requests_at_a_time=1))
+        both = await command(own_server, "limit", "ada", "--unset", "requests_per_minute=5")
+
+    assert "limits of ada: tokens_per_month=9\n" in first.output
+    assert "before" not in first.output
+    assert raised.output == "limits of ada: requests_per_minute=5\nbefore: tokens_per_month=9\n"
+    assert freed.output == "limits of ada: none\nbefore: requests_per_minute=5\n"
+    assert "ada     -     none" in table.output
+    assert unset.output == "limits of ada: none are stated\nbefore: none\n"
+    assert "leave out 'requests_per_minute=5'" in str(both.exception)
+
+
+def test_the_help_names_all_limits() -> None:
+    shown = CliRunner().invoke(keys, ["limit", "--help"]).output.replace("=", " ").replace(",", " ")
+
+    assert set(Limits.__struct_fields__) <= set(shown.split())
+
+
+async def test_an_empty_id_revokes_no_key(own_server: RunningServer) -> None:
+    await added(own_server, "ada")
+
+    wrong = await command(own_server, "revoke", "")
+    listed = json.loads((await command(own_server, "ls", "--json")).output)
+
+    assert "the id is empty" in str(wrong.exception)
+    assert len(listed["keys"]) == 1
+
+
 async def test_a_front_end_that_is_cut_off_keeps_the_keys_that_it_knows(
     own_server: RunningServer,
 ) -> None:
