@@ -77,8 +77,9 @@ def usage(
     now = unix_time()
     first = terminal.parse_time(since, "--since")(now)
     last = now if until is None else terminal.parse_time(until, "--until")(now)
-    if last < first:
-        raise ConfigError("--until is before --since: there is nothing between")
+    if last <= first:
+        end = "now" if until is None else "--until"
+        raise ConfigError(f"--since is not before {end}: there is nothing between")
     of = check_tenant(tenant) if tenant else ""
     hours = terminal.at_server(
         nats, "dynbus-usage", lambda one: read_usage(one.jetstream, first, last, tenant=of)
@@ -94,7 +95,10 @@ def usage(
             writer.writerow(_row(one).values())
         return
     if not sums:
-        terminal.notice("nothing was used")
+        terminal.notice(
+            "nothing was used then; front ends count where they have keys (`dynbus http` with "
+            "--keys-from-bus, --api-keys or --oidc-issuer)"
+        )
         return
     head = [name.upper() for name in (*groups, *_AMOUNTS, "saved")]
     terminal.print_table(head, [_cells(one) for one in sums])

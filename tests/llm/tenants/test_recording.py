@@ -240,8 +240,14 @@ async def test_the_command_prints_sums_by_groups_as_table_csv_and_json(
     as_json = await asyncio.to_thread(run, "--tenant", "bob", "--since", "all", "--json")
     past = await asyncio.to_thread(run, "--until", "2026-01-01", "--since", "2025-12-01")
     no_group = await asyncio.to_thread(run, "--by", "tenants")
+    one_day = await asyncio.to_thread(run, "--since", "2026-01-01", "--until", "2026-01-01")
+    future = await asyncio.to_thread(run, "--since", "2999-01-01")
 
-    assert "nothing was used" in empty.output + past.output
+    for none in (empty, past):
+        assert "nothing was used" in none.output
+        assert "front ends count where they have keys" in none.output
+    assert "--since is not before --until" in str(one_day.exception)
+    assert "--since is not before now" in str(future.exception)
     assert table.output.splitlines()[1].split() == [
         *("ada", "tiny", "1", "1,200", "600", "5", "1,205", "50.0%")
     ]
