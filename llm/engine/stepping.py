@@ -234,9 +234,9 @@ class _ThreadStepper(EngineStepper):
                 if not self._ended.done():
                     # Its `repr` may read what the thread that hangs has locked.
                     logger.warning(
-                        "a %s did not end its step in %g s: it is left alone",
+                        "a %s %s: it is left alone",
                         type(self._engine).__name__,
-                        seconds,
+                        f"did not end its step in {seconds:g} s" if seconds else "hangs in a step",
                     )
 
     # On the event loop ----------------------------------------------------------------

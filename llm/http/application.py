@@ -365,7 +365,8 @@ class Application:
         if not caller.is_operator:
             raise PermissionDenied(
                 "/metrics tells of all tenants: ask with a key of an operator, whose line in the "
-                "file of keys ends with `role: operator`",
+                "file of keys ends with `role: operator`, or which `dynbus keys add --operator` "
+                "has made",
                 started=False,
             )
         shared = self._shared

@@ -155,6 +155,7 @@ async def test_an_engine_that_hangs_is_withdrawn_and_its_streams_go_on_elsewhere
     assert "Thread engine:" in caplog.text
     if told.startswith("ended"):
         assert "in step\n    self.hang()" in caplog.text
+        assert "hangs in a step: it is left alone" in caplog.text
 
 
 async def test_an_engine_that_ends_no_step_is_shown_before_it_counts_as_hung() -> None:

@@ -125,3 +125,4 @@ async def test_figures_of_all_tenants_are_for_operators(tmp_path: Path) -> None:
     assert statuses.pop(("ada", "metrics")) == 403
     assert set(statuses.values()) == {200}
     assert "role: operator" in asked["ada", "metrics"].text
+    assert "dynbus keys add --operator" in asked["ada", "metrics"].text
