@@ -152,7 +152,9 @@ def revoke(id: str, nats: str | None) -> None:
 @terminal.json_option
 @terminal.nats_option
 def ls(as_json: bool, nats: str | None) -> None:
-    """List the keys by their ids, and the limits of tenants."""
+    """List the keys by their ids, with their age, and the limits of tenants."""
+    from dynbus.spi import unix_time
+
     view = _run(lambda bucket: bucket.read(), nats)
     if as_json:
         terminal.print_json(_json(view))
@@ -161,16 +163,17 @@ def ls(as_json: bool, nats: str | None) -> None:
         terminal.notice("no key")
         return
     holders = {key.record.tenant for key in view.keys}
-    rows = [_row(key, view) for key in view.keys]
+    now = unix_time()
+    rows = [_row(key, view, now) for key in view.keys]
     rows += [
-        ("-", terminal.plain(tenant), "-", terminal.plain(_stated(limits)))
+        ("-", terminal.plain(tenant), "-", "-", terminal.plain(_stated(limits)))
         for tenant, limits in view.limits.items()
         if tenant not in holders
     ]
-    terminal.print_table(("ID", "TENANT", "ROLE", "LIMITS"), rows)
+    terminal.print_table(("ID", "TENANT", "ROLE", "AGE", "LIMITS"), rows)
 
 
-def _row(key: StoredKey, view: TenantView) -> tuple[str, str, str, str]:
+def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
     from dynbus.llm.tenants.keys import key_id
 
     record = key.record
@@ -179,6 +182,7 @@ def _row(key: StoredKey, view: TenantView) -> tuple[str, str, str, str]:
         key_id(key.hash),
         terminal.plain(record.tenant),
         "operator" if record.is_operator else "-",
+        terminal.duration(now - record.created),
         terminal.plain(_stated(limits)) if limits is not None else "-",
     )
 
