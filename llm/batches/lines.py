@@ -189,13 +189,14 @@ class LineChecker:
         elif line.custom_id in self._ids:
             self._refuse(
                 "duplicate_custom_id",
-                f"custom_id {line.custom_id!r} is that of an earlier line, too",
+                f"custom_id {_brief(line.custom_id)} is that of an earlier line, too",
                 "custom_id",
             )
         elif line.method != METHOD:
-            self._refuse("invalid_method", f"method is {METHOD}, not {line.method!r}", "method")
+            why = f"method is {METHOD}, not {_brief(line.method)}"
+            self._refuse("invalid_method", why, "method")
         elif line.url != self._endpoint:
-            why = f"url is {line.url!r}, and the batch's endpoint is {self._endpoint!r}"
+            why = f"url is {_brief(line.url)}, and the batch's endpoint is {self._endpoint!r}"
             self._refuse("invalid_url", why, "url")
         else:
             self._ids.add(line.custom_id)
@@ -208,7 +209,7 @@ class LineChecker:
             self._refuse("invalid_request", f"body: {error}", "body")
             return
         if self._models is not None and body.model not in self._models:
-            why = f"body.model: there is no model {body.model[:80]!r}"
+            why = f"body.model: there is no model {_brief(body.model)}"
             self._refuse("model_not_found", why, "body.model")
         elif body.stream:
             self._refuse("invalid_request", "body.stream: a batch has no streams", "body.stream")
@@ -217,6 +218,11 @@ class LineChecker:
         if len(self.errors) < MAX_ERRORS:
             error = LineError(code=code, message=message, line=self.total, param=param)
             self.errors.append(error)
+
+
+def _brief(text: str) -> str:
+    """A text of a client's as errors tell it: all of them are in the record of the batch."""
+    return repr(text[:80])
 
 
 class Answer(msgspec.Struct, frozen=True):

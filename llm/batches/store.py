@@ -43,6 +43,8 @@ MAX_STORED: Final = 2 * 1024 * 1024 * 1024
 """Bytes of all files, those that batches write included."""
 MAX_UPLOADED: Final = MAX_STORED // 2
 """Bytes of all files that clients have sent: the rest is left to what batches write."""
+MAX_RECORDS: Final = 16 * 1024 * 1024
+"""Bytes of the records of a tenant's files, and of its batches: others need room for theirs."""
 SLACK: Final = 24 * 3600.0
 """Seconds for which the server keeps what is no longer told."""
 SUBJECTS: Final = "_batches"
@@ -116,6 +118,9 @@ class BatchStore:
         self._jetstream = jetstream
         self._objects = ObjectStore(jetstream, FILES)
         self._is_ready = False
+        self._uploads = fairness.Shares(MAX_UPLOADED, fairness.TIMES_FREE)
+        # The files that come here: whose, and what of them is stored.
+        self._coming: dict[str, tuple[str, int]] = {}
         self._cached: OrderedDict[str, list[bytes]] = OrderedDict()
         self._reading = anyio.Lock()
 
@@ -143,20 +148,18 @@ class BatchStore:
             BadRequest: it is too large, or there is no room for it.
         """
         await self.ensure()
-        shares = await self._uploaded()
         name, splitter, parts = f"file-{random_id()}", PartSplitter(), list[StoredPart]()
         size = 0
+        await self._count_uploads(tenant)
 
         async def store(cut: Sequence[Part]) -> None:
             for data, lines in cut:
+                # Files that come at the same time share what is left.
+                shares = self._uploads
                 if not shares.reserve(tenant, len(data)):
-                    raise BadRequest(
-                        f"there is no room for this file: {shares.taken} of {shares.limit} bytes "
-                        "are taken; delete files that are no longer needed",
-                        param="file",
-                        reason="storage_full",
-                        status=413,
-                    )
+                    raise _no_room(f"{shares.taken} of {shares.limit} bytes are taken")
+                _, before = self._coming.get(name, (tenant, 0))
+                self._coming[name] = tenant, before + len(data)
                 parts.append(StoredPart(len(parts), len(data), lines))
                 await self.put_part(name, len(parts) - 1, data)
 
@@ -181,19 +184,36 @@ class BatchStore:
             )
             await self.put_file(file)
         except BaseException:
+            self._uploads.give_back(*self._coming.get(name, (tenant, 0)))
             with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True):
                 await self._drop_parts(name, [part.number for part in parts])
             raise
+        finally:
+            self._coming.pop(name, None)
         return file
 
-    async def _uploaded(self) -> fairness.Shares:
-        """The room of uploads, as tenants have taken it."""
+    async def _count_uploads(self, tenant: str) -> None:
+        """Look at what tenants have taken of the room of uploads.
+
+        Raises:
+            BadRequest: this one has too many files.
+        """
+        coming = dict(self._coming)
+        files = await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile)
         shares = fairness.Shares(MAX_UPLOADED, fairness.TIMES_FREE)
-        for file in await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile):
+        for file in files:
             if file.purpose != OUTPUT:
                 # What is there stays there, whatever the share of its tenant is by now.
                 shares.take(file.tenant, file.size)
-        return shares
+        # One that has come to its end meanwhile may be in neither.
+        stored = {file.id for file in files}
+        for name, (owner, size) in ({**coming, **self._coming}).items():
+            if name not in stored:
+                shares.take(owner, size)
+        self._uploads = shares
+        own = [file for file in files if file.tenant == tenant]
+        if _bytes_of(own) > MAX_RECORDS:
+            raise _no_room(f"there are {len(own)} files of yours")
 
     async def put_part(self, name: str, number: int, data: bytes) -> None:
         """Store a part of a file, in place of one of this number."""
@@ -258,8 +278,16 @@ class BatchStore:
     # Batches -----------------------------------------------------------------------------------
 
     async def create_batch(self, batch: Batch) -> None:
-        """Store a new batch."""
+        """Store a new batch. Where its tenant has too many, the oldest that have ended go."""
         await self.ensure()
+        known = sorted(await self.batches(batch.tenant), key=lambda one: (one.created_at, one.id))
+        size = _bytes_of(known)
+        for one in known:
+            if size <= MAX_RECORDS:
+                break
+            if one.has_ended:
+                await self.delete_batch(one)
+                size -= _bytes_of([one])
         await self._put(subject_of(batch.tenant, BATCH, batch.id), batch)
 
     async def batch(self, tenant: str, name: str) -> Batch | None:
@@ -355,3 +383,16 @@ class BatchStore:
                 if monotonic() + RETRY_DELAY >= end:
                     raise
                 await anyio.sleep(RETRY_DELAY)
+
+
+def _bytes_of(records: Sequence[StoredFile] | Sequence[Batch]) -> int:
+    return sum(len(msgspec.json.encode(one)) for one in records)
+
+
+def _no_room(why: str) -> BadRequest:
+    return BadRequest(
+        f"there is no room for this file: {why}; delete files that are no longer needed",
+        param="file",
+        reason="storage_full",
+        status=413,
+    )

@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 import anyio
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dynbus.bus.records.objects import ObjectStore
 from dynbus.llm.batches import lines, store
@@ -49,6 +51,12 @@ async def parts(bus: Bus, file: str) -> int:
     """How many parts of a file the bucket has."""
     objects = ObjectStore((await bus.connect()).jetstream, FILES)
     return sum(one.name.startswith(f"{file}.") for one in await objects.list_objects())
+
+
+async def uploaded(batches: BatchStore) -> int:
+    """The bytes of all files that clients have sent; the server keeps those of other tests."""
+    files = await batches._all("_batches.*.file.*", StoredFile)  # pyright: ignore[reportPrivateUsage]
+    return sum(file.size for file in files if file.purpose != OUTPUT)
 
 
 def batch(tenant: str) -> Batch:
@@ -120,14 +128,67 @@ async def test_files_of_clients_have_bounded_room_and_those_that_batches_write_h
         parts=file.parts,
     )
     await batches.put_file(written)
-    shares = await batches._uploaded()  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(store, "MAX_UPLOADED", shares.taken + 50)
+    monkeypatch.setattr(store, "MAX_UPLOADED", await uploaded(batches) + 50)
 
     with pytest.raises(BadRequest, match="there is no room for this file") as refused:
         await batches.create_file(tenant, "in.jsonl", pieces(b"x" * 100), limit=1000)
 
     assert taken == 0
     assert (refused.value.status, refused.value.reason) == (413, "storage_full")
+
+
+async def test_files_that_come_at_the_same_time_share_what_room_is_left(
+    bus: Bus, batches: BatchStore, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "PART_BYTES", 10)
+    monkeypatch.setattr(store, "MAX_UPLOADED", await uploaded(batches) + 1000)
+    refused: list[BadRequest] = []
+    stored: list[StoredFile] = []
+
+    async def send() -> None:
+        given = pieces(*[b"a line or so\n"] * 20)
+        try:
+            stored.append(await batches.create_file("", tenant, given, limit=1000))
+        except BadRequest as error:
+            refused.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(8):
+            tasks.start_soon(send)
+    total = sum(file.size for file in stored)
+    # What was refused takes none of it.
+    for file in stored:
+        await batches.delete_file(file)
+    await send()
+
+    assert refused
+    assert {error.reason for error in refused} == {"storage_full"}
+    assert total <= 1000
+    assert stored[-1].size == 260
+
+
+async def test_a_tenant_has_bounded_room_for_records(
+    batches: BatchStore, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_RECORDS", 1000)
+    runs = batch(tenant)
+    await batches.create_batch(runs)
+    ended = [
+        replace(batch(tenant), status=Status.FAILED, created_at=2 + number) for number in range(6)
+    ]
+    for one in ended:
+        await batches.create_batch(one)
+    while sum(len(msgspec.json.encode(one)) for one in await batches.files(tenant)) <= 1000:
+        await batches.create_file(tenant, "in.jsonl", pieces(b""), limit=10)
+    with pytest.raises(BadRequest, match="there are [0-9]+ files of yours") as refused:
+        await batches.create_file(tenant, "in.jsonl", pieces(b""), limit=10)
+    known = {one.id for one in await batches.batches(tenant)}
+    other = await batches.create_file(f"{tenant}2", "in.jsonl", pieces(b""), limit=10)
+
+    assert refused.value.status == 413
+    assert {runs.id, ended[-1].id} < known
+    assert ended[0].id not in known
+    assert other.size == 0
 
 
 async def test_a_file_whose_age_is_over_is_not_there(batches: BatchStore, tenant: str) -> None:

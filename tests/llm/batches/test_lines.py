@@ -87,6 +87,19 @@ def test_a_line_that_is_no_request_is_an_error(data: bytes, code: str, param: st
     assert (error.line, error.code, error.param) == (2, code, param)
 
 
+def test_errors_tell_the_beginning_of_what_a_client_wrote() -> None:
+    checker = LineChecker(CHAT, ["tiny"])
+    long = "\U000e0001" * 400
+    for _ in range(2):
+        checker.add(line(custom_id=long))
+    checker.add(line(custom_id="a", method=long * 9))
+    checker.add(line(custom_id="b", url=long * 9))
+    checker.add(line(custom_id="c", body={"model": long * 9}))
+
+    assert len(checker.errors) == 4
+    assert max(len(error.message) for error in checker.errors) < 1000
+
+
 def test_a_line_of_any_depth_is_a_request_or_an_error() -> None:
     checker = LineChecker(CHAT)
 
