@@ -82,10 +82,8 @@ class HttpFrontEnd(Openable):
         )
         self._status = runtime.bus.status
         self._announced: set[str] = set()
-        resumable, tenants = (
-            ResumableStreams(runtime, settings.max_requests),
-            _tenants(runtime, settings),
-        )
+        resumable = ResumableStreams(runtime, settings.max_requests)
+        tenants = _tenants(runtime, settings)
         self.shared = Shared(
             settings,
             self._models,
