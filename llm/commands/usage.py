@@ -28,8 +28,8 @@ _HELP: Final = """Say what tenants have used: tokens of prompts and answers, by 
 
     \b
     dynbus usage
-    dynbus usage --tenant ada --since 2026-11-01 --by model --by day
-    dynbus usage --since 30d --by tenant --by month --csv
+    dynbus usage --tenant ada --since 2026-11-01 --by model,day
+    dynbus usage --since 30d --by tenant,month --csv
     """
 
 
@@ -45,10 +45,10 @@ _HELP: Final = """Say what tenants have used: tokens of prompts and answers, by 
 @click.option("--until", metavar="TIME", help="Before this time. Default: now.")
 @click.option(
     "--by",
-    multiple=True,
-    metavar="GROUP",
-    help="tenant, model, key, instance, hour, day or month; several by several options. "
-    "Default: tenant and model.",
+    default="tenant,model",
+    show_default=True,
+    metavar="GROUPS",
+    help="tenant, model, key, instance, hour, day or month, with commas between several.",
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with a head.")
 @terminal.json_option
@@ -57,7 +57,7 @@ def usage(
     tenant: str | None,
     since: str,
     until: str | None,
-    by: tuple[str, ...],
+    by: str,
     as_csv: bool,
     as_json: bool,
     nats: str | None,
@@ -67,7 +67,7 @@ def usage(
     from dynbus.llm.tenants.usage_sums import GROUPS, read_usage, sum_up
     from dynbus.spi import suggestion, unix_time
 
-    groups = tuple(dict.fromkeys(by)) or ("tenant", "model")
+    groups = tuple(dict.fromkeys(by.split(",")))
     for name in groups:
         if name not in GROUPS:
             raise ConfigError(
@@ -101,7 +101,11 @@ def usage(
         )
         return
     head = [name.upper() for name in (*groups, *_AMOUNTS, "saved")]
-    terminal.print_table(head, [_cells(one) for one in sums])
+    rows = [_cells(one) for one in sums]
+    if len(sums) > 1:
+        [total] = sum_up(hours, ())
+        rows.append((*("all", *[""] * len(groups))[: len(groups)], *_amounts(total)))
+    terminal.print_table(head, rows)
 
 
 def _row(one: UsageSum) -> dict[str, Any]:
@@ -110,5 +114,8 @@ def _row(one: UsageSum) -> dict[str, Any]:
 
 def _cells(one: UsageSum) -> tuple[str, ...]:
     group = (terminal.plain(value) or "-" for value in one.group.values())
-    amounts = (f"{getattr(one, name):,}" for name in _AMOUNTS)
-    return *group, *amounts, f"{one.saved:.1%}"
+    return *group, *_amounts(one)
+
+
+def _amounts(one: UsageSum) -> tuple[str, ...]:
+    return *(f"{getattr(one, name):,}" for name in _AMOUNTS), f"{one.saved:.1%}"
