@@ -104,7 +104,7 @@ def usage(
     rows = [_cells(one) for one in sums]
     if len(sums) > 1:
         [total] = sum_up(hours, ())
-        rows.append((*("all", *[""] * len(groups))[: len(groups)], *_amounts(total)))
+        rows.append(("all", *[""] * (len(groups) - 1), *_amounts(total)))
     terminal.print_table(head, rows)
 
 
