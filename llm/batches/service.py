@@ -88,13 +88,8 @@ class Batches:
         if file.purpose == OUTPUT or file.expires_at < now + window:
             why = "is an output" if file.purpose == OUTPUT else "is gone before the window ends"
             raise BadRequest(f"input_file_id: {file.id} {why}", param="input_file_id")
-        known = await self.store.batches(tenant)
-        if sum(not batch.has_ended for batch in known) >= MAX_OPEN:
-            raise BadRequest(
-                f"{MAX_OPEN} batches have not ended; wait for one, or cancel one",
-                status=429,
-                reason="too_many_batches",
-            )
+        if len(await self._open(tenant)) >= MAX_OPEN:
+            raise _too_many()
         batch = Batch(
             id=f"batch_{random_id()}",
             tenant=tenant,
@@ -107,8 +102,17 @@ class Batches:
             limits=limits.of_batches,
         )
         await self.store.create_batch(batch)
+        # Others may have been stored at the same time, also by other front ends.
+        if batch.id not in (await self._open(tenant))[:MAX_OPEN]:
+            await self.store.delete_batch(batch)
+            raise _too_many()
         await self._begin(batch)
         return batch
+
+    async def _open(self, tenant: str) -> list[str]:
+        """The batches of a tenant that have not ended, the oldest first."""
+        known = [batch for batch in await self.store.batches(tenant) if not batch.has_ended]
+        return [one.id for one in sorted(known, key=lambda one: (one.created_at, one.id))]
 
     async def batch(self, tenant: str, name: str) -> Batch:
         """A batch of a tenant.
@@ -144,3 +148,11 @@ class Batches:
             await self._worker.run.submit(
                 BatchName(batch.tenant, batch.id), idempotency_key=batch.id, priority=0
             )
+
+
+def _too_many() -> BadRequest:
+    return BadRequest(
+        f"{MAX_OPEN} batches have not ended; wait for one, or cancel one",
+        status=429,
+        reason="too_many_batches",
+    )

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from tests.conditions import eventually
 
 from dynbus.bus.records.objects import ObjectStore
+from dynbus.llm.batches import service
 from dynbus.llm.batches.lines import LineChecker
 from dynbus.llm.batches.store import FILES
 from dynbus.llm.tenants.usage_sums import read_usage, sum_up
@@ -239,6 +240,35 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
     assert [one["custom_id"] for one in output] == ["quick"]
     assert [one["error"]["code"] for one in errors] == ["batch_cancelled"] * 3
     assert batch.request_counts.to_dict() == {"total": 4, "completed": 1, "failed": 3}
+
+
+async def test_batches_that_are_made_at_the_same_time_are_held_to_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "MAX_OPEN", 2)
+    url: Any = CHAT
+    refused: list[openai.RateLimitError] = []
+    async with asked() as (_, client):
+        data = as_file([line("slow", "silent")])
+        file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+
+        async def create() -> None:
+            try:
+                await client.batches.create(
+                    input_file_id=file.id, endpoint=url, completion_window="24h"
+                )
+            except openai.RateLimitError as error:
+                refused.append(error)
+
+        await asyncio.gather(*(create() for _ in range(10)))
+        listed = [one.id async for one in client.batches.list()]
+        for one in listed:
+            await client.batches.cancel(one)
+
+    # A few may each have seen itself among the first ones.
+    assert 2 <= len(listed) <= 5
+    assert len(refused) == 10 - len(listed)
+    assert {error.code for error in refused} == {"too_many_batches"}
 
 
 async def test_what_is_not_done_within_the_window_expires() -> None:
