@@ -144,10 +144,13 @@ class SharedCounts(Openable):
     async def take(self, tenant: str, limits: Limits, amounts: Mapping[str, int]) -> Taken:
         """Take amounts of a tenant's limits, which `Purse.settle` settles.
 
+        Args:
+            limits: as the request has found them; those that a later one has found count.
+
         Raises:
             RateLimited: there is not enough of one.
         """
-        account = self._account(tenant, limits)
+        account = self._accounts.get(tenant) or self._account(tenant, limits)
         purse = account.purse
         taken = purse.take(amounts, self.now())
         if taken is not None:

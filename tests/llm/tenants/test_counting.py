@@ -11,6 +11,7 @@ from tests.conditions import eventually
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.openai.errors import RateLimited
+from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.counting import COUNTS_STREAM, SharedCounts, count_subject
 from dynbus.llm.tenants.ledger import LEASE_SECONDS
 from dynbus.llm.tenants.limits import BUDGET, REQUESTS, RUNNING, Limits
@@ -66,6 +67,18 @@ async def test_front_ends_are_granted_the_limit_together_and_not_more(
         )
         assert await take(fronts[0], limits, BUDGET, left)
         assert not await take(fronts[1], limits, BUDGET)
+
+
+async def test_a_request_from_before_other_limits_were_stated_is_held_to_these(
+    own_server: RunningServer,
+) -> None:
+    async with counting(own_server, 1) as [front]:
+        early = Admission(front, "ada", Limits(requests_per_minute=100))
+        Admission(front, "ada", Limits(requests_per_minute=1))
+
+        await early.enter()
+        with pytest.raises(RateLimited, match="requests_per_minute=1 "):
+            await early.enter()
 
 
 async def test_requests_take_few_round_trips(own_server: RunningServer) -> None:
