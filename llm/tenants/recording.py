@@ -108,12 +108,22 @@ class UsageRecorder(Openable):
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
+        await self._make_bucket()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_storing)
             yield
             tasks.cancel_scope.cancel()
         with anyio.move_on_after(2 * STORE_TIMEOUT, shield=True):
             await self._store()
+
+    async def _make_bucket(self) -> None:
+        """Have the bucket be there before the first request ends: what is written before would be
+        lost with this process."""
+        try:
+            await self._connection.jetstream.ensure_stream(USAGE_STREAM, timeout=STORE_TIMEOUT)
+        except DynbusError as error:
+            # It is made when something is stored.
+            self._log(f"{type(error).__name__}: {error}")
 
     # Requests -----------------------------------------------------------------------------------
 
