@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ALL: Final = "all"
 FOR_EVER: Final = 100 * 365 * 24 * 3600.0
 """Seconds, where a stream says that it has no limit."""
 PUBLISH_TIMEOUT: Final = 5.0

@@ -25,9 +25,6 @@ MAX_ID: Final = 512
 
 METHOD: Final = "POST"
 
-UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""The errors of reading JSON that a client has written."""
-
 
 class Part(NamedTuple):
     """A part of a file: whole lines.
@@ -243,15 +240,6 @@ class Answer(msgspec.Struct, frozen=True):
     def is_well(self) -> bool:
         """True if the request was carried out."""
         return self.status == 200
-
-
-def count_usage(usage: dict[str, UsageEntry], used: UsageEntry) -> None:
-    """Count what an answer has used.
-
-    Args:
-        usage: by model.
-    """
-    usage.setdefault(used.model, UsageEntry(used.model, "", "")).add(used.requests, used.tokens)
 
 
 class NoAnswer(msgspec.Struct, frozen=True):

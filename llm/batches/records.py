@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynbus.llm.openai.errors import BadRequest, unsupported
+from dynbus.llm.openai.fields import UNREADABLE
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.usage import Tokens
 
@@ -256,7 +257,7 @@ def read_batch_request(data: bytes) -> BatchRequest:
     """
     try:
         request = msgspec.json.decode(data, type=BatchRequest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"the body is no request for a batch: {error}") from None
     check_endpoint(request.endpoint)
     if request.output_expires_after not in (None, b"null"):

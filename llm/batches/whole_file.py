@@ -16,9 +16,9 @@ from dynbus import ConfigError, Runtime
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.openai.errors import BadRequest
-from dynbus.llm.openai.fields import fields_of
+from dynbus.llm.openai.fields import UNREADABLE, fields_of
 
-from .lines import MAX_LINE_BYTES, UNREADABLE
+from .lines import MAX_LINE_BYTES
 from .records import Batch, BatchRequest, Status, check_endpoint, seconds_of_window
 from .service import Batches
 from .store import MAX_UPLOADED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -43,7 +44,7 @@ from dynbus.llm.tenants.counting import SharedCounts
 from dynbus.llm.tenants.limits import NO_LIMITS, Limits
 from dynbus.llm.tenants.recording import store
 from dynbus.llm.tenants.records import counting_grants
-from dynbus.llm.tenants.usage import Tokens, UsageEntry, UsageRecord, usage_subject
+from dynbus.llm.tenants.usage import Tokens, UsageEntry, UsageRecord, by_model, usage_subject
 from dynbus.spi import ComponentName, Grant, NoObject, unix_time
 
 from .asking import LineAsker
@@ -54,7 +55,6 @@ from .lines import (
     LineError,
     NoAnswer,
     chunks_of,
-    count_usage,
     read_line,
     told_line,
 )
@@ -415,20 +415,20 @@ class BatchRun:
             for at in range(chunk.size):
                 tasks.start_soon(ask, at)
         written: dict[bool, list[bytes]] = {True: [], False: []}
-        expired, usage = 0, dict[str, UsageEntry]()
+        expired, used = 0, list[UsageEntry]()
         for at in range(chunk.size):
             answer = answers[at]
             is_well = isinstance(answer, Answer) and answer.is_well
             written[is_well].append(told_line(names[at].request, ids[at], answer))
             expired += isinstance(answer, NoAnswer) and answer.code == "batch_expired"
             if isinstance(answer, Answer) and answer.used is not None:
-                count_usage(usage, answer.used)
+                used.append(answer.used)
         output, errors = b"".join(written[True]), b"".join(written[False])
         for kind, data in (("output", output), ("error", errors)):
             if data:
                 await self._store.put_part(self._written(kind), place, data)
         counts = len(written[True]), len(written[False]), len(output), len(errors)
-        return Done(*counts, expired, [*usage.values()])
+        return Done(*counts, expired, by_model(used))
 
     async def _answer(self, name: LineName) -> Answer | NoAnswer:
         """The answer to a line, or why there is none."""
@@ -510,18 +510,12 @@ class BatchRun:
         """Write what the lines in its output file have used, the same however often it is done;
         returns all of it.
         """
-        models: dict[str, UsageEntry] = {}
-        total = UsageEntry("", "", "")
-        for one in entries:
-            of_model = models.setdefault(one.model, UsageEntry(one.model, "", ""))
-            for known in (of_model, total):
-                known.add(one.requests, one.tokens)
-        batch = self._batch
+        models, batch = by_model(entries), self._batch
         if batch.tenant and models:
             subject = usage_subject(now, batch.tenant, batch.id)
-            record = UsageRecord(batch.tenant, [*models.values()])
+            record = UsageRecord(batch.tenant, models)
             await store(self._runtime.bus.data.jetstream, subject, record)
-        return total.tokens
+        return functools.reduce(Tokens.more, (one.tokens for one in models), Tokens())
 
 
 def _missing() -> LineError:

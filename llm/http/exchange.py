@@ -255,9 +255,7 @@ class Exchange(ABC):
         """The tokens that it has come to; where nobody counted, those that its prompts were taken
         to have, and the pieces of its answer."""
         work, timing = self._work, self._timing
-        if work is None:
-            return Usage(0, 0)
-        if not timing.count and (self._is_refused or not work.instances):
+        if work is None or not (timing.count or (work.instances and not self._is_refused)):
             # No engine had it, or it was refused there.
             return Usage(0, 0)
         return work.usage or Usage(self._prompt, timing.count)

@@ -126,7 +126,7 @@ def salted(body: bytes, tenant: str) -> msgspec.Raw:
 
 def asking_usage(body: bytes) -> msgspec.Raw:
     """A body of a stream that asks for its usage at the end, whether its client did or not."""
-    if b"stream_options" not in body and b"\\u" not in body:
+    if not _may_have(body, "stream_options"):
         return msgspec.Raw(_with_field(body, "stream_options", {"include_usage": True}))
     fields: dict[str, Any] = msgspec.json.decode(body)
     fields["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
@@ -135,12 +135,16 @@ def asking_usage(body: bytes) -> msgspec.Raw:
 
 def without(body: bytes, name: str) -> bytes:
     """An object as JSON without one of its fields; as it is where it has none of this name."""
-    # A name may be written with escapes.
-    if name.encode() not in body and b"\\u" not in body:
+    if not _may_have(body, name):
         return body
     fields: dict[str, Any] = msgspec.json.decode(body)
     fields.pop(name, None)
     return msgspec.json.encode(fields)
+
+
+def _may_have(body: bytes, name: str) -> bool:
+    # A name may be written with escapes.
+    return name.encode() in body or b"\\u" in body
 
 
 def _with_field(body: bytes, name: str, value: Any) -> bytes:

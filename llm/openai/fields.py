@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
+
+import msgspec
 
 from .errors import misfit
+
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The errors of reading JSON that somebody else has written."""
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:

@@ -12,7 +12,7 @@ from dynbus import InvalidResponse
 from dynbus.llm.answers import Output, TokenText, Usage
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 
-from .fields import fields_of
+from .fields import UNREADABLE, fields_of
 
 MOST_TOKENS: Final = 2**40
 """Tokens beyond which a number that an engine tells is none of tokens."""
@@ -95,7 +95,7 @@ def read_answer(item: bytes) -> ReadAnswer:
     """
     try:
         answer = _decode(item)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
     return ReadAnswer([_output(choice) for choice in answer.choices], read_usage(answer.usage))
 
@@ -108,7 +108,7 @@ def usage_in(item: bytes) -> tuple[Usage | None, bool]:
         return None, False
     try:
         report = _decode_told(item)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         # It is passed on as it is: its reader is told of it.
         return None, False
     return read_usage(report.usage), not report.choices

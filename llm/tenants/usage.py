@@ -45,6 +45,10 @@ class Tokens(NamedTuple):
         """Those that a request has used."""
         return cls(usage.prompt, usage.cached or 0, usage.completion)
 
+    def more(self, other: Tokens) -> Tokens:
+        """Those with others."""
+        return Tokens(*map(operator.add, self, other))
+
     def less(self, other: Tokens) -> Tokens:
         """Those beyond others."""
         return Tokens(*map(operator.sub, self, other))
@@ -84,6 +88,14 @@ class UsageEntry(msgspec.Struct, omit_defaults=True):
         self.prompt += tokens.prompt
         self.cached += tokens.cached
         self.completion += tokens.completion
+
+
+def by_model(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
+    """The sums of entries, one for each model."""
+    sums: dict[str, UsageEntry] = {}
+    for one in entries:
+        sums.setdefault(one.model, UsageEntry(one.model, "", "")).add(one.requests, one.tokens)
+    return [*sums.values()]
 
 
 class UsageRecord(msgspec.Struct, omit_defaults=True):

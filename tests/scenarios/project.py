@@ -20,6 +20,13 @@ from dynbus.bus.nats.server_process import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
+ENGINE = """
+from dynbus.llm.worker import ModelWorker
+
+class Engine(ModelWorker, namespace="stack"):
+    pass
+"""
+
 ACTORS = """
 import asyncio, os, time
 from collections.abc import AsyncGenerator

@@ -14,17 +14,10 @@ from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import Folder
+from .project import ENGINE, Folder
 from .test_serving_faults import get, unchunked
 
 pytestmark = pytest.mark.anyio
-
-ENGINE: Final = """
-from dynbus.llm.worker import ModelWorker
-
-class Engine(ModelWorker, namespace="stack"):
-    pass
-"""
 
 TOKENS: Final = 60
 

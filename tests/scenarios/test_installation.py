@@ -12,7 +12,7 @@ from tests.conditions import PATIENCE, eventually
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import Folder
+from .project import ENGINE, Folder
 
 pytestmark = pytest.mark.anyio
 
@@ -29,13 +29,6 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent)
-"""
-
-ENGINE: Final = """
-from dynbus.llm.worker import ModelWorker
-
-class Engine(ModelWorker, namespace="stack"):
-    pass
 """
 
 COMMANDS: Final = (

@@ -10,8 +10,8 @@ from tests.conditions import eventually
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import Folder
-from .test_front_ends_that_die import ENGINE, read
+from .project import ENGINE, Folder
+from .test_front_ends_that_die import read
 from .test_serving_faults import get
 
 pytestmark = pytest.mark.anyio

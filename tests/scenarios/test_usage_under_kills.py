@@ -27,7 +27,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.llm.tenants.usage_sums import UsageSum, read_usage, sum_up
 
-from .project import Folder
+from .project import ENGINE, Folder
 
 pytestmark = pytest.mark.anyio
 
@@ -37,12 +37,6 @@ AT_A_TIME: Final = 12
 ENGINES: Final = 3
 FOR_NOW: Final = (409, 429, 500, 503)
 """Statuses of answers after which a request is sent again."""
-ENGINE: Final = """
-from dynbus.llm.worker import ModelWorker
-
-class Engine(ModelWorker, namespace="stack"):
-    pass
-"""
 
 
 class Size(NamedTuple):
