@@ -11,6 +11,7 @@ from .disaggregated.settings import SETTINGS_STREAM
 from .models.artefacts import ARTEFACTS_STREAM
 from .models.names import NAMES_STREAM
 from .models.records import ABROAD_CARDS_STREAM, CARDS_STREAM
+from .responses.store import RESPONSES
 from .resumable.store import LOGS_STREAM
 from .tenants.counting import COUNTS_STREAM
 from .tenants.recording import USAGE_STREAM
@@ -44,4 +45,5 @@ def all_streams(namespace: str) -> list[StreamConfig]:
         USAGE_STREAM,
         RECORDS_STREAM,
         FILES.stream,
+        RESPONSES.stream,
     ]

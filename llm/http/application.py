@@ -20,15 +20,17 @@ from dynbus.llm.messages.models import model_info, model_list
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
+from dynbus.llm.responses.store import no_response
+from dynbus.llm.responses.stored import input_page, page_fields
 
 from .batches import BatchExchanges, is_for_batches
-from .completions import CompletionExchange
+from .completions import CompletionExchange, ResponsesExchange
 from .embeddings import EmbeddingsExchange
 from .exchange import KNOWN, Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import PAGE, document
 from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
-from .streams import STREAMS, StreamExchange
+from .streams import RESPONSES, STREAMS, StreamExchange
 from .tokens import CountExchange, DetokenizeExchange, TokenizeExchange
 from .writer import JSON, Headers, Send, raw_headers
 
@@ -42,6 +44,7 @@ APIS: Final[Mapping[str, Api]] = {
 
 EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Send], Exchange]]] = {
     **{path: partial(CompletionExchange, api) for path, api in APIS.items()},
+    RESPONSES: ResponsesExchange,
     "/v1/messages/count_tokens": CountExchange,
     "/v1/embeddings": EmbeddingsExchange,
     "/tokenize": TokenizeExchange,
@@ -243,6 +246,8 @@ class Application:
                 if answer is None:
                     return
                 response = json_response(answer)
+            elif path.startswith(f"{RESPONSES}/"):
+                response = await self._respond_of_response(method, path, caller, scope)
             else:
                 response = await self._respond(method, path, caller)
         except DynbusError as error:
@@ -258,8 +263,7 @@ class Application:
         if page is None and path.startswith("/v1/models/"):
             page = partial(self._model, path.removeprefix("/v1/models/"))
         if page is None and path not in EXCHANGES and not path.startswith(STREAMS):
-            kept = "responses are not stored: " if path.startswith("/v1/responses/") else ""
-            why = f"{kept}there is no {path[:200]!r} here; see /docs"
+            why = f"there is no {path[:200]!r} here; see /docs"
             return _refused(path, 404, why, "not_found", caller)
         if page is None or method not in ("GET", "HEAD"):
             allowed = "POST" if path in EXCHANGES else "GET"
@@ -267,6 +271,34 @@ class Application:
             headers = [(b"allow", allowed.encode())]
             return _refused(path, 405, why, "method_not_allowed", caller, headers)
         return await page(caller)
+
+    async def _respond_of_response(
+        self, method: str, path: str, caller: Caller, scope: Scope
+    ) -> Response:
+        """The answer to a request for a response that is kept."""
+        responses = self._shared.responses
+        if responses is None:
+            why = "responses are not kept here: it was started with --forget-responses"
+            return _refused(path, 404, why, "not_found", caller)
+        name, _, part = path.removeprefix(f"{RESPONSES}/").partition("/")
+        methods = {"": ("GET", "DELETE"), "input_items": ("GET",)}.get(part, ())
+        if not methods:
+            why = f"there is no {path[:200]!r} here; see /docs"
+            return _refused(path, 404, why, "not_found", caller)
+        if method not in methods:
+            allowed = ", ".join(methods)
+            why = f"{path[:200]} takes {allowed}, not {method}"
+            headers = [(b"allow", allowed.encode())]
+            return _refused(path, 405, why, "method_not_allowed", caller, headers)
+        if method == "DELETE":
+            await responses.delete(caller.tenant, name)
+            return json_response({"id": name, "object": "response", "deleted": True})
+        stored = await responses.get(caller.tenant, name)
+        if stored is None:
+            raise no_response(name)
+        if not part:
+            return json_response(stored.response)
+        return json_response(input_page(stored, **page_fields(scope["query_string"])))
 
     def _refuse_for_batches(self, method: str, path: str, caller: Caller) -> Response:
         """The answer to a request for files or batches that nothing answers."""

@@ -15,6 +15,7 @@ from dynbus.llm.openai.errors import ErrorAnswer
 from dynbus.llm.openai.requests import ChatRequest
 from dynbus.llm.pipeline.open_model import Inquiry, OpenModel
 from dynbus.llm.pipeline.serving import Completion, Sink
+from dynbus.llm.responses.api import ResponsesApi
 from dynbus.llm.resumable.events import (
     EventNumbers,
     NumberedErrors,
@@ -27,7 +28,7 @@ from dynbus.llm.tenants.admission import BYTES_OF_TOKEN
 from dynbus.spi import random_id, unix_time
 
 from .content import Content, ContentSink, RecordedFormat
-from .exchange import Exchange, Receive, Scope
+from .exchange import LONG_BODY, Exchange, Receive, Scope
 from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
 from .tracing import completion_operation
 from .writer import Send
@@ -78,14 +79,13 @@ class CompletionExchange(Exchange):
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
         asked = self._api.read(data)
         self._wish = wish = self._wishes(asked, data)
-        if wish is None:
-            format = asked.format(self._caller.request_id)
+        if wish is not None:
+            answer_id = wish.seed if asked.has_own_id else self._caller.request_id
+            format = asked.format(answer_id, now=wish.clock)
         else:
-            format = asked.format(self._caller.request_id, now=wish.clock)
+            format = asked.format(random_id() if asked.has_own_id else self._caller.request_id)
         if self._shared.settings.log_content:
             self._content = Content(asked.request)
-            if format.frame is None:
-                format = RecordedFormat(format, self._content)
         if wish is not None:
             errors = NumberedErrors(format, wish.numbers, self._caller.request_id)
             self._writer = self._make_writer(errors)
@@ -109,14 +109,19 @@ class CompletionExchange(Exchange):
         wish = self._wish
         new_id = random_id if wish is None else numbered_ids(wish.seed)
         counts = self._shared.usage is not None
+        numbered = None if wish is None else NumberedSink(wish.numbers, self._writer)
+        sink: Sink = numbered or self._writer
+        if self._shared.responses is not None:
+            sink = self._shared.responses.sink(sink, format, caller.tenant)
+        if self._content is not None:
+            if format.frame is not None:
+                sink = ContentSink(sink, self._content)
+            else:
+                format = RecordedFormat(format, self._content)
         inquiry = Inquiry(
             request, body, format, caller.tenant or None, asked.shortens, new_id, counts
         )
         begun = time.perf_counter()
-        numbered = None if wish is None else NumberedSink(wish.numbers, self._writer)
-        sink: Sink = numbered or self._writer
-        if self._content is not None and format.frame is not None:
-            sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
         self._begin_work(completion)
         completion.when_made = self._count_used
@@ -207,3 +212,24 @@ def _refused(why: str) -> dict[str, str]:
     # A header has no line ends, and nothing beyond ASCII everywhere.
     printable = "".join(sign if " " <= sign <= "~" else " " for sign in why)
     return {RESUMABLE: "0", RESUMABLE_REASON: printable[:200]}
+
+
+class ResponsesExchange(CompletionExchange):
+    """A request for a response, which may go on from one that is kept."""
+
+    def __init__(
+        self, shared: Shared, path: str, caller: Caller, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        super().__init__(ResponsesApi(), shared, path, caller, scope, receive, send)
+
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        return partial(self._look_up, data)
+
+    async def _look_up(self, data: bytes) -> None:
+        """Answer it with what it names of those before it."""
+        responses = self._shared.responses
+        if responses is not None:
+            self._api = await responses.api(self._caller.tenant, data)
+        read = super()._read
+        answer = await self._aside(read, data) if len(data) > LONG_BODY else read(data)
+        await answer()

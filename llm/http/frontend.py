@@ -28,6 +28,7 @@ from dynbus.llm.page.to_try import ways_to_chat
 from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import Hold, ModelCatalog, Models
 from dynbus.llm.pipeline.open_model import OpenModel
+from dynbus.llm.responses.store import ResponseStore
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
@@ -91,6 +92,7 @@ class HttpFrontEnd(Openable):
             resumable,
             tenants,
             UsageRecorder(runtime, resumable.store.me) if tenants is not None else None,
+            None if settings.forget_responses else ResponseStore(runtime),
         )
         state = PageState(runtime, lambda: self._models.served)
         pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
@@ -123,7 +125,13 @@ class HttpFrontEnd(Openable):
         with rare_collections():
             async with AsyncExitStack() as exits:
                 shared = self.shared
-                for one in (self._models, shared.tenants, shared.usage, shared.resumable):
+                for one in (
+                    self._models,
+                    shared.tenants,
+                    shared.usage,
+                    shared.responses,
+                    shared.resumable,
+                ):
                     if one is not None:
                         await exits.enter_async_context(one)
                 tasks = await exits.enter_async_context(anyio.create_task_group())
@@ -218,6 +226,7 @@ class Frontend(Actor, abstract=True):
         # Only `dynbus auth` needs it.
         from dynbus.llm.batches.store import batch_grants
         from dynbus.llm.permissions import asking_models
+        from dynbus.llm.responses.store import response_grants
         from dynbus.llm.resumable.store import stream_grants
         from dynbus.llm.tenants.records import tenant_grants
 
@@ -229,6 +238,7 @@ class Frontend(Actor, abstract=True):
             *stream_grants(),
             *tenant_grants(),
             *batch_grants(),
+            *response_grants(),
             asks,
         ]
 

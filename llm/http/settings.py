@@ -94,6 +94,14 @@ class HttpSettings(Options):
     max_requests: Annotated[
         int, Option("requests that run at a time; further ones are answered 429", least=1)
     ] = 8192
+    forget_responses: Annotated[
+        bool,
+        Option(
+            "keep nothing of /v1/responses, as if each request had store=false: none goes on from "
+            "another",
+            guide="front-end-interfaces.md",
+        ),
+    ] = False
     batches: Annotated[
         bool,
         Option("take files and batches of requests, and do their lines here", guide="batches.md"),

@@ -14,6 +14,7 @@ from dynbus import Context, Draining, Overloaded
 from dynbus.kvrouter import fairness
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized
 from dynbus.llm.pipeline.models import Models
+from dynbus.llm.responses.store import ResponseStore
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
@@ -90,6 +91,7 @@ class Shared:
     Attributes:
         tenants: None where everybody is let in.
         usage: counts the tokens of tenants; None where there are none.
+        responses: keeps responses; None where none are kept.
         is_draining: whether it stops, and takes no more requests.
         reading: reads bodies that take a while.
         places: of the requests that run.
@@ -104,6 +106,7 @@ class Shared:
         resumable: ResumableStreams,
         tenants: Tenants | None = None,
         usage: UsageRecorder | None = None,
+        responses: ResponseStore | None = None,
     ) -> None:
         self.settings = settings
         self.models = models
@@ -118,6 +121,7 @@ class Shared:
         self.is_draining = False
         self.tenants = tenants
         self.usage = usage
+        self.responses = responses
 
     def __repr__(self) -> str:
         return f"<Shared [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"

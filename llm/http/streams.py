@@ -60,6 +60,8 @@ STREAMS: Final = "/v1/streams/"
 LABEL: Final = "/v1/streams/{request}"
 """The label under which all of them are counted."""
 
+RESPONSES: Final = "/v1/responses"
+
 LAST_EVENT_ID: Final = "last-event-id"
 
 SILENCE: Final = 10.0
@@ -269,18 +271,25 @@ class StreamExchange(Exchange):
             for piece in pieces:
                 if rebuilt is not None:
                     rebuilt.add(piece)
+            if rebuilt is not None and rebuilt.sink.settle is not None:
+                await rebuilt.sink.settle()
             # The streams of others come between.
             await asyncio.sleep(0)
         return rebuilt
 
     async def _rebuild(self, begun: Begun) -> _Rebuilt:
         """The answer before anything has come of it."""
-        asked = self._apis[begun.path].read(begun.body)
+        responses, api = self._shared.responses, self._apis[begun.path]
+        if responses is not None and begun.path == RESPONSES:
+            api = await responses.api(self._caller.tenant, begun.body)
+        asked = api.read(begun.body)
         clock = AnswerClock(begun.created)
         numbers = EventNumbers(begun.request_id, self._after)
-        format = asked.format(begun.request_id, now=clock)
+        answer_id = begun.seed if asked.has_own_id else begun.request_id
+        format = asked.format(answer_id, now=clock)
         sink = NumberedSink(numbers, self._held)
-        self._keep_alive = self._apis[begun.path].keep_alive
+        to = sink if responses is None else responses.sink(sink, format, self._caller.tenant)
+        self._keep_alive = api.keep_alive
         self._writer = self._make_writer(NumberedErrors(format, numbers, begun.request_id))
         request = asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
@@ -304,7 +313,7 @@ class StreamExchange(Exchange):
             asked.shortens,
             numbered_ids(begun.seed),
         )
-        completion = await model.prepare(inquiry, sink, RequestTiming(time.perf_counter()))
+        completion = await model.prepare(inquiry, to, RequestTiming(time.perf_counter()))
         if not isinstance(completion, TokenCompletion):
             raise StreamGone("the stream cannot be resumed: its model takes text now")
         return _Rebuilt(begun, model, completion, sink, clock, request.priority or 0)

@@ -41,12 +41,15 @@ class Asked(NamedTuple):
         format: makes how it is to be answered.
         shortens: whether a limit of tokens that the context has no room for is brought down to
             what it has; it is refused elsewhere.
+        has_own_id: whether the id of the answer is another one than the request's, which a client
+            may have sent twice.
     """
 
     request: ChatRequest | CompletionRequest
     body: bytes
     format: MakeFormat
     shortens: bool = False
+    has_own_id: bool = False
 
 
 class Api(Protocol):

@@ -140,7 +140,7 @@ class Transcript:
         chunk = output.add(item, self.usage if self._tells_usage else None)
         if output.finished:
             self.open_outputs -= 1
-        if chunk is not None:
+        if chunk:
             chunks.append(chunk)
 
     def end_prompt(self, prompt: int, chunks: list[bytes]) -> None:

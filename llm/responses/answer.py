@@ -20,6 +20,7 @@ from dynbus.llm.openai.errors import error_fields
 from dynbus.llm.parsing.delta import Delta
 
 from .requests import ResponsesRequest
+from .stored import Pending, StoredResponse
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -32,15 +33,29 @@ class ResponseFormat:
     Args:
         repeated: `repeated_fields` as JSON.
         answer_id: random; the ids of the response and of its items are made of it.
+        pending: what is kept with the response; None where it is not kept.
         now: Unix seconds.
+
+    Attributes:
+        made: the response as it is to be kept, once it is whole; None where it is not kept.
     """
 
     frame = None
     continuous_usage = False
 
     def __init__(
-        self, repeated: bytes, answer_id: str, *, now: Callable[[], float] = time.time
+        self,
+        repeated: bytes,
+        answer_id: str,
+        *,
+        pending: Pending | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
+        self.pending = pending
+        self.made: StoredResponse | None = None
+        self._is_kept = pending is not None
+        # Makes the last bytes of the answer anew.
+        self._make_last: Callable[[], bytes] = bytes
         self._now = now
         self.id = f"resp_{answer_id}"
         self._answer_id = answer_id
@@ -65,13 +80,16 @@ class ResponseFormat:
         ended = output.close()
         status = _status(output.finish_reason)
         items = output.items(status)
-        response = self._response(status, items, usage)
-        return ended + output.event(f"response.{status}", response=response)
+        kind, number = f"response.{status}", output.next_number()
+        return self._last(
+            lambda response: ended + _event(kind, number, response=response), status, items, usage
+        )
 
     def error(self, error: DynbusError, request_id: str) -> bytes:
         """The events that end a stream that fails."""
         fields = error_fields(error, request_id)
         items = self._output.items("incomplete")
+        self._is_kept = False
         failed = self._response("failed", items, None, error=fields["message"])
         return self._output.event(
             "error", code=fields["code"], message=fields["message"], param=fields["param"]
@@ -84,7 +102,26 @@ class ResponseFormat:
         output.piece(only)
         output.close()
         status = _status(output.finish_reason)
-        return bytes(self._response(status, output.items(status), usage))
+        return self._last(bytes, status, output.items(status), usage)
+
+    def unkept(self) -> bytes:
+        """The last bytes of the answer, which say that it could not be kept."""
+        self._is_kept = False
+        return self._make_last()
+
+    def _last(
+        self,
+        tell: Callable[[msgspec.Raw], bytes],
+        status: str,
+        items: Sequence[Mapping[str, Any]],
+        usage: Usage | None,
+    ) -> bytes:
+        """The last bytes of the answer."""
+        response = self._response(status, items, usage)
+        if self.pending is not None:
+            self.made = self.pending.with_response(bytes(response))
+            self._make_last = lambda: tell(self._response(status, items, usage))
+        return tell(response)
 
     def _response(
         self,
@@ -105,6 +142,7 @@ class ResponseFormat:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
             "usage": None if usage is None else _usage(usage),
+            "store": self._is_kept,
         }
         return msgspec.Raw(_encode(fields)[:-1] + b"," + self._repeated[1:])
 
@@ -152,8 +190,12 @@ class _Events:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """An event with the next number."""
+        return _event(kind, self.next_number(), **fields)
+
+    def next_number(self) -> int:
+        """The number of the next event."""
         number, self._sequence = self._sequence, self._sequence + 1
-        return _event(kind, number, **fields)
+        return number
 
     def items(self, status: str) -> list[dict[str, Any]]:
         """All items; the last one has the status of the response."""
@@ -207,10 +249,9 @@ class _Events:
         return done + self.event("response.content_part.done", **at, part=part)
 
     def _delta(self, text: bytes, logprobs: bytes) -> bytes:
-        number, self._sequence = self._sequence, self._sequence + 1
         return b'%b,"sequence_number":%d,"delta":%b,"logprobs":%b}\n\n' % (
             self._text_event,
-            number,
+            self.next_number(),
             text,
             logprobs,
         )
@@ -277,13 +318,12 @@ def repeated_fields(request: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {
             "effort": reasoning.get("effort"),
             "summary": reasoning.get("summary"),
         },
         "service_tier": "default",
-        "store": False,
         "background": False,
         "temperature": request.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -13,6 +13,9 @@ from dynbus.llm.openai.conversation import content_of
 from dynbus.llm.openai.errors import misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, is_array, items_of, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
+
+ITEM_REFERENCE: Final = "item_reference"
+"""The type of an item that names a kept one."""
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The name in `include` that asks for log-probabilities."""
@@ -48,32 +51,75 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
 _decoder: Final = msgspec.json.Decoder(ResponsesRequest)
 
 
-def read_responses(data: bytes) -> ResponsesRequest:
+def read_responses(data: bytes, *, keeps: bool = False) -> ResponsesRequest:
     """The request for a response that a body holds.
+
+    Args:
+        keeps: whether there are kept responses, which it may go on from.
 
     Raises:
         BadRequest: it is none, or asks for what is not done here.
     """
     request = read_body(_decoder, data)
-    if request.previous_response_id is not None:
+    if request.previous_response_id is not None and not keeps:
         raise unsupported(
             "previous_response_id",
-            "responses are not stored; send the items of the conversation as input",
+            "responses are not kept here; send the items of the conversation as input",
         )
     if request.conversation is not None:
         raise unsupported(
             "conversation",
-            "conversations are not stored; send the items of this one as input",
+            "conversations are not stored; give previous_response_id, or send the items of this "
+            "one as input",
         )
     if request.prompt is not None:
         raise unsupported("prompt", "prompts are not stored; send its text as instructions")
     if request.background:
-        raise unsupported("background", "responses are not stored; wait for this one, or stream it")
+        raise unsupported("background", "nothing is done without its client; stream the response")
     return request
 
 
-def chat_body(request: ResponsesRequest) -> dict[str, Any]:
+def items_given(
+    request: ResponsesRequest, referred: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The items of a request's own input.
+
+    Args:
+        referred: kept items, by the ids that it may name them by.
+
+    Raises:
+        BadRequest: it has none, or names one that is not there.
+    """
+    if isinstance(request.input, str):
+        part = {"type": "input_text", "text": request.input}
+        return [{"type": "message", "role": "user", "content": [part]}]
+    if not request.input:
+        raise misfit("input", "give a text, or at least one item")
+    return [
+        _referred(item, f"input[{place}]", referred) if item.get("type") == ITEM_REFERENCE else item
+        for place, item in enumerate(request.input)
+    ]
+
+
+def _referred(
+    item: Mapping[str, Any], where: str, referred: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    name = text_of(item, "id", where)
+    if name not in referred:
+        raise misfit(
+            where, f"there is no item {name[:80]!r} of a kept response; send the item itself"
+        )
+    return referred[name]
+
+
+def chat_body(
+    request: ResponsesRequest, items: Sequence[Mapping[str, Any]], *, first: int = 0
+) -> dict[str, Any]:
     """The body of the chat that asks for the same.
+
+    Args:
+        items: of the conversation.
+        first: how many of them are not of the request itself.
 
     Raises:
         BadRequest: it has an item or a tool that a chat cannot have.
@@ -81,7 +127,7 @@ def chat_body(request: ResponsesRequest) -> dict[str, Any]:
     logprobs = LOGPROBS in (request.include or ())
     fields: dict[str, Any] = {
         "model": request.model,
-        "messages": _messages(request),
+        "messages": _messages(request, items, first),
         "stream": request.stream,
         "stream_options": {"include_usage": True} if request.stream else None,
         "max_completion_tokens": request.max_output_tokens,
@@ -166,17 +212,16 @@ class _Conversation:
         return self._assistant
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(
+    request: ResponsesRequest, items: Sequence[Mapping[str, Any]], first: int
+) -> list[dict[str, Any]]:
     conversation = _Conversation()
     if request.instructions:
         conversation.add("system", request.instructions)
-    if isinstance(request.input, str):
-        conversation.add("user", request.input)
-        return conversation.messages()
-    if not request.input:
-        raise misfit("input", "give a text, or at least one item")
-    for place, item in enumerate(request.input):
-        _add_item(item, f"input[{place}]", conversation)
+    for place, item in enumerate(items):
+        own = place - first
+        where = f"input[{own}]" if own >= 0 else f"previous_response_id (its item {place})"
+        _add_item(item, where, conversation)
     return conversation.messages()
 
 
@@ -199,8 +244,6 @@ def _add_item(item: Mapping[str, Any], where: str, conversation: _Conversation) 
         conversation.answer(text_of(item, "call_id", where), content)
     elif kind == "reasoning":
         conversation.reason(_reasoning(item, where))
-    elif kind == "item_reference":
-        raise unsupported(where, "items are not stored; send the item itself")
     else:
         raise unsupported(where, f"items of the type {str(kind)[:40]!r} are not supported")
 

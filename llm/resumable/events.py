@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Final
@@ -90,7 +90,11 @@ class NumberedSink:
     Attributes:
         to: who reads; None for nobody.
         is_over: whether there is no more.
+        settle: does what is to be done before the end is told, and tells it then; does nothing
+            before there is an end. None for nothing.
     """
+
+    settle: Callable[[], Awaitable[None]] | None = None
 
     def __init__(self, numbers: EventNumbers, to: Sink | None) -> None:
         self.numbers = numbers

@@ -284,6 +284,7 @@ class RunningStream:
             is_quiet = monotonic() - self._stored_at > QUIET_INTERVAL
             if not self.is_logged:
                 self._take(waiting)
+                await self._settle()
             elif waiting or is_quiet:
                 # It is counted before it is stored: who goes on with it knows both.
                 self._sink.hold()
@@ -295,9 +296,14 @@ class RunningStream:
                     return
                 if self._to_bury:
                     tasks.start_soon(self._keep_burying)
+                await self._settle()
                 self._sink.release()
         if self.is_logged:
             self._store.ended(self.key, self._log, f"it ended more than {KEPT_SECONDS:g} s ago")
+
+    async def _settle(self) -> None:
+        if self._sink.settle is not None:
+            await self._sink.settle()
 
     def _take(self, waiting: Sequence[_Waiting]) -> None:
         for piece, arrival, now in waiting:

@@ -292,6 +292,8 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("write a batch, or that a file is there", "publish", "_batches.-.batch.b", "frontend"),
         may("write a file of batches", "publish", "$O.dynbus_files.C.x", "frontend operator"),
         may("read files of batches", "publish", "$JS.API.CONSUMER.CREATE.OBJ_dynbus_files.c.$O.dynbus_files.C.x", "frontend operator"),
+        may("keep a response", "publish", "$O.dynbus_responses.C.x", "frontend operator"),
+        may("read the responses of tenants", "publish", "$JS.API.CONSUMER.CREATE.OBJ_dynbus_responses.c.$O.dynbus_responses.C.x", "frontend operator"),
         may("describe memory of an Engine", "publish", "$KV.dynbus_transfer_agents.demo.Engine.i.blocks", "Engine operator"),
         may("ask an Engine for its blocks", "publish", "demo.Engine.i.blocks._transfer.e", "Engine operator"),
         may("hear what is asked of its blocks", "subscribe", "demo.Engine.i.blocks._transfer.e", "Engine"),

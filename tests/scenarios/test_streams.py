@@ -37,6 +37,7 @@ from dynbus.llm.commands.setting_up import needed_in
 from dynbus.llm.commands.setting_up import set_up as set_up_at
 from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
+from dynbus.llm.responses.store import ResponseStore
 from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.recording import UsageRecorder
@@ -150,6 +151,7 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     exits.callback(store.close)
     await store.make_ready()
     await BatchStore(jetstream).ensure()
+    await ResponseStore(runtime).ensure()
     tenants = await exits.enter_async_context(Tenants(runtime, from_bus=True))
     limits = Limits(requests_per_minute=1)
     await tenants.counts.take("ada", limits, limits.counted)

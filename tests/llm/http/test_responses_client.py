@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types.responses import Response
 from pydantic import BaseModel
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
+
+from dynbus import Unavailable
+from dynbus.bus.records.objects import ObjectStore
 
 from .author import call, written
 from .served import Served, served
@@ -182,14 +188,12 @@ async def test_the_form_of_a_text_is_a_pydantic_model() -> None:
 
 async def test_what_is_not_kept_is_refused_with_the_reason() -> None:
     async with asked() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="responses are not stored") as raised:
-            await client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")
-        with pytest.raises(openai.NotFoundError, match="responses are not stored"):
-            await client.responses.retrieve("resp_1")
+        with pytest.raises(openai.BadRequestError, match="conversations are not stored") as raised:
+            await client.responses.create(model="tiny", input="hi", conversation="conv_1")
         with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
             await client.responses.create(model="other", input="hi")
 
-    assert raised.value.param == "previous_response_id"
+    assert raised.value.param == "conversation"
 
 
 async def test_refusals_name_what_the_request_has() -> None:
@@ -219,3 +223,165 @@ async def test_an_engine_that_fails_within_a_stream_fails_the_response() -> None
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
     assert "secret" not in events[-1].response.error.message
+
+
+# Responses that go on from others ----------------------------------------------------------------
+
+
+def chatml(*said: tuple[str, str]) -> str:
+    """A prompt of a conversation."""
+    told = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said)
+    return f"{told}<|im_start|>assistant\n"
+
+
+def is_kept(answer: Response) -> bool:
+    """Whether a response says that it can be gone on from."""
+    store = answer.to_dict()["store"]
+    assert isinstance(store, bool)
+    return store
+
+
+def asked_tokens(front: Served) -> str:
+    return tiny_tokenizer().decode(front.engine.requests[-1].token_ids, special=True)
+
+
+async def test_a_response_goes_on_from_another_one() -> None:
+    async with asked() as (front, client):
+        first = await client.responses.create(
+            model="tiny", instructions="Be brief.", input="say Paris is it."
+        )
+        async with client.responses.stream(
+            model="tiny", input="say Yes.", previous_response_id=first.id
+        ) as stream:
+            second = await stream.get_final_response()
+        streamed = asked_tokens(front)
+        forked = await client.responses.create(
+            model="tiny", input="say No.", previous_response_id=first.id
+        )
+        fork = asked_tokens(front)
+        third = await client.responses.create(
+            model="tiny", input="say Ok.", previous_response_id=second.id
+        )
+        read = await client.responses.retrieve(third.id)
+        items = await client.responses.input_items.list(third.id)
+
+    assert fork == streamed.replace("say Yes.", "say No.")
+    # Instructions are those of each request.
+    assert streamed == chatml(
+        ("user", "say Paris is it."), ("assistant", "Paris is it."), ("user", "say Yes.")
+    )
+    assert asked_tokens(front) == chatml(
+        ("user", "say Paris is it."),
+        ("assistant", "Paris is it."),
+        ("user", "say Yes."),
+        # The engine does what it was asked first.
+        ("assistant", "Paris is it."),
+        ("user", "say Ok."),
+    )
+    assert second.previous_response_id == forked.previous_response_id == first.id
+    assert is_kept(first)
+    assert read == third
+    assert [item.to_dict()["content"] for item in items.data] == [
+        [{"type": "input_text", "text": "say Ok."}]
+    ]
+
+
+async def test_a_response_that_is_not_to_be_kept_is_gone() -> None:
+    async with asked() as (_, client):
+        forgotten = await client.responses.create(model="tiny", input="say hi", store=False)
+        kept = await client.responses.create(model="tiny", input="say hi")
+        await client.responses.delete(kept.id)
+        for name in (forgotten.id, kept.id, "resp_none", "../x"):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.responses.retrieve(name)
+            assert missing.value.code in ("response_not_found", "not_found")
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(
+                    model="tiny", input="say hi", previous_response_id=name
+                )
+            assert refused.value.code == "previous_response_not_found"
+            assert refused.value.param == "previous_response_id"
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(kept.id)
+    assert not is_kept(forgotten)
+
+
+async def test_a_request_names_items_of_a_kept_response() -> None:
+    async with asked() as (front, client):
+        first = await client.responses.create(model="tiny", input="say Paris is it.")
+        named: Any = {"type": "item_reference", "id": first.output[0].id}
+        unknown: Any = {"type": "item_reference", "id": "msg_none_0"}
+        asking: Any = {"role": "user", "content": "say Yes."}
+        second = await client.responses.create(model="tiny", input=[named, asking])
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="tiny", input=[unknown, asking])
+
+    assert second.output_text == "Yes."
+    assert asked_tokens(front) == chatml(("assistant", "Paris is it."), ("user", "say Yes."))
+    assert refused.value.param == "input[0]"
+
+
+async def test_two_requests_of_one_id_have_responses_of_their_own() -> None:
+    headers = {"X-Request-Id": "mine"}
+    async with asked() as (_, client):
+        first = await client.responses.create(model="tiny", input="say one", extra_headers=headers)
+        second = await client.responses.create(
+            model="tiny", input="say two", previous_response_id=first.id, extra_headers=headers
+        )
+        read = await client.responses.retrieve(first.id)
+
+    assert first.id != second.id
+    assert read.output_text == "one"
+
+
+async def test_a_tenant_does_not_see_the_responses_of_another(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first secret-of-the-first\nsecond secret-of-the-second\n")
+    async with asked(api_keys=keys) as (_, client):
+        first = client.with_options(api_key="secret-of-the-first")
+        second = client.with_options(api_key="secret-of-the-second")
+        answer = await first.responses.create(model="tiny", input="say hi")
+        with pytest.raises(openai.NotFoundError):
+            await second.responses.retrieve(answer.id)
+        with pytest.raises(openai.NotFoundError):
+            await second.responses.delete(answer.id)
+        with pytest.raises(openai.BadRequestError):
+            await second.responses.create(
+                model="tiny", input="say hi", previous_response_id=answer.id
+            )
+        assert (await first.responses.retrieve(answer.id)).output_text == "hi"
+
+
+async def test_a_front_end_that_keeps_none_says_so() -> None:
+    async with asked(forget_responses=True) as (_, client):
+        answer = await client.responses.create(model="tiny", input="say hi")
+        with pytest.raises(openai.BadRequestError, match="not kept here"):
+            await client.responses.create(
+                model="tiny", input="say hi", previous_response_id=answer.id
+            )
+        with pytest.raises(openai.NotFoundError, match="--forget-responses"):
+            await client.responses.retrieve(answer.id)
+    assert not is_kept(answer)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_response_that_could_not_be_kept_says_so(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise Unavailable("the bus is away")
+
+    monkeypatch.setattr(ObjectStore, "put", fails)
+    answer: Response
+    async with asked() as (_, client):
+        if streams:
+            async with client.responses.stream(model="tiny", input="say hi you") as stream:
+                events = [event async for event in stream]
+                answer = await stream.get_final_response()
+            numbers = [event.sequence_number for event in events]
+            assert numbers == list(range(len(events)))
+        else:
+            answer = await client.responses.create(model="tiny", input="say hi you")
+
+    assert answer.output_text == "hi you"
+    assert not is_kept(answer)

@@ -952,3 +952,28 @@ async def test_the_openai_package_reads_a_stream_and_goes_on_with_it() -> None:
         )
 
         assert [chunk async for chunk in rest] == chunks[3:]
+
+
+async def test_a_response_that_ends_at_another_front_end_can_be_gone_on_from(
+    reader: Reader,
+) -> None:
+    async with two_front_ends() as (first, second):
+        async with AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
+            before = await client.responses.create(model="tiny", input="say hi")
+        body = {"input": f"slowly {SAID}", "previous_response_id": before.id}
+        begun = await reader.post(first.url, body, path="/v1/responses", headers=NAMED, most=5)
+        await first.front_end.close()
+        rest = await reader.go_on(second.url, "one", 5)
+
+        *_, last = begun.events + rest.events
+        response = json.loads(last.partition("data: ")[2])["response"]
+        async with AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
+            kept = await client.responses.retrieve(response["id"])
+            after = await client.responses.create(
+                model="tiny", input="say ok", previous_response_id=response["id"]
+            )
+
+    assert response["store"] is True
+    assert response["previous_response_id"] == before.id
+    assert kept.to_dict() == response
+    assert after.output_text == "hi"

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import chat_of
-from dynbus.llm.responses.requests import chat_body, read_responses
+from dynbus.llm.responses.requests import chat_body, items_given, read_responses
 
 PICTURE = "data:image/png;base64,AA=="
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
     request = {"model": "tiny", "input": "hi", **fields}
-    return chat_body(read_responses(json.dumps(request).encode()))
+    read = read_responses(json.dumps(request).encode())
+    return chat_body(read, items_given(read, {}))
 
 
 def test_a_text_is_what_the_user_says() -> None:
@@ -150,9 +151,9 @@ def test_a_choice_among_some_tools_is_the_chats() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "why"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not kept"),
         ({"conversation": "conv_1"}, "conversation", "send the items of this one"),
-        ({"background": True}, "background", "wait for this one, or stream it"),
+        ({"background": True}, "background", "nothing is done without its client"),
         ({"prompt": {"id": "p"}}, "prompt", "send its text as instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "give functions"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp' is not supported"),

@@ -1,0 +1,375 @@
+"""`ResponseStore`: responses that clients go on from, in an object bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final, Self
+
+import anyio
+import msgspec
+
+from dynbus import DynbusError, Runtime
+from dynbus.llm.answers import AnswerFormat
+from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.pipeline.serving import Sink
+from dynbus.llm.resumable.events import NumberedSink
+from dynbus.llm.tenants.keys import tenant_token
+from dynbus.spi import (
+    Background,
+    Grant,
+    NoObject,
+    NoStream,
+    ObjectBucket,
+    ObjectStore,
+    monotonic,
+    task_group,
+    unix_time,
+)
+
+from .answer import ResponseFormat
+from .api import ResponsesApi
+from .requests import ITEM_REFERENCE
+from .stored import (
+    KEPT,
+    Earlier,
+    Item,
+    Kept,
+    StoredResponse,
+    earlier_of,
+    is_response_id,
+    response_of,
+    to_drop,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_STORED: Final = 1024 * 1024 * 1024
+"""Bytes of all responses."""
+
+FULL: Final = 0.9
+"""The part of it from which on there is no room."""
+
+LEFT: Final = 0.75
+"""The part that is taken once there is room again."""
+
+SLACK: Final = 24 * 3600
+"""Seconds for which the server keeps what is no longer told."""
+
+STORE_TIMEOUT: Final = 2.0
+"""Seconds that the end of an answer waits until it is stored."""
+
+RETRY_DELAY: Final = 5.0
+"""Seconds for which nothing is kept after that has failed."""
+
+READ_TIMEOUT: Final = 5.0
+
+RECORD_BYTES: Final = 512
+"""Bytes that the record of an object takes, about."""
+
+SWEEP_INTERVAL: Final = 60.0
+SWEEP_TIMEOUT: Final = 60.0
+
+RESPONSES: Final = ObjectBucket(
+    "dynbus_responses",
+    max_bytes=MAX_STORED,
+    max_age=KEPT + SLACK,
+    description="dynbus: responses that clients go on from",
+)
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """An item of a request, as far as it names another one."""
+
+    type: str | None = None
+    id: str | None = None
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """The parts of a request that name what is kept, or is to be."""
+
+    input: str | list[_Named] = ""
+    previous_response_id: str | None = None
+    store: bool | None = None
+
+
+_decode_head: Final = msgspec.json.Decoder(_Head).decode
+_decode: Final = msgspec.json.Decoder(StoredResponse).decode
+
+
+class ResponseStore:
+    """The kept responses of all tenants, while it is open. A tenant's are asked for by its name,
+    and others are not there for it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._jetstream = runtime.bus.data.jetstream
+        self._objects = ObjectStore(self._jetstream, RESPONSES)
+        self._background = Background("keeping responses", runtime.bus.fail)
+        self._is_ready = False
+        # Whether something was kept since room was looked at.
+        self._is_used = False
+        self._retry_at = 0.0
+        self._logged = ""
+
+    def __repr__(self) -> str:
+        return f"<ResponseStore {RESPONSES.name}>"
+
+    async def __aenter__(self) -> Self:
+        await self._background.open()
+        self._background.start(self._keep_room, name="making room for responses")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._background.close()
+
+    # Requests ----------------------------------------------------------------------------------
+
+    async def api(self, tenant: str, data: bytes) -> ResponsesApi:
+        """The interface that reads a request, with what this names of those before it.
+
+        Raises:
+            BadRequest: it names what is not there.
+            DynbusError: what it names cannot be read at present.
+        """
+        try:
+            head = _decode_head(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # It is none, which the interface says.
+            return ResponsesApi()
+        earlier = Earlier()
+        if head.previous_response_id is not None:
+            earlier = await self._earlier(tenant, head.previous_response_id)
+        if not isinstance(head.input, str):
+            named = [one.id or "" for one in head.input if one.type == ITEM_REFERENCE]
+            if named:
+                earlier = earlier._replace(referred=await self._referred(tenant, named))
+        return ResponsesApi(earlier, keeps=head.store is not False)
+
+    async def _earlier(self, tenant: str, name: str) -> Earlier:
+        last = await self.get(tenant, name)
+        if last is None:
+            raise _no_previous(f"there is no response {name[:80]!r}")
+        chain: dict[str, StoredResponse] = {}
+
+        async def read(one: str) -> None:
+            stored = await self.get(tenant, one)
+            if stored is not None:
+                chain[one] = stored
+
+        async with task_group() as tasks:
+            for one in last.before:
+                tasks.start_soon(read, one)
+        for one in last.before:
+            if one not in chain:
+                raise _no_previous(f"{name} goes on from {one}, which is not there any more")
+        return earlier_of([*(chain[one] for one in last.before), last], unix_time())
+
+    async def _referred(self, tenant: str, names: Sequence[str]) -> dict[str, Item]:
+        """The items of some ids, as far as they are there."""
+        items: dict[str, Item] = {}
+        for response in {response_of(name) for name in names}:
+            stored = await self.get(tenant, response)
+            if stored is not None:
+                items |= {item["id"]: item for item in stored.answer.output}
+        return items
+
+    def sink(self, sink: Sink, format: AnswerFormat, tenant: str) -> Sink:
+        """The sink of an answer, which has it kept before its end is told where it is to be."""
+        if not isinstance(format, ResponseFormat) or format.pending is None:
+            return sink
+        keeping = _KeepingSink(sink, format, partial(self._keep, tenant))
+        if isinstance(sink, NumberedSink):
+            sink.settle = keeping.settle
+        else:
+            keeping.when_whole = partial(
+                self._background.start, keeping.settle, name="keeping a response"
+            )
+        return keeping
+
+    async def _keep(self, tenant: str, stored: StoredResponse) -> bool:
+        """Keep a response; whether that is done."""
+        if monotonic() < self._retry_at:
+            # Each answer would wait at its end, as long as the bus is away.
+            return False
+        try:
+            await self._put(_name_of(tenant, stored.answer.id), msgspec.json.encode(stored))
+        except DynbusError as error:
+            self._retry_at = monotonic() + RETRY_DELAY
+            self._log(f"{type(error).__name__}: {error}")
+            return False
+        self._log("")
+        return True
+
+    async def ensure(self) -> None:
+        """Make the bucket where it is missing."""
+        if not self._is_ready:
+            await self._objects.ensure(timeout=STORE_TIMEOUT)
+            self._is_ready = True
+
+    async def _put(self, name: str, data: bytes) -> None:
+        await self.ensure()
+        try:
+            await self._objects.put(name, data, timeout=STORE_TIMEOUT)
+        except NoStream:
+            # The server was started again without its disk.
+            self._is_ready = False
+            raise
+        self._is_used = True
+
+    def _log(self, problem: str) -> None:
+        """Say once that responses cannot be kept, and once that they can be again."""
+        if problem != self._logged:
+            if problem:
+                logger.warning("responses are not kept, and cannot be gone on from: %s", problem)
+            else:
+                logger.info("responses are kept again")
+        self._logged = problem
+
+    # Kept responses ----------------------------------------------------------------------------
+
+    async def get(self, tenant: str, name: str) -> StoredResponse | None:
+        """A response of a tenant; None where there is none of this id, or none any more.
+
+        Raises:
+            DynbusError: it cannot be read at present.
+        """
+        if not is_response_id(name):
+            # As a client has sent it.
+            return None
+        try:
+            stored = await self._objects.get(_name_of(tenant, name), timeout=READ_TIMEOUT)
+        except (NoObject, NoStream):
+            return None
+        if stored.info.modified + KEPT < unix_time():
+            return None
+        return _decode(stored.data)
+
+    async def delete(self, tenant: str, name: str) -> None:
+        """Have a response of a tenant be gone.
+
+        Raises:
+            BadRequest: it has none of this id.
+        """
+        if await self.get(tenant, name) is None:
+            raise no_response(name)
+        await self._objects.delete(_name_of(tenant, name), forget=True, timeout=READ_TIMEOUT)
+
+    # Room --------------------------------------------------------------------------------------
+
+    async def _keep_room(self) -> None:
+        while True:
+            await anyio.sleep(SWEEP_INTERVAL)
+            if not self._is_used:
+                continue
+            self._is_used = False
+            try:
+                await self.make_room()
+            except DynbusError as error:
+                logger.warning("no room was made for responses: %s", error)
+
+    async def make_room(self) -> None:
+        """Drop responses where there is no room for more of them; see `to_drop`.
+
+        Raises:
+            DynbusError: the bus is away.
+        """
+        info = await self._jetstream.stream_info(RESPONSES.stream.name, timeout=READ_TIMEOUT)
+        if info.size < FULL * MAX_STORED:
+            return
+        await self._objects.drop_abandoned(timeout=SWEEP_TIMEOUT)
+        objects = await self._objects.list_objects(timeout=SWEEP_TIMEOUT)
+        kept = [
+            Kept(one.name, one.name.partition(".")[0], one.size + RECORD_BYTES, one.modified)
+            for one in objects
+        ]
+        names = to_drop(kept, int(LEFT * MAX_STORED))
+        for name in names:
+            await self._objects.delete(name, forget=True, timeout=READ_TIMEOUT)
+        logger.info("%d responses were dropped, as there was no room for more", len(names))
+
+
+class _KeepingSink:
+    """Has a response kept before its end is told: the sink of its completion.
+
+    Args:
+        keep: keeps a response; whether that is done.
+
+    Attributes:
+        when_whole: called when the response is to be kept, by `settle`.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        format: ResponseFormat,
+        keep: Callable[[StoredResponse], Awaitable[bool]],
+    ) -> None:
+        self.when_whole: Callable[[], object] | None = None
+        self._sink = sink
+        self._format = format
+        self._keep = keep
+        # The end of the answer, as long as it is not told.
+        self._last: bytes | None = None
+        self._is_whole = False
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        """Take the next chunks, or a whole answer."""
+        if self._format.made is None:
+            return self._sink.write(chunks)
+        *others, self._last = chunks
+        return self._sink.write(others) if others else True
+
+    def end(self, error: DynbusError | None) -> None:
+        """There is no more."""
+        if error is not None or self._last is None:
+            self._sink.end(error)
+            return
+        self._is_whole = True
+        if self.when_whole is not None:
+            self.when_whole()
+
+    async def settle(self) -> None:
+        """Keep the response and tell its end, where it is whole and that is not done."""
+        made, last = self._format.made, self._last
+        if not self._is_whole or made is None or last is None:
+            return
+        self._last = None
+        is_kept = await self._keep(made)
+        self._sink.write([last if is_kept else self._format.unkept()])
+        self._sink.end(None)
+
+
+def no_response(name: str) -> BadRequest:
+    """The refusal of a request for a response that is not there."""
+    return BadRequest(
+        f"there is no response {name[:80]!r}: it was made with store=false, was deleted, or its "
+        "time is over",
+        param="response_id",
+        reason="response_not_found",
+        status=404,
+    )
+
+
+def _no_previous(why: str) -> BadRequest:
+    return BadRequest(
+        f"previous_response_id: {why}; send the items of the conversation as input",
+        param="previous_response_id",
+        reason="previous_response_not_found",
+    )
+
+
+def _name_of(tenant: str, name: str) -> str:
+    return f"{tenant_token(tenant)}.{name}"
+
+
+def response_grants() -> list[Grant]:
+    """The uses that a front end makes of the bus, for `dynbus auth`, which keeps responses."""
+    bucket = RESPONSES.stream
+    published = (
+        f"$O.{RESPONSES.name}.>",
+        *bucket.to_follow,
+        f"$JS.API.STREAM.PURGE.{bucket.name}",
+    )
+    return [Grant("keeps responses", published)]

@@ -1,0 +1,90 @@
+"""The bucket of kept responses: room in it, and what is not kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from dynbus import Unavailable
+from dynbus.bus.records.objects import ObjectStore
+from dynbus.llm.answers import Output
+from dynbus.llm.parsing.delta import Delta
+from dynbus.llm.responses import store as storing
+from dynbus.llm.responses.answer import ResponseFormat
+from dynbus.llm.responses.store import ResponseStore
+from dynbus.llm.responses.stored import Earlier, Pending
+from dynbus.testing import TestKit
+
+pytestmark = pytest.mark.anyio
+
+
+class Told:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.whole = b""
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        """Keep them."""
+        self.whole += b"".join(chunks)
+        return True
+
+    def end(self, error: object) -> None:
+        """Nothing follows."""
+
+
+async def keep(store: ResponseStore, tenant: str, name: str, text: str) -> bool:
+    """Have a response kept; whether it says that it is."""
+    pending = Pending([{"type": "message", "role": "user", "content": text}], Earlier())
+    format = ResponseFormat(b'{"model":"tiny"}', name, pending=pending)
+    told = Told()
+    sink = store.sink(told, format, tenant)
+    sink.write([format.whole([Output(0, Delta(text), finish_reason="stop")], None)])
+    sink.end(None)
+    while not told.whole:
+        await anyio.lowlevel.checkpoint()
+    return msgspec.json.decode(told.whole)["store"] is True
+
+
+async def test_room_is_made_by_who_has_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "MAX_STORED", 64 * 1024)
+    async with TestKit() as kit, ResponseStore(kit.caller) as store:
+        assert await keep(store, "small", "a", "hi")
+        for number in range(30):
+            assert await keep(store, "large", f"b{number}", "x" * 1500)
+        await store.make_room()
+        kept = [number for number in range(30) if await store.get("large", f"resp_b{number}")]
+        assert await store.get("small", "resp_a") is not None
+
+    assert 5 < len(kept) < 30
+    assert kept == [*range(30 - len(kept), 30)]
+
+
+async def test_nothing_waits_twice_for_a_bus_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[str] = []
+
+    async def fails(_: ObjectStore, name: str, *__: object, **___: object) -> None:
+        tries.append(name)
+        raise Unavailable("the bus is away")
+
+    with caplog.at_level(logging.WARNING):
+        async with TestKit() as kit, ResponseStore(kit.caller) as store:
+            monkeypatch.setattr(ObjectStore, "put", fails)
+            assert not await keep(store, "", "a", "hi")
+            assert not await keep(store, "", "b", "hi")
+            monkeypatch.undo()
+            monkeypatch.setattr(storing, "RETRY_DELAY", 0.0)
+            store._retry_at = 0.0
+            assert await keep(store, "", "c", "hi")
+
+    assert len(tries) == 1
+    assert [one.message for one in caplog.records] == [
+        "responses are not kept, and cannot be gone on from: Unavailable: the bus is away"
+    ]
