@@ -77,6 +77,14 @@ class ModelEngineOptions(SmallSize, ServedModelOptions):
             guide="tiers.md",
         ),
     ] = 0
+    host_checksums: Annotated[
+        bool,
+        Option(
+            "whether blocks are brought back from the host only if their checksums are those of "
+            "what was kept",
+            guide="tiers.md#kept-on-the-host",
+        ),
+    ] = True
     fallback: Annotated[
         Literal["none", "mock"],
         Option(
@@ -190,6 +198,7 @@ class ModelWorker(EngineWorker, abstract=True):
             fetches=fetches,
             lend_share=lend_share,
             checksums=options.checksums,
+            host_checksums=options.host_checksums,
         )
         self._model = options.model
         self._fallback = options.fallback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -431,6 +431,29 @@ class BlockTier(Protocol):
     def take_events(self) -> Sequence[KvEvent]:
         """The events of what it has stored and removed since the last call, in its order."""
         ...
+
+
+class ForgettingTier(BlockTier, Protocol):
+    """A tier that forgets blocks which turn out not to be what they should be."""
+
+    def __contains__(self, sequence_hash: int) -> bool: ...
+
+    def forget(self, sequence_hashes: Iterable[int]) -> list[int]:
+        """Forget blocks, and all that follow them.
+
+        Returns:
+            The sequence hashes of all that were forgotten.
+        """
+        ...
+
+    def close(self) -> None:
+        """Forget all blocks, and keep none from now on."""
+        ...
+
+
+def forgets(tier: BlockTier | None) -> TypeGuard[ForgettingTier]:
+    """True if a tier is a `ForgettingTier`: it has `forget`."""
+    return hasattr(tier, "forget")
 
 
 class Stepper(Protocol):

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from dynbus import ConfigError
@@ -30,6 +31,8 @@ class BlockCopier:
         self._engine, self._store = engine, store
         self._engine_bytes = [_bytes_of(engine, at) for at in range(len(engine.regions))]
         self._store_bytes = [_bytes_of(store, at) for at in range(len(store.regions))]
+        # Each block of the store lies in one piece.
+        self._block_bytes = store.layout.block_bytes
 
     def __repr__(self) -> str:
         return f"<BlockCopier {self._engine!r}>"
@@ -41,6 +44,16 @@ class BlockCopier:
     def bring(self, places: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy places of the store to blocks of the engine."""
         self._copy(self._engine_bytes, blocks, self._store_bytes, places, to_store=False)
+
+    def checksum(self, place: int, seed: int) -> int:
+        """The checksum (xxh3, 64 bits) of a place of the store, which has its block in one piece.
+
+        Args:
+            seed: with another one the same bytes have another checksum.
+        """
+        begin = place * self._block_bytes
+        piece = self._store_bytes[0][begin : begin + self._block_bytes]
+        return xxhash.xxh3_64_intdigest(piece.data, seed)
 
     def _copy(
         self,

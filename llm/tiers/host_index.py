@@ -182,6 +182,45 @@ class HostIndex:
             return entry.place
         return None
 
+    @property
+    def hashes(self) -> list[int]:
+        """The sequence hashes of all blocks."""
+        return list(self._entries)
+
+    def remove(self, sequence_hashes: Iterable[int]) -> list[int]:
+        """Let blocks go, and all that follow them; nothing for those that are not here.
+
+        Nobody may have pinned any of them.
+
+        Returns:
+            The sequence hashes of all that have gone.
+        """
+        entries = self._entries
+        left = [name for name in sequence_hashes if name in entries]
+        if not left:
+            return []
+        followers: dict[int, list[int]] = {}
+        for name, entry in entries.items():
+            if entry.parent is not None:
+                followers.setdefault(entry.parent, []).append(name)
+        gone: list[int] = []
+        while left:
+            name = left.pop()
+            removed = entries.pop(name, None)
+            if removed is None:
+                continue
+            assert not removed.pins, "a block is removed that somebody reads"
+            self._at[removed.place] = None
+            self._unused.append(removed.place)
+            gone.append(name)
+            left += followers.get(name, ())
+            parent = None if removed.parent is None else entries.get(removed.parent)
+            if parent is not None and removed.parent is not None:
+                parent.followers -= 1
+                self._line_up(removed.parent, parent)
+        self._removed += gone
+        return gone
+
     def pin(self, places: Iterable[int]) -> None:
         """Hold the blocks at these places where they are; as often as it is asked for."""
         for place in places:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -15,6 +16,8 @@ from .copying import BlockCopier
 from .cost import Rates
 from .host_index import HostIndex
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
@@ -24,6 +27,8 @@ class HostStatistics:
         blocks, places: how many it has, and has room for.
         kept, brought: blocks that were copied into it and back, so far.
         computed: blocks that it had and that were computed, as that was faster.
+        damaged: blocks that were not what was kept when they were to be brought back, so far.
+        is_closed: whether it keeps and gives nothing any more.
     """
 
     blocks: int
@@ -31,6 +36,8 @@ class HostStatistics:
     kept: int
     brought: int
     computed: int
+    damaged: int = 0
+    is_closed: bool = False
 
 
 class HostStore:
@@ -42,15 +49,21 @@ class HostStore:
         engine: where the engine's blocks lie.
         size: bytes that the store may have.
         rates: of the engine: how fast it computes and copies.
+        checksums: whether a block is brought back only where its bytes are those that were kept
+            under its hash.
 
     Attributes:
         memory: where its blocks lie, by their places.
+        damaged: called with the sequence hashes of blocks that are not what was kept; by the
+            engine's thread, when they are forgotten already. None for nobody.
 
     Raises:
         ConfigError: not one block fits; or the engine's blocks are on a GPU.
     """
 
-    def __init__(self, engine: KvMemory, size: int, rates: Rates) -> None:
+    def __init__(
+        self, engine: KvMemory, size: int, rates: Rates, *, checksums: bool = True
+    ) -> None:
         layout = engine.layout
         places = size // layout.block_bytes
         if places < 1:
@@ -74,8 +87,13 @@ class HostStore:
         self._copier = BlockCopier(engine, self.memory)
         self._index = HostIndex(places)
         self._rates = rates
+        self.damaged: Callable[[Sequence[int]], object] | None = None
         self._pinned: list[int] = []
-        self._kept = self._brought = self._computed = 0
+        self._kept = self._brought = self._computed = self._damaged = 0
+        self._is_closed = False
+        # By place: of the bytes there, with the hash of the block as the seed, so that a block that
+        # is whole and another one's differs as well.
+        self._sums: dict[int, int] | None = {} if checksums else None
 
     def __repr__(self) -> str:
         return f"<HostStore [{len(self._index)} of {self._index.places} blocks]>"
@@ -84,7 +102,13 @@ class HostStore:
     def statistics(self) -> HostStatistics:
         """Figures of the store; to be read in any thread."""
         return HostStatistics(
-            len(self._index), self._index.places, self._kept, self._brought, self._computed
+            len(self._index),
+            self._index.places,
+            self._kept,
+            self._brought,
+            self._computed,
+            self._damaged,
+            self._is_closed,
         )
 
     def evicted(
@@ -95,7 +119,10 @@ class HostStore:
         A block without those before it would be of no use when they are given up later and there
         is no room, and routers know no such blocks.
         """
-        sources: dict[int, int] = {}
+        if self._is_closed:
+            return
+        # By place, the block and its hash.
+        sources: dict[int, tuple[int, int]] = {}
         gone = {block.sequence_hash: block for block in blocks}
         for block in blocks:
             chain = self._lacking(block, gone, cached)
@@ -107,11 +134,15 @@ class HostStore:
                 [each.block_hash for each in chain],
             )
             # A place may be given to another block before anything was copied there.
-            sources.update(zip(places, (each.block for each in chain), strict=False))
+            kept = ((each.block, each.sequence_hash) for each in chain)
+            sources.update(zip(places, kept, strict=False))
         if not sources:
             return
         began = perf_counter()
-        self._copier.keep(list(sources.values()), list(sources))
+        self._copier.keep([block for block, _ in sources.values()], list(sources))
+        if self._sums is not None:
+            for place, (_, sequence_hash) in sources.items():
+                self._sums[place] = self._copier.checksum(place, sequence_hash)
         self._rates.note_copy(len(sources), perf_counter() - began)
         self._kept += len(sources)
 
@@ -150,16 +181,54 @@ class HostStore:
         return len(places)
 
     def fill(self, blocks: Sequence[int], sequence_hashes: Sequence[int]) -> int:
-        """Copy the blocks that were found since the last call into these blocks of the engine."""
+        """Copy the blocks that were found since the last call into these blocks of the engine.
+
+        What is not what was kept is lost, and what follows it.
+        """
         pinned, self._pinned = self._pinned, []
-        places = pinned[: len(blocks)]
+        places = self._intact(pinned[: len(blocks)], sequence_hashes)
         if places:
             began = perf_counter()
             self._copier.bring(places, list(blocks[: len(places)]))
             self._rates.note_copy(len(places), perf_counter() - began)
             self._brought += len(places)
         self._index.unpin(pinned)
+        if len(places) < min(len(pinned), len(blocks)):
+            self._lose(sequence_hashes[len(places)])
         return len(places)
+
+    def _intact(self, places: list[int], sequence_hashes: Sequence[int]) -> list[int]:
+        """These places up to the first one whose bytes are not those that were kept."""
+        sums = self._sums
+        if sums is not None:
+            for at, (place, sequence_hash) in enumerate(zip(places, sequence_hashes, strict=False)):
+                if self._copier.checksum(place, sequence_hash) != sums[place]:
+                    return places[:at]
+        return places
+
+    def _lose(self, sequence_hash: int) -> None:
+        """Forget a block that is not what was kept, and what follows it."""
+        self._damaged += 1
+        gone = self.forget([sequence_hash])
+        logger.error(
+            "a block that was kept on the host is not what was kept: it is computed again, and %d "
+            "blocks are forgotten",
+            len(gone),
+        )
+        if self.damaged is not None:
+            self.damaged(gone)
+
+    def __contains__(self, sequence_hash: int) -> bool:
+        return sequence_hash in self._index
+
+    def forget(self, sequence_hashes: Iterable[int]) -> list[int]:
+        """See `ForgettingTier`."""
+        return self._index.remove(sequence_hashes)
+
+    def close(self) -> None:
+        """See `ForgettingTier`."""
+        self._is_closed = True
+        self.forget(self._index.hashes)
 
     def take_events(self) -> Sequence[KvEvent]:
         """The events of stored and removed blocks since the last call, in their order."""

@@ -41,6 +41,7 @@ class TierWatch(InstanceWatch):
             kept = self._store.statistics
             self.put("blocks", kept.blocks)
             moved |= {"kept": kept.kept, "brought": kept.brought}
+            self.put("damaged", kept.damaged)
         if self._fetcher is not None:
             fetched = self._fetcher.statistics
             moved["fetched"] = fetched.blocks
@@ -56,7 +57,13 @@ class TierWatch(InstanceWatch):
         parts: list[str] = []
         if self._store is not None:
             kept = self._store.statistics
-            parts.append(f"{kept.blocks} of {kept.places} blocks on the host")
+            parts.append(
+                "the host's blocks are not used any more"
+                if kept.is_closed
+                else f"{kept.blocks} of {kept.places} blocks on the host"
+            )
+            if kept.damaged:
+                parts.append(f"{kept.damaged} damaged there")
         if self._fetcher is not None and self._lends is not None:
             fetched = self._fetcher.statistics
             parts.append(f"{fetched.blocks} fetched, {self._lends.lent_blocks} lent")
@@ -69,6 +76,9 @@ def _readings(metrics: Metrics) -> dict[str, Readings]:
     """The measurements of tiers."""
     return {
         "blocks": metrics.gauge("tiers.host.blocks", "{block}", "Blocks kept on the host."),
+        "damaged": metrics.counter(
+            "tiers.host.damaged", "{block}", "Blocks on the host that were not what was kept."
+        ),
         "moved": metrics.counter(
             "tiers.moved_blocks", "{block}", "Blocks moved between tiers and instances, by how."
         ),

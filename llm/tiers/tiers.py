@@ -48,6 +48,8 @@ class Tiers:
         lend_share: of the cache that is lent at a time, from 0 to 1.
         checksums: whether blocks that come from other instances are compared with the checksums
             of those that these have.
+        host_checksums: whether blocks that come back from the host are compared with the checksums
+            of those that were kept.
 
     Attributes:
         rates: how fast the engine computes, and blocks come; None where nothing is kept or fetched.
@@ -62,6 +64,7 @@ class Tiers:
         fetches: bool = False,
         lend_share: float = MAX_SHARE,
         checksums: bool = False,
+        host_checksums: bool = True,
     ) -> None:
         self.rates: Rates | None = None
         self.store: HostStore | None = None
@@ -72,6 +75,7 @@ class Tiers:
         self._fetches = fetches
         self._lend_share = lend_share
         self._checksums = checksums
+        self._host_checksums = host_checksums
 
     def keep_evicted(self, engine: ModelEngine) -> None:
         """Have a new engine keep what it evicts, and measure how fast it computes.
@@ -85,7 +89,7 @@ class Tiers:
         rates = self.rates = Rates(memory.layout.block_size, memory.layout.block_bytes)
         engine.watch_prefill(rates.note_prefill)
         if self._host_memory:
-            self.store = HostStore(memory, self._host_memory, rates)
+            self.store = HostStore(memory, self._host_memory, rates, checksums=self._host_checksums)
             engine.keep_evicted(self.store)
 
     @asynccontextmanager

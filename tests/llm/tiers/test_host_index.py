@@ -82,6 +82,20 @@ def test_events_tell_of_the_host_tier_what_went_before_what_came() -> None:
     assert index.take_events() == []
 
 
+def test_with_a_block_that_is_removed_goes_what_follows_it_and_nothing_else() -> None:
+    index = HostIndex(8)
+    add(index, None, [1, 2, 3])
+    add(index, 2, [4])
+    add(index, None, [5])
+
+    gone = index.remove([2, 77])
+
+    assert sorted(gone) == [2, 3, 4]
+    assert [each in index for each in (1, 2, 3, 4, 5)] == [True, False, False, False, True]
+    assert index.take_events()[-1] == BlockRemoved(gone, Tier.HOST)
+    assert len(add(index, 1, [6, 7, 8, 9, 10, 11])) == 6
+
+
 def test_a_store_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="room for 1 block at least"):
         HostIndex(0)
@@ -95,6 +109,7 @@ actions = st.lists(
         st.tuples(st.just("find"), paths),
         st.tuples(st.just("pin"), paths),
         st.tuples(st.just("unpin"), st.just([0])),
+        st.tuples(st.just("remove"), paths),
     ),
     max_size=60,
 )
@@ -130,6 +145,10 @@ def test_a_store_is_closed_under_prefixes_and_its_events_say_exactly_what_it_has
             found = index.find(hashes, 0, len(hashes))
             index.pin(found)
             pinned.append((hashes[: len(found)], found))
+        elif action == "remove":
+            if not pinned:
+                gone = index.remove([hashes[-1]])
+                assert not any(each in index for each in (hashes[-1], *gone))
         elif pinned:
             index.unpin(pinned.pop()[1])
         events = index.take_events()

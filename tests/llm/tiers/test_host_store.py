@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.events import BlockStored, KvEvent, Tier, encode_events
@@ -30,7 +32,7 @@ GREEDY = Sampling(temperature=0.0)
 class Engine:
     """An engine of few blocks with a host store, and an index that follows its events."""
 
-    def __init__(self, blocks: int = 8, places: int = 32) -> None:
+    def __init__(self, blocks: int = 8, places: int = 32, *, checksums: bool = True) -> None:
         self.model = Remembering(blocks, SIZE)
         limits = EngineLimits(SIZE, blocks, 4, 64, 4 * blocks, vocabulary=self.model.vocabulary)
         self.engine = ModelEngine(self.model, limits)
@@ -38,7 +40,7 @@ class Engine:
         # Copies of blocks as small as these are mostly Python's own time.
         self.rates.note_prefill(100, 1000.0)
         size = places * self.model.memory.layout.block_bytes
-        self.store = HostStore(self.model.memory, size, self.rates)
+        self.store = HostStore(self.model.memory, size, self.rates, checksums=checksums)
         self.engine.keep_evicted(self.store)
         self.index = RadixIndex()
         self.mirror = CacheMirror()
@@ -243,3 +245,71 @@ def test_a_block_of_the_store_is_one_stretch() -> None:
     assert np.prod([layout.layers, 2, layout.kv_heads, SIZE, layout.head_dim, 4]) == (
         layout.block_bytes
     )
+
+
+def host_bytes(engine: Engine) -> NDArray[np.uint8]:
+    """The blocks of a store: [places, bytes of a block]."""
+    [region] = engine.store.memory.regions
+    data = (ctypes.c_uint8 * region.size).from_address(region.address)
+    return np.ctypeslib.as_array(data).reshape(engine.store.memory.layout.blocks, -1)
+
+
+def test_a_block_of_which_a_bit_has_changed_on_the_host_is_computed_again() -> None:
+    engine = Engine()
+    told: list[Sequence[int]] = []
+    engine.store.damaged = told.append
+    engine.generate(prompt(1, 6))
+    engine.generate(prompt(2, 7))
+    kept = engine.store.statistics.blocks
+    # The third block that was kept of the first prompt.
+    host_bytes(engine)[2, 17] ^= 4
+
+    tokens, cached = engine.generate(prompt(1, 6))
+
+    assert tokens == expected(prompt(1, 6), 2)
+    assert cached == 2 * SIZE
+    statistics = engine.store.statistics
+    assert statistics.damaged == 1
+    [gone] = told
+    assert statistics.blocks >= kept - len(gone)
+    assert engine.generate(prompt(1, 6))[0] == expected(prompt(1, 6), 2)
+    assert engine.store.statistics.damaged == 1
+
+
+def test_a_whole_block_of_another_prompt_in_its_place_is_a_damage() -> None:
+    engine = Engine()
+    engine.generate(prompt(1, 6))
+    engine.generate(prompt(2, 7))
+    blocks = host_bytes(engine)
+    blocks[0] = blocks[6]
+
+    tokens, cached = engine.generate(prompt(1, 6))
+
+    assert (tokens, cached) == (expected(prompt(1, 6), 2), 0)
+    assert engine.store.statistics.damaged == 1
+
+
+def test_without_checksums_what_was_damaged_on_the_host_is_used() -> None:
+    engine = Engine(checksums=False)
+    engine.generate(prompt(1, 6))
+    engine.generate(prompt(2, 7))
+    host_bytes(engine)[:6] = 0
+
+    tokens, _ = engine.generate(prompt(1, 6))
+
+    assert tokens != expected(prompt(1, 6), 2)
+    assert engine.store.statistics.damaged == 0
+
+
+def test_a_store_that_is_closed_forgets_all_and_keeps_nothing() -> None:
+    engine = Engine()
+    engine.generate(prompt(1, 6))
+    engine.generate(prompt(2, 7))
+
+    engine.store.close()
+    tokens, cached = engine.generate(prompt(1, 6))
+
+    assert (tokens, cached) == (expected(prompt(1, 6), 2), 0)
+    assert engine.overlap(prompt(2, 7)).host == 0
+    assert engine.store.statistics.blocks == 0
+    assert engine.store.statistics.is_closed
