@@ -99,6 +99,18 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     thinking: Thinking | None = None
 
 
+class Session(msgspec.Struct, frozen=True):
+    """A conversation that goes on after a request.
+
+    Attributes:
+        name: of the conversation; it is another one with each `cache_salt`.
+        seconds: for which its blocks are kept after the request, as far as an engine can.
+    """
+
+    name: str
+    seconds: float
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt to continue.
 
@@ -125,6 +137,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
             continues: penalties count them as such.
         index: of the first continuation, from which the others count on.
         structured: the form of the output; None for any.
+        session: the conversation that goes on after it; None where none is said to.
     """
 
     token_ids: list[int]
@@ -142,6 +155,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     generated: int = 0
     index: int = 0
     structured: StructuredOutput | None = None
+    session: Session | None = None
 
     def continued(self, token_ids: Sequence[int], index: int = 0) -> Self:
         """The request for the rest of one continuation that was broken off.

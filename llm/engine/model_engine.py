@@ -152,6 +152,7 @@ class ModelEngine:
             first_index=request.index,
             priority=request.priority,
             owner=request.cache_salt,
+            session=request.session,
             stop_token_ids=stops,
             min_tokens=request.min_tokens,
             holds=holds,

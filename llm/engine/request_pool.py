@@ -8,7 +8,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.generation import GenerateRequest, Session
 
 from .block_manager import BlockManager
 from .interface import EngineLimits, EngineLoad, RequestTooLong
@@ -157,6 +157,7 @@ class RequestPool(Generic[S]):
         holds: bool = False,
         is_parked: bool = False,
         owner: str | None = None,
+        session: Session | None = None,
     ) -> None:
         """Take in a request that is checked: one sequence for each of its continuations."""
         added = [
@@ -174,6 +175,7 @@ class RequestPool(Generic[S]):
                 holds=holds,
                 is_parked=is_parked,
                 owner=owner or "",
+                session=session,
             )
             for number, sequence in enumerate(sequences)
         ]

@@ -22,10 +22,10 @@ from operator import itemgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from dynbus.kvrouter import fairness
-from dynbus.llm.generation import FinishReason
+from dynbus.llm.generation import FinishReason, Session
 
 from .block_manager import BlockManager
-from .interface import BlockTier, Held
+from .interface import BlockTier, Held, SessionKey
 
 TEXT_SHARE: Final = 4
 """The part of a step's tokens that texts to embed have at most while anything else runs: a stream
@@ -87,6 +87,7 @@ class ScheduledRequest(Generic[S]):
         resumes: whether it was preempted after its last token.
         chunks: steps that computed a part of its prompt.
         owner: whose it is.
+        session: the conversation that goes on after it; None for none.
         expected: tokens of output that are predicted.
         turn: its place among those that wait with its priority.
     """
@@ -110,6 +111,7 @@ class ScheduledRequest(Generic[S]):
     resumes: bool = False
     chunks: int = 0
     owner: str = ""
+    session: Session | None = None
     expected: float = 0.0
     turn: float = 0.0
 
@@ -685,12 +687,22 @@ class Scheduler(Generic[S]):
         self.is_stalled = False
         self.running.remove(request)
         self._count(self._running_of, request, -1)
+        if request.session is not None:
+            self._keep_for(request.session, request)
         self._manager.release(request.blocks)
         if not request.is_text:
             unexpected = request.generated - request.expected
             self._turns.correct(request.owner, self._decode_work * unexpected)
             if request.generated:
                 self._mean_output += (request.generated - self._mean_output) / MEMORY
+
+    def _keep_for(self, session: Session, request: ScheduledRequest[S]) -> None:
+        """Have the blocks of a request kept for the next one of its conversation."""
+        tier = self._manager.tier
+        if tier is not None and request.leads and request.caches:
+            blocks = request.computed // self._block_size
+            key = SessionKey(request.owner, session.name)
+            tier.keep_for(key, request.sequence.sequence_hashes[:blocks], session.seconds)
 
     def cancel(self, request: ScheduledRequest[S]) -> None:
         """Take a request out wherever it is."""

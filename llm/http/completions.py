@@ -119,7 +119,14 @@ class CompletionExchange(Exchange):
             else:
                 format = RecordedFormat(format, self._content)
         inquiry = Inquiry(
-            request, body, format, caller.tenant or None, asked.shortens, new_id, counts
+            request,
+            body,
+            format,
+            caller.tenant or None,
+            asked.shortens,
+            new_id,
+            counts,
+            caller.session(asked.session, self._shared.settings.session_seconds),
         )
         begun = time.perf_counter()
         completion = await model.prepare(inquiry, sink, timing)

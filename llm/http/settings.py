@@ -102,6 +102,16 @@ class HttpSettings(Options):
             guide="front-end-interfaces.md",
         ),
     ] = False
+    session_seconds: Annotated[
+        float,
+        Option(
+            "seconds for which engines keep the blocks of a conversation that goes on "
+            "(`Dynbus-Session`, `previous_response_id`), unless its request says fewer; 0 for none",
+            least=0,
+            unit="seconds",
+            guide="sessions.md",
+        ),
+    ] = 600.0
     batches: Annotated[
         bool,
         Option("take files and batches of requests, and do their lines here", guide="batches.md"),

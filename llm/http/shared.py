@@ -12,7 +12,8 @@ from typing import Final
 
 from dynbus import Context, Draining, Overloaded
 from dynbus.kvrouter import fairness
-from dynbus.llm.openai.errors import ForeignSite, Unauthorized
+from dynbus.llm.generation import Session
+from dynbus.llm.openai.errors import ForeignSite, Unauthorized, misfit
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.responses.store import ResponseStore
 from dynbus.llm.resumable.streams import ResumableStreams
@@ -38,6 +39,11 @@ RESUMABLE: Final = "dynbus-resumable"
 RESUMABLE_REASON: Final = "dynbus-resumable-reason"
 """Says of an answer why it is none."""
 
+
+SESSION: Final = "dynbus-session"
+"""The header that names the conversation which a request is of."""
+
+_SESSION: Final = re.compile(r"([\w.:@/-]{1,128})\s*(?:;\s*seconds=(\d{1,9}))?", re.ASCII)
 
 BODIES_BYTES: Final = 256 * 1024 * 1024
 """Bytes of the long bodies of all requests that are being read and prepared, or four times the most
@@ -66,6 +72,30 @@ class Caller:
     def wants_resumable(self) -> bool:
         """True if a resumable stream is asked for."""
         return self.headers.get(RESUMABLE) == "1"
+
+    def session(self, name: str, most: float) -> Session | None:
+        """The conversation that goes on after the request; None where nobody says so.
+
+        Args:
+            name: of the conversation that the request itself goes on with; empty for none.
+            most: seconds for which its blocks are kept.
+
+        Raises:
+            BadRequest: the header is none.
+        """
+        given = self.headers.get(SESSION)
+        seconds = most
+        if given is not None:
+            match = _SESSION.fullmatch(given)
+            if match is None:
+                raise misfit(
+                    "Dynbus-Session",
+                    "give 1 to 128 letters, digits or any of -_.:@/ for the conversation, and "
+                    "after `;seconds=` how long it may pause, such as `chat-17;seconds=300`",
+                )
+            name = match[1]
+            seconds = min(most, float(match[2])) if match[2] else most
+        return Session(name, seconds) if name and seconds > 0 else None
 
     @property
     def is_anthropics(self) -> bool:

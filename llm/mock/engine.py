@@ -23,6 +23,7 @@ from dynbus.llm.engine.request_pool import RequestPool
 from dynbus.llm.engine.scheduler import ScheduledRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
+from .host_tier import MockTier
 from .sequence import VOCABULARY, GrowingSequence, MockSequence
 from .timing import Timing
 
@@ -55,6 +56,14 @@ class MockSize(Options):
         ),
     ] = VOCABULARY
     kv_events: KvEvents = True
+    host_blocks: Annotated[
+        int,
+        Option(
+            "blocks that are kept for which the cache has no room, as on a host; to bring them "
+            "back takes no time",
+            least=0,
+        ),
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +187,8 @@ class MockEngine:
             chunked_prefill=self.config.chunked_prefill,
         )
         self._scheduler = self._pool.scheduler
+        if self.config.host_blocks:
+            self._pool.manager.tier = MockTier(self.config.host_blocks)
         # How many log-probabilities are wanted, by request.
         self._logprobs: dict[str, int] = {}
 
@@ -228,6 +239,7 @@ class MockEngine:
             stop_token_ids=frozenset(request.stop_token_ids),
             min_tokens=request.min_tokens,
             owner=request.cache_salt,
+            session=request.session,
         )
 
     def add_sequence(self, request_id: str, sequence: GrowingSequence, max_tokens: int) -> None:

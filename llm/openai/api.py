@@ -43,6 +43,7 @@ class Asked(NamedTuple):
             what it has; it is refused elsewhere.
         has_own_id: whether the id of the answer is another one than the request's, which a client
             may have sent twice.
+        session: the conversation that it says it goes on with; empty where it says none.
     """
 
     request: ChatRequest | CompletionRequest
@@ -50,6 +51,7 @@ class Asked(NamedTuple):
     format: MakeFormat
     shortens: bool = False
     has_own_id: bool = False
+    session: str = ""
 
 
 class Api(Protocol):

@@ -9,6 +9,7 @@ import msgspec
 from dynbus import Draining, EndpointClient, Relay
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
+from dynbus.llm.generation import Session
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import asking_usage
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
@@ -35,6 +36,7 @@ class Inquiry:
         cache_salt: requests share cached blocks only where it is the same.
         shortens: see `prepare`; engines that take text get the limit as it is.
         new_id: what the ids of tool calls are made of.
+        session: the conversation that goes on after it; engines that take text know of none.
         counts_usage: whether what it uses has to be known, also of an engine that takes text.
     """
 
@@ -45,6 +47,7 @@ class Inquiry:
     shortens: bool = False
     new_id: NewId = random_id
     counts_usage: bool = False
+    session: Session | None = None
 
 
 class OpenModel:
@@ -132,6 +135,7 @@ class OpenModel:
             cache_salt=inquiry.cache_salt,
             shortens=inquiry.shortens,
             new_id=inquiry.new_id,
+            session=inquiry.session,
         )
         return TokenCompletion(prepared, sink, timing)
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from tokenizers import decoders
 
 from dynbus.llm.answers import AnswerFormat
-from dynbus.llm.generation import DefaultSampling, GenerateRequest, StructuredOutput
+from dynbus.llm.generation import DefaultSampling, GenerateRequest, Session, StructuredOutput
 from dynbus.llm.openai.conversation import messages_for_template
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.fields import items_of
@@ -77,6 +77,7 @@ async def prepare(
     cache_salt: str | None,
     shortens: bool = False,
     new_id: NewId = random_id,
+    session: Session | None = None,
 ) -> Prepared:
     """A request with its prompts as token ids.
 
@@ -86,6 +87,7 @@ async def prepare(
         shortens: whether `max_tokens` for which the context has no room becomes what it has room
             for; it is refused elsewhere.
         new_id: what the ids of tool calls are made of.
+        session: see `GenerateRequest`.
 
     Raises:
         BadRequest: a message or a prompt does not fit, or is too long.
@@ -152,6 +154,7 @@ async def prepare(
             priority=request.priority or 0,
             stream=stream,
             structured=structured,
+            session=session,
         )
         for prompt in prompts
     ]

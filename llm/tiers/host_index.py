@@ -10,13 +10,14 @@ is pinned the block stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import Final
 
 from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent, Tier
+from dynbus.llm.engine.interface import CachedBlock
 
 _STALE: Final = 64
 """Entries of the order of use that may be outdated, beside as many as there are blocks."""
@@ -45,15 +46,17 @@ class HostIndex:
 
     Args:
         places: how many blocks there is room for.
+        kept: the blocks that do not go, by their sequence hashes; see `free`.
 
     Raises:
         ValueError: there is room for none.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, kept: Container[int] = ()) -> None:
         if places < 1:
             raise ValueError(f"places = {places}: a host store has room for 1 block at least")
         self.places = places
+        self._kept = kept
         self._entries: dict[int, _Entry] = {}
         self._at: list[int | None] = [None] * places
         self._unused = list(range(places - 1, -1, -1))
@@ -103,16 +106,63 @@ class HostIndex:
 
     def _line_up(self, sequence_hash: int, entry: _Entry) -> None:
         """Have a block go in its turn, if it may go."""
-        if entry.followers or entry.pins:
+        if entry.followers or entry.pins or sequence_hash in self._kept:
             return
         heappush(self._order, (entry.used, sequence_hash))
         if len(self._order) > 2 * len(self._entries) + _STALE:
             self._order = [
                 (one.used, name)
                 for name, one in self._entries.items()
-                if not (one.followers or one.pins)
+                if not (one.followers or one.pins or name in self._kept)
             ]
             heapify(self._order)
+
+    def take_in(
+        self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
+    ) -> dict[int, CachedBlock]:
+        """Take in what a cache gives up, and what of its prefixes is not here yet; by their places.
+
+        A block without those before it would be of no use when they are given up later and there
+        is no room, and routers know no such blocks.
+
+        Args:
+            cached: the block of a sequence hash that the cache goes on to have, if it does.
+        """
+        taken: dict[int, CachedBlock] = {}
+        gone = {block.sequence_hash: block for block in blocks}
+        for block in blocks:
+            chain = self._lacking(block, gone, cached)
+            if not chain:
+                continue
+            places = self.add(
+                chain[0].parent_hash,
+                [each.sequence_hash for each in chain],
+                [each.block_hash for each in chain],
+            )
+            # A place may be given to another block before anything was copied there.
+            taken.update(zip(places, chain, strict=False))
+        return taken
+
+    def _lacking(
+        self,
+        block: CachedBlock,
+        gone: dict[int, CachedBlock],
+        cached: Callable[[int], CachedBlock | None],
+    ) -> list[CachedBlock]:
+        """The blocks of the prefix that ends with a block that are to be taken in, in their
+        order.
+        """
+        chain: list[CachedBlock] = []
+        at: CachedBlock | None = block
+        while at is not None and at.sequence_hash not in self._entries:
+            chain.append(at)
+            before = at.parent_hash
+            if before is None or before in self._entries:
+                chain.reverse()
+                return chain
+            at = gone.get(before) or cached(before)
+        # It is here already, or a block before it is nowhere.
+        return []
 
     def add(
         self, parent: int | None, sequence_hashes: Sequence[int], block_hashes: Sequence[int]
@@ -171,6 +221,8 @@ class HostIndex:
             entry = entries.get(sequence_hash)
             if entry is None or entry.used != used or entry.followers or entry.pins:
                 continue
+            if sequence_hash in self._kept:
+                continue
             del entries[sequence_hash]
             self._at[entry.place] = None
             self._removed.append(sequence_hash)
@@ -220,6 +272,13 @@ class HostIndex:
                 self._line_up(removed.parent, parent)
         self._removed += gone
         return gone
+
+    def free(self, sequence_hashes: Iterable[int]) -> None:
+        """Let blocks go in their turn that were kept until now."""
+        for sequence_hash in sequence_hashes:
+            entry = self._entries.get(sequence_hash)
+            if entry is not None:
+                self._line_up(sequence_hash, entry)
 
     def pin(self, places: Iterable[int]) -> None:
         """Hold the blocks at these places where they are; as often as it is asked for."""

@@ -9,12 +9,14 @@ from time import perf_counter
 
 from dynbus import ConfigError
 from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock
+from dynbus.llm.engine.interface import CachedBlock, SessionKey
+from dynbus.spi import monotonic
 from dynbus.transfer import Axis, BlockLayout, KvMemory
 
 from .copying import BlockCopier
 from .cost import Rates
 from .host_index import HostIndex
+from .sessions import KEPT_SHARE, KeptSessions
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class HostStatistics:
         computed: blocks that it had and that were computed, as that was faster.
         damaged: blocks that were not what was kept when they were to be brought back, so far.
         is_closed: whether it keeps and gives nothing any more.
+        sessions, session_blocks: conversations that go on later, and their blocks.
     """
 
     blocks: int
@@ -38,6 +41,8 @@ class HostStatistics:
     computed: int
     damaged: int = 0
     is_closed: bool = False
+    sessions: int = 0
+    session_blocks: int = 0
 
 
 class HostStore:
@@ -85,7 +90,8 @@ class HostStore:
             )
         )
         self._copier = BlockCopier(engine, self.memory)
-        self._index = HostIndex(places)
+        self._sessions = KeptSessions(int(places * KEPT_SHARE))
+        self._index = HostIndex(places, self._sessions)
         self._rates = rates
         self.damaged: Callable[[Sequence[int]], object] | None = None
         self._pinned: list[int] = []
@@ -109,63 +115,34 @@ class HostStore:
             self._computed,
             self._damaged,
             self._is_closed,
+            len(self._sessions),
+            self._sessions.blocks,
         )
 
     def evicted(
         self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
     ) -> None:
-        """Copy what the cache gives up, and what of its prefixes is not here yet.
-
-        A block without those before it would be of no use when they are given up later and there
-        is no room, and routers know no such blocks.
-        """
+        """Copy what the cache gives up, and what of its prefixes is not here yet."""
         if self._is_closed:
             return
-        # By place, the block and its hash.
-        sources: dict[int, tuple[int, int]] = {}
-        gone = {block.sequence_hash: block for block in blocks}
-        for block in blocks:
-            chain = self._lacking(block, gone, cached)
-            if not chain:
-                continue
-            places = self._index.add(
-                chain[0].parent_hash,
-                [each.sequence_hash for each in chain],
-                [each.block_hash for each in chain],
-            )
-            # A place may be given to another block before anything was copied there.
-            kept = ((each.block, each.sequence_hash) for each in chain)
-            sources.update(zip(places, kept, strict=False))
-        if not sources:
+        self._index.free(self._sessions.end_those_over(monotonic()))
+        taken = self._index.take_in(blocks, cached)
+        if not taken:
             return
         began = perf_counter()
-        self._copier.keep([block for block, _ in sources.values()], list(sources))
+        self._copier.keep([one.block for one in taken.values()], list(taken))
         if self._sums is not None:
-            for place, (_, sequence_hash) in sources.items():
-                self._sums[place] = self._copier.checksum(place, sequence_hash)
-        self._rates.note_copy(len(sources), perf_counter() - began)
-        self._kept += len(sources)
+            for place, one in taken.items():
+                self._sums[place] = self._copier.checksum(place, one.sequence_hash)
+        self._rates.note_copy(len(taken), perf_counter() - began)
+        self._kept += len(taken)
 
-    def _lacking(
-        self,
-        block: CachedBlock,
-        gone: dict[int, CachedBlock],
-        cached: Callable[[int], CachedBlock | None],
-    ) -> list[CachedBlock]:
-        """The blocks of the prefix that ends with a block that are to be taken in, in their
-        order.
-        """
-        chain: list[CachedBlock] = []
-        at: CachedBlock | None = block
-        while at is not None and at.sequence_hash not in self._index:
-            chain.append(at)
-            before = at.parent_hash
-            if before is None or before in self._index:
-                chain.reverse()
-                return chain
-            at = gone.get(before) or cached(before)
-        # It is here already, or a block before it is nowhere.
-        return []
+    def keep_for(self, key: SessionKey, sequence_hashes: Sequence[int], seconds: float) -> None:
+        """See `BlockTier`."""
+        now = monotonic()
+        freed = self._sessions.end_those_over(now)
+        freed += self._sessions.keep(key, sequence_hashes, now + seconds)
+        self._index.free(freed)
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
         """The number of these blocks that are here, from the first on; 0 where computing is faster.
