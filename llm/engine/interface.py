@@ -398,13 +398,6 @@ class CachedBlock(NamedTuple):
     block_hash: int
 
 
-class SessionKey(NamedTuple):
-    """A conversation that goes on later, and whose it is."""
-
-    owner: str
-    name: str
-
-
 class BlockTier(Protocol):
     """The store of blocks for which an engine's cache has no room.
 
@@ -439,10 +432,14 @@ class BlockTier(Protocol):
         """The events of what it has stored and removed since the last call, in its order."""
         ...
 
-    def keep_for(self, key: SessionKey, sequence_hashes: Sequence[int], seconds: float) -> None:
+    def keep_for(
+        self, owner: str, session: str, sequence_hashes: Sequence[int], seconds: float
+    ) -> None:
         """Keep blocks of a conversation for so long, those too that the cache gives up later.
 
         Args:
+            owner: whose conversation it is; empty for nobody's.
+            session: its name.
             sequence_hashes: of its last request, the first block on.
         """
         ...

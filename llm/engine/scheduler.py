@@ -25,7 +25,7 @@ from dynbus.kvrouter import fairness
 from dynbus.llm.generation import FinishReason, Session
 
 from .block_manager import BlockManager
-from .interface import BlockTier, Held, SessionKey
+from .interface import BlockTier, Held
 
 TEXT_SHARE: Final = 4
 """The part of a step's tokens that texts to embed have at most while anything else runs: a stream
@@ -701,8 +701,8 @@ class Scheduler(Generic[S]):
         tier = self._manager.tier
         if tier is not None and request.leads and request.caches:
             blocks = request.computed // self._block_size
-            key = SessionKey(request.owner, session.name)
-            tier.keep_for(key, request.sequence.sequence_hashes[:blocks], session.seconds)
+            hashes = request.sequence.sequence_hashes[:blocks]
+            tier.keep_for(request.owner, session.name, hashes, session.seconds)
 
     def cancel(self, request: ScheduledRequest[S]) -> None:
         """Take a request out wherever it is."""

@@ -97,6 +97,7 @@ class CompletionExchange(Exchange):
 
     async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
         caller, timing, request = self._caller, self._timing, asked.request
+        self._session = caller.session(asked.session, self._shared.settings.session_seconds)
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
         model, metrics = await self._ask_for(
             request.model,
@@ -126,7 +127,7 @@ class CompletionExchange(Exchange):
             asked.shortens,
             new_id,
             counts,
-            caller.session(asked.session, self._shared.settings.session_seconds),
+            self._session,
         )
         begun = time.perf_counter()
         completion = await model.prepare(inquiry, sink, timing)

@@ -15,7 +15,9 @@ import anyio.abc
 import msgspec
 
 from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, PayloadTooLarge
+from dynbus.kvrouter import requests as routed
 from dynbus.llm.answers import Usage
+from dynbus.llm.generation import Session
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import salted
 from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding, status_of
@@ -96,6 +98,7 @@ class Exchange(ABC):
         self._model = ""
         self._recording: Recording | None = None
         self._admission: Admission | None = None
+        self._session: Session | None = None
         self._tally: Tally | None = None
         self._is_refused = False
         # Tokens of its prompts, as far as they are known before an engine counts them.
@@ -400,13 +403,23 @@ class Exchange(ABC):
             await self._admission.reserve(prompts, most, outputs)
             self._writer.add_headers(self._admission.token_headers)
 
+    @property
+    def _metadata(self) -> Mapping[str, str]:
+        """The metadata that reaches the engines' handlers."""
+        metadata, session = self._caller.metadata, self._session
+        if session is None:
+            return metadata
+        # Two tenants may give two conversations one name.
+        name = f"{self._caller.tenant}/{session.name}"
+        return {**metadata, routed.SESSION_KEY: name}
+
     def _enter_context(self, request_id: str, priority: int) -> Context:
         """The context of all that this task does from here on: it has a request's id, its time, its
         tenant and its trace."""
         context = Context(
             request_id,
             deadline=monotonic() + self._shared.settings.request_timeout,
-            metadata=self._caller.metadata,
+            metadata=self._metadata,
             priority=priority,
             trace_headers=self._trace.fields,
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock, SessionKey
+from dynbus.llm.engine.interface import CachedBlock
 from dynbus.llm.tiers.host_index import HostIndex
-from dynbus.llm.tiers.sessions import KEPT_SHARE, KeptSessions
+from dynbus.llm.tiers.sessions import KEPT_SHARE, KeptSessions, SessionKey
 from dynbus.spi import monotonic
 
 
@@ -40,11 +40,13 @@ class MockTier:
         """See `BlockTier`."""
         return len(self._index.find(sequence_hashes, 0, len(blocks)))
 
-    def keep_for(self, key: SessionKey, sequence_hashes: Sequence[int], seconds: float) -> None:
+    def keep_for(
+        self, owner: str, session: str, sequence_hashes: Sequence[int], seconds: float
+    ) -> None:
         """See `BlockTier`."""
         now = monotonic()
         freed = self._sessions.end_those_over(now)
-        freed += self._sessions.keep(key, sequence_hashes, now + seconds)
+        freed += self._sessions.keep(SessionKey(owner, session), sequence_hashes, now + seconds)
         self._index.free(freed)
 
     def take_events(self) -> Sequence[KvEvent]:

@@ -9,14 +9,14 @@ from time import perf_counter
 
 from dynbus import ConfigError
 from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock, SessionKey
+from dynbus.llm.engine.interface import CachedBlock
 from dynbus.spi import monotonic
 from dynbus.transfer import Axis, BlockLayout, KvMemory
 
 from .copying import BlockCopier
 from .cost import Rates
 from .host_index import HostIndex
-from .sessions import KEPT_SHARE, KeptSessions
+from .sessions import KEPT_SHARE, KeptSessions, SessionKey
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,13 @@ class HostStore:
         self._rates.note_copy(len(taken), perf_counter() - began)
         self._kept += len(taken)
 
-    def keep_for(self, key: SessionKey, sequence_hashes: Sequence[int], seconds: float) -> None:
+    def keep_for(
+        self, owner: str, session: str, sequence_hashes: Sequence[int], seconds: float
+    ) -> None:
         """See `BlockTier`."""
         now = monotonic()
         freed = self._sessions.end_those_over(now)
-        freed += self._sessions.keep(key, sequence_hashes, now + seconds)
+        freed += self._sessions.keep(SessionKey(owner, session), sequence_hashes, now + seconds)
         self._index.free(freed)
 
     def find(self, sequence_hashes: Sequence[int]) -> int:

@@ -42,6 +42,7 @@ class TierWatch(InstanceWatch):
             self.put("blocks", kept.blocks)
             moved |= {"kept": kept.kept, "brought": kept.brought}
             self.put("damaged", kept.damaged)
+            self.put("sessions", kept.sessions)
         if self._fetcher is not None:
             fetched = self._fetcher.statistics
             moved["fetched"] = fetched.blocks
@@ -62,6 +63,8 @@ class TierWatch(InstanceWatch):
                 if kept.is_closed
                 else f"{kept.blocks} of {kept.places} blocks on the host"
             )
+            if kept.sessions:
+                parts.append(f"{kept.session_blocks} of {kept.sessions} conversations")
             if kept.damaged:
                 parts.append(f"{kept.damaged} damaged there")
         if self._fetcher is not None and self._lends is not None:
@@ -78,6 +81,9 @@ def _readings(metrics: Metrics) -> dict[str, Readings]:
         "blocks": metrics.gauge("tiers.host.blocks", "{block}", "Blocks kept on the host."),
         "damaged": metrics.counter(
             "tiers.host.damaged", "{block}", "Blocks on the host that were not what was kept."
+        ),
+        "sessions": metrics.gauge(
+            "tiers.sessions", "{session}", "Conversations whose blocks are kept."
         ),
         "moved": metrics.counter(
             "tiers.moved_blocks", "{block}", "Blocks moved between tiers and instances, by how."

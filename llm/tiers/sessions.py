@@ -11,13 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynbus.kvrouter import fairness
-from dynbus.llm.engine.interface import SessionKey
 
 KEPT_SHARE: Final = 0.75
 """The part of a store that conversations may have: the rest is for whatever comes."""
+
+
+class SessionKey(NamedTuple):
+    """A conversation that goes on later, and whose it is."""
+
+    owner: str
+    name: str
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus import Unavailable
 from dynbus.bus.records.objects import ObjectStore
+from dynbus.llm.generation import Session
 
 from .author import call, written
 from .served import Served, served
@@ -385,3 +386,40 @@ async def test_a_response_that_could_not_be_kept_says_so(
 
     assert answer.output_text == "hi you"
     assert not is_kept(answer)
+
+
+async def test_a_conversation_that_goes_on_is_named_to_routers_and_engines(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada secret-of-ada\n")
+    async with asked(api_keys=keys, session_seconds=300.0) as (front, client):
+        client = client.with_options(api_key="secret-of-ada")
+
+        async def sent(**options: Any) -> tuple[Session | None, str | None]:
+            await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "say hi"}], **options
+            )
+            return front.engine.requests[-1].session, front.engine.metadata[-1].get("session")
+
+        assert await sent() == (None, None)
+        for header, seconds in (
+            ("a-1", 300.0),
+            ("a-1;seconds=20", 20.0),
+            ("a-1; seconds=9999", 300.0),
+        ):
+            named = await sent(extra_headers={"Dynbus-Session": header})
+            assert named == (Session("a-1", seconds), "ada/a-1")
+        assert await sent(extra_headers={"Dynbus-Session": "a-1;seconds=0"}) == (None, None)
+        for wrong in ("", "a b", "a;seconds=-1", "a;seconds=soon", "a" * 129):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await sent(extra_headers={"Dynbus-Session": wrong})
+            assert refused.value.param == "Dynbus-Session"
+
+        first = await client.responses.create(model="tiny", input="say hi")
+        assert front.engine.requests[-1].session is None
+        second = await client.responses.create(
+            model="tiny", input="say hi", previous_response_id=first.id
+        )
+        assert front.engine.requests[-1].session == Session(first.id, 300.0)
+        await client.responses.create(model="tiny", input="say hi", previous_response_id=second.id)
+        assert front.engine.requests[-1].session == Session(first.id, 300.0)
+        assert front.engine.metadata[-1]["session"] == f"ada/{first.id}"

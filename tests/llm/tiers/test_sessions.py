@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.llm.engine.interface import CachedBlock, SessionKey
+from dynbus.llm.engine.interface import CachedBlock
 from dynbus.llm.tiers.host_index import HostIndex
-from dynbus.llm.tiers.sessions import KeptSessions
+from dynbus.llm.tiers.sessions import KeptSessions, SessionKey
 
 
 def key(name: str, owner: str = "") -> SessionKey:

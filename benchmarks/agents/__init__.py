@@ -1,0 +1,1 @@
+"""Agents that call tools: how much of their conversations is computed again."""
