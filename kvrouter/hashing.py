@@ -9,11 +9,13 @@ either side agree:
     sequence_hash[i] = xxh3_64(sequence_hash[i - 1] ‖ block_hash[i], 1337)
 
 A name or salt that is absent adds nothing. Hashes are hints for routing: no answer depends on
-them, since the engine checks its own.
+them, since the engine checks its own. The hash of an image is in each block that has a token of
+it.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -23,11 +25,16 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 SEED: Final = 1337
+_HEXADECIMAL: Final = re.compile(r"[0-9a-fA-F]{16,}")
 _MASK: Final = (1 << 64) - 1
 _pack_pair: Final = struct.Struct("<QQ").pack
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | bytes | bytearray | memoryview
 """Token ids: any integers below 2^32, or bytes that hold them as little-endian u32."""
+
+PlacedObject: TypeAlias = tuple[str, int, int]
+"""An image or the like in a sequence of tokens: the engine's identifier of it, such as a digest of
+its bytes, the place of its first token, and how many tokens stand for it."""
 
 
 def hash_seed(lora_name: str | None = None, salt: str | None = None) -> int:
@@ -66,6 +73,39 @@ def block_hashes(
         raise ValueError(f"block_size = {block_size}: a block has one token at least")
     data, seed = token_bytes(tokens), hash_seed(lora_name, salt)
     return np.array(hash_blocks(data, block_size, seed, multimodal), dtype=np.uint64)
+
+
+def multimodal_hash(identifier: str) -> int:
+    """The 64-bit hash of an image or the like, from the engine's identifier of it.
+
+    The first 16 hexadecimal digits of a digest; the xxh3 of any other text.
+    """
+    if _HEXADECIMAL.fullmatch(identifier):
+        return int(identifier[:16], 16)
+    return xxh3_64_intdigest(identifier.encode())
+
+
+def objects_by_block(
+    objects: Sequence[PlacedObject], block_size: int, blocks: int
+) -> list[list[int] | None]:
+    """The hashes of the images and the like in each of a sequence's first blocks, as `block_hashes`
+    takes them; None for a block without any.
+
+    Args:
+        blocks: how many of them there are.
+
+    Raises:
+        ValueError: an object lies before the sequence, or has no token.
+    """
+    within: list[list[int] | None] = [None] * blocks
+    for identifier, offset, length in objects:
+        if offset < 0 or length < 1:
+            raise ValueError(f"an object has {length} tokens from {offset} on: one or more from 0")
+        last = min(blocks, -(-(offset + length) // block_size))
+        for block in range(offset // block_size, last):
+            hashes = within[block] = within[block] or []
+            hashes.append(multimodal_hash(identifier))
+    return within
 
 
 def hash_blocks(

@@ -57,8 +57,8 @@ class Workload:
         room = self.longest - self.shared
         for number, weight in enumerate(weights):
             size = max(2, int(room * weight / sum(weights)))
-            # An answer is a tenth of what is added, and a line at least.
-            output = min(max(1, size // 10), 400)
+            # An answer is a tenth of what is added, up to some lines.
+            output = min(max(1, size // 10), 100)
             pause = 0.0
             if number:
                 pause = math.exp(draw.uniform(math.log(SHORTEST_PAUSE), math.log(LONGEST_PAUSE)))

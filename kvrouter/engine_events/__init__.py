@@ -6,8 +6,9 @@ nothing else here.
 
 from typing import TYPE_CHECKING
 
+from dynbus.kvrouter.hashing import multimodal_hash
+
 from .bridge import EngineBridge, KvSink, RankStream
-from .extra_keys import multimodal_hash
 from .messages import QuarantineReason
 from .status import BridgeStatus
 from .translation import BlockSizeMismatch

@@ -7,7 +7,6 @@ of prompt embeddings as bytes. It also has a form in which each of them is a map
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,9 +14,9 @@ from typing import Any, Final
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from .messages import Quarantined, QuarantineReason, is_list, is_map
+from dynbus.kvrouter.hashing import multimodal_hash
 
-_HEXADECIMAL: Final = re.compile(r"[0-9a-fA-F]{16,}")
+from .messages import Quarantined, QuarantineReason, is_list, is_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +33,6 @@ class ExtraKeys:
 
 
 NO_EXTRA_KEYS: Final = ExtraKeys()
-
-
-def multimodal_hash(identifier: str) -> int:
-    """The 64-bit hash of an image or the like, from the engine's identifier of it.
-
-    The first 16 hexadecimal digits of a digest; the xxh3 of any other text.
-    """
-    if _HEXADECIMAL.fullmatch(identifier):
-        return int(identifier[:16], 16)
-    return xxh3_64_intdigest(identifier.encode())
 
 
 def read_extra_keys(

@@ -18,7 +18,14 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.kvrouter.hashing import Tokens, block_hashes, hash_prefixes, token_bytes
+from dynbus.kvrouter.hashing import (
+    PlacedObject,
+    Tokens,
+    block_hashes,
+    hash_prefixes,
+    objects_by_block,
+    token_bytes,
+)
 from dynbus.kvrouter.radix.index import Overlap, Rank
 
 NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
@@ -85,20 +92,28 @@ class RequestShape:
         *,
         lora_name: str | None = None,
         salt: str | None = None,
+        objects: Sequence[PlacedObject] = (),
         expected_output_tokens: int | None = None,
         priority: int = 0,
         metadata: Mapping[str, str] = _NO_METADATA,
     ) -> RequestShape:
         """The shape of a prompt of token ids.
 
+        Args:
+            objects: the images and the like among its tokens.
+
         Raises:
-            ValueError: a token does not fit, or `block_size` is below 1.
+            ValueError: a token or an object does not fit, or `block_size` is below 1.
         """
         content = token_bytes(tokens)
+        count = len(content) // _TOKEN_BYTES
+        multimodal = objects_by_block(objects, block_size, count // block_size) if objects else ()
         return cls(
-            len(content) // _TOKEN_BYTES,
+            count,
             block_size,
-            block_hashes(content, block_size, lora_name=lora_name, salt=salt),
+            block_hashes(
+                content, block_size, lora_name=lora_name, salt=salt, multimodal=multimodal
+            ),
             expected_output_tokens,
             priority,
             metadata,

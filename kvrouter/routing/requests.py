@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, cast
 
@@ -12,6 +12,7 @@ import msgspec
 from pydantic import ConfigDict
 
 from dynbus import ConfigError, InvalidRequest, RouteRequest
+from dynbus.kvrouter.hashing import PlacedObject
 from dynbus.spi import brief_repr, suggestion
 
 from .active_load import expected_tokens
@@ -55,6 +56,9 @@ class RequestFields:
         token_ids: integers, or bytes that hold them as little-endian u32.
         lora_name: the adapter; absent or empty for none.
         salt: what keeps the blocks of one tenant from those of others.
+        objects: the images and the like among the tokens: for each the engine's identifier of it,
+            the place of its first token, and how many tokens stand for it. Absent or empty for
+            none.
         expected_output_tokens: how long the output will be, or may be.
 
     Raises:
@@ -67,6 +71,7 @@ class RequestFields:
     token_ids: str = "token_ids"
     lora_name: str = "lora_name"
     salt: str = "cache_salt"
+    objects: str = "objects"
     expected_output_tokens: str = "max_tokens"
 
     def __post_init__(self) -> None:
@@ -101,6 +106,7 @@ class RequestFields:
             )
         lora_name = _text(request, self.lora_name, field_of(body, self.lora_name))
         salt = _text(request, self.salt, field_of(body, self.salt))
+        objects = _objects(request, self.objects, field_of(body, self.objects))
         expected = field_of(body, self.expected_output_tokens)
         if not isinstance(expected, int) or isinstance(expected, bool):
             expected = None
@@ -110,6 +116,7 @@ class RequestFields:
                 block_size,
                 lora_name=lora_name,
                 salt=salt,
+                objects=objects,
                 expected_output_tokens=expected_tokens(expected),
                 priority=request.priority,
                 metadata=request.metadata,
@@ -117,6 +124,21 @@ class RequestFields:
         except (TypeError, ValueError) as error:
             raise _invalid(request, f": {self.token_ids} of the request: {error}") from None
         return shape, lora_name
+
+
+def _objects(request: RouteRequest, name: str, value: Any) -> Sequence[PlacedObject]:
+    """The images and the like of a request.
+
+    Raises:
+        InvalidRequest: the field has something else.
+    """
+    if not value:
+        return ()
+    try:
+        return msgspec.convert(value, list[PlacedObject])
+    except msgspec.ValidationError as error:
+        text = f": {name} of the request, the images and the like in it: {error}"
+        raise _invalid(request, text) from None
 
 
 def _invalid(request: RouteRequest, text: str) -> InvalidRequest:

@@ -123,7 +123,7 @@ class LineAsker:
         timing = RequestTiming(time.perf_counter())
         completion = await model.prepare(inquiry, waiting, timing)
         if admission is not None:
-            lengths = completion.prompt_lengths or [len(asked.body) // BYTES_OF_TOKEN]
+            lengths = completion.prompt_lengths or [completion.prompt_bytes // BYTES_OF_TOKEN]
             await admission.reserve(lengths, request.limit, request.choices)
         try:
             await model.begin(completion)
@@ -133,7 +133,7 @@ class LineAsker:
             raise
         if answer is None:
             raise InvalidResponse("the engine gave no answer")
-        used = completion.usage or Usage(len(asked.body) // BYTES_OF_TOKEN, timing.count)
+        used = completion.usage or Usage(completion.prompt_bytes // BYTES_OF_TOKEN, timing.count)
         return _answered(answer, name, request.model, used)
 
     async def _embed(

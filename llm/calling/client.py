@@ -73,6 +73,7 @@ class ChatWishes(Wishes, total=False):
     parallel_tool_calls: bool | None
     reasoning_effort: str | None
     chat_template_kwargs: dict[str, Any] | None
+    continue_final_message: bool | None
 
 
 class CompletionWishes(Wishes, total=False):

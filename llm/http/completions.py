@@ -133,7 +133,7 @@ class CompletionExchange(Exchange):
         completion = await model.prepare(inquiry, sink, timing)
         self._begin_work(completion)
         completion.when_made = self._count_used
-        lengths = completion.prompt_lengths or [len(asked.body) // BYTES_OF_TOKEN]
+        lengths = completion.prompt_lengths or [completion.prompt_bytes // BYTES_OF_TOKEN]
         await self._reserve(lengths, request.limit, request.choices)
         # What is left of it is as long as the context at most.
         self._free_body()

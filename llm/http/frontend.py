@@ -21,6 +21,7 @@ from dynbus import (
 )
 from dynbus.kvrouter import RouterConfig
 from dynbus.llm.garbage import rare_collections
+from dynbus.llm.media.reader import MediaReader
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
@@ -80,6 +81,7 @@ class HttpFrontEnd(Openable):
             router=router,
             opened=self._announce,
             hold=Hold(settings.hold, settings.max_held),
+            media=_media(settings),
         )
         self._status = runtime.bus.status
         self._announced: set[str] = set()
@@ -171,6 +173,18 @@ def _batches(runtime: Runtime, shared: Shared) -> BatchExchanges:
     from dynbus.llm.batches.service import Batches
 
     return BatchExchanges(shared, Batches(runtime))
+
+
+def _media(settings: HttpSettings) -> MediaReader:
+    """The reader of images and sounds."""
+    rules = settings.fetch_rules()
+    fetcher = None
+    if rules is not None:
+        # Most front ends fetch nothing.
+        from dynbus.llm.fetching.fetcher import PublicFetcher
+
+        fetcher = PublicFetcher(rules)
+    return MediaReader(settings.media_limits, fetcher)
 
 
 def _tenants(runtime: Runtime, settings: HttpSettings) -> Tenants | None:

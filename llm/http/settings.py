@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from dynbus import ConfigError, Option, Options
 from dynbus.kvrouter import RouterConfig
+from dynbus.llm.fetching.settings import FetchRules
+from dynbus.llm.media.limits import DEFAULT_LIMITS, MediaLimits
 from dynbus.llm.pipeline import RoutingChoice
 from dynbus.spi import is_loopback
+
+MAX_MEDIA_BYTES: Final = 20 * 1024 * 1024
+"""Of a request: as base64 they fit into one of the bus, `max_request_bytes`."""
 
 
 def _name_of(host: str) -> str:
@@ -82,6 +87,59 @@ class HttpSettings(Options):
             flag="max-body",
         ),
     ] = 4 * 1024 * 1024
+    media_bytes: Annotated[
+        int,
+        Option(
+            "bytes of one image or sound of a request, decoded",
+            least=1,
+            unit="bytes",
+            guide="images.md#limits",
+        ),
+    ] = DEFAULT_LIMITS.part_bytes
+    media_total_bytes: Annotated[
+        int,
+        Option(
+            "bytes of all images and sounds of a request; those that are fetched count as well",
+            least=1,
+            most=MAX_MEDIA_BYTES,
+            unit="bytes",
+            guide="images.md#limits",
+        ),
+    ] = DEFAULT_LIMITS.bytes
+    media_parts: Annotated[
+        int,
+        Option("images and sounds of a request", least=0, guide="images.md#limits"),
+    ] = DEFAULT_LIMITS.parts
+    media_pixels: Annotated[
+        int,
+        Option(
+            "pixels of an image, width times height as it says of itself",
+            least=1,
+            guide="images.md#limits",
+        ),
+    ] = DEFAULT_LIMITS.pixels
+    media_hosts: Annotated[
+        Sequence[str],
+        Option(
+            "hosts from which images are fetched that requests name by URL: `HOST`, `HOST:PORT`, "
+            "`*.DOMAIN`, or `*` for all that are public; none unless given",
+            flag="media-host",
+            guide="images.md#urls",
+        ),
+    ] = ()
+    media_timeout: Annotated[
+        float,
+        Option(
+            "seconds for fetching an image, with its redirects",
+            above=0,
+            unit="seconds",
+            guide="images.md#urls",
+        ),
+    ] = 10.0
+    media_redirects: Annotated[
+        int,
+        Option("redirects that are followed for an image", least=0, guide="images.md#urls"),
+    ] = 3
     max_header_bytes: Annotated[
         int,
         Option(
@@ -199,6 +257,8 @@ class HttpSettings(Options):
 
     def check(self) -> None:
         super().check()
+        # Otherwise the first image would tell.
+        self.fetch_rules()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("TLS needs both a certificate and a key: give tls_cert and tls_key")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -215,6 +275,23 @@ class HttpSettings(Options):
                 "certificates with --tls-client-ca, listen at 127.0.0.1, or allow it with "
                 "--insecure-public"
             )
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """The limits of the images and sounds of a request."""
+        return MediaLimits(
+            self.media_bytes, self.media_parts, self.media_total_bytes, self.media_pixels
+        )
+
+    def fetch_rules(self) -> FetchRules | None:
+        """The rules of fetching what requests name by URL; None where nothing is fetched.
+
+        Raises:
+            ConfigError: a host is none.
+        """
+        if not self.media_hosts:
+            return None
+        return FetchRules(self.media_hosts, self.media_timeout, self.media_redirects)
 
     @property
     def has_keys(self) -> bool:

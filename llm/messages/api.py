@@ -17,6 +17,7 @@ from .requests import chat_body, read_messages
 
 _NAMES: Final[Mapping[str, str]] = {
     "messages": "messages",
+    "continue_final_message": "messages",
     "response_format": "output_config.format",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -89,6 +89,7 @@ def chat_body(request: ConversationRequest) -> dict[str, Any]:
         "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(choice),
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+        **_going_on(request.messages),
         **_output(request.output_config or {}),
         **_thinking(request.thinking or {}),
         **request.engine_fields,
@@ -126,16 +127,24 @@ def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
             _add(messages, "system", _content(content, f"{where}.content", _only_text))
         else:
             raise misfit(f"{where}.role", "give 'user' or 'assistant'")
-    if request.messages[-1].get("role") == "assistant":
-        raise unsupported(
-            "messages",
-            "the last message is the assistant's, and continuing it is not supported; end with the "
-            "user's",
-        )
     for message in messages:
         if isinstance(message["content"], _Texts):
             message["content"] = "\n\n".join(message["content"])
+    last = messages[-1]
+    if last["role"] == "assistant" and (last.get("tool_calls") or not last["content"]):
+        raise misfit(
+            "messages",
+            "the last message is the assistant's, which the answer goes on with: it has to have a "
+            "text, and no tool_use without its tool_result",
+        )
     return messages
+
+
+def _going_on(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options of a chat whose last message is the assistant's: the answer goes on with it."""
+    if messages[-1].get("role") != "assistant":
+        return {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 class _Texts(list[str]):

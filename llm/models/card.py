@@ -22,6 +22,9 @@ MAX_USER_DATA: Final = 32 * 1024
 
 DEFAULT_BLOCK_SIZE: Final = 16
 
+MODALITIES: Final = ("image", "audio")
+"""The kinds of content beside text that a model may take."""
+
 TOKENIZER: Final = "tokenizer.json"
 TEMPLATE: Final = "chat_template.jinja"
 CONFIGURATION: Final = "config.json"
@@ -95,6 +98,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             nobody said.
         eos_token_ids: which end an output.
         special_tokens: what the template calls `bos_token`, `eos_token` and so on.
+        modalities: what its endpoint takes beside text, of `MODALITIES`; none where it takes text
+            only, None where nobody said.
         base_model, lora_name: of a base model with a LoRA adapter: the model's name, and by which
             name its engine knows the adapter.
         tool_call_parser, reasoning_parser: what reads tool calls and reasoning in the text of its
@@ -119,6 +124,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     special_tokens: dict[str, str] = {}
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    modalities: list[str] | None = None
     base_model: str = ""
     lora_name: str = ""
     artefacts: dict[str, str] = {}
@@ -152,6 +158,9 @@ def differences(mine: ModelCard, other: ModelCard) -> list[str]:
             # Workers of an earlier version do not say it.
             ours.pop(name, None)
             theirs.pop(name, None)
+    if mine.modalities is None or other.modalities is None:
+        ours.pop("modalities", None)
+        theirs.pop("modalities", None)
     return [
         f"{key} is {_brief(ours.get(key))} here and {_brief(theirs.get(key))} there"
         for key in sorted({*ours, *theirs})
@@ -208,6 +217,20 @@ def check_lora_name(name: object) -> str:
     if "," in checked:
         raise ConfigError(f"the adapter's name {name!r} has a comma: give it another one")
     return checked
+
+
+def check_modalities(given: Collection[str] | None) -> list[str] | None:
+    """The kinds of content beside text that a model takes, in their order.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    if given is None:
+        return None
+    for one in given:
+        if one not in MODALITIES:
+            raise ConfigError(f"modalities has {one!r}: it may have {', '.join(MODALITIES)}")
+    return [one for one in MODALITIES if one in given]
 
 
 def check_user_data(user_data: Mapping[str, Any] | None) -> dict[str, Any] | None:

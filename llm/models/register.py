@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -26,6 +26,7 @@ from .card import (
     ModelInput,
     ModelType,
     check_lora_name,
+    check_modalities,
     check_name,
     check_reasoning_parser,
     check_sampling,
@@ -46,6 +47,7 @@ class _Options(TypedDict, total=False):
     user_data: Mapping[str, Any] | None
     default_sampling: Mapping[str, float] | Literal["openai"] | None
     tokenizer: str | os.PathLike[str] | None
+    modalities: Collection[str] | None
     tool_call_parser: str
     reasoning_parser: str
     progress: OnProgress | None
@@ -85,6 +87,7 @@ async def register_llm(
     user_data: Mapping[str, Any] | None = None,
     default_sampling: Mapping[str, float] | Literal["openai"] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    modalities: Collection[str] | None = (),
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     progress: OnProgress | None = None,
@@ -120,6 +123,8 @@ async def register_llm(
             nothing of these: temperature 1, and no cut.
         tokenizer: with `ModelInput.Text`, where the model's files are, or come from: front ends
             route its requests by their tokens, and send the text all the same.
+        modalities: with `ModelInput.Text`, what the endpoint takes beside text: `image`, `audio`.
+            Front ends refuse what it does not take; None has them pass all on.
         tool_call_parser, reasoning_parser: how tool calls and reasoning are written in its outputs,
             by the names that vLLM gives; "auto" goes by the chat template, "none" looks for none.
         progress: called while files are downloaded.
@@ -166,6 +171,7 @@ async def register_llm(
         user_data=check_user_data(user_data),
         created=unix_time(),
     )
+    taken = check_modalities(modalities)
     files: list[bytes] = []
     mirror = Mirror(target.bus.data.jetstream)
     if model_input is ModelInput.Text:
@@ -174,6 +180,7 @@ async def register_llm(
                 raise ConfigError(
                     f"{argument} is for ModelInput.Tokens: a worker of text reads its own outputs"
                 )
+        card = msgspec.structs.replace(card, modalities=taken)
         name = model_name if model_name is not None else _name_of(model_path)
         if tokenizer is not None:
             model = await resolve(tokenizer, weights=False, progress=progress, mirror=mirror)
@@ -182,6 +189,10 @@ async def register_llm(
     else:
         if tokenizer is not None:
             raise ConfigError("tokenizer is for ModelInput.Text: model_path has that of tokens")
+        if taken:
+            raise ConfigError(
+                "modalities is for ModelInput.Text: an engine of tokens takes nothing beside them"
+            )
         model = await resolve(model_path, weights=False, progress=progress, mirror=mirror)
         name = model_name if model_name is not None else model.name
         description = await asyncio.to_thread(describe, model)

@@ -133,18 +133,23 @@ def asking_usage(body: bytes) -> msgspec.Raw:
     """A body of a stream that asks for its usage at the end, whether its client did or not."""
     if not _may_have(body, "stream_options"):
         return msgspec.Raw(_with_field(body, "stream_options", {"include_usage": True}))
-    fields: dict[str, Any] = msgspec.json.decode(body)
-    fields["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
-    return msgspec.Raw(msgspec.json.encode(fields))
+    fields = _read_fields(body)
+    given: Any = msgspec.json.decode(fields.get("stream_options", b"null"))
+    options: dict[str, Any] = {**(given or {}), "include_usage": True}
+    return msgspec.Raw(msgspec.json.encode({**fields, "stream_options": options}))
 
 
 def without(body: bytes, name: str) -> bytes:
     """An object as JSON without one of its fields; as it is where it has none of this name."""
     if not _may_have(body, name):
         return body
-    fields: dict[str, Any] = msgspec.json.decode(body)
+    fields = _read_fields(body)
     fields.pop(name, None)
     return msgspec.json.encode(fields)
+
+
+_read_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""Reads the fields of an object, and what is in none of them: with images they are megabytes."""
 
 
 def _may_have(body: bytes, name: str) -> bool:

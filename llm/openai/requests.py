@@ -183,6 +183,31 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def generation_prompt(self) -> bool:
+        """True if the prompt ends with the beginning of a new answer.
+
+        Raises:
+            BadRequest: it would, and is to go on with the last message; or that is none to go on
+                with.
+        """
+        if not self.continue_final_message:
+            return self.add_generation_prompt is not False
+        if self.add_generation_prompt:
+            raise misfit(
+                "continue_final_message",
+                "the prompt cannot begin a new answer as well: set add_generation_prompt to false, "
+                "or leave it out",
+            )
+        last = self.messages[-1]
+        if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
+            raise misfit(
+                "continue_final_message",
+                "the last message has to be the assistant's, with a text and no tool_calls",
+            )
+        return False
 
     def tool_use(self) -> ToolUse:
         """The tools that the model may use, and how.

@@ -40,6 +40,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
         )
 
 
@@ -85,10 +86,8 @@ def read_tokenize(data: bytes) -> TokenizeRequest:
         raise misfit("prompt", "give either prompt or messages")
     if request.messages == []:
         raise misfit("messages", "give at least one")
-    if request.continue_final_message:
-        raise unsupported(
-            "continue_final_message", "a conversation is tokenised as a chat has it; leave it out"
-        )
+    if request.prompt is not None and request.continue_final_message:
+        raise misfit("continue_final_message", "it is for messages; leave it out")
     if request.messages is not None and request.add_special_tokens:
         raise unsupported(
             "add_special_tokens",

@@ -176,18 +176,20 @@ def forced_calls_parser(
     )
 
 
-def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
+def begins_reasoning(reasoning_parser: str, prompt_end: str, *, goes_on: bool = False) -> bool:
     """True if an output begins with reasoning, without a marker of its own.
 
     Args:
         prompt_end: the last characters of the rendered prompt, special tokens written out; 64 are
             enough.
+        goes_on: whether the output goes on with a message that has begun.
     """
     thinking = thinking_of(reasoning_parser)
     if thinking is None:
         return False
     end = prompt_end.rstrip()
-    return end.endswith(thinking.start) or (thinking.always and not end.endswith(thinking.end))
+    reasons_always = thinking.always and not goes_on
+    return end.endswith(thinking.start) or (reasons_always and not end.endswith(thinking.end))
 
 
 def thinking_of(reasoning_parser: str) -> Thinking | None:

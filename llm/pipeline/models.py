@@ -27,6 +27,7 @@ from dynbus import (
     Unavailable,
 )
 from dynbus.kvrouter import KvRouter, RouterConfig, fairness, profiles, token_rule
+from dynbus.llm.media.reader import MediaReader
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
 from dynbus.llm.openai.errors import BadRequest, ModelNotFound
@@ -52,6 +53,7 @@ from .routed_prompts import (
     EngineTokenizer,
     OwnTokenizer,
     PromptReader,
+    announced_stand_ins,
 )
 from .routers import AdapterRouting, SharedRouters, has_adapter
 from .serving import Part, deliver
@@ -137,6 +139,8 @@ class Models:
             instances say.
         opened: called when a model can be asked, and again when it has been away.
         hold: of requests for models that have no engine.
+        media: reads the images and sounds of requests; within the usual limits, and none by URL,
+            unless given.
 
     Raises:
         ConfigError: there is no such routing.
@@ -152,6 +156,7 @@ class Models:
         only: str = "",
         opened: Callable[[OpenModel], object] = lambda _: None,
         hold: Hold = NO_HOLD,
+        media: MediaReader | None = None,
     ) -> None:
         choices = get_args(RoutingChoice)
         if routing not in choices:
@@ -162,6 +167,7 @@ class Models:
         self._only = only
         self._opened = opened
         self._hold = hold
+        self._media = media or MediaReader()
         self._held: dict[str, fairness.Shares] = {}
         self._is_holding = True
         self._relay: Relay[Part, bytes] = Relay(deliver)
@@ -542,7 +548,7 @@ class Models:
             and card.type & WITH_PREFIXES
             and (self._routing == "kv" or _all_say(instances))
         ):
-            exact = all(one.metadata.get(profiles.EVENTS_KEY) == "true" for one in instances)
+            exact = _all_tell_events(instances)
             target = f"{endpoint.namespace}.{endpoint.component}"
             routing = router = await exits.enter_async_context(
                 self._routers.of(target, exact=exact)
@@ -555,7 +561,7 @@ class Models:
             migration_limit=card.migration_limit,
             resume=_resume_of(card),
         )
-        return OpenModel(card, text, limits, client, router, self._relay, prompts)
+        return OpenModel(card, text, limits, client, router, self._relay, prompts, self._media)
 
     async def _prompt_reader(
         self, card: ModelCard, endpoint: EndpointName, instances: list[Instance]
@@ -568,14 +574,17 @@ class Models:
         )
         if card.input is not ModelInput.Text or not goes_by_cache:
             return None
-        if card.tokenizer_id:
-            text = await self._catalog.text_model(card)
-            await _try_template(text)
-            return OwnTokenizer(text)
-        if not all(TOKENIZES_KEY in one.metadata for one in instances):
-            return None
-        asked = EndpointName(endpoint.namespace, endpoint.component, TOKENIZE)
-        return EngineTokenizer(await self._runtime.endpoint(asked).client(routing="least_loaded"))
+        asked: EngineTokenizer | None = None
+        if all(TOKENIZES_KEY in one.metadata for one in instances):
+            name = EndpointName(endpoint.namespace, endpoint.component, TOKENIZE)
+            client = await self._runtime.endpoint(name).client(routing="least_loaded")
+            asked = EngineTokenizer(client, announced_stand_ins(instances[0].metadata))
+        if not card.tokenizer_id:
+            return asked
+        text = await self._catalog.text_model(card)
+        await _try_template(text)
+        # Where blocks are known by events alone, an image has to be as its engine has it.
+        return OwnTokenizer(text, asked if _all_tell_events(instances) else None)
 
     async def _instances(self, endpoint: EndpointName, lora_name: str) -> list[Instance]:
         """The instances of an endpoint, once there is one, and one with the adapter if it is named;
@@ -653,3 +662,8 @@ _PATHS: Final = {
 def _all_say(instances: list[Instance]) -> bool:
     """True if all instances announce the size of their blocks."""
     return bool(instances) and all(profiles.BLOCK_SIZE_KEY in one.metadata for one in instances)
+
+
+def _all_tell_events(instances: list[Instance]) -> bool:
+    """True if all instances say by events what they cache."""
+    return all(one.metadata.get(profiles.EVENTS_KEY) == "true" for one in instances)

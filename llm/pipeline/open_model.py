@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,6 +11,8 @@ from dynbus import Draining, EndpointClient, Relay
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import Session
+from dynbus.llm.media.parts import ReadPart
+from dynbus.llm.media.reader import MediaReader
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import asking_usage
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
@@ -56,6 +59,7 @@ class OpenModel:
     Args:
         text: of a model that takes tokens; None for one that takes text.
         prompts: reads the tokens of requests for a router, where that model takes text.
+        media: reads the images and sounds of requests.
 
     Attributes:
         card: what it says of itself.
@@ -71,6 +75,7 @@ class OpenModel:
         router: KvRouter | None,
         relay: Relay[Part, bytes],
         prompts: PromptReader | None = None,
+        media: MediaReader | None = None,
     ) -> None:
         self.card = card
         self.router = router
@@ -79,6 +84,7 @@ class OpenModel:
         self._relay = relay
         self._limits = limits
         self._prompts = prompts
+        self._media = media or MediaReader()
 
     def __repr__(self) -> str:
         return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
@@ -107,26 +113,9 @@ class OpenModel:
         """
         request = inquiry.request
         if self._text is None:
-            routed_as = None
-            if self._prompts is not None:
-                routed_as = await routed_prompt(
-                    self._prompts,
-                    request,
-                    inquiry.body,
-                    lora_name=self._limits.lora_name,
-                    cache_salt=inquiry.cache_salt,
-                )
-            asks = inquiry.counts_usage and request.streams
-            return TextCompletion(
-                asking_usage(bytes(inquiry.body)) if asks else inquiry.body,
-                sink,
-                timing,
-                streams=request.streams,
-                format=inquiry.format,
-                routed_as=routed_as,
-                restarts=self.card.idempotent,
-                tells_usage=request.include_usage or not asks,
-            )
+            return await self._prepare_text(inquiry, sink, timing)
+        if isinstance(request, ChatRequest):
+            await self._media.named(request, self.card.name, ())
         prepared = await prepare(
             self._text,
             self._limits,
@@ -138,6 +127,40 @@ class OpenModel:
             session=inquiry.session,
         )
         return TokenCompletion(prepared, sink, timing)
+
+    async def _prepare_text(
+        self, inquiry: Inquiry, sink: Sink, timing: RequestTiming
+    ) -> TextCompletion:
+        """A request for an engine that takes text."""
+        request, body = inquiry.request, inquiry.body
+        parts: Sequence[ReadPart] = ()
+        text_bytes = len(body)
+        if isinstance(request, ChatRequest):
+            named = await self._media.named(request, self.card.name, self.card.modalities)
+            if named:
+                request, body, parts, text_bytes = await self._media.read(request, body, named)
+        routed_as = None
+        if self._prompts is not None:
+            routed_as = await routed_prompt(
+                self._prompts,
+                request,
+                body,
+                parts,
+                lora_name=self._limits.lora_name,
+                cache_salt=inquiry.cache_salt,
+            )
+        asks = inquiry.counts_usage and request.streams
+        return TextCompletion(
+            asking_usage(bytes(body)) if asks else body,
+            sink,
+            timing,
+            streams=request.streams,
+            format=inquiry.format,
+            routed_as=routed_as,
+            restarts=self.card.idempotent,
+            tells_usage=request.include_usage or not asks,
+            prompt_bytes=text_bytes,
+        )
 
     async def prepare_embeddings(
         self,

@@ -23,6 +23,7 @@ from dynbus.llm.openai.requests import (
 from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.structured import check_grammar
+from dynbus.llm.text.rendering import CONTINUE
 from dynbus.llm.text.template import BrokenTemplate
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import random_id
@@ -110,6 +111,7 @@ async def prepare(
             end,
             structured,
             new_id=new_id,
+            goes_on=bool(request.continue_final_message),
         )
         structured = reading.structured
         structured_by = "tools" if use.is_forced else structured_by
@@ -191,12 +193,14 @@ async def _encode_chat(
         raise BadRequest(
             f"the model {request.model} has no chat template: use /v1/completions", param="model"
         )
-    add = True if request.add_generation_prompt is None else request.add_generation_prompt
+    add = request.generation_prompt
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
-    for name in ("messages", "tools", "add_generation_prompt"):
+    for name in ("messages", "tools", "add_generation_prompt", CONTINUE):
         variables.pop(name, None)
+    if request.continue_final_message:
+        variables[CONTINUE] = True
     convert = partial(messages_for_template, request.messages)
     is_long = len(request.messages) > _MANY or _parts(request.messages) > _MANY
     messages = await text.in_thread(convert) if is_long else convert()

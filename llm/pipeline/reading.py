@@ -54,6 +54,7 @@ def reading_of(
     asked: StructuredOutput | None = None,
     *,
     new_id: NewId = random_id,
+    goes_on: bool = False,
 ) -> Reading:
     """The rules by which the outputs of a chat are read.
 
@@ -62,11 +63,12 @@ def reading_of(
         prompt_end: see `begins_reasoning`.
         asked: the form that the request gives its answers; a call that has to be made has its own.
         new_id: what the ids of calls are made of.
+        goes_on: whether the outputs go on with a message that has begun, and not with reasoning.
 
     Raises:
         BadRequest: the parameters of a tool do not fit.
     """
-    begun = begins_reasoning(reasoning_parser, prompt_end)
+    begun = begins_reasoning(reasoning_parser, prompt_end, goes_on=goes_on)
     if not use.is_forced:
         parser = partial(
             output_parser,

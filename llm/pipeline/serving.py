@@ -146,6 +146,8 @@ class Completion(ABC):
         timing: when its tokens came.
         taker: what takes its streams: itself, unless somebody stands before it.
         when_made: called when all of its answer is made, before the end is told.
+        prompt_bytes: of the text of its prompt, where its engine alone counts the tokens; 0 where
+            they are counted here.
         why_not_elsewhere: why another process could not go on with it; empty where one could.
     """
 
@@ -158,6 +160,7 @@ class Completion(ABC):
         "_is_unstarted",
         "_sink",
         "_streams",
+        "prompt_bytes",
         "taker",
         "timing",
         "when_made",
@@ -175,6 +178,7 @@ class Completion(ABC):
         self._is_over = False
         self.taker: Taker = self
         self.when_made: Callable[[], object] | None = None
+        self.prompt_bytes = 0
 
     @property
     def answer_id(self) -> str:
@@ -387,6 +391,7 @@ class TextCompletion(Completion):
         routed_as: what a router looks at in place of it; None where none goes by its tokens.
         restarts: whether a whole answer begins again elsewhere where its engine is lost.
         tells_usage: whether a chunk that has the usage alone is for the client too.
+        prompt_bytes: see `Completion`; those of the request unless given.
     """
 
     __slots__ = (
@@ -413,8 +418,10 @@ class TextCompletion(Completion):
         routed_as: object = None,
         restarts: bool = False,
         tells_usage: bool = True,
+        prompt_bytes: int | None = None,
     ) -> None:
         super().__init__(format, sink, timing, streams=streams)
+        self.prompt_bytes = len(request) if prompt_bytes is None else prompt_bytes
         self._restarts = restarts and not streams
         self._tells_usage = tells_usage
         self._request = request

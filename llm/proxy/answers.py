@@ -55,10 +55,12 @@ class CacheShape(NamedTuple):
     Attributes:
         block_size: tokens of a block.
         blocks: how many each rank has; None where the server does not say it.
+        is_vllm: whether the server is vLLM.
     """
 
     block_size: int
     blocks: int | None
+    is_vllm: bool = False
 
 
 def models_of(body: bytes) -> list[ServerModel]:
@@ -87,7 +89,9 @@ def cache_in_metrics(text: str) -> CacheShape | None:
     config = _CACHE_CONFIG.search(text)
     labels = dict(_LABEL.findall(config[1])) if config is not None else {}
     size = _count(labels.get("block_size"))
-    return None if size is None else CacheShape(size, _count(labels.get("num_gpu_blocks")))
+    if size is None:
+        return None
+    return CacheShape(size, _count(labels.get("num_gpu_blocks")), is_vllm=True)
 
 
 def cache_in_server_info(body: bytes) -> CacheShape | None:

@@ -10,8 +10,8 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
@@ -188,15 +188,26 @@ class HttpClient:
 
     Args:
         address: where it is.
-        trust: the certificates, where it is spoken to by TLS.
+        trust: the certificates, or a context made of them, where it is spoken to by TLS.
+        at: IP addresses of its host, of which the first one that answers is connected to; what its
+            name says unless given.
 
     Raises:
         ConfigError: their files cannot be used.
     """
 
-    def __init__(self, address: ServerAddress, trust: Trust | None = None) -> None:
+    def __init__(
+        self,
+        address: ServerAddress,
+        trust: Trust | ssl.SSLContext | None = None,
+        at: Sequence[str] = (),
+    ) -> None:
         self.address = address
-        self._ssl = (trust or Trust()).context() if address.tls else None
+        self._at = at or (address.host,)
+        self._ssl: ssl.SSLContext | None = None
+        if address.tls:
+            made = trust if isinstance(trust, ssl.SSLContext) else None
+            self._ssl = made or (trust if isinstance(trust, Trust) else Trust()).context()
         self._kept: deque[_Connection] = deque()
 
     def __repr__(self) -> str:
@@ -275,11 +286,20 @@ class HttpClient:
         return None
 
     async def _connect(self) -> _Connection:
+        *others, last = self._at
+        for host in others:
+            with suppress(NotReached):
+                return await self._connect_to(host)
+        return await self._connect_to(last)
+
+    async def _connect_to(self, host: str) -> _Connection:
         address = self.address
+        # The certificate is that of the name, wherever it leads.
+        name = address.host if address.tls else None
         try:
             with anyio.fail_after(CONNECT_TIMEOUT):
                 reader, writer = await asyncio.open_connection(
-                    address.host, address.port, ssl=self._ssl
+                    host, address.port, ssl=self._ssl, server_hostname=name
                 )
         except TimeoutError:
             raise NotReached(f"there is no connection within {CONNECT_TIMEOUT:g} s") from None

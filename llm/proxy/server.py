@@ -24,9 +24,14 @@ from .answers import (
     models_of,
 )
 from .http_client import Answer, BrokenOff, HttpClient, NotReached, ServerAddress, Trust
+from .probing import inserted, plain_request, probe_request
+from .tokenizing import chat_fields
 
 PROBE_ID: Final = "dynbus-probe"
 """The request id of a probe."""
+_PROBE_HEADERS: Final = {"X-Request-Id": PROBE_ID}
+PROBE_TIMEOUT: Final = 60.0
+"""Seconds that a server has to answer a chat with an image: its first one may take long."""
 LOOK_TIMEOUT: Final = 5.0
 """Seconds that a server has to say how it is."""
 MAX_ANSWER: Final = 32 * 1024 * 1024
@@ -158,10 +163,9 @@ class OpenAiServer:
             ("/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ):
             body = msgspec.json.encode({**asked, **prompt})
-            headers = {"Content-Type": "application/json", "X-Request-Id": PROBE_ID}
             try:
                 with anyio.fail_after(timeout):
-                    async with self.ask(path, headers, body) as answer:
+                    async with self.ask(path, _PROBE_HEADERS, body) as answer:
                         await answer.body(MAX_ANSWER)
                 return True
             except DynbusError as error:
@@ -170,6 +174,31 @@ class OpenAiServer:
                 logger.debug("%s does not answer a probe at %s: %r", self.address, path, error)
                 return False
         return True
+
+    async def takes(self, model: str, modality: str) -> bool:
+        """True if the server answers a chat with an image, or a sound."""
+        body = msgspec.json.encode(probe_request(model, modality))
+        try:
+            with anyio.fail_after(PROBE_TIMEOUT):
+                async with self.ask("/chat/completions", _PROBE_HEADERS, body) as answer:
+                    await answer.body(MAX_ANSWER)
+            return True
+        except (DynbusError, TimeoutError, NotReached, BrokenOff, ValueError) as error:
+            logger.debug("%s takes no %s for %s: %r", self.address, modality, model, error)
+            return False
+
+    async def stand_ins(self, model: str, modality: str) -> list[int]:
+        """The tokens that stand for an image, or a sound, in a prompt; none where the server does
+        not tell."""
+        try:
+            with anyio.fail_after(LOOK_TIMEOUT):
+                without = await self.tokens_of(chat_fields(plain_request(model)))
+                tokens = await self.tokens_of(chat_fields(probe_request(model, modality)))
+        except (DynbusError, NotReached, BrokenOff, TimeoutError) as error:
+            logger.debug("%s does not tokenize with %s: %r", self.address, modality, error)
+            return []
+        # A line break beside it is no sign of one.
+        return sorted({*inserted(without, tokens)} - {*without})
 
     async def cache_shape(self) -> CacheShape | None:
         """The division of its KV cache, where it says so.

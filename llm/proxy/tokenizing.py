@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import msgspec
@@ -20,6 +21,14 @@ _OF_CHAT: Final = (
 _OF_COMPLETION: Final = ("model", "prompt", "add_special_tokens")
 
 
+def chat_fields(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request to `/tokenize` for the prompt of a chat."""
+    fields = {name: chat[name] for name in _OF_CHAT if name in chat}
+    if chat.get("tool_choice") == "none":
+        fields.pop("tools", None)
+    return fields
+
+
 def tokenize_request(body: bytes) -> dict[str, Any]:
     """The body of a request to `/tokenize` for the prompt of a chat or a completion.
 
@@ -30,13 +39,9 @@ def tokenize_request(body: bytes) -> dict[str, Any]:
         asked = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the request is no JSON object: {error}") from None
-    is_chat = "messages" in asked
-    names = _OF_CHAT if is_chat else _OF_COMPLETION
-    fields: dict[str, Any] = {name: asked[name] for name in names if name in asked}
-    if is_chat:
-        if asked.get("tool_choice") == "none":
-            fields.pop("tools", None)
-        return fields
+    if "messages" in asked:
+        return chat_fields(asked)
+    fields: dict[str, Any] = {name: asked[name] for name in _OF_COMPLETION if name in asked}
     prompt: object = asked.get("prompt")
     if isinstance(prompt, list) and prompt:
         prompt = cast("list[object]", prompt)[0]

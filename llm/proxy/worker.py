@@ -32,14 +32,16 @@ from dynbus.llm.engine.options import HangOptions
 from dynbus.llm.engine.step_watch import HangLimits, StepProgress, StepWatch, Turn
 from dynbus.llm.models.card import (
     MAX_NAME,
+    MODALITIES,
     ModelCard,
     ModelInput,
     ModelType,
     check_lora_name,
+    check_modalities,
     check_name,
 )
 from dynbus.llm.models.register import register_adapter, register_llm
-from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
+from dynbus.llm.pipeline.routed_prompts import STAND_INS_KEY, TOKENIZES_KEY
 from dynbus.spi import ComponentName, Grant, ResumeRule, Work, monotonic
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
@@ -47,6 +49,7 @@ from .events import EventReader
 from .http_client import Answer, BrokenOff, NotReached, ServerAddress, Trust
 from .server import MAX_ANSWER, Away, OpenAiServer, ServerKey
 from .tokenizing import tokenize_request
+from .uuids import UUID, without_uuids
 
 if TYPE_CHECKING:
     from dynbus.kvrouter import EngineEvents
@@ -143,6 +146,15 @@ class OpenAiOptions(HangOptions):
             guide="proxy.md#routing",
         ),
     ] = ""
+    modalities: Annotated[
+        str,
+        Option(
+            "what it takes beside text, `image`, `audio` or both with a comma between; `none` for "
+            "nothing; `auto` asks it once for a token, with a small image and with half a second "
+            "of silence",
+            guide="images.md#servers",
+        ),
+    ] = "auto"
     migration_limit: Annotated[
         int,
         Option("how often a request that has no output yet may go to another server", least=0),
@@ -150,6 +162,7 @@ class OpenAiOptions(HangOptions):
 
     def check(self) -> None:
         super().check()
+        _named_modalities(self.modalities)
         if self.kv_replay and not self.kv_events:
             raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -184,6 +197,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._server = OpenAiServer(self._address, key, trust)
         self._cache: CacheShape | None = None
         self._tokenizes = False
+        self._stand_ins: list[int] = []
         self._events: EngineEvents | None = None
         self._cards: dict[str, ModelCard] = {}
         self._adapters: dict[str, asyncio.Event] = {}
@@ -208,6 +222,8 @@ class OpenAiWorker(Actor, namespace="llm"):
             models = await self._first_look()
             self._cache = await self._find_cache()
             self._tokenizes = await self._server.tokenizes(models[0].name)
+            if self._tokenizes:
+                self._stand_ins = await self._find_stand_ins(models[0].name)
             if self._kv_events:
                 self._events = await exits.enter_async_context(self._open_events(self._cache))
             await self._register(models)
@@ -240,6 +256,8 @@ class OpenAiWorker(Actor, namespace="llm"):
             metadata[profiles.LORAS_KEY] = ",".join(sorted(self._adapters))
         if self._tokenizes:
             metadata[TOKENIZES_KEY] = "true"
+        if self._stand_ins:
+            metadata[STAND_INS_KEY] = ",".join(map(str, self._stand_ins))
         return metadata
 
     # How long a chunk may take is the server's to say.
@@ -248,6 +266,9 @@ class OpenAiWorker(Actor, namespace="llm"):
         """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for."""
         body = bytes(request)
         path = _path_of(body)
+        if self._cache is None or not self._cache.is_vllm:
+            # Others may refuse what they do not know.
+            body = await anyio.to_thread.run_sync(without_uuids, body) if UUID in body else body
         passed = _Passed(reply, len(body))
         self._open.add(passed)
         with anyio.CancelScope() as left:
@@ -415,6 +436,23 @@ class OpenAiWorker(Actor, namespace="llm"):
             self._warned.add(problem)
             logger.error("%s", problem)
 
+    async def _modalities_of(self, model: str) -> list[str]:
+        """The kinds of content that the server takes for a model beside text."""
+        named = _named_modalities(self._options.modalities)
+        if named is not None:
+            return named
+        taken = [one for one in MODALITIES if await self._server.takes(model, one)]
+        logger.info("%s takes %s for %s", self._address, ", ".join(["text", *taken]), model)
+        return taken
+
+    async def _find_stand_ins(self, model: str) -> list[int]:
+        """The tokens that stand for images and sounds in the server's prompts."""
+        named = _named_modalities(self._options.modalities)
+        tokens: set[int] = set()
+        for modality in MODALITIES if named is None else named:
+            tokens.update(await self._server.stand_ins(model, modality))
+        return sorted(tokens)
+
     async def _register_model(self, model: ServerModel) -> None:
         self._cards[model.name] = await register_llm(
             ModelInput.Text,
@@ -426,6 +464,7 @@ class OpenAiWorker(Actor, namespace="llm"):
             kv_cache_block_size=self._cache.block_size if self._cache is not None else None,
             migration_limit=self._options.migration_limit,
             tokenizer=self._options.model or None,
+            modalities=await self._modalities_of(model.name),
         )
         logger.info("%s serves %s", self._address, model.name)
 
@@ -452,7 +491,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         except Away:
             shape = None
         if self._options.block_size:
-            return CacheShape(self._options.block_size, shape.blocks if shape is not None else None)
+            return (shape or CacheShape(0, None))._replace(block_size=self._options.block_size)
         if shape is None and self._kv_events:
             raise ConfigError(
                 f"{self._address} does not say how large the blocks of its KV cache are: give "
@@ -546,6 +585,17 @@ def _path_of(body: bytes) -> str:
     if asked.prompt is not msgspec.UNSET:
         return "/completions"
     raise InvalidRequest("the request has neither messages nor a prompt")
+
+
+def _named_modalities(text: str) -> list[str] | None:
+    """The kinds of content that are named; None to ask the server.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    if text == "auto":
+        return None
+    return check_modalities([] if text == "none" else [one.strip() for one in text.split(",")])
 
 
 def _own(name: str, text: str, index: int) -> str:

@@ -37,6 +37,14 @@ MAX_MEMORY: Final = 1024**3
 """Bytes of address space."""
 
 
+CONTINUE: Final = "continue_final_message"
+"""The variable by which a conversation goes on with its last message."""
+
+END_MARK: Final = "[[the end of the message that goes on]]"
+
+_NO_END: Final = "its template does not write the last message as it is, so that it cannot go on"
+
+
 class Rendering(msgspec.Struct, frozen=True):
     """A template, and what it is rendered with, time after time; nothing to see whether it is a
     template at all.
@@ -125,11 +133,18 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
-    """Render a template, without a limit on its time."""
+    """Render a template, without a limit on its time.
+
+    Where `continue_final_message` is true, the prompt ends with the content of the last message, a
+    text: what the template writes behind it is left out.
+    """
+    goes_on = variables is not None and bool(variables.get(CONTINUE))
     try:
         template = _compiled(source)
         if variables is None:
             return RenderAnswer()
+        if goes_on:
+            variables = _with_end_mark(variables)
         pieces: list[str] = []
         left = MAX_CHARACTERS
         for piece in template.generate(variables):
@@ -137,7 +152,11 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
             if left < 0:
                 return RenderAnswer(failed=f"it makes more than {MAX_CHARACTERS} characters")
             pieces.append(piece)
-        return RenderAnswer("".join(pieces))
+        text = "".join(pieces)
+        if not goes_on:
+            return RenderAnswer(text)
+        text, mark, _ = text.rpartition(END_MARK)
+        return RenderAnswer(text) if mark else RenderAnswer(refused=_NO_END)
     except _Refused as error:
         return RenderAnswer(refused=str(error))
     except jinja2.TemplateSyntaxError as error:
@@ -148,6 +167,13 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
         return RenderAnswer(failed="it is nested too deeply, or calls itself without end")
     except Exception as error:  # noqa: BLE001 - whatever it raises is the template's failure
         return RenderAnswer(failed=f"{type(error).__name__}: {error}")
+
+
+def _with_end_mark(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of which the last message ends with a mark, by which its end is found again:
+    what it says may come in what the template writes behind it as well."""
+    *before, last = variables["messages"]
+    return {**variables, "messages": [*before, {**last, "content": last["content"] + END_MARK}]}
 
 
 def _answers(request: Rendering) -> list[RenderAnswer]:

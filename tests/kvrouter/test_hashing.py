@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter.hashing import block_hashes, hash_seed, sequence_hashes
+from dynbus.kvrouter.hashing import (
+    block_hashes,
+    hash_seed,
+    multimodal_hash,
+    objects_by_block,
+    sequence_hashes,
+)
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 block_sizes = st.integers(1, 20)
@@ -95,6 +101,20 @@ def test_the_order_of_the_images_of_a_block_is_of_no_matter() -> None:
 
     assert one.tolist() == other.tolist()
     assert one[0] == block_hashes(range(4), 4)[0]
+
+
+def test_an_image_is_in_each_block_that_has_a_token_of_it() -> None:
+    cat, dog = multimodal_hash("cat"), multimodal_hash("dog")
+
+    within = objects_by_block([("cat", 3, 5), ("dog", 7, 1), ("fox", 99, 9)], 4, 4)
+
+    assert within == [[cat], [cat, dog], None, None]
+
+
+@pytest.mark.parametrize("place", [(-1, 2), (0, 0), (3, -1)])
+def test_an_image_at_no_place_is_refused(place: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="one or more from 0"):
+        objects_by_block([("cat", *place)], 4, 4)
 
 
 @pytest.mark.parametrize(

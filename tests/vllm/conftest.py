@@ -131,13 +131,13 @@ def running(
         run.stop()
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, kind: str = "tiny_model") -> None:
     """Write the model in a process of its own: this one stays without torch."""
     subprocess.run(
         [
             sys.executable,
             "-c",
-            f"from tests.vllm.tiny_model import *; write_tiny_model({str(folder)!r})",
+            f"from tests.vllm.{kind} import *; write_{kind}({str(folder)!r})",
         ],
         check=True,
         timeout=START_TIMEOUT,

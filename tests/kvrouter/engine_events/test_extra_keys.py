@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter.engine_events.extra_keys import ExtraKeys, multimodal_hash, read_extra_keys
+from dynbus.kvrouter.engine_events.extra_keys import ExtraKeys, read_extra_keys
 from dynbus.kvrouter.engine_events.messages import Quarantined
+from dynbus.kvrouter.hashing import multimodal_hash
 
 from .frames import IMAGE, WITH_IMAGE
 

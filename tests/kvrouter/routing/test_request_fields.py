@@ -74,6 +74,24 @@ def test_token_ids_that_are_none_are_refused_with_the_field(tokens: Any) -> None
         RequestFields().read(call(token_ids=tokens), 2)
 
 
+def test_the_images_of_a_request_are_part_of_its_blocks() -> None:
+    def blocks_of(*objects: Any) -> list[int]:
+        body = call(token_ids=[1, 2, 3, 4, 5, 6], objects=[*objects])
+        return list(map(int, RequestFields().read(body, 2)[0].block_hashes))
+
+    plain, cat, dog = blocks_of(), blocks_of(["cat", 3, 1]), blocks_of(("dog", 3, 1))
+
+    assert plain[0] == cat[0] == dog[0]
+    assert len({plain[1], cat[1], dog[1]}) == 3
+    assert plain[2] == cat[2] == dog[2]
+
+
+@pytest.mark.parametrize("objects", ["cat", [1], [["cat", 1]], [[7, 1, 1]], [["cat", -1, 1]]])
+def test_images_that_are_none_are_refused_with_the_field(objects: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"llm\.Engine\.generate: .*of the request"):
+        RequestFields().read(call(token_ids=[1, 2], objects=objects), 2)
+
+
 @pytest.mark.parametrize("name", ["lora_name", "cache_salt"])
 @pytest.mark.parametrize("text", [3, b"x", "\ud800"])
 def test_a_text_that_is_none_is_refused_with_its_field(name: str, text: Any) -> None:

@@ -29,6 +29,9 @@ WEATHER: Any = {
 }
 
 
+PREFILL: Any = {"role": "assistant", "content": "I think: i <|im_en "}
+
+
 @asynccontextmanager
 async def asked(
     api_key: str = "none", **settings: Any
@@ -98,6 +101,35 @@ async def test_a_limit_that_the_context_has_no_room_for_becomes_what_it_has() ->
 
     assert (message.stop_reason, streamed.stop_reason) == ("end_turn", "end_turn")
     assert [one.max_tokens + len(one.token_ids) for one in front.engine.requests] == [2000, 2000]
+
+
+async def test_an_answer_goes_on_with_the_last_message_of_the_assistant() -> None:
+    asked_for = said("say Paris is it.")
+    going_on = {**asked_for, "messages": [*asked_for["messages"], PREFILL]}
+    async with asked() as (front, client):
+        plain = await create(client, **asked_for)
+        message = await create(client, **going_on)
+        async with client.messages.stream(**going_on) as stream:
+            streamed = await stream.get_final_message()
+        counted = await client.messages.count_tokens(model="tiny", messages=going_on["messages"])
+        passed = await create(client, **{**going_on, "model": "text"})
+        nothing = [*asked_for["messages"], {"role": "assistant", "content": ""}]
+        with pytest.raises(anthropic.BadRequestError, match="messages: .*have a text"):
+            await create(client, **{**asked_for, "messages": nothing})
+
+    prompts = [
+        tiny_tokenizer().decode(one.token_ids, special=True) for one in front.engine.requests
+    ]
+    assert prompts[0].endswith("<|im_start|>assistant\n")
+    assert prompts[1] == prompts[2] == prompts[0] + PREFILL["content"]
+    # The engine says the same whatever has begun; what had begun is not said again.
+    both: list[Any] = [message, streamed]
+    assert [one.content[0].text for one in both] == [plain.content[0].text] * 2
+    assert counted.input_tokens == len(front.engine.requests[1].token_ids)
+    assert passed.content[0].text == "two words"
+    [request] = front.text.requests
+    assert request["messages"][-1] == PREFILL
+    assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
 
 
 async def test_tools_are_used_and_their_results_sent_back() -> None:
@@ -245,7 +277,10 @@ async def test_refusals_name_what_the_request_has() -> None:
     shown = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     form: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object", "not": {}}}
     async with asked() as (_, client):
-        with pytest.raises(anthropic.BadRequestError, match="messages: parts of the type"):
+        with pytest.raises(
+            anthropic.BadRequestError,
+            match="messages: this part is an image",
+        ):
             await create(client, **said("", system="Look.", messages=shown))
         with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: "):
             await create(client, **said("hi", output_config={"format": form}))

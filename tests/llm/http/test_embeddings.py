@@ -307,6 +307,10 @@ async def test_the_tokens_of_a_conversation_are_those_of_a_chat() -> None:
         _, short = await post(
             front, "/tokenize", model="tiny", messages=messages, add_generation_prompt=False
         )
+        begun = [*messages, {"role": "assistant", "content": "hi t"}]
+        options = {"model": "tiny", "messages": begun, "continue_final_message": True}
+        _, going_on = await post(front, "/tokenize", **options)
+        both, _ = await post(front, "/tokenize", **options, add_generation_prompt=True)
         _, back = await post(front, "/detokenize", model="tiny", tokens=told["tokens"])
         [asked_for] = front.engine.requests
 
@@ -314,6 +318,9 @@ async def test_the_tokens_of_a_conversation_are_those_of_a_chat() -> None:
     assert told["token_strs"] is None
     assert told["tokens"][: short["count"]] == short["tokens"]
     assert short["count"] < told["count"]
+    assert going_on["tokens"][: told["count"]] == told["tokens"]
+    assert tiny_tokenizer().decode(going_on["tokens"][told["count"] :]) == "hi t"
+    assert both == 400
     assert back["prompt"].endswith("<|im_start|>assistant\n")
 
 

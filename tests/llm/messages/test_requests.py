@@ -162,6 +162,16 @@ def test_the_form_of_an_answer_and_thinking_are_the_chats() -> None:
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
 
 
+def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
+    body = body_of(
+        messages=[USER, {"role": "assistant", "content": [{"type": "text", "text": "{"}]}]
+    )
+
+    assert body["messages"] == [USER, {"role": "assistant", "content": "{"}]
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    assert "continue_final_message" not in body_of(messages=[USER])
+
+
 def test_a_count_needs_no_limit() -> None:
     request = read_conversation(json.dumps({"model": "tiny", "messages": [USER]}).encode())
 
@@ -172,7 +182,23 @@ def test_a_count_needs_no_limit() -> None:
     ("fields", "param", "why"),
     [
         ({"messages": []}, "messages", "give at least one"),
-        ({"messages": [USER, {"role": "assistant", "content": "("}]}, "messages", "continuing it"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages", "have a text"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "text", "text": "a"},
+                            {"type": "tool_use", "id": "x", "name": "f", "input": {}},
+                        ],
+                    },
+                ]
+            },
+            "messages",
+            "no tool_use without",
+        ),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", "'user' or 'assist"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "a string or a list of blocks"),
         (

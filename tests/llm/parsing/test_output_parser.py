@@ -336,6 +336,21 @@ def test_the_prompt_tells_whether_an_output_begins_with_reasoning(
     assert begins_reasoning(parser, prompt) is begins
 
 
+@pytest.mark.parametrize(
+    ("parser", "said", "begins"),
+    [
+        ("deepseek_r1", "The answer is", False),
+        ("deepseek_r1", "<think>\n", True),
+        ("qwen3", "<think>", True),
+        ("qwen3", "{", False),
+    ],
+)
+def test_an_output_that_goes_on_with_a_message_goes_on_with_what_that_is(
+    parser: str, said: str, begins: bool
+) -> None:
+    assert begins_reasoning(parser, f"<｜Assistant｜>{said}", goes_on=True) is begins
+
+
 # Enforced forms ----------------------------------------------------------------------------------
 
 

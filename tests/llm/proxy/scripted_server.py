@@ -38,10 +38,11 @@ class ScriptedServer:
         health: the status of `GET /health`.
         metrics: the text of `GET /metrics`; None for no such route.
         tokenizes: whether it has `POST /tokenize`, whose tokens are the bytes of a text.
+        takes: the types of parts that it takes beside text, each of which is three tokens 7.
         key: what it wants as a key; empty for none.
         hangs: whether it answers no request for completions any longer, and all others.
         asked: the requests for completions that came, but for probes.
-        probes: how many of these came.
+        probes: how many of these came, but for those with images or sounds.
         connections: how many were made.
     """
 
@@ -52,6 +53,7 @@ class ScriptedServer:
         self.health = 200
         self.metrics: str | None = None
         self.tokenizes = False
+        self.takes: set[str] = set()
         self.key = ""
         self.hangs = False
         self.asked: list[Asked] = []
@@ -108,20 +110,29 @@ class ScriptedServer:
         if path == "/metrics" and self.metrics is not None:
             return await _whole(writer, 200, self.metrics)
         if path == "/tokenize" and self.tokenizes:
-            told = json.dumps(asked.body.get("messages") or asked.body["prompt"])
-            return await _whole(writer, 200, {"tokens": list(told.encode())})
+            tokens: list[int] = []
+            for message in asked.body.get("messages") or [{"content": asked.body["prompt"]}]:
+                for part in _parts(message["content"]):
+                    if part["type"] not in {"text", *self.takes}:
+                        return await _whole(writer, 400, {"error": {"message": "no such part"}})
+                    is_text = part["type"] == "text"
+                    tokens += list(json.dumps(part["text"]).encode()) if is_text else [7, 7, 7]
+            return await _whole(writer, 200, {"tokens": tokens})
         if path not in ("/v1/chat/completions", "/v1/completions"):
             return await _whole(writer, 404, {"detail": "Not Found"})
-        if asked.headers.get("x-request-id") == PROBE_ID:
-            self.probes += 1
-        else:
+        body = asked.body
+        is_chat = "messages" in body
+        parts = _parts(body["messages"][-1]["content"] if is_chat else body["prompt"])
+        if asked.headers.get("x-request-id") != PROBE_ID:
             self.asked.append(asked)
+        elif all(part["type"] == "text" for part in parts):
+            self.probes += 1
         if self.hangs:
             await _until_left(asked)
             return False
-        body = asked.body
-        is_chat = "messages" in body
-        text = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        if any(part["type"] not in {"text", *self.takes} for part in parts):
+            return await _whole(writer, 400, {"error": {"message": "no such part"}})
+        text = "".join(part.get("text", "") for part in parts)
         word, _, rest = text.partition(" ")
         if word == "status":
             number, _, told = rest.partition(" ")
@@ -176,6 +187,10 @@ class ScriptedServer:
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 async def _until_left(asked: Asked) -> None:

@@ -75,7 +75,7 @@ def test_the_cache_is_read_of_vllm_s_metrics_and_of_sglang_s_information() -> No
         "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
         'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="96"} 1.0\n'
     )
-    assert cache_in_metrics(metrics) == CacheShape(32, 96)
+    assert cache_in_metrics(metrics) == CacheShape(32, 96, is_vllm=True)
     assert cache_in_metrics('vllm:cache_config_info{block_size="None"} 1.0\n') is None
     assert cache_in_metrics("") is None
     info = b'{"page_size": 16, "max_total_num_tokens": 4096}'

@@ -36,6 +36,32 @@ def test_a_prompt_may_end_with_the_conversation() -> None:
     assert rendered(CHATML, USER, add_generation_prompt=False).endswith("<|im_end|>\n")
 
 
+GOING_ON: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("said", ["The answer is", " i", "<|im_end|>", "two ", "a\n\n", "{"])
+def test_a_prompt_may_go_on_with_the_last_message(said: str) -> None:
+    text = rendered(CHATML, USER, {"role": "assistant", "content": said}, **GOING_ON)
+
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{said}"
+
+
+def test_what_a_template_writes_behind_the_message_that_goes_on_is_left_out() -> None:
+    source = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %} the end"
+    again = {"role": "user", "content": "[[the end of the message that goes on]]"}
+
+    assert rendered(source, again, USER, **GOING_ON) == f"[{again['content']}][hi"
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+    with pytest.raises(InvalidRequest, match="does not write the last message as it is"):
+        rendered(source, USER, {"role": "assistant", "content": "a"}, **GOING_ON)
+
+
 def test_blocks_take_their_line_with_them() -> None:
     source = (
         "{% for message in messages %}\n"

@@ -1,0 +1,1 @@
+"""Fetching what clients name by URL: from public addresses alone, within bounds."""

@@ -1,0 +1,256 @@
+"""Images and sounds among the parts of a chat's messages: what each names, and how an engine gets
+it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final, NamedTuple
+
+from dynbus.llm.openai.errors import BadRequest, misfit, unsupported
+from dynbus.llm.openai.fields import fields_of, items_of, text_of
+
+from .limits import MediaLimits
+from .types import KNOWN, MediaType, Modality, media_type_of, picture_size
+
+_TEXTS: Final = ("text", "refusal")
+"""The types of parts that are text."""
+
+_MAX_SHOWN: Final = 40
+
+
+class NamedPart(NamedTuple):
+    """An image or a sound as a request names it.
+
+    Attributes:
+        message, place: which message has it, and where in its content.
+        url: an address to fetch it from, where it is not here.
+        encoded: itself as base64; None where it is to be fetched.
+        detail: how closely an image is to be looked at, as OpenAI's API has it; None for not said.
+    """
+
+    message: int
+    place: int
+    modality: Modality
+    url: str = ""
+    encoded: str | None = None
+    detail: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The place of the part in the request."""
+        return f"messages[{self.message}].content[{self.place}]"
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes that it has, or two more than it has; 0 where it is to be fetched."""
+        return max(0, len(self.encoded or "") // 4 * 3 - 2)
+
+
+class ReadPart(NamedTuple):
+    """An image or a sound that was read.
+
+    Attributes:
+        named: as the request names it.
+        kind: its type, by its own bytes.
+        digest: SHA-256 of its bytes, in hexadecimal digits: by this it is known.
+        encoded: its bytes as base64.
+    """
+
+    named: NamedPart
+    kind: MediaType
+    digest: str
+    encoded: str
+
+    def as_part(self) -> dict[str, Any]:
+        """The part of a chat that engines get: always inline, and with its digest as `uuid`, by
+        which vLLM knows it too. A client's own `uuid` reaches nobody: it could name another's
+        image."""
+        if self.kind.modality == "audio":
+            sound = {"data": self.encoded, "format": self.kind.format}
+            return {"type": "input_audio", "input_audio": sound, "uuid": self.digest}
+        image = {"url": f"data:{self.kind.name};base64,{self.encoded}"}
+        if self.named.detail is not None:
+            image["detail"] = self.named.detail
+        return {"type": "image_url", "image_url": image, "uuid": self.digest}
+
+
+def named_parts(messages: Sequence[Mapping[str, Any]]) -> list[NamedPart]:
+    """The images and sounds that messages name; none for nearly all requests.
+
+    Raises:
+        BadRequest: a part is of a type that no engine gets, or does not fit.
+    """
+    parts: list[NamedPart] = []
+    for at, message in enumerate(messages):
+        content: object = message.get("content")
+        if isinstance(content, str):
+            continue
+        for place, part in enumerate(items_of(content)):
+            fields = fields_of(part)
+            if fields.get("type") not in _TEXTS:
+                named = _named(fields, at, place)
+                if named is not None:
+                    parts.append(named)
+    return parts
+
+
+def _named(part: Mapping[str, Any], message: int, place: int) -> NamedPart | None:
+    """The image or the sound of a part that is no text; None for no part at all, which others
+    refuse."""
+    where, kind = f"messages[{message}].content[{place}]", part.get("type")
+    if kind == "image_url":
+        given: object = part.get("image_url")
+        image = {"url": given} if isinstance(given, str) else fields_of(given)
+        url, detail = text_of(image, "url", f"{where}.image_url"), image.get("detail")
+        if detail is not None and not isinstance(detail, str):
+            raise misfit(f"{where}.image_url.detail", "give a string")
+        if url[:5].lower() == "data:":
+            return NamedPart(message, place, "image", "", _inline(url, where), detail)
+        return NamedPart(message, place, "image", url, None, detail)
+    if kind == "input_audio":
+        data = text_of(fields_of(part.get("input_audio")), "data", f"{where}.input_audio")
+        return NamedPart(message, place, "audio", "", data)
+    if isinstance(kind, str):
+        raise unsupported(
+            where,
+            f"parts of the type {kind[:_MAX_SHOWN]!r} are not supported; give text, image_url or "
+            "input_audio",
+        )
+    return None
+
+
+def _inline(url: str, where: str) -> str:
+    """The base64 of a `data:` URL."""
+    head, comma, _ = url[:256].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise misfit(f"{where}.image_url.url", "a data: URL has to be data:TYPE;base64,DATA")
+    return url[len(head) + 1 :]
+
+
+def check_count(named: Sequence[NamedPart], limits: MediaLimits) -> None:
+    """Refuse more parts than there may be, and inline ones that are too large, before any is
+    decoded.
+
+    Raises:
+        BadRequest: there are, or one is.
+    """
+    if len(named) > limits.parts:
+        raise misfit(
+            "messages",
+            f"{len(named)} images and sounds are too many; at most {limits.parts} are taken",
+        )
+    for part in named:
+        check_size(part.where, part.least_bytes, limits)
+    check_total(sum(part.least_bytes for part in named), limits)
+
+
+def check_size(where: str, size: int, limits: MediaLimits) -> None:
+    """Refuse an image or a sound that is too large.
+
+    Raises:
+        BadRequest: it is.
+    """
+    if size > limits.part_bytes:
+        raise _too_large(
+            where, f"it has more than {limits.part_bytes} bytes, which is the most that is taken"
+        )
+
+
+def check_total(size: int, limits: MediaLimits) -> None:
+    """Refuse images and sounds that are too large together.
+
+    Raises:
+        BadRequest: they are.
+    """
+    if size > limits.bytes:
+        raise _too_large(
+            "messages",
+            f"its images and sounds have more than {limits.bytes} bytes together, which is the "
+            "most that is taken",
+        )
+
+
+def _too_large(where: str, why: str) -> BadRequest:
+    return BadRequest(f"{where}: {why}", param=where, reason="media_too_large")
+
+
+def read_part(named: NamedPart, fetched: bytes | None, limits: MediaLimits) -> ReadPart:
+    """Read an image or a sound. Takes a while: to be called in a thread.
+
+    Args:
+        fetched: its bytes; None where they are in the request.
+
+    Raises:
+        BadRequest: it is none of a type that is taken, or too large.
+    """
+    where, data = named.where, fetched
+    if data is None:
+        try:
+            # A line break within, as some encoders have it, is none of its bytes.
+            data = base64.b64decode("".join((named.encoded or "").split()), validate=True)
+        except (binascii.Error, ValueError):
+            raise misfit(where, "its data is no base64") from None
+    check_size(where, len(data), limits)
+    kind = media_type_of(data)
+    if kind is None or kind.modality != named.modality:
+        what = "image" if named.modality == "image" else "sound"
+        raise BadRequest(
+            f"{where}: by its bytes it is no {what} of a type that is taken: these are "
+            f"{KNOWN[named.modality]}",
+            param=where,
+            reason="invalid_media",
+        )
+    if kind.modality == "image":
+        _check_pixels(where, data, kind, limits)
+    return ReadPart(named, kind, sha256(data).hexdigest(), base64.b64encode(data).decode())
+
+
+def _check_pixels(where: str, data: bytes, kind: MediaType, limits: MediaLimits) -> None:
+    size = picture_size(data, kind)
+    if size is None:
+        raise BadRequest(
+            f"{where}: its beginning is no whole {kind.format.upper()} image",
+            param=where,
+            reason="invalid_media",
+        )
+    if size.width * size.height > limits.pixels:
+        raise _too_large(
+            where,
+            f"it has {size.width} x {size.height} pixels, and at most {limits.pixels} are taken",
+        )
+
+
+def with_parts(
+    messages: Sequence[dict[str, Any]], read: Sequence[ReadPart]
+) -> list[dict[str, Any]]:
+    """Messages with the images and sounds that were read, as engines get them."""
+    return _replaced(messages, read, ReadPart.as_part)
+
+
+def with_markers(
+    messages: Sequence[dict[str, Any]], read: Sequence[ReadPart]
+) -> list[dict[str, Any]]:
+    """Messages with a text in place of each image and sound, which is the same for the same one
+    alone."""
+    return _replaced(messages, read, _marker)
+
+
+def _marker(part: ReadPart) -> dict[str, Any]:
+    return {"type": "text", "text": f"<{part.kind.modality} {part.digest}>"}
+
+
+def _replaced(
+    messages: Sequence[dict[str, Any]],
+    read: Sequence[ReadPart],
+    make: Callable[[ReadPart], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    changed = [*messages]
+    for part in read:
+        at, place = part.named.message, part.named.place
+        content = [*changed[at]["content"]]
+        content[place] = make(part)
+        changed[at] = {**changed[at], "content": content}
+    return changed
