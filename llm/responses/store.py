@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -109,6 +110,7 @@ class ResponseStore:
         self._is_ready = False
         # Whether something was kept since room was looked at.
         self._is_used = False
+        self._is_full = asyncio.Event()
         self._retry_at = 0.0
         self._logged = ""
 
@@ -196,7 +198,8 @@ class ResponseStore:
         try:
             await self._put(_name_of(tenant, stored.answer.id), msgspec.json.encode(stored))
         except DynbusError as error:
-            self._retry_at = monotonic() + RETRY_DELAY
+            if not self._is_full.is_set():
+                self._retry_at = monotonic() + RETRY_DELAY
             self._log(f"{type(error).__name__}: {error}")
             return False
         self._log("")
@@ -211,7 +214,7 @@ class ResponseStore:
     async def _put(self, name: str, data: bytes) -> None:
         await self.ensure()
         try:
-            await self._objects.put(name, data, timeout=STORE_TIMEOUT)
+            await self._objects.put(name, data, make_room=self._want_room, timeout=STORE_TIMEOUT)
         except NoStream:
             # The server was started again without its disk.
             self._is_ready = False
@@ -260,14 +263,20 @@ class ResponseStore:
 
     async def _keep_room(self) -> None:
         while True:
-            await anyio.sleep(SWEEP_INTERVAL)
-            if not self._is_used:
+            with anyio.move_on_after(SWEEP_INTERVAL):
+                await self._is_full.wait()
+            if not self._is_used and not self._is_full.is_set():
                 continue
             self._is_used = False
+            self._is_full.clear()
             try:
                 await self.make_room()
             except DynbusError as error:
                 logger.warning("no room was made for responses: %s", error)
+
+    async def _want_room(self) -> None:
+        """Have room made at once, which this response does not wait for."""
+        self._is_full.set()
 
     async def make_room(self) -> None:
         """Drop responses where there is no room for more of them; see `to_drop`.

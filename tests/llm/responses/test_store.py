@@ -9,9 +9,11 @@ import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
+from tests.conditions import PATIENCE
 
 from dynbus import Unavailable
 from dynbus.bus.records.objects import ObjectStore
+from dynbus.bus.transport import StreamFull
 from dynbus.llm.answers import Output
 from dynbus.llm.parsing.delta import Delta
 from dynbus.llm.responses import store as storing
@@ -63,6 +65,25 @@ async def test_room_is_made_by_who_has_the_most(monkeypatch: pytest.MonkeyPatch)
 
     assert 5 < len(kept) < 30
     assert kept == [*range(30 - len(kept), 30)]
+
+
+async def test_room_is_made_at_once_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = anyio.Event()
+
+    async def full(*_: object, **__: object) -> None:
+        raise StreamFull("no room")
+
+    async def make_room(_: ResponseStore) -> None:
+        made.set()
+
+    monkeypatch.setattr(ResponseStore, "make_room", make_room)
+    async with TestKit() as kit, ResponseStore(kit.caller) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "_put", full)
+            assert not await keep(store, "", "a", "hi")
+        with anyio.fail_after(PATIENCE):
+            await made.wait()
+        assert await keep(store, "", "b", "hi")
 
 
 async def test_nothing_waits_twice_for_a_bus_that_is_away(
