@@ -11,7 +11,7 @@ from typing import Final, Self
 import anyio
 import msgspec
 
-from dynbus import DynbusError, Runtime
+from dynbus import DynbusError, Runtime, Unavailable
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.pipeline.serving import Sink
@@ -62,7 +62,7 @@ STORE_TIMEOUT: Final = 2.0
 """Seconds that the end of an answer waits until it is stored."""
 
 RETRY_DELAY: Final = 5.0
-"""Seconds for which nothing is kept after that has failed."""
+"""Seconds for which nothing is kept after the bus did not take it."""
 
 READ_TIMEOUT: Final = 5.0
 
@@ -198,7 +198,7 @@ class ResponseStore:
         try:
             await self._put(_name_of(tenant, stored.answer.id), msgspec.json.encode(stored))
         except DynbusError as error:
-            if not self._is_full.is_set():
+            if isinstance(error, Unavailable):
                 self._retry_at = monotonic() + RETRY_DELAY
             self._log(f"{type(error).__name__}: {error}")
             return False
