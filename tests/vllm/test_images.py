@@ -102,7 +102,9 @@ async def is_as_expected(
         multimodal = objects_by_block(objects, BLOCK, len(tokens) // BLOCK)
         hashes = block_hashes(tokens, BLOCK, multimodal=multimodal)
 
-        def is_known(chosen: Any = decision.chosen, hashes: Any = hashes) -> bool:
+        def is_known(
+            follower: Any = follower, chosen: Any = decision.chosen, hashes: Any = hashes
+        ) -> bool:
             overlap = follower.overlaps(hashes).get(chosen)
             return overlap is not None and overlap.total == len(hashes)
 

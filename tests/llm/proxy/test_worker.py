@@ -28,7 +28,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.llm.http.frontend import Frontend
-from dynbus.llm.models.card import ModelInput
+from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.proxy import OpenAiWorker
 from dynbus.testing import TestKit
@@ -67,6 +67,9 @@ async def texts_of(client: OpenAiWorker, request: Any) -> list[str]:
     return found
 
 
+VLLM_METRICS = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n'
+
+
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynbus.llm.proxy.worker.LOOK_INTERVAL", 0.05)
@@ -80,6 +83,65 @@ async def test_chunks_pass_as_they_are() -> None:
         assert await texts_of(client, completion) == ["three", ""]
     assert server.asked[0].path == "/v1/chat/completions"
     assert server.asked[-1].path == "/v1/completions"
+
+
+def shown(*parts: Any, **more: Any) -> Any:
+    content = [{"type": "text", "text": "say yes"}, *parts]
+    return {"model": "served", "messages": [{"role": "user", "content": content}], **more}
+
+
+@pytest.mark.parametrize(
+    ("named", "takes", "modalities"),
+    [
+        ("auto", {"image_url"}, ["image"]),
+        ("auto", {"image_url", "input_audio"}, ["image", "audio"]),
+        ("auto", set[str](), []),
+        ("none", {"image_url"}, []),
+        ("audio, image", set[str](), ["image", "audio"]),
+    ],
+)
+async def test_a_server_is_asked_what_it_takes_unless_it_is_named(
+    named: str, takes: set[str], modalities: list[str]
+) -> None:
+    async with scripted_server() as server, TestKit() as kit:
+        server.takes = takes
+        await kit.start(OpenAiWorker, url=server.url, modalities=named)
+        async with Catalog(kit.caller) as catalog:
+            card = await catalog.wait_for("served", ModelType.Chat, timeout=5.0)
+
+    assert card.modalities == modalities
+
+
+async def test_a_modality_that_nobody_knows_is_refused() -> None:
+    async with TestKit() as kit:
+        with pytest.raises(ConfigError, match="modalities has 'smell': it may have image, audio"):
+            await kit.start(OpenAiWorker, url="http://127.0.0.1:1", modalities="image,smell")
+
+
+async def test_a_server_that_tokenizes_tells_what_stands_for_an_image() -> None:
+    async with scripted_server() as server, TestKit() as kit:
+        server.takes, server.tokenizes = {"image_url"}, True
+        await kit.start(OpenAiWorker, url=server.url)
+        [instance] = kit.started.values()
+
+        assert instance.actor.instance_metadata()["media_tokens"] == "7"
+
+
+@pytest.mark.parametrize("is_vllm", [True, False])
+async def test_the_digest_of_an_image_is_for_servers_that_know_it(is_vllm: bool) -> None:
+    async with scripted_server() as server, TestKit() as kit:
+        server.takes = {"image_url"}
+        server.metrics = VLLM_METRICS if is_vllm else None
+        await kit.start(OpenAiWorker, url=server.url)
+        client = kit.caller.client(OpenAiWorker)
+        part = {"type": "image_url", "image_url": {"url": "data:"}}
+        await texts_of(client, raw(shown({**part, "uuid": "ab"}, stream=True)))
+
+    [asked] = server.asked
+    assert asked.body["messages"][0]["content"][1] == {
+        **part,
+        **({"uuid": "ab"} if is_vllm else {}),
+    }
 
 
 async def test_streams_that_end_leave_their_connection_to_others() -> None:
