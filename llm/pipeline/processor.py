@@ -90,6 +90,8 @@ class Processor(Actor, abstract=True):
             self.generate,
             self._serve_as,
             self._serve_as,
+            # What the model behind takes is known when it is asked.
+            modalities=None,
         )
 
     async def on_stop(self) -> None:

@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from tests.conditions import eventually
+from tests.llm.media.samples import digest, image, png
 
 from dynbus.bus.records.objects import ObjectStore
 from dynbus.llm.batches import service
@@ -166,6 +167,35 @@ async def test_whatever_usage_an_engine_tells_its_batch_ends_and_counts(
     else:
         # A token for four bytes, and one for each chunk.
         assert (used.prompt > 0, used.completion) == (True, 3)
+
+
+async def test_lines_with_images_have_the_rules_of_other_requests(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada first-key\n")
+    url = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/cat.png"}}
+    large = png() + bytes(100_000)
+    lines = [
+        line("seen", "", model="text", messages=[{"role": "user", "content": [image(large)]}]),
+        line("fetched", "", model="text", messages=[{"role": "user", "content": [url]}]),
+        line("blind", "", messages=[{"role": "user", "content": [image(large)]}]),
+        line("none", "", model="text", messages=[{"role": "user", "content": [image(b"x")]}]),
+    ]
+    async with asked("first-key", api_keys=keys, media_hosts=["*"]) as (front, client):
+        # It says of no request what it has used.
+        front.text.usage = {}
+        batch = await ended(client, await begun(client, as_file(lines)))
+        errors = await told(client, batch.error_file_id)
+        jetstream = front.kit.caller.bus.data.jetstream
+        [used] = sum_up(await read_usage(jetstream, 0.0, 10.0**11), ("tenant", "model"))
+
+    assert batch.request_counts.completed == 1
+    [request] = front.text.requests
+    assert request["messages"][0]["content"] == [{**image(large), "uuid": digest(large)}]
+    assert 1000 < used.prompt < 1200
+    messages = {one["custom_id"]: one["response"]["body"]["error"]["message"] for one in errors}
+    assert "127.0.0.1 has no public address" in messages["fetched"]
+    assert "the model tiny takes text only" in messages["blind"]
+    assert "no image of a type" in messages["none"]
 
 
 @pytest.mark.parametrize("endpoint", ["chats", "responses"])

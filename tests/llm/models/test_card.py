@@ -11,6 +11,7 @@ from dynbus.llm.models.card import (
     ModelInput,
     ModelType,
     check_lora_name,
+    check_modalities,
     check_name,
     check_reasoning_parser,
     check_tool_call_parser,
@@ -92,6 +93,20 @@ def test_a_card_that_does_not_say_how_outputs_are_read_contradicts_none_that_doe
     assert differences(card(tool_call_parser="mistral"), later) == [
         "tool_call_parser is 'mistral' here and 'hermes' there"
     ]
+
+
+def test_a_card_that_does_not_say_what_it_takes_contradicts_none_that_does() -> None:
+    earlier, later = card(), card(modalities=["image"])
+
+    assert differences(earlier, later) == []
+    assert differences(card(modalities=[]), later) == ["modalities is [] here and ['image'] there"]
+
+
+def test_what_a_model_takes_is_of_known_kinds_and_in_their_order() -> None:
+    assert check_modalities(("audio", "image", "audio")) == ["image", "audio"]
+    assert (check_modalities(()), check_modalities(None)) == ([], None)
+    with pytest.raises(ConfigError, match="modalities has 'smell': it may have image, audio"):
+        check_modalities(["smell"])
 
 
 def test_a_parser_that_is_not_known_is_refused_with_those_that_are() -> None:

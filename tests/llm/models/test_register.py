@@ -242,8 +242,17 @@ async def test_nothing_is_read_of_a_model_that_takes_text(
         endpoint = runtime.endpoint(f"{namespace}.Worker.chat")
 
         card = await register_llm(ModelInput.Text, ModelType.Chat, endpoint, f"no-such/{namespace}")
+        other = f"{namespace}-seer"
+        seer = await register_llm(
+            ModelInput.Text, ModelType.Chat, endpoint, other, modalities=["audio", "image"]
+        )
+        with pytest.raises(ConfigError, match=r"modalities is for ModelInput\.Text"):
+            await register_llm(
+                ModelInput.Tokens, ModelType.Chat, endpoint, other, modalities=["image"]
+            )
 
-    assert (card.name, card.context_length) == (namespace, None)
+    assert (card.name, card.context_length, card.modalities) == (namespace, None, [])
+    assert seer.modalities == ["image", "audio"]
 
 
 async def test_cards_that_disagree_are_refused_with_the_difference(

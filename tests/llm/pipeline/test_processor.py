@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 from tests.conditions import eventually
 from tests.llm.http.served import ScriptedEngine
+from tests.llm.media.samples import image, png
 from tests.llm.text.tiny_tokenizer import CHATML, tiny_json
 
 from dynbus.llm.http.frontend import Frontend
@@ -95,6 +96,9 @@ async def test_a_processor_changes_requests_and_answers(tmp_path: Path) -> None:
         bare = await client.chat.completions.create(model="behind", messages=messages)
         with pytest.raises(BadRequestError, match="this prompt is refused"):
             await client.completions.create(model="loud", prompt="refuse it")
+        pictures: Any = [{"role": "user", "content": [image(png())]}]
+        with pytest.raises(BadRequestError, match="the model behind takes text only"):
+            await client.chat.completions.create(model="loud", messages=pictures)
         endless: Any = [{"role": "user", "content": "endless a"}]
         left = await client.chat.completions.create(model="loud", messages=endless, stream=True)
         await anext(left)
