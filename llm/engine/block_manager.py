@@ -16,7 +16,7 @@ until the hold ends, whatever becomes of the request.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from itertools import islice
 
 from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent
@@ -35,6 +35,8 @@ class BlockManager:
     Attributes:
         tier: where the contents of evicted blocks go; None for nowhere. Set before blocks are
             stored.
+        is_traced: whether it is known of each cached block which one it follows, also without a
+            tier. Set before blocks are stored.
         pins: the blocks of all holds, each counted as often as it is held.
     """
 
@@ -42,6 +44,7 @@ class BlockManager:
         self.blocks = blocks
         self.headroom = headroom
         self.tier: BlockTier | None = None
+        self.is_traced = False
         self.pins = 0
         self._prefix_caching = prefix_caching
         self._unused = list(range(blocks - 1, -1, -1))
@@ -53,7 +56,7 @@ class BlockManager:
         self._events: list[KvEvent] = []
         self._evicted: list[int] = []
         self._holds: dict[str, list[int]] = {}
-        # Of cached blocks, by their id, where there is a tier: the parent's hash and the block's.
+        # Of cached blocks, by their id, where they are traced: the parent's hash and the block's.
         self._origins: dict[int, tuple[int | None, int]] = {}
 
     def __repr__(self) -> str:
@@ -139,7 +142,11 @@ class BlockManager:
             del cached[sequence_hash]
             self._evicted.append(sequence_hash)
             self._unused.append(block)
-        if self.tier is not None:
+        if self.tier is None:
+            if self.is_traced:
+                for block in self._unused[first:]:
+                    del self._origins[block]
+        else:
             gone = zip(self._unused[first:], self._evicted[-count:], strict=True)
             self.tier.evicted(
                 [
@@ -150,9 +157,58 @@ class BlockManager:
             )
 
     def _find_cached(self, sequence_hash: int) -> CachedBlock | None:
-        """The block of a hash, where there is a tier."""
+        """The block of a hash, where blocks are traced."""
         block = self._cached.get(sequence_hash)
         return None if block is None else CachedBlock(block, sequence_hash, *self._origins[block])
+
+    def block_of(self, sequence_hash: int) -> int | None:
+        """The block that is cached under a hash; None for none."""
+        return self._cached.get(sequence_hash)
+
+    def drop(self, sequence_hashes: Collection[int], below: Container[int] = ()) -> list[int]:
+        """Forget blocks whose contents are wrong, and those that cannot be relied on without them:
+        all that follow them, and all whose beginning is neither here nor below.
+
+        Who uses one keeps it until it is released.
+
+        Args:
+            below: the hashes of the tier below, which has forgotten its own of them.
+
+        Returns:
+            The hashes of all that are forgotten.
+        """
+        assert self._traces, "it is not known what follows which block"
+        cached = self._cached
+        sound: dict[int, bool] = {}
+        for sequence_hash in cached:
+            chain: list[int] = []
+            at: int | None = sequence_hash
+            is_sound = True
+            while at is not None:
+                if at in sound:
+                    is_sound = sound[at]
+                    break
+                chain.append(at)
+                block = cached.get(at)
+                if at in sequence_hashes or block is None:
+                    is_sound = at not in sequence_hashes and at in below
+                    break
+                at, _ = self._origins[block]
+            sound.update(dict.fromkeys(chain, is_sound))
+        gone = [each for each in cached if not sound[each]]
+        for sequence_hash in gone:
+            block = cached.pop(sequence_hash)
+            self._hashes[block] = None
+            del self._origins[block]
+            if not self._uses[block]:
+                del self._idle[block]
+                self._unused.append(block)
+        self._evicted += gone
+        return gone
+
+    @property
+    def _traces(self) -> bool:
+        return self.is_traced or self.tier is not None
 
     def store(
         self,
@@ -161,7 +217,7 @@ class BlockManager:
         sequence_hashes: Sequence[int],
         block_hashes: Sequence[int],
         parent: int | None,
-    ) -> None:
+    ) -> list[CachedBlock]:
         """Cache blocks of a request whose contents are there, and that follow each other.
 
         Args:
@@ -169,10 +225,15 @@ class BlockManager:
             first: where in it the first of these blocks is.
             sequence_hashes, block_hashes: of these blocks.
             parent: the sequence hash of the block before the first.
+
+        Returns:
+            Those that were not cached before, where blocks are traced.
         """
+        stored: list[CachedBlock] = []
         if not self._prefix_caching:
-            return
+            return stored
         cached, hashes = self._cached, self._hashes
+        traces = self._traces
         new = 0
         for at, sequence_hash in enumerate(sequence_hashes):
             if sequence_hash in cached:
@@ -182,10 +243,12 @@ class BlockManager:
                 block = table[first + at]
                 cached[sequence_hash] = block
                 hashes[block] = sequence_hash
-                if self.tier is not None:
+                if traces:
                     before = sequence_hashes[at - 1] if at else parent
                     self._origins[block] = before, block_hashes[at]
+                    stored.append(CachedBlock(block, sequence_hash, before, block_hashes[at]))
         self._tell_stored(sequence_hashes, block_hashes, new, len(sequence_hashes), parent)
+        return stored
 
     def _tell_stored(
         self,

@@ -5,9 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeGuard,
+    runtime_checkable,
+)
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dynbus.kvrouter import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
@@ -341,6 +351,22 @@ class TransferringEngine(Engine, Protocol):
         ...
 
 
+class WitnessedEngine(Engine, Protocol):
+    """An engine that has a `KvWitness`, and lets it do its checks while there is no work."""
+
+    def idle_for(self) -> float | None:
+        """See `KvWitness`; None also while it has requests, such as those that wait for others."""
+        ...
+
+    def check(self) -> Step:
+        """Have the witness do a piece of work; the step tells what the cache lost by it."""
+        ...
+
+    def note_source(self, request_id: str, source: str) -> None:
+        """The blocks that are to be delivered to a reserved request come from this instance."""
+        ...
+
+
 # `isinstance` would read an engine's properties, in the thread that asks, while another computes.
 
 
@@ -357,6 +383,11 @@ def prepares(engine: object) -> TypeGuard[PreparingEngine]:
 def transfers(engine: object) -> TypeGuard[TransferringEngine]:
     """True if an engine is a `TransferringEngine`: it has `memory`. Any thread may ask."""
     return hasattr(engine, "memory")
+
+
+def is_witnessed(engine: object) -> TypeGuard[WitnessedEngine]:
+    """True if an engine is a `WitnessedEngine`: it has `idle_for`. Any thread may ask."""
+    return hasattr(engine, "idle_for")
 
 
 EngineRequest = GenerateRequest | EmbedRequest
@@ -379,6 +410,57 @@ class Listener(Protocol):
 
     def on_idle(self, taken: int) -> None:
         """The engine has no work left, after it was given so many requests."""
+        ...
+
+
+Came = Literal["computed", "cached", "host", "moved"]
+"""The way by which blocks came to a request: it computed them, they were in the engine's cache, on
+the host, or came from another instance."""
+
+
+class KvWitness(Protocol):
+    """The observer of where the blocks of requests come from, and of what is made of them.
+
+    The engine's thread calls it.
+    """
+
+    def came(
+        self,
+        name: str,
+        sequence_hashes: list[int],
+        first: int,
+        last: int,
+        how: Came,
+        source: str,
+        stored: Sequence[CachedBlock],
+    ) -> None:
+        """A request or a hold has blocks from `first` to before `last`.
+
+        With "cached" and `first` 0 it begins, or begins anew.
+
+        Args:
+            sequence_hashes: of all its complete blocks; the list grows as they do.
+            source: the instance from which they were moved; empty where that is not known.
+            stored: those of them that are in the cache from now on.
+        """
+        ...
+
+    def drawn(self, name: str, token_ids: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """The first logits that the engine has computed for a request.
+
+        Args:
+            token_ids: before them; the list grows.
+            logits: of shape [vocabulary]; to be read in this call only.
+        """
+        ...
+
+    def idle_for(self) -> float | None:
+        """Seconds for which an engine is to have no work until `check` is called; None for not at
+        all."""
+        ...
+
+    def check(self) -> None:
+        """Do a piece of work of one's own, which takes about as long as a step."""
         ...
 
 
@@ -448,7 +530,7 @@ class BlockTier(Protocol):
 class ForgettingTier(BlockTier, Protocol):
     """A tier that forgets blocks which turn out not to be what they should be."""
 
-    def __contains__(self, sequence_hash: int) -> bool: ...
+    def __contains__(self, sequence_hash: object) -> bool: ...
 
     def forget(self, sequence_hashes: Iterable[int]) -> list[int]:
         """Forget blocks, and all that follow them.

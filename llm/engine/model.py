@@ -72,6 +72,30 @@ class SharedModel(PagedModel, Protocol):
 
 
 @runtime_checkable
+class ComparableModel(PagedModel, Protocol):
+    """A model whose keys and values can be looked at, and that has blocks beside the cache.
+
+    Attributes:
+        spare_blocks: blocks that no request ever has, by their ids.
+        epsilon: of its numbers, such as 2^-23; 0 where a token's keys, values and logits have the
+            same bits whatever is computed beside it.
+        layers: how many it has.
+    """
+
+    spare_blocks: range
+    epsilon: float
+    layers: int
+
+    def layer_of(self, blocks: Sequence[int], layer: int) -> NDArray[np.float32]:
+        """A copy of the keys and values of blocks in one layer, on the host.
+
+        Returns:
+            Of shape [blocks, block_size, 2, heads, head_dim].
+        """
+        ...
+
+
+@runtime_checkable
 class EmbeddingModel(PagedModel, Protocol):
     """A model that embeds texts, too.
 

@@ -14,9 +14,19 @@ from numpy.typing import NDArray
 from dynbus.llm.embedding import Embedded, EmbedRequest, Pooling
 from dynbus.llm.generation import Generated, GenerateRequest
 
+from .block_manager import BlockManager
 from .constraint import NO_STRUCTURE, Constraint, Grammars
-from .interface import NO_EMBEDDINGS, BlockTier, EngineLimits, EngineLoad, Prefill, Step, StepFailed
-from .model import Chunk, EmbeddingModel, PagedModel, SharedModel
+from .interface import (
+    NO_EMBEDDINGS,
+    BlockTier,
+    EngineLimits,
+    EngineLoad,
+    KvWitness,
+    Prefill,
+    Step,
+    StepFailed,
+)
+from .model import Chunk, ComparableModel, EmbeddingModel, PagedModel, SharedModel
 from .pooling import StatePool
 from .request_pool import RequestPool
 from .requests import check_embedding, check_request
@@ -90,6 +100,7 @@ class ModelEngine:
         # Ends of requests whose first token, drawn elsewhere, was their last.
         self._outputs: list[tuple[str, Generated]] = []
         self._prefill_listener: Callable[[int, float], object] | None = None
+        self._witness: KvWitness | None = None
         if isinstance(model, SharedModel):
             self.memory = model.memory
 
@@ -114,6 +125,31 @@ class ModelEngine:
         It is told by the engine's thread, of steps that computed prompts and little else.
         """
         self._prefill_listener = listener
+
+    def _be_witnessed(self, make: Callable[[ComparableModel, BlockManager], KvWitness]) -> None:
+        model, manager = self._model, self._pool.manager
+        if not isinstance(model, ComparableModel):
+            raise ValueError(f"{model!r} has no layer_of: its blocks cannot be compared")
+        manager.is_traced = True
+        self._witness = self._pool.scheduler.witness = make(model, manager)
+
+    def idle_for(self) -> float | None:
+        """See `WitnessedEngine`."""
+        if self._witness is None or self._pool.is_waiting or self.has_work:
+            return None
+        return self._witness.idle_for()
+
+    def check(self) -> Step:
+        """See `WitnessedEngine`."""
+        if self._witness is not None:
+            self._witness.check()
+        return Step((), self._pool.manager.take_events())
+
+    def note_source(self, request_id: str, source: str) -> None:
+        """See `WitnessedEngine`."""
+        scheduled = self._pool.parked(request_id)
+        if scheduled is not None:
+            scheduled.source = source
 
     @property
     def is_waiting(self) -> bool:
@@ -355,6 +391,8 @@ class ModelEngine:
             self._prefill_listener(plan.prefill_tokens, perf_counter() - began)
         if masks is not None:
             masks.result()
+        if self._witness is not None:
+            _show_first(self._witness, ready, logits)
         drawn = draw_tokens(
             logits,
             [scheduled.sequence.sampler for scheduled in ready],
@@ -446,6 +484,31 @@ class ModelEngine:
                 continue
             data = embedding.astype("<f4", copy=False).tobytes()
             embedded.append((scheduled.id, Embedded(data, scheduled.cached_tokens or 0)))
+
+
+def witness(
+    engine: ModelEngine, make: Callable[[ComparableModel, BlockManager], KvWitness]
+) -> None:
+    """Have an engine's witness of where its blocks come from, which checks while there is no work;
+    before any request.
+
+    Args:
+        make: makes it, of the model and the manager of the cache's blocks.
+
+    Raises:
+        ValueError: the model is no `ComparableModel`.
+    """
+    engine._be_witnessed(make)
+
+
+def _show_first(
+    witness: KvWitness, ready: Sequence[ScheduledRequest[_Sequence]], logits: NDArray[np.float32]
+) -> None:
+    """Show a witness the first logits of each request."""
+    for scheduled, row in zip(ready, logits, strict=True):
+        if scheduled.leads and not scheduled.is_drawn:
+            scheduled.is_drawn = True
+            witness.drawn(scheduled.id, scheduled.sequence.token_ids, row)
 
 
 _NO_TOKEN = "no token can be drawn: the logits are no numbers, or logit_bias excludes every token"

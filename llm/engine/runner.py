@@ -483,6 +483,11 @@ class EngineRunner(Openable):
         """
         self._holding().deliver(request_id, computed, first)
 
+    def note_source(self, request_id: str, source: str) -> None:
+        """The blocks of a reserved request come from this instance; before they are delivered."""
+        if isinstance(self._stepper, EngineStepper):
+            self._stepper.note_source(request_id, source)
+
     def add_held(self, request_id: str, request: GenerateRequest) -> None:
         """Have the prompt and the first token of a request computed: see `TransferringEngine`.
 

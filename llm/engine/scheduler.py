@@ -25,7 +25,7 @@ from dynbus.kvrouter import fairness
 from dynbus.llm.generation import FinishReason, Session
 
 from .block_manager import BlockManager
-from .interface import BlockTier, Held
+from .interface import BlockTier, CachedBlock, Came, Held, KvWitness
 
 TEXT_SHARE: Final = 4
 """The part of a step's tokens that texts to embed have at most while anything else runs: a stream
@@ -90,6 +90,8 @@ class ScheduledRequest(Generic[S]):
         session: the conversation that goes on after it; None for none.
         expected: tokens of output that are predicted.
         turn: its place among those that wait with its priority.
+        source: the instance from which blocks are delivered to it; empty where it is not known.
+        is_drawn: whether the witness has had its first logits.
     """
 
     id: str
@@ -114,6 +116,8 @@ class ScheduledRequest(Generic[S]):
     session: Session | None = None
     expected: float = 0.0
     turn: float = 0.0
+    source: str = ""
+    is_drawn: bool = False
 
     def __repr__(self) -> str:
         return f"<ScheduledRequest {self.id} [{self.computed}/{self.sequence.length} computed]>"
@@ -166,6 +170,7 @@ class Scheduler(Generic[S]):
             that were found in the cache; a request with several continuations counts once.
         preempted: how often a request lost its blocks.
         is_stalled: whether nothing can be computed until a request or a hold comes or goes.
+        witness: is told where the blocks of each request come from; None for nobody.
     """
 
     def __init__(
@@ -181,6 +186,7 @@ class Scheduler(Generic[S]):
         self.waiting: deque[ScheduledRequest[S]] = deque()
         self.prompt_tokens = self.cached_tokens = self.preempted = 0
         self.is_stalled = False
+        self.witness: KvWitness | None = None
         self._texts = self._parked = 0
         self._held: list[Held] = []
         self._manager = manager
@@ -442,7 +448,8 @@ class Scheduler(Generic[S]):
             _insert(self.running, request)
             # The last token is computed in any case.
             most = (request.sequence.length - 1) // self._block_size if request.caches else 0
-            cached = self._claim(request.blocks, request.sequence, cached_blocks, most)
+            name = request.id if request.leads else ""
+            cached = self._claim(request.blocks, request.sequence, cached_blocks, most, name)
             taken = min(taken, request.sequence.length - cached)
             if request.is_text:
                 text_budget -= taken
@@ -498,18 +505,21 @@ class Scheduler(Generic[S]):
             if cached < blocks or blocks == limit:
                 return cached, used
 
-    def _claim(self, table: list[int], sequence: S, cached: int, most: int) -> int:
+    def _claim(self, table: list[int], sequence: S, cached: int, most: int, name: str = "") -> int:
         """Give a request the cached blocks that it begins with.
 
         Args:
             cached: how many the cache has.
             most: up to so many in all are brought back from the tier below, as room allows.
+            name: of the request or hold for the witness; empty to tell it nothing.
 
         Returns:
             How many tokens are in its blocks.
         """
         manager, size = self._manager, self._block_size
         manager.claim(table, sequence.sequence_hashes, cached)
+        if self.witness is not None and name:
+            self.witness.came(name, sequence.sequence_hashes, 0, cached, "cached", "", ())
         if manager.tier is None:
             return cached * size
         limit = min(most, cached + manager.free - manager.headroom)
@@ -523,7 +533,10 @@ class Scheduler(Generic[S]):
         lost = table[cached + filled :]
         del table[cached + filled :]
         manager.release(lost)
-        self._store(table, sequence, cached, len(table))
+        stored = self._store(table, sequence, cached, len(table))
+        if self.witness is not None:
+            hashes = sequence.sequence_hashes
+            self.witness.came(name, hashes, cached, len(table), "host", "", stored)
         return len(table) * size
 
     def _kept_in_tier(self, tier: BlockTier, sequence: S, cached: int, limit: int) -> int:
@@ -539,15 +552,20 @@ class Scheduler(Generic[S]):
             looked_up *= 2
         return known - cached
 
-    def _store(self, table: Sequence[int], sequence: S, first: int, last: int) -> None:
+    def _store(
+        self, table: Sequence[int], sequence: S, first: int, last: int
+    ) -> Sequence[CachedBlock]:
         """Cache the blocks of a sequence from `first` to before `last`, whose contents are there.
 
         The hashes of those before are known.
+
+        Returns:
+            See `BlockManager.store`.
         """
         if last <= first:
-            return
+            return ()
         sequence.hash_to(last)
-        self._manager.store(
+        return self._manager.store(
             table,
             first,
             sequence.sequence_hashes[first:last],
@@ -555,14 +573,21 @@ class Scheduler(Generic[S]):
             sequence.sequence_hashes[first - 1] if first else None,
         )
 
-    def _compute(self, request: ScheduledRequest[S], tokens: int) -> None:
-        """Note tokens as computed, and cache the blocks that they complete."""
+    def _compute(self, request: ScheduledRequest[S], tokens: int, how: Came = "computed") -> None:
+        """Note tokens as computed, and cache the blocks that they complete.
+
+        Args:
+            how: they came.
+        """
         size = self._block_size
         first = request.computed // size
         request.computed += tokens
         last = request.computed // size
         if last > first and request.caches:
-            self._store(request.blocks, request.sequence, first, last)
+            stored = self._store(request.blocks, request.sequence, first, last)
+            if self.witness is not None:
+                hashes, source = request.sequence.sequence_hashes, request.source
+                self.witness.came(request.id, hashes, first, last, how, source, stored)
 
     # Blocks that others read and write ------------------------------------------------
 
@@ -611,7 +636,7 @@ class Scheduler(Generic[S]):
         is_whole = goes_on and computed == length
         tokens = length if is_whole else computed // self._block_size * self._block_size
         if tokens > request.computed:
-            self._compute(request, tokens - request.computed)
+            self._compute(request, tokens - request.computed, "moved")
         if not is_whole:
             self.running.remove(request)
             self._set_back(request)
@@ -622,7 +647,7 @@ class Scheduler(Generic[S]):
         limit = sequence.length // self._block_size
         cached, _ = self._cached_prefix(sequence, limit)
         table: list[int] = []
-        tokens = self._claim(table, sequence, cached, limit)
+        tokens = self._claim(table, sequence, cached, limit, hold_id)
         self._manager.hold(hold_id, table)
         self._held.append(Held(hold_id, tuple(table), tokens, tokens))
         self._manager.release(table)

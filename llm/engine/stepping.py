@@ -29,6 +29,7 @@ from .interface import (
     Stepper,
     TransferringEngine,
     embeds,
+    is_witnessed,
     transfers,
 )
 from .step_watch import Turn
@@ -100,6 +101,15 @@ class EngineStepper(ABC):
 
     def release(self, hold_id: str) -> None:
         self._tell(hold_id, lambda engine: engine.release(hold_id))
+
+    def note_source(self, request_id: str, source: str) -> None:
+        """Have the engine know from where a reserved request gets its blocks, if it wants to."""
+
+        def run(engine: Engine) -> None:
+            if is_witnessed(engine):
+                engine.note_source(request_id, source)
+
+        self._put(request_id, run, is_request=False)
 
     def _tell(
         self, name: str, command: Command[TransferringEngine], *, is_request: bool = False
@@ -293,17 +303,30 @@ class _ThreadStepper(EngineStepper):
         engine = self._engine
         taken = 0
         while True:
+            checks = False
             with self._changed:
                 while not self._closing and (
                     self._untold >= STEPS_AHEAD or not (self._commands or engine.has_work)
                 ):
                     self._turn = Turn.HELD if self._untold >= STEPS_AHEAD else Turn.IDLE
-                    self._changed.wait()
+                    seconds: float | None = None
+                    if self._untold < STEPS_AHEAD and is_witnessed(engine):
+                        seconds = engine.idle_for()
+                    if not self._changed.wait(seconds) and not self._commands:
+                        checks = True
+                        break
                 self._turn = Turn.BUSY
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
                 self._untold += 1
+            if checks and is_witnessed(engine):
+                began = monotonic()
+                step = engine.check()
+                self._steps += 1
+                none: list[tuple[str, ValueError]] = []
+                self._loop.call_soon_threadsafe(self._report, step, engine.load, began, none, None)
+                continue
             refused: list[tuple[str, ValueError]] = []
             added: list[str] = []
             for name, command, is_request in commands:

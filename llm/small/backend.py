@@ -55,11 +55,13 @@ class Backend(Protocol[A]):
         name: such as "numpy".
         dtype: of keys and values, such as "float32".
         threads: that load a model.
+        is_exact: whether each row has the same bits whatever is computed beside it.
     """
 
     name: str
     dtype: str
     threads: int
+    is_exact: bool
 
     def put(self, array: NDArray[np.float32]) -> A:
         """Weights, in the backend's type of numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from .batch import batch_of
 
 A = TypeVar("A")
 
+EPSILONS: Final = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+
 
 class Decoder(Generic[A]):
     """Computes the tokens of many sequences in one step: a `SharedModel` of `dynbus.llm.engine`.
@@ -25,12 +27,14 @@ class Decoder(Generic[A]):
     Args:
         weights: of the model; they are read here, and may be closed then.
         blocks, block_size: of the cache of keys and values.
+        spare: how many blocks there are beside, behind those of the cache.
         progress: is told, from any thread, how many of the layers are loaded.
 
     Attributes:
         config: the model's sizes and options.
         vocabulary: how many tokens it knows.
         state_size: numbers of a token's state.
+        spare_blocks, epsilon, layers: see `ComparableModel`.
         memory: where its blocks lie. Of each layer a block is one piece, so that few pieces make a
             transfer.
     """
@@ -42,12 +46,16 @@ class Decoder(Generic[A]):
         *,
         blocks: int,
         block_size: int,
+        spare: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         config = weights.config
         self.config = config
         self.vocabulary = config.vocabulary
         self.state_size = config.hidden
+        self.layers = config.layers
+        self.spare_blocks = range(blocks, blocks + spare)
+        self.epsilon = 0.0 if backend.is_exact else EPSILONS[backend.dtype]
         self._backend = backend
         self._block_size = block_size
         self._frequencies = weights.rope_frequencies()
@@ -56,7 +64,7 @@ class Decoder(Generic[A]):
         self._head = self._embedding if weights.is_tied else backend.put(weights.head())
         self._norm = backend.put(weights.final_norm())
         self._caches = [
-            backend.cache(blocks, block_size, config.kv_heads, config.head_dim)
+            backend.cache(blocks + spare, block_size, config.kv_heads, config.head_dim)
             for _ in range(config.layers)
         ]
         layout = BlockLayout.packed(
@@ -66,7 +74,7 @@ class Decoder(Generic[A]):
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
-            blocks=blocks,
+            blocks=blocks + spare,
         )
         self.memory = KvMemory.of_arrays(layout, self._caches)
 
@@ -102,6 +110,12 @@ class Decoder(Generic[A]):
         taken = backend.take(states, backend.indices(np.array(needed, np.int64)))
         normed = backend.norm(taken, self._norm, self.config.norm_eps)
         return self._logits(states, rows), backend.host(normed)
+
+    def layer_of(self, blocks: Sequence[int], layer: int) -> NDArray[np.float32]:
+        """See `ComparableModel`."""
+        backend = self._backend
+        taken = backend.take(self._caches[layer], backend.indices(np.array(blocks, np.int64)))
+        return backend.host(taken)
 
     def _states(self, chunks: Sequence[Chunk]) -> tuple[A, Rows[A]]:
         """The states behind the last layer, and the rows that they are of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,16 @@ class SmallConfig(SmallSize):
     prefix_caching: Annotated[bool, Option("whether blocks are found again by later requests")] = (
         True
     )
+    spare_share: Annotated[
+        float,
+        Option(
+            "blocks beside the cache, as a part of it, in which prompts can be computed again to "
+            "verify it; 0 for none",
+            least=0,
+            most=1,
+            guide="verifying-caches.md",
+        ),
+    ] = 0.0
     pooling: Annotated[
         Pooling | None,
         Option("how the states of a text become its embedding; none to make no embeddings"),
@@ -126,6 +137,14 @@ class SmallConfig(SmallSize):
             has_events=self.prefix_caching,
             vocabulary=model.vocabulary,
         )
+
+    def spare_blocks(self, limits: EngineLimits) -> int:
+        """The number of blocks beside the cache of an engine with these limits."""
+        if not self.spare_share:
+            return 0
+        most = -(-limits.context_length // limits.block_size)
+        # The noise is measured by two computations side by side.
+        return max(2, min(most, math.ceil(self.spare_share * limits.blocks)))
 
     def make_backend(self) -> Backend[Any]:
         """Make the backend that computes.
@@ -186,6 +205,7 @@ class SmallEngine(ModelEngine):
                 backend,
                 blocks=limits.blocks,
                 block_size=limits.block_size,
+                spare=options.spare_blocks(limits),
                 progress=progress,
             )
         self.backend = backend.name

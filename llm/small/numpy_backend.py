@@ -50,7 +50,7 @@ class NumpyBackend:
         self.name = "numpy"
         self.dtype = "float32"
         self.threads = threads or usable_cores()
-        self._deterministic = deterministic
+        self._deterministic = self.is_exact = deterministic
         self._blas = _blas()
         self._blas_threads = 0
         self._use_threads(1)

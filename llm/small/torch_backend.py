@@ -106,7 +106,7 @@ class TorchBackend:
         self._torch = torch
         self._functions: Any = torch.nn.functional
         self._dtype = getattr(torch, dtype)
-        self._deterministic = deterministic
+        self._deterministic = self.is_exact = deterministic
 
     def put(self, array: NDArray[np.float32]) -> Tensor:
         return self._torch.from_numpy(array).to(self._device, self._dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -243,3 +244,55 @@ class Manager(RuleBasedStateMachine):
 
 
 TestManager = Manager.TestCase
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.booleans()), max_size=30
+    ),
+    st.sets(st.integers(1, 121), max_size=4),
+    st.sets(st.integers(1, 121), max_size=6),
+)
+def test_with_a_block_that_is_dropped_goes_all_that_cannot_be_relied_on_without_it(
+    story: list[tuple[list[int], bool]], wrong: set[int], below: set[int]
+) -> None:
+    manager = BlockManager(12)
+    manager.is_traced = True
+    parents: dict[int, int | None] = {}
+    tables: list[list[int]] = []
+    for path, keeps in story:
+        name = 1
+        hashes = [name := name * 3 + step for step in path]
+        parents |= dict(zip(hashes, [None, *hashes[:-1]], strict=True))
+        held, used = manager.prefix(hashes, len(hashes))
+        if not manager.admits(len(hashes), used):
+            continue
+        table: list[int] = []
+        manager.claim(table, hashes, held)
+        assert manager.grow(table, len(hashes))
+        before = hashes[held - 1] if held else None
+        manager.store(table, held, hashes[held:], hashes[held:], before)
+        if keeps:
+            tables.append(table)
+        else:
+            manager.release(table)
+    manager.take_events()
+    cached = {each for each in parents if manager.block_of(each) is not None}
+    below -= wrong
+
+    gone = manager.drop(wrong, below)
+
+    def is_sound(each: int | None) -> bool:
+        if each is None:
+            return True
+        if each in wrong:
+            return False
+        return is_sound(parents[each]) if each in cached else each in below
+
+    assert set(gone) == {each for each in cached if not is_sound(each)}
+    assert all(manager.block_of(each) is None for each in gone)
+    removed = [each for event in manager.take_events() for each in event.engine_hashes]  # type: ignore[union-attr]
+    assert sorted(removed) == sorted(gone)
+    for table in tables:
+        manager.release(table)
+    assert manager.free == 12

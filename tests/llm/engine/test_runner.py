@@ -13,7 +13,7 @@ from tests.llm.engine.engines import CountingEngine, Reader
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable
-from dynbus.kvrouter.events import KvEvent
+from dynbus.kvrouter.events import BlockRemoved, KvEvent
 from dynbus.llm.engine import Engine, Step
 from dynbus.llm.engine.runner import MAX_JOINED_TOKENS, EngineRunner
 from dynbus.llm.engine.stepping import STEPS_AHEAD, STOP_TIMEOUT
@@ -512,3 +512,53 @@ def test_a_gathered_request_waits_for_its_reader_like_others() -> None:
             return reader
 
     assert [len(item.token_ids) for item in run(story()).items] == [1, 39]
+
+
+class Checking(CountingEngine):
+    """An engine with checks of its own to do while it is idle.
+
+    Attributes:
+        checks: that it has done, and how many there are.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__()
+        self.checks = 0
+        self.wanted = wanted
+        self.while_busy = 0
+
+    def idle_for(self) -> float | None:
+        return 0.001 if self.checks < self.wanted else None
+
+    def check(self) -> Step:
+        self.threads.add(threading.get_ident())
+        self.checks += 1
+        self.while_busy += bool(self.requests)
+        return Step((), [BlockRemoved([self.checks])])
+
+    def note_source(self, request_id: str, source: str) -> None:
+        raise AssertionError(request_id)
+
+
+def test_an_engine_checks_while_it_has_no_work_and_tells_of_what_it_dropped() -> None:
+    published: list[KvEvent] = []
+
+    class Sink:
+        def publish(self, events: Sequence[KvEvent]) -> None:
+            published.extend(events)
+
+    async def story() -> tuple[Checking, list[int]]:
+        engine = Checking(5)
+        async with EngineRunner(engine, Sink()) as runner:
+            reader = Reader()
+            runner.submit("a", GenerateRequest([1], 50), reader.reply)
+            await reader.closed()
+            await eventually(lambda: len(published) == 5)
+        return engine, reader.token_ids
+
+    engine, tokens = asyncio.run(story())
+
+    assert tokens == list(range(50))
+    assert engine.checks == 5
+    assert engine.while_busy == 0
+    assert len(engine.threads - {threading.get_ident()}) == 1
