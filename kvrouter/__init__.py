@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         read_profile,
         requests,
         token_rule,
+        touched,
     )
     from .stream import (
         AwarenessLevel,
@@ -129,6 +130,7 @@ __all__ = [
     "sequence_hashes",
     "token_bytes",
     "token_rule",
+    "touched",
     "warm_follower",
 ]
 

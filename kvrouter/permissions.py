@@ -30,7 +30,7 @@ def event_grants(address: ComponentName) -> list[Grant]:
                 kv_abroad_subject("*", *address, "*", "*"),
                 *stream.to_look_up,
             ),
-            (kv_resync_subject(*address, "*", "*"),),
+            (kv_resync_subject(*address, "*", "*"), f"{address}.{WHY}"),
         )
     ]
 

@@ -32,6 +32,9 @@ from .models.source import LocalModel
 from .served_model import LOADING, ModelPath, ServedModel, ServedModelOptions
 from .small.engine import BLOCKS, SmallConfig, SmallEngine, SmallSize
 from .tiers.tiers import MAX_SHARE, Tiers
+from .verifying.findings import kv_damage
+from .verifying.options import VerifyOptions
+from .verifying.verification import SPARE_SHARE, CacheVerification
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ MOCK_NAME: Final = "mock"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelEngineOptions(SmallSize, ServedModelOptions):
+class ModelEngineOptions(SmallSize, VerifyOptions, ServedModelOptions):
     """A model, and the engine that serves it: the small one, or a mock."""
 
     engine: Annotated[
@@ -123,6 +126,7 @@ class ModelEngineOptions(SmallSize, ServedModelOptions):
             **self.shared(SmallSize),
             memory=self.memory_mib << 20,
             prefix_caching=self.kv_events,
+            spare_share=SPARE_SHARE if self.verify and self.kv_events else 0.0,
             pooling=None if self.pooling == "none" else self.pooling,
         )
 
@@ -168,7 +172,7 @@ class ModelOptions(ModelEngineOptions):
         self.check_tiers("fetch_prefixes", is_asked=self.fetch_prefixes)
 
 
-class ModelWorker(EngineWorker, abstract=True):
+class ModelWorker(EngineWorker, abstract=True, publishes=[kv_damage]):
     """Serves a model under its name by tokens: completions, and chats where it has a template.
 
     A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
@@ -177,6 +181,7 @@ class ModelWorker(EngineWorker, abstract=True):
         engine: `small`, or `mock`.
         served: the model.
         tiers: what is kept of its blocks beside the engine's cache.
+        verification: of answers from blocks that were kept or moved.
 
     Raises:
         ConfigError: a value is not usable.
@@ -193,12 +198,15 @@ class ModelWorker(EngineWorker, abstract=True):
         self.engine = options.engine
         self._bound_steps(options)
         self.served = ServedModel(options)
+        self.verification = CacheVerification(options)
         self.tiers = Tiers(
             host_memory=options.host_memory_mib << 20,
             fetches=fetches,
             lend_share=lend_share,
             checksums=options.checksums,
             host_checksums=options.host_checksums,
+            avoids=self.verification.avoids,
+            mismatched=self.verification.mismatched,
         )
         self._model = options.model
         self._fallback = options.fallback
@@ -260,6 +268,10 @@ class ModelWorker(EngineWorker, abstract=True):
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self._model!r} cannot be served: {error}") from error
         self.tiers.keep_evicted(engine)
+        if self._small.spare_share:
+            verifier = self.verification.watch(engine, engine.limits.block_size)
+            if verifier is not None and self.tiers.store is not None:
+                self.tiers.store.damaged = verifier.damaged_on_host
         logger.info("%s computes %s", engine.backend, path.name)
         return engine
 
@@ -276,6 +288,7 @@ class ModelWorker(EngineWorker, abstract=True):
         return open_agent(self.runtime.bus, name, memory)
 
     async def on_engine(self, limits: EngineLimits) -> None:
+        await self.hold(self.verification.opened(self))
         self.sink = await self.hold(
             self.tiers.opened(self, self._running(), self.served, self.open_mover)
         )

@@ -14,7 +14,8 @@ _HELP: Final = """Say why a request went where it went.
 
     Asks all routers, in front ends and RouterActors alike, for what they decided: every
     candidate with its overlap by tier, its load and its cost, who was left out and why, what
-    policies on trial would have chosen, and what happened after. The id of a request is what
+    policies on trial would have chosen, and what happened after. Instances whose KV cache was
+    damaged say whose requests have used it. The id of a request is what
     call_options(request_id=...) gave, or context().id in its handler; without one the latest
     decisions are listed, newest first.
 
@@ -79,7 +80,7 @@ def why(
     question = Question(latest=1 if last else limit) if request_id is None else Question(request_id)
     config = terminal.settings(nats)
     answers = asyncio.run(ask_routers(config, question, *wanted))
-    knowing = [answer for answer in answers if answer.decisions]
+    knowing = [answer for answer in answers if answer.decisions or answer.damages]
     if last:
         knowing = newest_alone(knowing)
     if as_json:

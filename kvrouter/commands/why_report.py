@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -119,6 +120,7 @@ def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
 
 def newest_alone(answers: Sequence[Explanation]) -> list[Explanation]:
     """The answer with the newest decision, and no other."""
+    answers = [answer for answer in answers if answer.decisions]
     if not answers:
         return []
     newest = min(answers, key=lambda answer: answer.decisions[0]["ago_s"])
@@ -157,11 +159,29 @@ def _ended(outcome: Mapping[str, Any]) -> str:
 
 
 def print_answer(answer: Explanation) -> None:
-    """All that one router decided for a request."""
+    """All that one router decided for a request, or what an instance has to say of it."""
+    for damage in answer.damages or ():
+        _print_damage(answer, damage)
     if answer.decisions_left_out:
         click.echo(f"{answer.decisions_left_out} older decisions are left out")
     for decision in answer.decisions:
         _print_decision(answer, decision)
+
+
+def _print_damage(answer: Explanation, damage: Mapping[str, Any]) -> None:
+    """The damage of a cache that has touched a request."""
+    others = len(damage["requests"]) + damage["requests_left_out"] - 1
+    lines = [
+        f"touched by a damage of the KV cache of {answer.router}, in {answer.process}",
+        f"  when    {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(damage['at']))}",
+        f"  of      {' and '.join(damage['sources'])}, seen by {damage['evidence']}"
+        + (f" of {damage['request_id']}" if damage["request_id"] else ""),
+        f"  blocks  {damage['blocks']}, the first is number {damage['first']} of its prompt; "
+        f"{damage['dropped']} were dropped",
+        f"  done    {', '.join(damage['measures'])}",
+        f"  others  {max(0, others)} requests have used them as well",
+    ]
+    click.echo("\n".join(map(terminal.printable, lines)))
 
 
 def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ drives the same object.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import fairness, profiles, requests, token_rule
+    from . import fairness, profiles, requests, token_rule, touched
     from .active_load import ActiveLoad, RankLoad
     from .caches import Follower
     from .config import RouterConfig, RouterSettings
@@ -63,6 +63,7 @@ __all__ = [
     "read_profile",
     "requests",
     "token_rule",
+    "touched",
 ]
 
 if not TYPE_CHECKING:
@@ -81,6 +82,7 @@ if not TYPE_CHECKING:
         "queue",
         "requests",
         "token_rule",
+        "touched",
         "caches",
         "scheduler",
         "router",

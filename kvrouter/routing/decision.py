@@ -339,6 +339,8 @@ class Explanation(msgspec.Struct, frozen=True):
             the costliest are left out, and of very many excluded ones some; `left_out` and
             `excluded_left_out` say how many.
         decisions_left_out: how many older ones are missing because they were too many.
+        damages: of an instance's cache, which have touched the request: see `KvDamage`. An
+            instance answers with nothing else, and with its own name as the router's id.
     """
 
     router: str
@@ -350,6 +352,7 @@ class Explanation(msgspec.Struct, frozen=True):
     oldest_s: float | None
     decisions: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
     decisions_left_out: int = 0
+    damages: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
 _question = msgspec.json.Decoder(Question)

@@ -183,6 +183,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         return events()
 
     async def on_engine(self, limits: EngineLimits) -> None:
+        await self.hold(self.verification.opened(self))
         runner, bus, name = self._running(), self.runtime.bus, self.__dynbus_name__
         try:
             memory = runner.memory
@@ -346,7 +347,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 instance=self._control.instance_id,
                 model=self.served.fingerprint,
             )
-            sink = Sink(runner, runtime.background, spans, remote)
+            sink = Sink(runner, runtime.background, spans, remote, avoids=self.verification.avoids)
             ended = asyncio.Event()
             try:
                 self.sink = self._decodes = sink

@@ -32,6 +32,7 @@ Reason = Literal[
     "bad_answer",
     "lease_lost",
     "damaged",
+    "quarantined",
     "transfer_failed",
     "too_slow",
     "queue_failed",

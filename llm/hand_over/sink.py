@@ -155,6 +155,7 @@ class Sink:
     Args:
         background: owns what goes on after a request has ended: transfers that are given up.
         planner: decides for each request.
+        avoids: whether nothing is to be taken from an instance.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class Sink:
         background: Background,
         spans: TransferSpans,
         planner: Planner,
+        *,
+        avoids: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        self.avoids = avoids
         self.runner = runner
         self.background = background
         self.spans = spans
@@ -265,6 +269,7 @@ class Receiving:
         self._parts: dict[int, Part] = {}
         self._transfers: dict[int, Moving] = {}
         self._has_shown = False
+        self._source = ""
         self._went_on = anyio.Event()
         self._taken_in = anyio.Event()
         self._waiting: HandOverSpan | None = None
@@ -344,6 +349,12 @@ class Receiving:
             case Call(instance, cached):
                 self._start(self._call, instance, cached)
             case Read(part, item):
+                if self._sink.avoids(item.instance):
+                    lied = Unavailable(f"blocks of {item.instance} were damaged before")
+                    self._fall_back("quarantined", lied)
+                    self._do(self.machine.quiet(part))
+                    return
+                self._source = item.instance
                 self._parts[part] = self._part_of(item)
                 if not self._start(self._read, part):
                     self._do(self.machine.quiet(part))
@@ -352,6 +363,8 @@ class Receiving:
             case Show(first):
                 self._show(first)
             case Deliver(computed, first):
+                if self._source:
+                    self._runner.note_source(self._name, self._source)
                 self._runner.deliver(self._name, computed, first if self._has_shown else None)
                 self._leave()
             case EndCall():

@@ -22,7 +22,7 @@ from dynbus.llm.hand_over.part_reader import PartReader
 from dynbus.llm.hand_over.sink import Limits, Origin, Plan, Receiving
 from dynbus.llm.hand_over.source import MAX_SECONDS
 from dynbus.spi import monotonic
-from dynbus.transfer import BadDescription
+from dynbus.transfer import BadDescription, ChecksumMismatch
 
 from .cost import Rates, Verdict
 
@@ -98,6 +98,8 @@ class PrefixFetcher:
         peer: gives an instance by its id.
         mover_of: the name of an instance's mover, by its id.
         model: its fingerprint, which peers compare with their own; empty for none.
+        avoids: whether nothing is to be taken from a peer.
+        mismatched: is told of a peer whose blocks came with other checksums.
 
     Attributes:
         statistics, figures: of its fetches.
@@ -111,7 +113,11 @@ class PrefixFetcher:
         peer: Callable[[str], Peer],
         mover_of: Callable[[str], str],
         model: str = "",
+        avoids: Callable[[str], bool] = lambda _: False,
+        mismatched: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self.avoids = avoids
+        self.mismatched = mismatched
         self.reader = reader
         self.rates = rates
         self.peer = peer
@@ -150,7 +156,7 @@ class PrefixFetcher:
             None where computing is faster, or nobody holds anything.
         """
         peer, running = metadata.get(routed.PEER_KEY), self.figures.open
-        if not peer or request.n != 1 or running >= MAX_FETCHES:
+        if not peer or request.n != 1 or running >= MAX_FETCHES or self.avoids(peer):
             return None
         size = self.rates.block_size
         # The last token is computed in any case.
@@ -222,6 +228,8 @@ class _Lender(Origin):
             code = BadDescription.code if receiving.error is None else receiving.error.code
             statistics.results[code] += 1
             rates.note_failure(self._fetch.peer, monotonic())
+            if code == ChecksumMismatch.code:
+                fetcher.mismatched(self._fetch.peer)
             return
         statistics.results["fetched" if blocks else "gone"] += 1
         if not blocks:

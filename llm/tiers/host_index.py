@@ -72,7 +72,7 @@ class HostIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, sequence_hash: int) -> bool:
+    def __contains__(self, sequence_hash: object) -> bool:
         return sequence_hash in self._entries
 
     @property

@@ -197,7 +197,7 @@ class HostStore:
         if self.damaged is not None:
             self.damaged(gone)
 
-    def __contains__(self, sequence_hash: int) -> bool:
+    def __contains__(self, sequence_hash: object) -> bool:
         return sequence_hash in self._index
 
     def forget(self, sequence_hashes: Iterable[int]) -> list[int]:

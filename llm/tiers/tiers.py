@@ -50,6 +50,8 @@ class Tiers:
             of those that these have.
         host_checksums: whether blocks that come back from the host are compared with the checksums
             of those that were kept.
+        avoids: whether nothing is to be taken from an instance.
+        mismatched: is told of an instance whose blocks came with other checksums.
 
     Attributes:
         rates: how fast the engine computes, and blocks come; None where nothing is kept or fetched.
@@ -65,6 +67,8 @@ class Tiers:
         lend_share: float = MAX_SHARE,
         checksums: bool = False,
         host_checksums: bool = True,
+        avoids: Callable[[str], bool] = lambda _: False,
+        mismatched: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.rates: Rates | None = None
         self.store: HostStore | None = None
@@ -76,6 +80,8 @@ class Tiers:
         self._lend_share = lend_share
         self._checksums = checksums
         self._host_checksums = host_checksums
+        self._avoids = avoids
+        self._mismatched = mismatched
 
     def keep_evicted(self, engine: ModelEngine) -> None:
         """Have a new engine keep what it evicts, and measure how fast it computes.
@@ -166,7 +172,13 @@ class Tiers:
             patience=MOST_PATIENCE,
         )
         self.fetcher = PrefixFetcher(
-            reader, self.rates, peer=peer, mover_of=mover_of, model=model.fingerprint
+            reader,
+            self.rates,
+            peer=peer,
+            mover_of=mover_of,
+            model=model.fingerprint,
+            avoids=self._avoids,
+            mismatched=self._mismatched,
         )
         self.source = Source(
             runner,
@@ -178,7 +190,7 @@ class Tiers:
             model=model.fingerprint,
         )
         spans = TransferSpans(runtime.bus.telemetry, own)
-        return Sink(runner, runtime.bus.background, spans, self.fetcher)
+        return Sink(runner, runtime.bus.background, spans, self.fetcher, avoids=self._avoids)
 
     def metadata(self) -> dict[str, str]:
         """The metadata of an instance that has it."""

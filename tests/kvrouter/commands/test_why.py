@@ -252,3 +252,32 @@ def test_a_peer_that_may_send_blocks_is_named(capsys: pytest.CaptureFixture[str]
 
     text = capsys.readouterr().out
     assert "  peer    b/0 holds 3 blocks of it, which may be fetched from there" in text
+
+
+def test_a_damage_that_has_touched_a_request_says_whose_it_is_and_what_was_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damage = {
+        "at": 0.0,
+        "evidence": "blocks",
+        "request_id": "sampled",
+        "sources": ["instance 77"],
+        "measures": ["leave_instance"],
+        "first": 3,
+        "blocks": 2,
+        "dropped": 5,
+        "requests": ["mine", "sampled"],
+        "requests_left_out": 1,
+    }
+    told = Explanation("llm.Engine@a", "host:1", "llm.Engine", "", 0, 0, None, damages=[damage])
+
+    print_answer(told)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "touched by a damage of the KV cache of llm.Engine@a, in host:1"
+    assert lines[2:] == [
+        "  of      instance 77, seen by blocks of sampled",
+        "  blocks  2, the first is number 3 of its prompt; 5 were dropped",
+        "  done    leave_instance",
+        "  others  2 requests have used them as well",
+    ]

@@ -117,6 +117,7 @@ class Engine:
     def __init__(self, blocks: Sequence[int], cached: int) -> None:
         self.blocks, self.cached = tuple(blocks), cached
         self.delivered: list[int] = []
+        self.sources: list[str] = []
         self.released: list[str] = []
         self.error: DynbusError | None = None
         self.reply = Ending()
@@ -136,6 +137,9 @@ class Engine:
     async def hold(self, hold_id: str, request: GenerateRequest) -> Held:
         held = min(self.cached, len(request.token_ids) // SIZE)
         return Held(hold_id, self.blocks[:held], held * SIZE, held * SIZE)
+
+    def note_source(self, request_id: str, source: str) -> None:
+        self.sources.append(source)
 
     def deliver(self, request_id: str, computed: int, first: Generated | None) -> None:
         assert first is None

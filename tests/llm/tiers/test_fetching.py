@@ -53,7 +53,13 @@ class Story:
             mover_of=lambda name: f"agent of {name}",
             model="of a",
         )
-        self.sink = Sink(cast(Any, self.engine), background, spans, self.fetcher)
+        self.avoided: set[str] = set()
+        self.sink = Sink(
+            cast(Any, self.engine), background, spans, self.fetcher, avoids=self.avoids
+        )
+
+    def avoids(self, instance: str) -> bool:
+        return instance in self.avoided
 
     async def lend_prefix(self, request: LendRequest) -> AsyncGenerator[Lent]:
         assert request.model == "of a"
@@ -101,6 +107,7 @@ def test_the_blocks_that_the_engine_lacks_are_read_and_no_others() -> None:
     story = run(told(own=3))
 
     assert story.engine.delivered == [8 * SIZE]
+    assert story.engine.sources == ["b"]
     assert story.memory.contents == {20 + at: f"b{5 + at}" for at in range(3, 8)}
     assert story.fetcher.statistics.results == {"fetched": 1}
     assert (story.fetcher.statistics.blocks, story.lender.lent_blocks) == (5, 5)
@@ -304,3 +311,18 @@ def test_a_request_with_several_continuations_and_more_than_some_at_a_time_compu
             return [*plans, told.fetcher.choose(PROMPT, metadata, None)]
 
     assert run(story()) == [None, None]
+
+
+def test_blocks_of_an_instance_that_has_lied_meanwhile_are_not_read() -> None:
+    async def story() -> Story:
+        async with Background("test") as background:
+            made = Story(background)
+            made.avoided = {"b"}
+            await made.fetch()
+        made.check_nothing_is_left()
+        return made
+
+    made = run(story())
+
+    assert made.engine.delivered == [0]
+    assert not made.memory.started
