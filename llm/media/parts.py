@@ -3,15 +3,16 @@ it."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from dynbus.llm.openai.errors import BadRequest, misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, items_of, text_of
 
+from .base64_text import decoded, encoded
 from .limits import MediaLimits
 from .types import KNOWN, MediaType, Modality, media_type_of, picture_size
 
@@ -26,16 +27,17 @@ class NamedPart(NamedTuple):
 
     Attributes:
         message, place: which message has it, and where in its content.
-        url: an address to fetch it from, where it is not here.
-        encoded: itself as base64; None where it is to be fetched.
+        text: a URL, or base64.
+        begin: the place in the text from which on it is the base64 of the part itself; None where
+            it is to be fetched.
         detail: how closely an image is to be looked at, as OpenAI's API has it; None for not said.
     """
 
     message: int
     place: int
     modality: Modality
-    url: str = ""
-    encoded: str | None = None
+    text: str
+    begin: int | None = None
     detail: str | None = None
 
     @property
@@ -46,7 +48,7 @@ class NamedPart(NamedTuple):
     @property
     def least_bytes(self) -> int:
         """The bytes that it has, or two more than it has; 0 where it is to be fetched."""
-        return max(0, len(self.encoded or "") // 4 * 3 - 2)
+        return 0 if self.begin is None else max(0, (len(self.text) - self.begin) // 4 * 3 - 2)
 
 
 class ReadPart(NamedTuple):
@@ -71,7 +73,17 @@ class ReadPart(NamedTuple):
         if self.kind.modality == "audio":
             sound = {"data": self.encoded, "format": self.kind.format}
             return {"type": "input_audio", "input_audio": sound, "uuid": self.digest}
-        image = {"url": f"data:{self.kind.name};base64,{self.encoded}"}
+        return self._image(f"data:{self.kind.name};base64,{self.encoded}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, to be written as JSON: nobody looks at each of its characters again."""
+        if self.kind.modality == "audio":
+            sound = {"data": msgspec.Raw(f'"{self.encoded}"'), "format": self.kind.format}
+            return {"type": "input_audio", "input_audio": sound, "uuid": self.digest}
+        return self._image(msgspec.Raw(f'"data:{self.kind.name};base64,{self.encoded}"'))
+
+    def _image(self, url: str | msgspec.Raw) -> dict[str, Any]:
+        image = {"url": url}
         if self.named.detail is not None:
             image["detail"] = self.named.detail
         return {"type": "image_url", "image_url": image, "uuid": self.digest}
@@ -108,11 +120,11 @@ def _named(part: Mapping[str, Any], message: int, place: int) -> NamedPart | Non
         if detail is not None and not isinstance(detail, str):
             raise misfit(f"{where}.image_url.detail", "give a string")
         if url[:5].lower() == "data:":
-            return NamedPart(message, place, "image", "", _inline(url, where), detail)
+            return NamedPart(message, place, "image", url, _begin_of(url, where), detail)
         return NamedPart(message, place, "image", url, None, detail)
     if kind == "input_audio":
         data = text_of(fields_of(part.get("input_audio")), "data", f"{where}.input_audio")
-        return NamedPart(message, place, "audio", "", data)
+        return NamedPart(message, place, "audio", data, 0)
     if isinstance(kind, str):
         raise unsupported(
             where,
@@ -122,12 +134,12 @@ def _named(part: Mapping[str, Any], message: int, place: int) -> NamedPart | Non
     return None
 
 
-def _inline(url: str, where: str) -> str:
-    """The base64 of a `data:` URL."""
+def _begin_of(url: str, where: str) -> int:
+    """The place from which on a `data:` URL is base64."""
     head, comma, _ = url[:256].partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise misfit(f"{where}.image_url.url", "a data: URL has to be data:TYPE;base64,DATA")
-    return url[len(head) + 1 :]
+    return len(head) + 1
 
 
 def check_count(named: Sequence[NamedPart], limits: MediaLimits) -> None:
@@ -186,13 +198,14 @@ def read_part(named: NamedPart, fetched: bytes | None, limits: MediaLimits) -> R
     Raises:
         BadRequest: it is none of a type that is taken, or too large.
     """
-    where, data = named.where, fetched
-    if data is None:
+    where = named.where
+    if fetched is None:
         try:
-            # A line break within, as some encoders have it, is none of its bytes.
-            data = base64.b64decode("".join((named.encoded or "").split()), validate=True)
-        except (binascii.Error, ValueError):
+            data, text = decoded(named.text, named.begin or 0)
+        except ValueError:
             raise misfit(where, "its data is no base64") from None
+    else:
+        data, text = fetched, encoded(fetched)
     check_size(where, len(data), limits)
     kind = media_type_of(data)
     if kind is None or kind.modality != named.modality:
@@ -205,7 +218,7 @@ def read_part(named: NamedPart, fetched: bytes | None, limits: MediaLimits) -> R
         )
     if kind.modality == "image":
         _check_pixels(where, data, kind, limits)
-    return ReadPart(named, kind, sha256(data).hexdigest(), base64.b64encode(data).decode())
+    return ReadPart(named, kind, sha256(data).hexdigest(), text)
 
 
 def _check_pixels(where: str, data: bytes, kind: MediaType, limits: MediaLimits) -> None:
@@ -228,6 +241,11 @@ def with_parts(
 ) -> list[dict[str, Any]]:
     """Messages with the images and sounds that were read, as engines get them."""
     return _replaced(messages, read, ReadPart.as_part)
+
+
+def with_json(messages: Sequence[dict[str, Any]], read: Sequence[ReadPart]) -> list[dict[str, Any]]:
+    """The same, to be written as JSON."""
+    return _replaced(messages, read, ReadPart.as_json)
 
 
 def with_markers(

@@ -25,6 +25,7 @@ from .parts import (
     check_total,
     named_parts,
     read_part,
+    with_json,
     with_parts,
 )
 from .types import KNOWN, Modality
@@ -130,7 +131,7 @@ class MediaReader:
         """
         limits, tenant = self._limits, current_tenant()
         # Those that are here are in the room for bodies.
-        wanted = min(limits.bytes, limits.part_bytes * sum(part.encoded is None for part in named))
+        wanted = min(limits.bytes, limits.part_bytes * sum(part.begin is None for part in named))
         await self._room.reserve(tenant, wanted)
         try:
             fetched = await self._fetch(named)
@@ -142,7 +143,7 @@ class MediaReader:
         """The bytes at the URLs of parts, each of them fetched once."""
         fetched: dict[str, bytes] = {}
         for part in named:
-            if part.encoded is not None or part.url in fetched:
+            if part.begin is not None or part.text in fetched:
                 continue
             if self._fetcher is None:
                 raise unsupported(
@@ -152,7 +153,7 @@ class MediaReader:
                 )
             left = self._limits.bytes - sum(map(len, fetched.values()))
             most = min(self._limits.part_bytes, left)
-            fetched[part.url] = await self._fetcher.fetch(part.url, part.where, most)
+            fetched[part.text] = await self._fetcher.fetch(part.text, part.where, most)
         return fetched
 
     def _read(
@@ -165,14 +166,14 @@ class MediaReader:
         read: list[ReadPart] = []
         encoded = 0
         for part in named:
-            data = fetched[part.url] if part.encoded is None else None
+            data = fetched[part.text] if part.begin is None else None
             read.append(read_part(part, data, self._limits))
             encoded += len(read[-1].encoded)
             check_total(encoded // 4 * 3 - 2, self._limits)
-        messages = with_parts(request.messages, read)
+        messages, written = with_parts(request.messages, read), with_json(request.messages, read)
         fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         try:
-            changed = msgspec.Raw(msgspec.json.encode({**fields, "messages": messages}))
+            changed = msgspec.Raw(msgspec.json.encode({**fields, "messages": written}))
         except RecursionError:
             raise BadRequest("messages: they are nested too deeply", param="messages") from None
         text_bytes = len(changed) - encoded + BYTES_OF_PART * len(read)
