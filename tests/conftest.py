@@ -95,7 +95,7 @@ def needs_server(item: pytest.Function) -> bool:
     )
 
 
-STORIES = {"examples", "guides", "hosts", "nixl", "scenarios", "vllm", "test_docs.py"}
+STORIES = {"clients", "examples", "guides", "hosts", "nixl", "scenarios", "vllm", "test_docs.py"}
 """Folders whose tests start servers and processes in ways of their own."""
 
 
