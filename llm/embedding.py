@@ -19,7 +19,7 @@ token.
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A text to embed.
+    """A text to embed, or a pair of texts whose score is to be computed.
 
     Attributes:
         token_ids: the text, one token at least, each from 0 to 2^32 - 1.
@@ -28,6 +28,8 @@ class EmbedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         lora_name: the adapter to use.
         cache_salt: requests share cached blocks only where it is the same.
         priority: a higher one is computed before a lower one.
+        second_from: of a pair, the place of the first token that the tokenizer counts to the second
+            text; None for one text, or where it tells them not apart.
     """
 
     token_ids: list[int]
@@ -35,10 +37,11 @@ class EmbedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    second_from: int | None = None
 
 
 class Embedded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The embedding of a text.
+    """The embedding of a text; of a pair whose score was asked for, a single number: that score.
 
     Attributes:
         embedding: numbers, or their bytes as float32 in little endian, which JSON has as base64:

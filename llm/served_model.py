@@ -130,7 +130,7 @@ class ServedModel:
         embed: Any,
         *,
         pooling: Pooling | None = None,
-        only_embeds: bool = False,
+        pools: ModelType | None = None,
     ) -> None:
         """Register it for what serves it.
 
@@ -138,7 +138,7 @@ class ServedModel:
             limits: of the engine.
             generate, embed: the handlers, or their `Target`.
             pooling: how the engine makes embeddings beside tokens; None where it makes none.
-            only_embeds: whether it makes embeddings, and no tokens.
+            pools: `Embedding` or `Score` of an engine that makes these, and no tokens.
 
         Raises:
             ConfigError: another card of the model says otherwise, and in what.
@@ -152,8 +152,8 @@ class ServedModel:
             sampling = own if sampling == "model" else {**own, **sampling}
         self._card = await register_llm(
             ModelInput.Tokens,
-            ModelType.Embedding if only_embeds else ModelType.Backend,
-            embed if only_embeds else generate,
+            pools or ModelType.Backend,
+            embed if pools else generate,
             self.files.path,
             options.model_name or self.files.name,
             context_length=limits.context_length,

@@ -25,10 +25,11 @@ from dynbus.llm.responses.stored import input_page, page_fields
 
 from .batches import BatchExchanges, is_for_batches
 from .completions import CompletionExchange, ResponsesExchange
+from .description import PAGE, document
 from .embeddings import EmbeddingsExchange
 from .exchange import KNOWN, Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
-from .openapi import PAGE, document
+from .scores import RerankExchange, ScoreExchange
 from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
 from .streams import RESPONSES, STREAMS, StreamExchange
 from .tokens import CountExchange, DetokenizeExchange, TokenizeExchange
@@ -47,6 +48,11 @@ EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Sen
     RESPONSES: ResponsesExchange,
     "/v1/messages/count_tokens": CountExchange,
     "/v1/embeddings": EmbeddingsExchange,
+    "/v1/score": ScoreExchange,
+    "/score": ScoreExchange,
+    "/v1/rerank": RerankExchange,
+    "/v2/rerank": RerankExchange,
+    "/rerank": RerankExchange,
     "/tokenize": TokenizeExchange,
     "/detokenize": DetokenizeExchange,
 }
@@ -388,7 +394,7 @@ class Application:
         for model in self._shared.models.served:
             for kind in model.answers if self._may_ask(caller, model.card.name) else ():
                 names.setdefault(kind, []).append(model.card.name)
-        return json_response(document(names))
+        return json_response(document(names, batches=self._batches is not None))
 
     async def _docs(self, caller: Caller) -> Response:
         return Response(200, PAGE, _HTML)

@@ -5,35 +5,48 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from dynbus import DynbusError
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest, read_embeddings
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
+from dynbus.llm.pipeline.embedding import Embeddings, TextEmbeddings
+from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.tenants.admission import BYTES_OF_TOKEN
 
 from .exchange import Exchange
 from .tracing import Operation
 
+Preparing = Awaitable[Embeddings[Any] | TextEmbeddings]
 
-class EmbeddingsExchange(Exchange):
-    """A request for embeddings, and its answer."""
+
+class VectorsExchange(Exchange):
+    """A request whose texts become vectors, of which the answer is made when all are there."""
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         return answer_of(error, request_id)
 
-    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
-        return partial(self._embed, read_embeddings(data), data)
+    async def _answer_with(
+        self,
+        prepare: Callable[[OpenModel, msgspec.Raw, str | None], Preparing],
+        wanted: ModelType,
+        operation: Operation,
+        priority: int | None,
+        data: bytes,
+    ) -> None:
+        """Have a model answer.
 
-    async def _embed(self, request: EmbeddingsRequest, data: bytes) -> None:
-        model, metrics = await self._ask_for(
-            request.model, ModelType.Embedding, request.priority or 0, _operation(request)
-        )
-        format = EmbeddingsFormat(request, self._caller.request_id)
+        Args:
+            prepare: the request as engines take it, of the model, its body for engines that take
+                text, and the salt of its blocks.
+            wanted: what the model has to be there for.
+        """
+        model, metrics = await self._ask_for(operation.model, wanted, priority or 0, operation)
         begun = time.perf_counter()
-        work = await model.prepare_embeddings(
-            request, self._for_engines(data), format, self._caller.tenant or None
-        )
+        work = await prepare(model, self._for_engines(data), self._caller.tenant or None)
         self._begin_work(work)
         usage = work.usage
         await self._reserve([usage.prompt if usage is not None else len(data) // BYTES_OF_TOKEN])
@@ -44,6 +57,26 @@ class EmbeddingsExchange(Exchange):
         self._count_used()
         self._writer.write([answer])
         self._writer.end(None)
+
+
+class EmbeddingsExchange(VectorsExchange):
+    """A request for embeddings, and its answer."""
+
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        request = read_embeddings(data)
+        format = EmbeddingsFormat(request, self._caller.request_id)
+
+        def prepare(model: OpenModel, body: msgspec.Raw, salt: str | None) -> Preparing:
+            return model.prepare_embeddings(request, body, format, salt)
+
+        return partial(
+            self._answer_with,
+            prepare,
+            ModelType.Embedding,
+            _operation(request),
+            request.priority,
+            data,
+        )
 
 
 def _operation(request: EmbeddingsRequest) -> Operation:

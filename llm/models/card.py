@@ -49,6 +49,8 @@ class ModelType(Flag):
         Chat: chat completions.
         Completions: completions of a text. `Completion` is another name of it.
         Embedding: embeddings, of tokens by `EmbedRequest`.
+        Score: scores of pairs of texts, of the tokens of each by `EmbedRequest`. Models for
+            `Embedding` have scores too, by the angles between their embeddings.
         Backend: tokens go in and come out. Chat, where the model has a template, and completions
             are made of it.
     """
@@ -57,6 +59,7 @@ class ModelType(Flag):
     Completions = auto()
     Embedding = auto()
     Backend = auto()
+    Score = auto()
     Completion = Completions
 
     @property

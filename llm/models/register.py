@@ -282,8 +282,8 @@ def _check_types(model_input: object, model_type: object) -> None:
         )
     if not isinstance(model_type, ModelType) or not model_type:
         raise ConfigError(
-            f"model_type {model_type!r} is not usable: give ModelType.Chat, Completions, Embedding "
-            "or Backend, or several of them with |"
+            f"model_type {model_type!r} is not usable: give ModelType.Chat, Completions, "
+            "Embedding, Score or Backend, or several of them with |"
         )
     if model_input is ModelInput.Text and model_type & ModelType.Backend:
         raise ConfigError(

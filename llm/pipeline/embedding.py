@@ -1,12 +1,16 @@
-"""Embeddings of texts: each is a call of its own, and some of a request run at a time."""
+"""Embeddings of texts, and scores of pairs: each is a call of its own, and some of a request run at
+a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dynbus import (
     Cancelled,
@@ -32,17 +36,46 @@ MOST_AT_ONCE: Final = 16
 _decode: Final = msgspec.json.Decoder(Embedded).decode
 
 
-class Embeddings:
-    """The embeddings of a request's texts, of an engine that takes tokens.
+T = TypeVar("T")
+
+
+class VectorsFormat(Protocol[T]):
+    """The format of an answer that is made of the vectors of texts."""
+
+    @property
+    def id(self) -> str:
+        """The id of the answer."""
+        ...
+
+    def embedding(self, index: int, vector: NDArray[np.float32]) -> T:
+        """The part of the answer that one vector is.
+
+        Raises:
+            ValueError: it can be none.
+        """
+        ...
+
+    def whole(self, embeddings: list[T], usage: Usage) -> bytes:
+        """The answer, of the parts in their order.
+
+        Raises:
+            ValueError: they do not go together.
+        """
+        ...
+
+
+class Embeddings(Generic[T]):
+    """The embeddings of a request's texts, or the scores of its pairs, of an engine that takes
+    tokens.
 
     Args:
-        requests: one for each text.
+        requests: one for each text or pair.
         format: how the answer is told.
     """
 
     finish_reasons: Sequence[str] = ()
 
-    def __init__(self, requests: Sequence[EmbedRequest], format: EmbeddingsFormat) -> None:
+    def __init__(self, requests: Sequence[EmbedRequest], format: VectorsFormat[T]) -> None:
         self.answer_id = format.id
         self.instances: list[str] = []
         self._requests = requests
@@ -62,9 +95,9 @@ class Embeddings:
             DynbusError: one of them could not be embedded; the others are left.
             Cancelled: it was left.
         """
-        embeddings = [msgspec.Raw()] * len(self._requests)
+        embeddings: dict[int, T] = {}
         failed: list[DynbusError] = []
-        places = iter(range(len(embeddings)))
+        places = iter(range(len(self._requests)))
 
         async def work() -> None:
             for place in places:
@@ -76,50 +109,71 @@ class Embeddings:
 
         with self._scope:
             async with anyio.create_task_group() as tasks:
-                for _ in range(min(MOST_AT_ONCE, len(embeddings))):
+                for _ in range(min(MOST_AT_ONCE, len(self._requests))):
                     tasks.start_soon(work)
         if failed:
             raise failed[0]
         if self._scope.cancelled_caught:
             raise Cancelled("the request was left")
-        return self._format.whole(embeddings, self.usage)
+        in_order = [embeddings[place] for place in range(len(self._requests))]
+        with _invalid_if_no("embedding"):
+            return self._format.whole(in_order, self.usage)
 
     def cancel(self, error: DynbusError | None = None) -> None:
         """Leave it: engines stop."""
         self._scope.cancel()
 
-    async def _embed(self, client: EndpointClient, place: int) -> msgspec.Raw:
+    async def _embed(self, client: EndpointClient, place: int) -> T:
         try:
             data = await _result(client, self._requests[place], self.instances)
         except InvalidRequest as error:
             raise mismatch_of(error) from error
-        try:
+        with _invalid_if_no("embedding"):
             embedded = _decode(data)
-            vector = embedded.vector()
-        except ValueError as error:
-            raise InvalidResponse(f"what the engine gave is no embedding: {error}") from None
+            part = self._format.embedding(place, embedded.vector())
         self._cached += embedded.cached_tokens
-        return self._format.embedding(place, vector)
+        return part
+
+
+@contextmanager
+def _invalid_if_no(what: str) -> Generator[None]:
+    """Have what an engine gave be refused where it is not what it should be.
+
+    Raises:
+        InvalidResponse: it is not.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidResponse(f"what the engine gave is no {what}: {error}") from None
 
 
 class _Answer(msgspec.Struct, frozen=True):
     usage: Any = None
 
 
+def _as_it_is(answer: bytes) -> bytes:
+    return answer
+
+
 class TextEmbeddings:
-    """The embeddings of an engine that takes OpenAI's request, and gives the whole answer.
+    """The embeddings or scores of an engine that takes the client's request, and gives the whole
+    answer.
 
     Args:
         body: the request.
+        convert: makes the answer to the client of that of the engine; it raises a `ValueError`
+            where there can be none.
     """
 
     answer_id = ""
     finish_reasons: Sequence[str] = ()
 
-    def __init__(self, body: msgspec.Raw) -> None:
+    def __init__(self, body: msgspec.Raw, convert: Callable[[bytes], bytes] = _as_it_is) -> None:
         self.instances: list[str] = []
         self.usage: Usage | None = None
         self._body = body
+        self._convert = convert
         self._scope = anyio.CancelScope()
 
     async def run(self, client: EndpointClient) -> bytes:
@@ -131,12 +185,9 @@ class TextEmbeddings:
         """
         with self._scope:
             answer = await _result(client, self._body, self.instances)
-            try:
-                used = msgspec.json.decode(answer, type=_Answer).usage
-            except msgspec.MsgspecError as error:
-                raise InvalidResponse(f"what the engine gave is no answer: {error}") from None
-            self.usage = read_usage(used)
-            return answer
+            with _invalid_if_no("answer"):
+                self.usage = read_usage(msgspec.json.decode(answer, type=_Answer).usage)
+                return self._convert(answer)
         raise Cancelled("the request was left")
 
     def cancel(self, error: DynbusError | None = None) -> None:
@@ -178,7 +229,7 @@ async def prepare_embeddings(
     format: EmbeddingsFormat,
     *,
     cache_salt: str | None,
-) -> Embeddings:
+) -> Embeddings[msgspec.Raw]:
     """A request with its texts as token ids.
 
     Args:

@@ -60,10 +60,11 @@ from .serving import Part, deliver
 
 logger = logging.getLogger(__name__)
 
-SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Embedding | ModelType.Backend
+WITH_PREFIXES: Final = ModelType.Chat | ModelType.Completions | ModelType.Backend
+"""The kinds that are routed by cached prompts: embeddings and scores share few, and most use none.
+"""
 
-WITH_PREFIXES: Final = SERVED & ~ModelType.Embedding
-"""The kinds that are routed by cached prompts: embeddings share few, and most use none."""
+SERVED: Final = WITH_PREFIXES | ModelType.Embedding | ModelType.Score
 
 AWAY_TIMEOUT: Final = 30.0
 """Seconds for which a model whose last instance has gone is only away: it may come back."""
@@ -641,7 +642,8 @@ def _resume_of(card: ModelCard) -> Callable[[Any, list[Any]], Any] | None:
 
 
 def _not_for_this(card: ModelCard, wanted: ModelType) -> BadRequest:
-    kind = next(kind for one, kind in _KINDS.items() if one in wanted)
+    # What has embeddings has scores: of both it is these that were asked for.
+    kind = next(kind for one, kind in reversed(_KINDS.items()) if one in wanted)
     others = [path for one, path in _PATHS.items() if one & card.type]
     use = f": use {' or '.join(others)}" if others else ""
     return BadRequest(f"the model {card.name} takes no {kind}{use}", param="model")
@@ -651,11 +653,13 @@ _KINDS: Final = {
     ModelType.Chat: "chats",
     ModelType.Completions: "completions",
     ModelType.Embedding: "embeddings",
+    ModelType.Score: "texts to score",
 }
 _PATHS: Final = {
     ModelType.Chat: "/v1/chat/completions",
     ModelType.Completions: "/v1/completions",
     ModelType.Embedding: "/v1/embeddings",
+    ModelType.Score: "/v1/score",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from dynbus.llm.openai.api import asking_usage
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.openai.scores import RerankRequest, ScoreRequest, ScoresFormat
 from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import random_id
@@ -25,6 +27,7 @@ from dynbus.spi import random_id
 from .embedding import Embeddings, TextEmbeddings, prepare_embeddings
 from .preparing import ModelLimits, prepare
 from .routed_prompts import PromptReader, routed_prompt
+from .scoring import prepare_scores, text_similarity
 from .serving import Completion, Part, RequestTiming, Sink, TextCompletion, TokenCompletion
 
 
@@ -91,7 +94,7 @@ class OpenModel:
 
     @property
     def answers(self) -> ModelType:
-        """The uses of the model: chats, completions, embeddings."""
+        """The uses of the model: chats, completions, embeddings, scores."""
         types = self.card.type & ~(ModelType.Backend | ModelType.Chat)
         if self.card.type & ModelType.Backend:
             types |= ModelType.Completions
@@ -168,7 +171,7 @@ class OpenModel:
         body: msgspec.Raw,
         format: EmbeddingsFormat,
         cache_salt: str | None,
-    ) -> Embeddings | TextEmbeddings:
+    ) -> Embeddings[Any] | TextEmbeddings:
         """A request for embeddings as engines take it.
 
         Args:
@@ -185,8 +188,35 @@ class OpenModel:
             self._text, self._limits, request, format, cache_salt=cache_salt
         )
 
-    async def embed(self, embeddings: Embeddings | TextEmbeddings) -> bytes:
-        """Have engines make embeddings; the answer.
+    async def prepare_scores(
+        self,
+        request: ScoreRequest | RerankRequest,
+        body: msgspec.Raw,
+        format: ScoresFormat,
+        cache_salt: str | None,
+    ) -> Embeddings[Any] | TextEmbeddings:
+        """A request for scores of texts as engines take it: for scores, or for the embeddings that
+        scores are made of.
+
+        Args:
+            body: all of it, for engines that take text.
+            cache_salt: texts share cached blocks only where it is the same.
+
+        Raises:
+            BadRequest: it does not fit the model.
+            InvalidRequest: a text cannot be encoded.
+        """
+        computes = bool(self.card.type & ModelType.Score)
+        if self._text is None:
+            return (
+                TextEmbeddings(body) if computes else text_similarity(request, format, cache_salt)
+            )
+        return await prepare_scores(
+            self._text, self._limits, request, format, computes=computes, cache_salt=cache_salt
+        )
+
+    async def embed(self, embeddings: Embeddings[Any] | TextEmbeddings) -> bytes:
+        """Have engines make embeddings, or scores; the answer.
 
         Raises:
             DynbusError: they could not be made.

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import anyio
 import msgspec
@@ -75,7 +75,15 @@ class _Asked(msgspec.Struct):
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
+
+_KINDS: Final[Mapping[str, ModelType]] = {
+    "generate": ModelType.Chat | ModelType.Completions,
+    "embed": ModelType.Embedding,
+    "score": ModelType.Score,
+}
+"""The uses of a server's models, by its task."""
 
 _read_request: Final = msgspec.json.Decoder(_Asked).decode
 
@@ -91,6 +99,15 @@ class OpenAiOptions(HangOptions):
             "Several with commas between give one to each of the `workers`"
         ),
     ]
+    task: Annotated[
+        Literal["generate", "embed", "score"],
+        Option(
+            "what its models are for, which servers do not tell: `generate` for chats and "
+            "completions, `embed` for embeddings and scores by these, `score` for its own `/score` "
+            "and `/rerank`",
+            guide="proxy.md#embeddings-and-scores",
+        ),
+    ] = "generate"
     key_file: Annotated[
         str,
         Option(
@@ -163,6 +180,11 @@ class OpenAiOptions(HangOptions):
     def check(self) -> None:
         super().check()
         _named_modalities(self.modalities)
+        if self.task != "generate" and (self.kv_events or self.model):
+            raise ConfigError(
+                f"task={self.task}: kv_events and model are for task=generate: other requests are "
+                "not routed by what is cached"
+            )
         if self.kv_replay and not self.kv_events:
             raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -172,6 +194,11 @@ class OpenAiOptions(HangOptions):
         for name, text in (("kv_events", self.kv_events), ("kv_replay", self.kv_replay)):
             if text and text.count(",") != self.url.count(","):
                 raise ConfigError(f"{name}={text!r}: give one for each url, with commas between")
+
+    @property
+    def watches(self) -> bool:
+        """True if silence is looked into, by asking for a token."""
+        return bool(self.hang_limit) and self.task == "generate"
 
 
 class OpenAiWorker(Actor, namespace="llm"):
@@ -231,7 +258,7 @@ class OpenAiWorker(Actor, namespace="llm"):
                 self._follow, name=f"following {self._address}"
             )
             exits.push_async_callback(self._following.end)
-            if self._options.hang_limit:
+            if self._options.watches:
                 listening = self.runtime.bus.background.start(
                     self._watch_silence, models[0].name, name=f"watch over {self._address}"
                 )
@@ -263,9 +290,10 @@ class OpenAiWorker(Actor, namespace="llm"):
     # How long a chunk may take is the server's to say.
     @handler(concurrency=None, idle_timeout=None, idempotent=True)
     async def generate(self, request: msgspec.Raw, reply: Reply[msgspec.Raw]) -> None:
-        """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for."""
+        """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for.
+        Requests for embeddings, scores and ranks likewise, by the server's task."""
         body = bytes(request)
-        path = _path_of(body)
+        path = _path_of(body, self._options.task)
         if self._cache is None or not self._cache.is_vllm:
             # Others may refuse what they do not know.
             body = await anyio.to_thread.run_sync(without_uuids, body) if UUID in body else body
@@ -341,7 +369,7 @@ class OpenAiWorker(Actor, namespace="llm"):
     async def _computes(self, model: str) -> bool:
         """True if the server answers a request for one token, or nobody wants to know."""
         options = self._options
-        return not options.hang_limit or await self._server.computes(model, options.hang_least)
+        return not options.watches or await self._server.computes(model, options.hang_least)
 
     def _progress(self) -> StepProgress:
         """The progress of the server: its items count as steps, and the bytes of a request that
@@ -456,7 +484,7 @@ class OpenAiWorker(Actor, namespace="llm"):
     async def _register_model(self, model: ServerModel) -> None:
         self._cards[model.name] = await register_llm(
             ModelInput.Text,
-            ModelType.Chat | ModelType.Completions,
+            _KINDS[self._options.task],
             self.generate,
             model.name,
             model.name,
@@ -575,11 +603,15 @@ class _Passed:
             raise BrokenOff("the server ended the stream before its last chunk")
 
 
-def _path_of(body: bytes) -> str:
+def _path_of(body: bytes, task: str) -> str:
     try:
         asked = _read_request(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the request is no JSON object: {error}") from None
+    if task == "embed":
+        return "/embeddings"
+    if task == "score":
+        return "/rerank" if asked.query is not msgspec.UNSET else "/score"
     if asked.messages is not msgspec.UNSET:
         return "/chat/completions"
     if asked.prompt is not msgspec.UNSET:

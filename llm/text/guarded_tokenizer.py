@@ -15,7 +15,7 @@ from dynbus.spi import usable_cores
 
 from . import tokenizing
 from .tokenizer import Tokenizer, check_text, decoder_growth
-from .tokenizing import Answer, Ids, Texts
+from .tokenizing import Answer, Ids, Pair, Texts
 
 MOST_PROCESSES: Final = 4
 """Of one model: each holds the whole vocabulary, and what is remembered asks none of them."""
@@ -76,6 +76,11 @@ class GuardedTokenizer(Tokenizer):
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         return self._tokenise(texts, special=False) if texts else []
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        size = len(check_text(first)) + len(check_text(second))
+        answer = self._ask(Pair(first, second, _seconds(size)))
+        return answer.ids[0], answer.second_from
+
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         if len(token_ids) <= WRITTEN_HERE:
             return super().decode(token_ids, special=special)
@@ -85,7 +90,7 @@ class GuardedTokenizer(Tokenizer):
         size = sum(len(check_text(text)) for text in texts)
         return self._ask(Texts(list(texts), special, _seconds(size))).ids
 
-    def _ask(self, request: Texts | Ids) -> Answer:
+    def _ask(self, request: Texts | Pair | Ids) -> Answer:
         try:
             answer = _ANSWER.decode(self._processes.ask(msgspec.json.encode(request)))
         except SandboxEnded as error:

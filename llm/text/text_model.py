@@ -72,6 +72,16 @@ class TextModel:
         """
         return await self.in_thread(partial(self._encode, text, special=special))
 
+    async def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """The token ids of two texts as a pair, and where the second begins; see
+        `Tokenizer.encode_pair`.
+
+        Raises:
+            InvalidRequest: one is no text that can be encoded as UTF-8.
+        """
+        encode = partial(self.tokenizer.encode_pair, first, second)
+        return await self.in_thread(lambda: _refusing(encode))
+
     async def encode_chat(
         self,
         /,
@@ -118,9 +128,18 @@ class TextModel:
         return Detokenizer(self.tokenizer, prompt_ids, stop, special=special)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        try:
-            return self.encoder.encode(text, special=special)
-        except BrokenModel:
-            raise
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
+        return _refusing(partial(self.encoder.encode, text, special=special))
+
+
+def _refusing(encode: Callable[[], T]) -> T:
+    """The tokens of a text.
+
+    Raises:
+        InvalidRequest: it is no text that can be encoded.
+    """
+    try:
+        return encode()
+    except BrokenModel:
+        raise
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None

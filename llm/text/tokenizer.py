@@ -153,6 +153,20 @@ class Tokenizer:
             encodings = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """The token ids of two texts as a pair, with what the tokenizer puts around and between
+        them, and where the second one begins; None where it does not tell.
+
+        Raises:
+            ValueError: one is no text that can be encoded as UTF-8.
+        """
+        check_text(first)
+        check_text(second)
+        with _using("the tokenizer fails"):
+            (encoding,) = self.raw.encode_batch_fast([(first, second)])
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else None
+
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens; bytes that are no character become U+FFFD.
 

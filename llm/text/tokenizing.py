@@ -65,6 +65,18 @@ class Texts(msgspec.Struct, frozen=True, tag="texts"):
     seconds: float
 
 
+class Pair(msgspec.Struct, frozen=True, tag="pair"):
+    """Two texts to be tokenised as a pair, with what the tokenizer puts around and between them.
+
+    Attributes:
+        seconds: as of `Texts`.
+    """
+
+    first: str
+    second: str
+    seconds: float
+
+
 class Ids(msgspec.Struct, frozen=True, tag="ids"):
     """Tokens to be written out.
 
@@ -84,12 +96,14 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         ids: of the tokens of each text.
         text: of the tokens.
+        second_from: of a pair, where its second text begins; None where that is not told.
         longest: characters of the longest token that there is.
         failed: why there is nothing.
     """
 
     ids: list[list[int]] = []
     text: str = ""
+    second_from: int | None = None
     longest: int = 0
     failed: str | None = None
 
@@ -111,8 +125,8 @@ class Tokenising:
         self._raw.no_padding()
         self._longest = max(map(len, self._raw.get_vocab()), default=0)
 
-    def answer(self, request: Texts | Ids) -> Answer:
-        """The token ids of texts, or the text of token ids.
+    def answer(self, request: Texts | Pair | Ids) -> Answer:
+        """The token ids of texts or of a pair of texts, or the text of token ids.
 
         Raises:
             TooManyTokens: one of its texts has too many.
@@ -120,11 +134,20 @@ class Tokenising:
         if isinstance(request, Ids):
             (text,) = self._raw.decode_batch([request.ids], skip_special_tokens=not request.special)
             return Answer(text=text)
+        if isinstance(request, Pair):
+            (encoding,) = self._raw.encode_batch_fast([(request.first, request.second)])
+            _check_growth(request.first + request.second, encoding)
+            types = encoding.type_ids
+            return Answer([encoding.ids], second_from=types.index(1) if 1 in types else None)
         encodings = self._raw.encode_batch_fast(request.texts, add_special_tokens=request.special)
         for text, encoding in zip(request.texts, encodings, strict=True):
-            if len(encoding) > MOST_TOKENS + TOKENS_PER_BYTE * len(text.encode()):
-                raise TooManyTokens(f"it makes {len(encoding)} tokens of {len(text)} characters")
+            _check_growth(text, encoding)
         return Answer([encoding.ids for encoding in encodings], longest=self._longest)
+
+
+def _check_growth(text: str, encoding: tokenizers.Encoding) -> None:
+    if len(encoding) > MOST_TOKENS + TOKENS_PER_BYTE * len(text.encode()):
+        raise TooManyTokens(f"it makes {len(encoding)} tokens of {len(text)} characters")
 
 
 @contextlib.contextmanager
@@ -150,7 +173,7 @@ def _read(line: bytes) -> Tokenising | str:
             return str(error)
 
 
-def _answer(tokenising: Tokenising | str, request: Texts | Ids) -> Answer:
+def _answer(tokenising: Tokenising | str, request: Texts | Pair | Ids) -> Answer:
     if isinstance(tokenising, str):
         return Answer(failed=tokenising)
     with _within(request.seconds):
@@ -163,7 +186,7 @@ def _answer(tokenising: Tokenising | str, request: Texts | Ids) -> Answer:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Read the tokenizer, and answer requests until there are no more."""
     tokenising = _read(requests.readline())
-    decoder, encoder = msgspec.json.Decoder(Texts | Ids), msgspec.json.Encoder()
+    decoder, encoder = msgspec.json.Decoder(Texts | Pair | Ids), msgspec.json.Encoder()
     for line in requests:
         answers.write(encoder.encode(_answer(tokenising, decoder.decode(line))) + b"\n")
         answers.flush()

@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from dynbus import InvalidRequest, Overloaded, ResumeMismatch, Unavailable, context
+from dynbus import ConfigError, InvalidRequest, Overloaded, ResumeMismatch, Unavailable, context
 from dynbus.kvrouter import DP_RANK_KEY
 from dynbus.llm.continuing import Again
 from dynbus.llm.embedding import Embedded, EmbedRequest
@@ -37,6 +37,7 @@ from dynbus.spi import describe_exception, monotonic, suggestion, task_group
 from .connector import FREE
 from .requests import (
     FINISH_REASONS,
+    Pooling,
     PromptRequest,
     ReadingRequest,
     embedded,
@@ -87,7 +88,8 @@ class VllmEngine(RunningEngine):
 
     Attributes:
         llm: the engine itself, with all that it can beside generating.
-        only_embeds: whether it makes embeddings, and no tokens.
+        only_embeds: whether it makes embeddings or scores, and no tokens.
+        pooling: which of these, once `find_pooling` has found it.
         is_cpu: whether it computes on CPUs.
         ranks: how many data-parallel ranks it has.
         adapters: LoRA adapters by name, as vLLM knows them.
@@ -104,6 +106,7 @@ class VllmEngine(RunningEngine):
         events = config.kv_events_config
         self.llm = llm
         self.only_embeds: bool = model.runner_type == "pooling"
+        self.pooling = Pooling(scores=False)
         self.is_cpu: bool = vllm_module("platforms").current_platform.is_cpu()
         self.ranks: int = config.parallel_config.data_parallel_size
         self.adapters: dict[str, Any] = {}
@@ -280,6 +283,30 @@ class VllmEngine(RunningEngine):
             raise InvalidRequest(f"no adapter {name!r} is loaded{suggestion(name, self.adapters)}")
         self.unloaded[name] = monotonic()
         await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
+
+    async def find_pooling(self) -> Pooling:
+        """The output of a model that it runs for pooling.
+
+        Raises:
+            ConfigError: neither embeddings nor scores of pairs that a front end can put together.
+        """
+        tasks: list[str] = list(await self.llm.get_supported_tasks())
+        if "embed" in tasks:
+            return Pooling(scores=False)
+        config = self.llm.vllm_config.model_config
+        labels = getattr(config.hf_config, "num_labels", 0)
+        if "classify" not in tasks or labels != 1:
+            raise ConfigError(
+                "vLLM makes neither embeddings nor scores with this model; it supports "
+                f"{', '.join(tasks)}, with {labels} labels"
+            )
+        if not config.use_sep_token:
+            raise ConfigError(
+                "this model scores prompts that are written for it, and not pairs of texts: serve "
+                "it by `vllm serve`, and that by OpenAiWorker with task=score"
+            )
+        types = getattr(config.hf_config, "type_vocab_size", 0) or 0
+        return Pooling(scores=True, tells_texts_apart=types > 1)
 
     async def sleep(self, level: int) -> None:
         """Give the memory of the device to others; running requests are aborted."""
@@ -539,9 +566,12 @@ class VllmStepper:
             if not engine.only_embeds:
                 raise ValueError(NO_EMBEDDINGS)
             check_embedding(request, engine.limits)
-            return _Submitted(request, {request_id: pooling_params(request)}, options)
+            return _Submitted(
+                request, {request_id: pooling_params(request, engine.pooling)}, options
+            )
         if engine.only_embeds:
-            raise ValueError("this engine makes embeddings alone: ask another one for tokens")
+            made = "scores" if engine.pooling.scores else "embeddings"
+            raise ValueError(f"this engine makes {made} alone: ask another one for tokens")
         check_request(request, engine.limits)
         again = _shown_of(request)
         restarts = request.generated > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import (
@@ -109,13 +109,31 @@ def _structured(module: Any, structured: StructuredOutput | None) -> Any:
     )
 
 
-def pooling_params(request: EmbedRequest) -> Any:
-    """vLLM's parameters for the embedding of a text."""
-    return vllm_module("pooling_params").PoolingParams(task="embed", dimensions=request.dimensions)
+class Pooling(NamedTuple):
+    """The output of an engine that makes no tokens.
+
+    Attributes:
+        scores: whether it makes scores of pairs of texts, and no embeddings.
+        tells_texts_apart: whether its model is told which tokens are of the second text.
+    """
+
+    scores: bool
+    tells_texts_apart: bool = False
+
+
+def pooling_params(request: EmbedRequest, pooling: Pooling) -> Any:
+    """vLLM's parameters for the embedding of a text, or the score of a pair of texts."""
+    params = vllm_module("pooling_params").PoolingParams
+    if not pooling.scores:
+        return params(task="embed", dimensions=request.dimensions)
+    made = params(task="classify")
+    if pooling.tells_texts_apart and request.second_from is not None:
+        made.extra_kwargs = {"compressed_token_type_ids": request.second_from}
+    return made
 
 
 def embedded(output: Any) -> Embedded:
-    """The embedding that vLLM has made, a `PoolingRequestOutput`."""
+    """The embedding or the score that vLLM has made, a `PoolingRequestOutput`."""
     numbers: Any = output.outputs.data.float().cpu().numpy()
     return Embedded(numbers.astype("<f4", copy=False).tobytes(), output.num_cached_tokens or 0)
 

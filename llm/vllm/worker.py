@@ -29,7 +29,7 @@ from dynbus.llm.engine.worker import LONGEST_PREFILL, EngineWorker
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
 from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch
 from dynbus.llm.hand_over.source import Source
-from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
+from dynbus.llm.models.card import ModelType, check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.served_model import LOADING, ModelPath, ServedModel, ServedModelOptions
@@ -308,12 +308,12 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     @property
     def only_embeds(self) -> bool:
-        """True if the engine makes embeddings, and no tokens."""
+        """True if the engine makes embeddings or scores, and no tokens."""
         return self._engine().only_embeds
 
     async def on_engine(self, limits: EngineLimits) -> None:
         if self._role is not None and self.only_embeds:
-            raise ConfigError("a model that makes embeddings has no prompts to hand over")
+            raise ConfigError("a model that makes no tokens has no prompts to hand over")
         await self._take_role()
         if self._role != "prefill":
             await self._register(limits)
@@ -339,13 +339,12 @@ class VllmWorker(EngineWorker, namespace="llm"):
 
     async def _register(self, limits: EngineLimits) -> None:
         """Have front ends find the model, and those of its adapters."""
+        pools = None
         if self.only_embeds:
-            tasks = await self._engine().llm.get_supported_tasks()
-            if "embed" not in tasks:
-                raise ConfigError(
-                    f"vLLM makes no embeddings with this model; it supports {', '.join(tasks)}"
-                )
-        await self.served.register(limits, self.generate, self.embed, only_embeds=self.only_embeds)
+            engine = self._engine()
+            engine.pooling = await engine.find_pooling()
+            pools = ModelType.Score if engine.pooling.scores else ModelType.Embedding
+        await self.served.register(limits, self.generate, self.embed, pools=pools)
         for name, path in self._lora_modules.items():
             try:
                 await self._load_adapter(name, path)

@@ -177,12 +177,17 @@ async def test_a_task_of_open_webui_is_answered_at_once(what: str) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
 
 
-async def test_open_webui_lists_the_models_and_makes_embeddings() -> None:
+async def test_open_webui_lists_the_models_makes_embeddings_and_ranks() -> None:
     async with served({**CARDS, "embedder": EMBEDS}) as front, client_of(front) as client:
         listed = await client.get("/v1/models")
         made = await client.post(
             "/v1/embeddings", json={"input": ["one", "two words"], "model": "embedder"}
         )
+        ranked = await client.post(
+            "/v1/rerank",
+            json={"model": "embedder", "query": "one", "documents": ["one", "two"], "top_n": 2},
+        )
 
+    assert sorted(one["index"] for one in ranked.json()["results"]) == [0, 1]
     assert {"tiny", "embedder"} <= {one["id"] for one in listed.json()["data"]}
     assert [one["index"] for one in made.json()["data"]] == [0, 1]

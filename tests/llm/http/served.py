@@ -126,6 +126,13 @@ class ScriptedEngine(Actor, namespace="test"):
             self.running -= 1
             self.left.set()
 
+    @handler(concurrency=None)
+    async def score(self, request: EmbedRequest) -> Embedded:
+        """How many tokens a pair has; not one number where it ends with a failure."""
+        self.texts.append(request)
+        text = tiny_tokenizer().decode(request.token_ids)
+        return Embedded([float(len(request.token_ids))] * (2 if text.endswith("fails") else 1))
+
 
 class PlainEngine(Actor, namespace="test"):
     """A worker by hand: it takes a JSON object and gives others."""
@@ -145,6 +152,7 @@ class TextEngine(Actor, namespace="test"):
         deltas: what its answer says.
         finish_reason: of its answer.
         usage: as it tells it in a last chunk, also unasked.
+        vectors: how many embeddings it makes; None for one for each text.
     """
 
     def __init__(self) -> None:
@@ -152,6 +160,7 @@ class TextEngine(Actor, namespace="test"):
         self.usage: dict[str, Any] | None = None
         self.deltas: list[dict[str, Any]] = [{"content": "two"}, {"content": " words"}]
         self.finish_reason = "stop"
+        self.vectors: int | None = None
 
     @handler
     async def chat(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
@@ -186,9 +195,20 @@ class TextEngine(Actor, namespace="test"):
     async def embed(self, request: dict[str, Any]) -> dict[str, Any]:
         """What it was asked for."""
         self.requests.append(request)
-        told = {"object": "embedding", "index": 0, "embedding": [0.5]}
+        given: Any = request["input"]
+        count = 1 if isinstance(given, str) else len(given)
+        told = [
+            {"object": "embedding", "index": index, "embedding": [0.5]}
+            for index in range(self.vectors or count)
+        ]
         usage = {"prompt_tokens": 7, "total_tokens": 7}
-        return {"object": "list", "data": [told], "model": request["model"], "usage": usage}
+        return {"object": "list", "data": told, "model": request["model"], "usage": usage}
+
+    @handler
+    async def score(self, request: dict[str, Any]) -> dict[str, Any]:
+        """No results."""
+        self.requests.append(request)
+        return {"results": [], "usage": {"prompt_tokens": 3}}
 
 
 def card(name: str, endpoint: str, **fields: Any) -> ModelCard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anyio.to_thread
@@ -11,9 +12,9 @@ import schemathesis
 from hypothesis import given, settings
 from schemathesis import checks
 
-from dynbus.llm.http.openapi import DOCUMENT
+from dynbus.llm.http.description import DOCUMENT
 
-from .served import served
+from .served import CARDS, card, served
 
 pytestmark = pytest.mark.anyio
 
@@ -36,9 +37,45 @@ ANSWERED: Any = {
     "/v1/responses": {"model": "tiny", "input": "say hi", "stream": True},
     "/v1/messages": {**SAID, "max_tokens": 20},
     "/v1/messages/count_tokens": SAID,
+    "/v1/embeddings": {"model": "vectors", "input": "hi"},
+    "/v1/score": {"model": "vectors", "text_1": "hi", "text_2": ["one", "two"]},
+    "/v1/rerank": {"model": "vectors", "query": "hi", "documents": ["one"], "top_n": 1},
     "/tokenize": {"model": "tiny", "prompt": "hi"},
     "/detokenize": {"model": "tiny", "tokens": [5]},
 }
+
+
+def ask_for_batches(schema: Any, session: requests.Session) -> None:
+    """Have a file kept and its requests answered, and ask for both: each answer is as described."""
+
+    def asked(path: str, method: str = "GET", name: str = "", **request: Any) -> Any:
+        given = {"path_parameters": {"id": name}} if name else {}
+        case = schema[path][method].Case(**given, **request)
+        response = case.call(session=session, timeout=30)
+        case.validate_response(response, checks=KEPT)
+        return response.json() if method == "POST" else response.status_code
+
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": SAID}
+    form = {"file": json.dumps(line).encode(), "purpose": "batch"}
+    file, other = (
+        asked("/v1/files", "POST", body=form, media_type="multipart/form-data")["id"]
+        for _ in range(2)
+    )
+    fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    body = {"input_file_id": file, "metadata": {"a": "b"}, **fields}
+    made = asked("/v1/batches", "POST", body=body, media_type="application/json")["id"]
+    statuses = [
+        asked("/v1/files"),
+        asked("/v1/files/{id}", name=file),
+        asked("/v1/files/{id}/content", name=file),
+        asked("/v1/batches"),
+        asked("/v1/batches/{id}", name=made),
+        asked("/v1/files/{id}", "DELETE", name=other),
+    ]
+    assert statuses == [200] * 6
+    # The batch may have ended meanwhile.
+    assert asked("/v1/files/{id}", "DELETE", name=file) in (200, 409)
+    assert asked("/v1/batches/{id}/cancel", "POST", name=made)["object"] == "batch"
 
 
 def ask(url: str, examples: int) -> dict[str, set[int]]:
@@ -58,6 +95,7 @@ def ask(url: str, examples: int) -> dict[str, set[int]]:
             response = case.call(session=session, timeout=30)
             case.validate_response(response, checks=KEPT)
             assert response.status_code == 200
+        ask_for_batches(schema, session)
         for result in schema.get_all_operations():
             operation = result.ok()
             for mode in (
@@ -80,7 +118,8 @@ def ask(url: str, examples: int) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.soak)])
 async def test_whatever_is_asked_is_answered_as_the_document_says(examples: int) -> None:
-    async with served() as front:
+    vectors = card("vectors", "test.ScriptedEngine.embed", types=["embedding"])
+    async with served({**CARDS, "vectors": vectors}, batches=True) as front:
         statuses = await anyio.to_thread.run_sync(ask, front.url, examples)
 
     assert set(statuses) == set(DOCUMENT["paths"])
@@ -93,5 +132,7 @@ async def test_the_document_names_the_models_that_can_be_asked() -> None:
         )
 
     schemas = document["components"]["schemas"]
+    # Without --batches.
+    assert "/v1/batches" not in document["paths"]
     assert schemas["ChatRequest"]["properties"]["model"]["enum"] == ["plain", "text", "tiny"]
     assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["bare", "plain", "tiny"]

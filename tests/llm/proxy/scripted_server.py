@@ -118,6 +118,11 @@ class ScriptedServer:
                     is_text = part["type"] == "text"
                     tokens += list(json.dumps(part["text"]).encode()) if is_text else [7, 7, 7]
             return await _whole(writer, 200, {"tokens": tokens})
+            told = json.dumps(asked.body.get("messages") or asked.body["prompt"])
+            return await _whole(writer, 200, {"tokens": list(told.encode())})
+        if path in ("/v1/embeddings", "/v1/score", "/v1/rerank"):
+            self.asked.append(asked)
+            return await _whole(writer, 200, {"path": path, "usage": {"prompt_tokens": 5}})
         if path not in ("/v1/chat/completions", "/v1/completions"):
             return await _whole(writer, 404, {"detail": "Not Found"})
         body = asked.body

@@ -144,6 +144,34 @@ async def test_the_digest_of_an_image_is_for_servers_that_know_it(is_vllm: bool)
     }
 
 
+async def test_requests_for_embeddings_and_scores_pass_as_they_are() -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"model": "served", "input": "a"},
+        "/v1/score": {"model": "served", "text_1": "a", "text_2": "b"},
+        "/v1/rerank": {"model": "served", "query": "a", "documents": ["b"], "top_n": 1},
+    }
+    for path, body in bodies.items():
+        is_embedding = path == "/v1/embeddings"
+        async with worker(task="embed" if is_embedding else "score") as (kit, server, client):
+            [answer] = [item async for item in client.generate(raw(body))]
+            async with Catalog(kit.caller) as catalog:
+                kind = ModelType.Embedding if is_embedding else ModelType.Score
+                card = await catalog.wait_for("served", kind)
+            [asked] = server.asked
+
+        assert msgspec.json.decode(answer)["path"] == path
+        assert (asked.path, asked.body) == (path, body)
+        assert (card.types, card.input) == (kind.names, ModelInput.Text)
+        # Nobody asks such a server for a token.
+        assert server.probes == 0
+
+
+async def test_only_servers_of_tokens_are_routed_by_their_caches() -> None:
+    with pytest.raises(ConfigError, match="task=embed: kv_events and model are for task=generate"):
+        async with worker(task="embed", model="hf://a/b"):
+            pass
+
+
 async def test_streams_that_end_leave_their_connection_to_others() -> None:
     async with worker() as (_, server, client):
         for number in range(20):

@@ -12,9 +12,11 @@ import psutil
 import pytest
 from tests.conditions import wait_until
 
+from dynbus import InvalidRequest
 from dynbus.llm.text import guarded_tokenizer, tokenizing
 from dynbus.llm.text.guarded_tokenizer import MOST_WRITTEN, WRITTEN_HERE, GuardedTokenizer
 from dynbus.llm.text.text_model import TextModel
+from dynbus.llm.text.tokenizer import Tokenizer
 from dynbus.llm.weights.errors import BrokenModel
 from dynbus.testing import run
 
@@ -67,6 +69,33 @@ def test_it_does_what_the_tokenizer_does(guarded: GuardedTokenizer, special: boo
     long = ids * (WRITTEN_HERE // len(ids) + 1)
     for some in (ids, long):
         assert guarded.decode(some, special=special) == plain.decode(some, special=special)
+
+
+PAIR = [
+    {"Sequence": {"id": "A", "type_id": 0}},
+    {"SpecialToken": {"id": "between", "type_id": 0}},
+    {"Sequence": {"id": "B", "type_id": 1}},
+]
+BETWEEN: Rules = {"id": "between", "ids": [1], "tokens": ["between"]}
+
+
+def test_two_texts_are_a_pair_with_what_the_tokenizer_puts_between_them() -> None:
+    rules = template([WHOLE], between=BETWEEN)
+    rules["post_processor"]["pair"] = PAIR
+    data = changed(**rules)
+    first, second = tiny_tokenizer().encode("one two"), tiny_tokenizer().encode("three")
+    plain = Tokenizer.from_json(data)
+    guarded = GuardedTokenizer(data)
+
+    for tokenizer in (plain, guarded):
+        pair = tokenizer.encode_pair("one two", "three")
+
+        assert pair == ([*first, 1, *second], len(first) + 1)
+    assert tiny_tokenizer().encode_pair("one two", "three") == ([*first, *second], None)
+    text = TextModel("pairs", guarded)
+    assert run(text.encode_pair("one two", "three")) == ([*first, 1, *second], len(first) + 1)
+    with pytest.raises(InvalidRequest, match="half a surrogate pair"):
+        run(text.encode_pair("one", "\ud800"))
 
 
 def test_a_text_that_is_no_text_is_refused(guarded: GuardedTokenizer) -> None:

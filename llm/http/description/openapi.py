@@ -13,10 +13,12 @@ from dynbus.llm.messages.requests import ConversationRequest, MessagesRequest
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.openai.scores import RerankRequest, ScoreRequest
 from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from dynbus.llm.responses.requests import ResponsesRequest
 from dynbus.llm.resumable.records import KEPT_SECONDS
 
+from .batch_paths import BATCH_SCHEMAS, batch_paths
 from .schemas import (
     ANSWERS,
     CONDITIONS,
@@ -70,6 +72,7 @@ class _Post(NamedTuple):
 
 
 _ANY: Final = ModelType.Chat | ModelType.Completions
+_SCORES: Final = ModelType.Score | ModelType.Embedding
 
 POSTS: Final[Mapping[str, _Post]] = {
     "/v1/chat/completions": _Post(
@@ -110,6 +113,13 @@ POSTS: Final[Mapping[str, _Post]] = {
     ),
     "/v1/embeddings": _Post(
         "Make vectors of texts.", EmbeddingsRequest, "Embeddings", ModelType.Embedding
+    ),
+    "/v1/score": _Post("Score pairs of texts (`/score` too).", ScoreRequest, "Scores", _SCORES),
+    "/v1/rerank": _Post(
+        "Rank documents by a query (`/rerank` and `/v2/rerank` too).",
+        RerankRequest,
+        "Ranked",
+        _SCORES,
     ),
     "/tokenize": _Post(
         "Tell the tokens of a text or a conversation.", TokenizeRequest, "Tokenized", _ANY
@@ -203,6 +213,9 @@ def _stream() -> dict[str, Any]:
     }
 
 
+_BATCH_PATHS: Final = batch_paths(_STATUSES)
+
+
 def _document() -> dict[str, Any]:
     types = {post.request for post in POSTS.values()} | {Tokenized, Detokenized}
     _, schemas = msgspec.json.schema_components(
@@ -235,9 +248,10 @@ def _document() -> dict[str, Any]:
             "/health": _get("Tell whether the process works.", _json(ref("Health"))),
             "/ready": ready,
             "/metrics": _get("Give metrics to Prometheus.", {"text/plain": {"schema": STRING}}),
+            **_BATCH_PATHS,
         },
         "components": {
-            "schemas": {**schemas, **ANSWERS},
+            "schemas": {**schemas, **ANSWERS, **BATCH_SCHEMAS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -247,12 +261,16 @@ DOCUMENT: Final[dict[str, Any]] = _document()
 """The interface by the OpenAPI specification."""
 
 
-def document(names: Mapping[ModelType, list[str]]) -> dict[str, Any]:
+def document(names: Mapping[ModelType, list[str]], *, batches: bool) -> dict[str, Any]:
     """The interface with the models that can be asked now.
 
     Args:
         names: by what they are there for.
+        batches: whether files and batches are taken.
     """
+    paths = DOCUMENT["paths"]
+    if not batches:
+        paths = {path: one for path, one in paths.items() if path not in _BATCH_PATHS}
     schemas = dict(DOCUMENT["components"]["schemas"])
     for post in POSTS.values():
         known = sorted({name for kind in post.model for name in names.get(kind, ())})
@@ -263,7 +281,11 @@ def document(names: Mapping[ModelType, list[str]]) -> dict[str, Any]:
             if "model" not in schemas[name].get("required", ()):
                 model = optional(model)
             schemas[name] = {**schemas[name], "properties": {**fields, "model": model}}
-    return {**DOCUMENT, "components": {**DOCUMENT["components"], "schemas": schemas}}
+    return {
+        **DOCUMENT,
+        "paths": paths,
+        "components": {**DOCUMENT["components"], "schemas": schemas},
+    }
 
 
 # For people -------------------------------------------------------------------------------------

@@ -85,6 +85,9 @@ _RESULT: Final = record(
 _USE: Final = record({"type": one_of("tool_use"), "id": STRING, "name": STRING, "input": OBJECT})
 _THINKING: Final = record({"type": one_of("thinking"), "thinking": STRING})
 
+_DOCUMENT: Final = either(TEXT, record({"text": TEXT}))
+_DOCUMENTS: Final = either(_DOCUMENT, array(_DOCUMENT, 1))
+
 REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
     "CommonRequest": {
         "stop": optional(either(TEXT, {**array(TEXT), "maxItems": 4})),
@@ -135,6 +138,10 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
         "prompt": _PROMPTS,
     },
     "EmbeddingsRequest": {"input": _PROMPTS},
+    "ScoreRequest": dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents", "items"), optional(_DOCUMENTS)
+    ),
+    "RerankRequest": {"documents": _DOCUMENTS},
     "ResponsesRequest": {
         "input": either(
             STRING,
@@ -425,6 +432,29 @@ ANSWERS: Final[Mapping[str, Schema]] = {
                         "index": COUNT,
                         "embedding": either(array(NUMBER), STRING),
                     }
+                )
+            ),
+            "usage": record({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }
+    ),
+    "Scores": record(
+        {
+            "id": STRING,
+            "object": one_of("list"),
+            "created": INTEGER,
+            "model": STRING,
+            "data": array(record({"index": COUNT, "object": one_of("score"), "score": NUMBER})),
+            "usage": record({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }
+    ),
+    "Ranked": record(
+        {
+            "id": STRING,
+            "model": STRING,
+            "results": array(
+                record(
+                    {"index": COUNT, "relevance_score": NUMBER},
+                    {"document": record({"text": STRING})},
                 )
             ),
             "usage": record({"prompt_tokens": COUNT, "total_tokens": COUNT}),
