@@ -394,7 +394,8 @@ class Application:
         for model in self._shared.models.served:
             for kind in model.answers if self._may_ask(caller, model.card.name) else ():
                 names.setdefault(kind, []).append(model.card.name)
-        return json_response(document(names, batches=self._batches is not None))
+        has_batches, keeps = self._batches is not None, self._shared.responses is not None
+        return json_response(document(names, batches=has_batches, responses=keeps))
 
     async def _docs(self, caller: Caller) -> Response:
         return Response(200, PAGE, _HTML)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from dynbus.llm.batches.records import ENDPOINTS, PURPOSE, Status
 
+from .operations import AFTER, Operations, limit, path_parameter, query
 from .schemas import (
     BOOLEAN,
     COUNT,
@@ -109,17 +110,7 @@ _MEANINGS: Final = {
 }
 _REFUSED: Final = ("400", "401", "403", "405", "413", "429", "499", "503", "504")
 
-
-def _query(name: str, schema: Schema) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": schema}
-
-
-_ID: Final = {"name": "id", "in": "path", "required": True, "schema": {**STRING, "minLength": 1}}
-_AFTER: Final = _query("after", STRING)
-
-
-def _limit(most: int) -> dict[str, Any]:
-    return _query("limit", {"type": "integer", "minimum": 1, "maximum": most})
+_ID: Final = path_parameter("id")
 
 
 def batch_paths(statuses: Mapping[str, str]) -> dict[str, Any]:
@@ -129,40 +120,17 @@ def batch_paths(statuses: Mapping[str, str]) -> dict[str, Any]:
         statuses: what each status means.
     """
 
-    def operation(
-        summary: str,
-        answer: Schema,
-        *others: str,
-        media: str = "application/json",
-        parameters: list[dict[str, Any]] | None = None,
-        body: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        refused = {
-            status: {
-                "description": _MEANINGS.get(status, text),
-                "content": {"application/json": {"schema": ref("Error")}},
-            }
-            for status, text in statuses.items()
-            if status in (*_REFUSED, *others)
-        }
-        answered = {"description": "The answer.", "content": {media: {"schema": answer}}}
-        return {
-            "summary": summary,
-            "parameters": parameters or [],
-            **({"requestBody": {"required": True, "content": body}} if body else {}),
-            "responses": {"200": answered, **refused},
-        }
-
+    operation = Operations({**statuses, **_MEANINGS}, _REFUSED)
     return {
         "/v1/files": {
             "get": operation(
                 "List files of requests.",
                 ref("FileList"),
                 parameters=[
-                    _AFTER,
-                    _limit(10_000),
-                    _query("order", one_of("asc", "desc")),
-                    _query("purpose", STRING),
+                    AFTER,
+                    limit(10_000),
+                    query("order", one_of("asc", "desc")),
+                    query("purpose", STRING),
                 ],
             ),
             "post": operation(
@@ -188,7 +156,7 @@ def batch_paths(statuses: Mapping[str, str]) -> dict[str, Any]:
             )
         },
         "/v1/batches": {
-            "get": operation("List batches.", ref("BatchList"), parameters=[_AFTER, _limit(100)]),
+            "get": operation("List batches.", ref("BatchList"), parameters=[AFTER, limit(100)]),
             "post": operation(
                 "Have the requests of a file answered.",
                 ref("Batch"),

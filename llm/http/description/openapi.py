@@ -19,6 +19,7 @@ from dynbus.llm.responses.requests import ResponsesRequest
 from dynbus.llm.resumable.records import KEPT_SECONDS
 
 from .batch_paths import BATCH_SCHEMAS, batch_paths
+from .response_paths import RESPONSE_SCHEMAS, response_paths
 from .schemas import (
     ANSWERS,
     CONDITIONS,
@@ -214,6 +215,7 @@ def _stream() -> dict[str, Any]:
 
 
 _BATCH_PATHS: Final = batch_paths(_STATUSES)
+_RESPONSE_PATHS: Final = response_paths(_STATUSES)
 
 
 def _document() -> dict[str, Any]:
@@ -248,10 +250,11 @@ def _document() -> dict[str, Any]:
             "/health": _get("Tell whether the process works.", _json(ref("Health"))),
             "/ready": ready,
             "/metrics": _get("Give metrics to Prometheus.", {"text/plain": {"schema": STRING}}),
+            **_RESPONSE_PATHS,
             **_BATCH_PATHS,
         },
         "components": {
-            "schemas": {**schemas, **ANSWERS, **BATCH_SCHEMAS},
+            "schemas": {**schemas, **ANSWERS, **RESPONSE_SCHEMAS, **BATCH_SCHEMAS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -261,16 +264,18 @@ DOCUMENT: Final[dict[str, Any]] = _document()
 """The interface by the OpenAPI specification."""
 
 
-def document(names: Mapping[ModelType, list[str]], *, batches: bool) -> dict[str, Any]:
+def document(
+    names: Mapping[ModelType, list[str]], *, batches: bool, responses: bool
+) -> dict[str, Any]:
     """The interface with the models that can be asked now.
 
     Args:
         names: by what they are there for.
         batches: whether files and batches are taken.
+        responses: whether responses are kept.
     """
-    paths = DOCUMENT["paths"]
-    if not batches:
-        paths = {path: one for path, one in paths.items() if path not in _BATCH_PATHS}
+    absent = {*(() if batches else _BATCH_PATHS), *(() if responses else _RESPONSE_PATHS)}
+    paths = {path: one for path, one in DOCUMENT["paths"].items() if path not in absent}
     schemas = dict(DOCUMENT["components"]["schemas"])
     for post in POSTS.values():
         known = sorted({name for kind in post.model for name in names.get(kind, ())})

@@ -45,16 +45,36 @@ ANSWERED: Any = {
 }
 
 
-def ask_for_batches(schema: Any, session: requests.Session) -> None:
-    """Have a file kept and its requests answered, and ask for both: each answer is as described."""
+class Described:
+    """Asks as the document says, and looks that the answer is as it says."""
 
-    def asked(path: str, method: str = "GET", name: str = "", **request: Any) -> Any:
+    def __init__(self, schema: Any, session: requests.Session) -> None:
+        self._schema, self._session = schema, session
+
+    def __call__(self, path: str, method: str = "GET", name: str = "", **request: Any) -> Any:
         given = {"path_parameters": {"id": name}} if name else {}
-        case = schema[path][method].Case(**given, **request)
-        response = case.call(session=session, timeout=30)
+        case = self._schema[path][method].Case(**given, **request)
+        response = case.call(session=self._session, timeout=30)
         case.validate_response(response, checks=KEPT)
         return response.json() if method == "POST" else response.status_code
 
+
+def ask_for_responses(asked: Described) -> None:
+    """Have a response kept, and ask for it."""
+    body = {"model": "tiny", "input": "say hi"}
+    made = asked("/v1/responses", "POST", body=body, media_type="application/json")["id"]
+    statuses = [
+        asked("/v1/responses/{id}", name=made),
+        asked("/v1/responses/{id}/input_items", name=made, query={"limit": 1, "order": "asc"}),
+        asked("/v1/responses/{id}/input_items", name=made, query={"after": "in_none_0"}),
+        asked("/v1/responses/{id}", "DELETE", name=made),
+        asked("/v1/responses/{id}", name=made),
+    ]
+    assert statuses == [200, 200, 400, 200, 404]
+
+
+def ask_for_batches(asked: Described) -> None:
+    """Have a file kept and its requests answered, and ask for both."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": SAID}
     form = {"file": json.dumps(line).encode(), "purpose": "batch"}
     file, other = (
@@ -95,7 +115,9 @@ def ask(url: str, examples: int) -> dict[str, set[int]]:
             response = case.call(session=session, timeout=30)
             case.validate_response(response, checks=KEPT)
             assert response.status_code == 200
-        ask_for_batches(schema, session)
+        described = Described(schema, session)
+        ask_for_batches(described)
+        ask_for_responses(described)
         for result in schema.get_all_operations():
             operation = result.ok()
             for mode in (
@@ -126,13 +148,14 @@ async def test_whatever_is_asked_is_answered_as_the_document_says(examples: int)
 
 
 async def test_the_document_names_the_models_that_can_be_asked() -> None:
-    async with served() as front:
+    async with served(forget_responses=True) as front:
         document: Any = await anyio.to_thread.run_sync(
             lambda: requests.get(f"{front.url}/openapi.json", timeout=30).json()
         )
 
     schemas = document["components"]["schemas"]
-    # Without --batches.
+    # Without --batches, and with --forget-responses.
     assert "/v1/batches" not in document["paths"]
+    assert "/v1/responses/{id}" not in document["paths"]
     assert schemas["ChatRequest"]["properties"]["model"]["enum"] == ["plain", "text", "tiny"]
     assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["bare", "plain", "tiny"]
