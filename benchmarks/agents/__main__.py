@@ -7,6 +7,7 @@ computes is computed.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +38,7 @@ def main(
         f"{'sessions':>9} {'kills':>6} {'turns':>6} {'others':>7} {'again':>7} {'took s':>7}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder))
+        model = _long_model(Path(folder))
         for kept in (0.0, session):
             for kills in (False, True):
                 fields = {
@@ -60,6 +61,14 @@ def main(
                     f"{figures.turns:>6} {figures.lone:>7} {figures.part:>7.2%} "
                     f"{perf_counter() - began:>7.1f}"
                 )
+
+
+def _long_model(folder: Path) -> Path:
+    """A tiny model that takes long prompts."""
+    config = write_tiny_model(folder) / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "max_position_embeddings": 8192}))
+    return folder
 
 
 if __name__ == "__main__":

@@ -161,5 +161,6 @@ def small_fleet(workload: Workload, model: Path, **fields: Any) -> Fleet:
         "host_memory_mib": 4,
         "pooling": "none",
         "hang_limit": 0,
+        "context_length": 8192,
     }
     return Fleet(workload, Small, options, **fields)
