@@ -80,6 +80,14 @@ class ModelEngineOptions(SmallSize, VerifyOptions, ServedModelOptions):
             guide="tiers.md",
         ),
     ] = 0
+    host_folder: Annotated[
+        str,
+        Option(
+            "a folder for the memory of `host_memory_mib`, as files that the next process goes on "
+            "with, such as `/dev/shm/dynbus`; empty for memory that ends with its process",
+            guide="tiers.md#kept-beyond-a-process",
+        ),
+    ] = ""
     host_checksums: Annotated[
         bool,
         Option(
@@ -109,6 +117,8 @@ class ModelEngineOptions(SmallSize, VerifyOptions, ServedModelOptions):
         if self.blocks and self.memory_mib:
             raise ConfigError("give blocks or memory_mib, not both")
         self.check_tiers("host_memory_mib", is_asked=bool(self.host_memory_mib))
+        if self.host_folder and not (self.host_memory_mib and self.host_checksums):
+            raise ConfigError("host_folder: needs host_memory_mib and host_checksums")
 
     def check_tiers(self, names: str, *, is_asked: bool) -> None:
         """Check that what keeps and reads blocks elsewhere is of use with this engine."""
@@ -205,6 +215,7 @@ class ModelWorker(EngineWorker, abstract=True, publishes=[kv_damage]):
             lend_share=lend_share,
             checksums=options.checksums,
             host_checksums=options.host_checksums,
+            host_folder=options.host_folder,
             avoids=self.verification.avoids,
             mismatched=self.verification.mismatched,
         )
@@ -267,7 +278,7 @@ class ModelWorker(EngineWorker, abstract=True, publishes=[kv_damage]):
             engine = SmallEngine(path, self._small, progress=partial(self.show_step, LOADING))
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self._model!r} cannot be served: {error}") from error
-        self.tiers.keep_evicted(engine)
+        self.tiers.keep_evicted(engine, path)
         if self._small.spare_share:
             verifier = self.verification.watch(engine, engine.limits.block_size)
             if verifier is not None and self.tiers.store is not None:

@@ -153,10 +153,10 @@ class BlockManager:
                     CachedBlock(block, sequence_hash, *self._origins.pop(block))
                     for block, sequence_hash in gone
                 ],
-                self._find_cached,
+                self.find_cached,
             )
 
-    def _find_cached(self, sequence_hash: int) -> CachedBlock | None:
+    def find_cached(self, sequence_hash: int) -> CachedBlock | None:
         """The block of a hash, where blocks are traced."""
         block = self._cached.get(sequence_hash)
         return None if block is None else CachedBlock(block, sequence_hash, *self._origins[block])

@@ -515,7 +515,12 @@ class BlockTier(Protocol):
         ...
 
     def keep_for(
-        self, owner: str, session: str, sequence_hashes: Sequence[int], seconds: float
+        self,
+        owner: str,
+        session: str,
+        sequence_hashes: Sequence[int],
+        seconds: float,
+        cached: Callable[[int], CachedBlock | None],
     ) -> None:
         """Keep blocks of a conversation for so long, those too that the cache gives up later.
 
@@ -523,6 +528,7 @@ class BlockTier(Protocol):
             owner: whose conversation it is; empty for nobody's.
             session: its name.
             sequence_hashes: of its last request, the first block on.
+            cached: the block of a sequence hash that the cache has, if it does.
         """
         ...
 

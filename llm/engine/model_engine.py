@@ -115,9 +115,15 @@ class ModelEngine:
     def load(self) -> EngineLoad:
         return self._pool.load
 
-    def keep_evicted(self, tier: BlockTier) -> None:
-        """Have what the cache evicts go to a tier, and come back from it; before any request."""
+    def keep_evicted(self, tier: BlockTier, *, key: bytes | None = None) -> None:
+        """Have what the cache evicts go to a tier, and come back from it; before any request.
+
+        Args:
+            key: that sequence hashes are made with, for a tier that knows blocks by those of
+                another engine; see `SecretSequence`.
+        """
         self._pool.manager.tier = tier
+        self._key = key or self._key
 
     def watch_prefill(self, listener: Callable[[int, float], object]) -> None:
         """Tell how many tokens of prompts each step computes, and in how many seconds.

@@ -727,7 +727,8 @@ class Scheduler(Generic[S]):
         if tier is not None and request.leads and request.caches:
             blocks = request.computed // self._block_size
             hashes = request.sequence.sequence_hashes[:blocks]
-            tier.keep_for(request.owner, session.name, hashes, session.seconds)
+            find = self._manager.find_cached
+            tier.keep_for(request.owner, session.name, hashes, session.seconds, find)
 
     def cancel(self, request: ScheduledRequest[S]) -> None:
         """Take a request out wherever it is."""

@@ -41,7 +41,12 @@ class MockTier:
         return len(self._index.find(sequence_hashes, 0, len(blocks)))
 
     def keep_for(
-        self, owner: str, session: str, sequence_hashes: Sequence[int], seconds: float
+        self,
+        owner: str,
+        session: str,
+        sequence_hashes: Sequence[int],
+        seconds: float,
+        cached: Callable[[int], CachedBlock | None],
     ) -> None:
         """See `BlockTier`."""
         now = monotonic()

@@ -19,6 +19,8 @@ from typing import Final
 from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent, Tier
 from dynbus.llm.engine.interface import CachedBlock
 
+from .lasting import LastingBlock
+
 _STALE: Final = 64
 """Entries of the order of use that may be outdated, beside as many as there are blocks."""
 
@@ -272,6 +274,43 @@ class HostIndex:
                 self._line_up(removed.parent, parent)
         self._removed += gone
         return gone
+
+    def restore(self, blocks: Sequence[LastingBlock]) -> list[LastingBlock]:
+        """Have blocks that lie at their places already, before any other.
+
+        Returns:
+            Those that are here now: without those whose beginning is lacking.
+        """
+        following: dict[int | None, list[LastingBlock]] = {}
+        for block in blocks:
+            following.setdefault(block.parent_hash, []).append(block)
+        now = next(self._clock)
+        here: list[LastingBlock] = []
+        # Runs of blocks that follow each other, each with what it follows.
+        left = following.pop(None, [])
+        while left:
+            block = left.pop()
+            run: list[LastingBlock] = []
+            while block.sequence_hash not in self._entries:
+                self._entries[block.sequence_hash] = _Entry(block.place, block.parent_hash, now)
+                self._at[block.place] = block.sequence_hash
+                if block.parent_hash is not None:
+                    self._entries[block.parent_hash].followers += 1
+                run.append(block)
+                *others, last = following.pop(block.sequence_hash, None) or [block]
+                left += others
+                block = last
+            if run:
+                here += run
+                hashes = [one.sequence_hash for one in run]
+                of_tokens = [one.block_hash for one in run]
+                event = BlockStored(run[0].parent_hash, hashes, of_tokens, Tier.HOST)
+                self._events.append(event)
+        taken = {block.place for block in here}
+        self._unused = [place for place in self._unused if place not in taken]
+        for block in here:
+            self._line_up(block.sequence_hash, self._entries[block.sequence_hash])
+        return here
 
     def free(self, sequence_hashes: Iterable[int]) -> None:
         """Let blocks go in their turn that were kept until now."""

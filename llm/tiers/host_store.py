@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 from dynbus import ConfigError
@@ -16,6 +17,7 @@ from dynbus.transfer import Axis, BlockLayout, KvMemory
 from .copying import BlockCopier
 from .cost import Rates
 from .host_index import HostIndex
+from .lasting import LastingBlock, LastingMemory
 from .sessions import KEPT_SHARE, KeptSessions, SessionKey
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,9 @@ class HostStore:
         rates: of the engine: how fast it computes and copies.
         checksums: whether a block is brought back only where its bytes are those that were kept
             under its hash.
+        folder: where its memory is a file, which the next process goes on with; None for memory
+            that ends with this one. It needs checksums.
+        kind: what blocks in such a file have to be of, such as the model.
 
     Attributes:
         memory: where its blocks lie, by their places.
@@ -67,7 +72,14 @@ class HostStore:
     """
 
     def __init__(
-        self, engine: KvMemory, size: int, rates: Rates, *, checksums: bool = True
+        self,
+        engine: KvMemory,
+        size: int,
+        rates: Rates,
+        *,
+        checksums: bool = True,
+        folder: Path | None = None,
+        kind: str = "",
     ) -> None:
         layout = engine.layout
         places = size // layout.block_bytes
@@ -76,19 +88,23 @@ class HostStore:
                 f"host_memory_mib: {size} bytes hold no block, which takes {layout.block_bytes}: "
                 "set more, or 0 for no store"
             )
-        self.memory = KvMemory.allocate(
-            BlockLayout.packed(
-                ("block", "layer", *_order(layout)),
-                dtype=layout.dtype,
-                layers=layout.layers,
-                kv_heads=layout.kv_heads,
-                head_dim=layout.head_dim,
-                block_size=layout.block_size,
-                blocks=places,
-                first_head=layout.first_head,
-                total_heads=layout.total_heads,
-            )
+        own = BlockLayout.packed(
+            ("block", "layer", *_order(layout)),
+            dtype=layout.dtype,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            blocks=places,
+            first_head=layout.first_head,
+            total_heads=layout.total_heads,
         )
+        self._lasting: LastingMemory | None = None
+        if folder is None:
+            self.memory = KvMemory.allocate(own)
+        else:
+            self._lasting = LastingMemory(folder, f"{kind} {own}", places, own.block_bytes)
+            self.memory = KvMemory.of_arrays(own, [self._lasting.data])
         self._copier = BlockCopier(engine, self.memory)
         self._sessions = KeptSessions(int(places * KEPT_SHARE))
         self._index = HostIndex(places, self._sessions)
@@ -99,10 +115,18 @@ class HostStore:
         self._is_closed = False
         # By place: of the bytes there, with the hash of the block as the seed, so that a block that
         # is whole and another one's differs as well.
-        self._sums: dict[int, int] | None = {} if checksums else None
+        self._sums: dict[int, int] | None = {} if checksums or folder is not None else None
+        if self._lasting is not None:
+            self._restore(self._lasting)
 
     def __repr__(self) -> str:
         return f"<HostStore [{len(self._index)} of {self._index.places} blocks]>"
+
+    @property
+    def key(self) -> bytes | None:
+        """The key that sequence hashes have to be made with, so that blocks of earlier processes
+        are of use; None where there are none."""
+        return None if self._lasting is None else self._lasting.key
 
     @property
     def statistics(self) -> HostStatistics:
@@ -119,6 +143,15 @@ class HostStore:
             self._sessions.blocks,
         )
 
+    def _restore(self, lasting: LastingMemory) -> None:
+        """Go on with what an earlier process has left."""
+        blocks = [*lasting.blocks()]
+        here = self._index.restore(blocks)
+        self._sums = {block.place: block.checksum for block in here}
+        lasting.drop({block.place for block in blocks} - set(self._sums))
+        if here:
+            logger.info("%d blocks are on the host from before, in %s", len(here), lasting.path)
+
     def evicted(
         self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
     ) -> None:
@@ -126,31 +159,58 @@ class HostStore:
         if self._is_closed:
             return
         self._index.free(self._sessions.end_those_over(monotonic()))
+        self._take_in(blocks, cached)
+
+    def _take_in(
+        self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
+    ) -> None:
         taken = self._index.take_in(blocks, cached)
         if not taken:
             return
         began = perf_counter()
+        lasting = self._lasting
+        if lasting is not None:
+            lasting.drop(taken)
         self._copier.keep([one.block for one in taken.values()], list(taken))
         if self._sums is not None:
             for place, one in taken.items():
                 self._sums[place] = self._copier.checksum(place, one.sequence_hash)
+        if lasting is not None and self._sums is not None:
+            for place, (_, sequence_hash, parent_hash, block_hash) in taken.items():
+                lasting.note(
+                    LastingBlock(place, sequence_hash, parent_hash, block_hash, self._sums[place])
+                )
         self._rates.note_copy(len(taken), perf_counter() - began)
         self._kept += len(taken)
 
     def keep_for(
-        self, owner: str, session: str, sequence_hashes: Sequence[int], seconds: float
+        self,
+        owner: str,
+        session: str,
+        sequence_hashes: Sequence[int],
+        seconds: float,
+        cached: Callable[[int], CachedBlock | None],
     ) -> None:
         """See `BlockTier`."""
+        if self._is_closed:
+            return
         now = monotonic()
         freed = self._sessions.end_those_over(now)
         freed += self._sessions.keep(SessionKey(owner, session), sequence_hashes, now + seconds)
         self._index.free(freed)
+        if self._lasting is not None:
+            # What is in the cache alone ends with the process.
+            kept = (one for one in sequence_hashes if one in self._sessions)
+            lacking = [cached(one) for one in kept if one not in self._index]
+            self._take_in([one for one in lacking if one is not None], cached)
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
         """The number of these blocks that are here, from the first on; 0 where computing is faster.
 
         They stay until they are filled in.
         """
+        if self._is_closed:
+            return 0
         places = self._index.find(sequence_hashes, 0, len(sequence_hashes))
         if places and not self._rates.copies(len(places)):
             self._computed += len(places)
@@ -202,7 +262,16 @@ class HostStore:
 
     def forget(self, sequence_hashes: Iterable[int]) -> list[int]:
         """See `ForgettingTier`."""
-        return self._index.remove(sequence_hashes)
+        gone = self._index.remove(sequence_hashes)
+        if self._lasting is not None:
+            self._lasting.forget(gone)
+        return gone
+
+    def leave(self) -> None:
+        """Leave a file to the next process: this one computes nothing more."""
+        self._is_closed = True
+        if self._lasting is not None:
+            self._lasting.close()
 
     def close(self) -> None:
         """See `ForgettingTier`."""

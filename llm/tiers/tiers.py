@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from dynbus import ConfigError, InvalidRequest, Unavailable, context, with_options
@@ -15,6 +16,7 @@ from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Sink
 from dynbus.llm.hand_over.source import MAX_SECONDS, Leases, Source
 from dynbus.llm.served_model import ServedModel
+from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.transfer import KvMemory, Mover, Settled, Settlement, Settling
 
 from .cost import Rates
@@ -48,6 +50,8 @@ class Tiers:
         lend_share: of the cache that is lent at a time, from 0 to 1.
         checksums: whether blocks that come from other instances are compared with the checksums
             of those that these have.
+        host_folder: where the host's memory is a file, which the next process goes on with; empty
+            for memory that ends with this one.
         host_checksums: whether blocks that come back from the host are compared with the checksums
             of those that were kept.
         avoids: whether nothing is to be taken from an instance.
@@ -67,6 +71,7 @@ class Tiers:
         lend_share: float = MAX_SHARE,
         checksums: bool = False,
         host_checksums: bool = True,
+        host_folder: str = "",
         avoids: Callable[[str], bool] = lambda _: False,
         mismatched: Callable[[str], object] = lambda _: None,
     ) -> None:
@@ -80,14 +85,20 @@ class Tiers:
         self._lend_share = lend_share
         self._checksums = checksums
         self._host_checksums = host_checksums
+        self._host_folder = Path(host_folder) if host_folder else None
         self._avoids = avoids
         self._mismatched = mismatched
 
-    def keep_evicted(self, engine: ModelEngine) -> None:
+    def keep_evicted(self, engine: ModelEngine, model: Path) -> None:
         """Have a new engine keep what it evicts, and measure how fast it computes.
 
+        Args:
+            model: its files.
+
         Raises:
-            ConfigError: not one block fits, or the engine's blocks are on a GPU.
+            ConfigError: not one block fits, the engine's blocks are on a GPU, or the folder cannot
+                be used.
+            OSError: the files of the model cannot be read.
         """
         if not self._host_memory and not self._fetches:
             return
@@ -95,8 +106,16 @@ class Tiers:
         rates = self.rates = Rates(memory.layout.block_size, memory.layout.block_bytes)
         engine.watch_prefill(rates.note_prefill)
         if self._host_memory:
-            self.store = HostStore(memory, self._host_memory, rates, checksums=self._host_checksums)
-            engine.keep_evicted(self.store)
+            folder = self._host_folder
+            self.store = HostStore(
+                memory,
+                self._host_memory,
+                rates,
+                checksums=self._host_checksums,
+                folder=folder,
+                kind="" if folder is None else fingerprint(model),
+            )
+            engine.keep_evicted(self.store, key=self.store.key)
 
     @asynccontextmanager
     async def opened(
@@ -121,6 +140,8 @@ class Tiers:
             yield None
             return
         async with AsyncExitStack() as exits:
+            if self.store is not None:
+                exits.callback(self.store.leave)
             sink: Sink | None = None
             if self._fetches:
                 sink = await self._open_fetching(exits, worker, runner, model, open_mover)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from dynbus.kvrouter.radix.index import MessageOutcome, Overlap, RadixIndex, Ran
 from dynbus.kvrouter.stream.cache_mirror import CacheMirror
 from dynbus.llm.engine import EngineLimits, ModelEngine
 from dynbus.llm.engine.interface import Held, Step
-from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.llm.generation import GenerateRequest, Sampling, Session
 from dynbus.llm.tiers.cost import Rates
 from dynbus.llm.tiers.host_store import HostStore
 from dynbus.transfer.layout import BlockLayout, KvMemory, Region
@@ -32,7 +33,14 @@ GREEDY = Sampling(temperature=0.0)
 class Engine:
     """An engine of few blocks with a host store, and an index that follows its events."""
 
-    def __init__(self, blocks: int = 8, places: int = 32, *, checksums: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: int = 8,
+        places: int = 32,
+        *,
+        checksums: bool = True,
+        folder: Path | None = None,
+    ) -> None:
         self.model = Remembering(blocks, SIZE)
         limits = EngineLimits(SIZE, blocks, 4, 64, 4 * blocks, vocabulary=self.model.vocabulary)
         self.engine = ModelEngine(self.model, limits)
@@ -40,8 +48,10 @@ class Engine:
         # Copies of blocks as small as these are mostly Python's own time.
         self.rates.note_prefill(100, 1000.0)
         size = places * self.model.memory.layout.block_bytes
-        self.store = HostStore(self.model.memory, size, self.rates, checksums=checksums)
-        self.engine.keep_evicted(self.store)
+        self.store = HostStore(
+            self.model.memory, size, self.rates, checksums=checksums, folder=folder
+        )
+        self.engine.keep_evicted(self.store, key=self.store.key)
         self.index = RadixIndex()
         self.mirror = CacheMirror()
         self.told = 0
@@ -63,12 +73,17 @@ class Engine:
         self.follow(step.events)
         return step
 
-    def generate(self, prompt: Sequence[int], tokens: int = 2) -> tuple[list[int], int]:
+    def generate(
+        self, prompt: Sequence[int], tokens: int = 2, session: Session | None = None
+    ) -> tuple[list[int], int]:
         """The tokens that follow a prompt, and how many of it were not computed."""
         self.requests += 1
         name = f"r{self.requests}"
         self.engine.add(
-            name, GenerateRequest(list(prompt), max_tokens=tokens, sampling=GREEDY, ignore_eos=True)
+            name,
+            GenerateRequest(
+                list(prompt), tokens, sampling=GREEDY, ignore_eos=True, session=session
+            ),
         )
         made: list[int] = []
         cached = 0

@@ -1,0 +1,156 @@
+"""`LastingMemory`: the memory of a host store as a file, which outlives the process that writes it.
+
+A process that is killed leaves what it has written to mapped pages to the system. A file has a key,
+an entry for each place, and then the places' bytes; the entry is taken back before the bytes change
+and comes after them, so whatever it names is whole. One process has a file at a time, by a lock
+that ends with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus import ConfigError
+
+KEY_BYTES: Final = 32
+
+MAX_FILES: Final = 64
+"""Stores of one kind that a folder has: as many processes use it at a time."""
+
+_ENTRY: Final = np.dtype(
+    [
+        ("sequence_hash", "<u8"),
+        ("parent_hash", "<u8"),
+        ("block_hash", "<u8"),
+        ("checksum", "<u8"),
+        # Of the place: `_UNKNOWN`, or whether its block begins a prompt.
+        ("kind", "<u8"),
+    ]
+)
+_UNKNOWN, _FIRST, _LATER = 0, 1, 2
+
+
+class LastingBlock(NamedTuple):
+    """A block that an earlier process has left.
+
+    Attributes:
+        parent_hash: of the block before it; None at the beginning of a prompt.
+        checksum: of its bytes.
+    """
+
+    place: int
+    sequence_hash: int
+    parent_hash: int | None
+    block_hash: int
+    checksum: int
+
+
+class LastingMemory:
+    """The bytes of a store's places, and what they are.
+
+    Args:
+        folder: made where it is missing.
+        kind: all that has to be the same for blocks to be of use, such as the model.
+        places: of the store.
+        block_bytes: of each.
+
+    Attributes:
+        key: random; the hashes of its blocks are made with it, by each process.
+        data: of shape [bytes], uint8.
+
+    Raises:
+        ConfigError: the folder cannot be written, or has no file left for this process.
+    """
+
+    def __init__(self, folder: Path, kind: str, places: int, block_bytes: int) -> None:
+        entries = KEY_BYTES + places * _ENTRY.itemsize
+        # So that the first block begins with a page.
+        head = -(-entries // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = head + places * block_bytes
+        digest = hashlib.blake2b(f"1 {kind} {places} {block_bytes}".encode(), digest_size=8)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path, self._file = _lock_one(folder, digest.hexdigest())
+            try:
+                os.posix_fallocate(self._file, 0, size)
+                self._map = mmap.mmap(self._file, size)
+            except BaseException:
+                os.close(self._file)
+                raise
+        except OSError as error:
+            raise ConfigError(f"host_folder: {folder} cannot be used: {error}") from error
+        if not any(self._map[:KEY_BYTES]):
+            self._map[:KEY_BYTES] = secrets.token_bytes(KEY_BYTES)
+        self.key = self._map[:KEY_BYTES]
+        self._entries: NDArray[Any] = np.frombuffer(self._map, _ENTRY, places, KEY_BYTES)
+        self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=head)
+
+    def __repr__(self) -> str:
+        return f"<LastingMemory {self.path}>"
+
+    def close(self) -> None:
+        """Leave the file to other processes. Nothing may be read or written after that."""
+        # The mapping, which has a descriptor of its own, ends with the last view of it.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+
+    def blocks(self) -> Iterator[LastingBlock]:
+        """The blocks that are there."""
+        for place in np.flatnonzero(self._entries["kind"] != _UNKNOWN).tolist():
+            entry = self._entries[place]
+            is_first = int(entry["kind"]) == _FIRST
+            yield LastingBlock(
+                place,
+                int(entry["sequence_hash"]),
+                None if is_first else int(entry["parent_hash"]),
+                int(entry["block_hash"]),
+                int(entry["checksum"]),
+            )
+
+    def drop(self, places: Iterable[int]) -> None:
+        """Know nothing of places, whose bytes are about to change or of no use."""
+        self._entries["kind"][list(places)] = _UNKNOWN
+
+    def forget(self, sequence_hashes: Sequence[int]) -> None:
+        """Know nothing of blocks, wherever they are."""
+        names = np.array(sequence_hashes, np.uint64)
+        self._entries["kind"][np.isin(self._entries["sequence_hash"], names)] = _UNKNOWN
+
+    def note(self, block: LastingBlock) -> None:
+        """Name a block whose bytes are there."""
+        entry = self._entries[block.place]
+        entry["sequence_hash"] = block.sequence_hash
+        entry["parent_hash"] = block.parent_hash or 0
+        entry["block_hash"] = block.block_hash
+        entry["checksum"] = block.checksum
+        entry["kind"] = _FIRST if block.parent_hash is None else _LATER
+
+
+def _lock_one(folder: Path, name: str) -> tuple[Path, int]:
+    """A file that no other process has, and its descriptor."""
+    for number in range(MAX_FILES):
+        path = folder / f"{name}-{number}.kv"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(path, flags, 0o600)
+        try:
+            if os.fstat(file).st_uid == os.geteuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return path, file
+        except BlockingIOError:
+            # Another process has it.
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+    raise OSError(f"{MAX_FILES} processes use it already")
