@@ -131,7 +131,11 @@ class Fleet:
         for number in range(self.instances):
             # Each in the middle of the conversations, one after the other.
             await anyio.sleep(_KILL_INTERVAL)
-            await kit.kill(kit.started[f"first-{number}"])
+            killed = kit.started[f"first-{number}"]
+            await kit.kill(killed)
+            if isinstance(killed.actor, Small) and killed.actor.tiers.store is not None:
+                # Which the end of a process would do.
+                killed.actor.tiers.store.leave()
             await kit.start(self.worker, instance_id=f"second-{number}", **self.options)
 
 
@@ -153,12 +157,13 @@ def mock_fleet(workload: Workload, **fields: Any) -> Fleet:
 
 def small_fleet(workload: Workload, model: Path, **fields: Any) -> Fleet:
     """A fleet of small engines: each has a cache of 16,384 tokens, and on its host about four
-    times that."""
+    times that, in a file that the engine after it goes on with."""
     options = {
         "model": str(model),
         "block_size": 16,
         "blocks": 1024,
         "host_memory_mib": 4,
+        "host_folder": str(model / "kept"),
         "pooling": "none",
         "hang_limit": 0,
         "context_length": 8192,

@@ -85,6 +85,7 @@ def test_a_worker_brings_back_from_the_host_what_its_cache_has_evicted(
     [
         ({"host_memory_mib": -1}, "host_memory_mib=-1: give a whole number of MiB, at least 0"),
         ({"host_memory_mib": 1, "engine": "mock"}, "host_memory_mib: for engine=small alone"),
+        ({"host_folder": "kept"}, "host_folder: needs host_memory_mib and host_checksums"),
         ({"fetch_prefixes": True, "engine": "mock"}, "fetch_prefixes: for engine=small alone"),
         ({"fetch_prefixes": True, "kv_events": False}, "fetch_prefixes: needs kv_events"),
         ({"lend_share": 0.0}, "lend_share=0.0: give a number above 0, at most 1"),
