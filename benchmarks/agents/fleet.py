@@ -156,13 +156,13 @@ def mock_fleet(workload: Workload, **fields: Any) -> Fleet:
 
 
 def small_fleet(workload: Workload, model: Path, **fields: Any) -> Fleet:
-    """A fleet of small engines: each has a cache of 16,384 tokens, and on its host about four
-    times that, in a file that the engine after it goes on with."""
+    """A fleet of small engines: each has a cache of 8,192 tokens, and on its host room for
+    16,384, in a file that the engine after it goes on with."""
     options = {
         "model": str(model),
         "block_size": 16,
-        "blocks": 1024,
-        "host_memory_mib": 4,
+        "blocks": 512,
+        "host_memory_mib": 8,
         "host_folder": str(model / "kept"),
         "pooling": "none",
         "hang_limit": 0,
