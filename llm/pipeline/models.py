@@ -579,7 +579,8 @@ class Models:
         if all(TOKENIZES_KEY in one.metadata for one in instances):
             name = EndpointName(endpoint.namespace, endpoint.component, TOKENIZE)
             client = await self._runtime.endpoint(name).client(routing="least_loaded")
-            asked = EngineTokenizer(client, announced_stand_ins(instances[0].metadata))
+            stand_ins = [announced_stand_ins(one.metadata) for one in instances]
+            asked = EngineTokenizer(client, frozenset[int]().union(*stand_ins))
         if not card.tokenizer_id:
             return asked
         text = await self._catalog.text_model(card)

@@ -202,7 +202,7 @@ async def test_refusals_name_what_the_request_has() -> None:
     shown: Any = [{"role": "user", "content": [image]}]
     form: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}}
     async with asked() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="input: parts of the type") as part:
+        with pytest.raises(openai.BadRequestError, match="input: this part is an image") as part:
             await client.responses.create(model="tiny", instructions="Look.", input=shown)
         with pytest.raises(openai.BadRequestError, match="and input has .* shorten input") as long:
             await client.responses.create(model="tiny", input="messages " * 3000)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, RateLimitError
 from tests.conditions import eventually
+from tests.llm.media.samples import digest, image, png, sound, wav
 from tests.llm.proxy.scripted_server import ScriptedServer, scripted_server
 from tests.llm.text.tiny_tokenizer import CHATML, tiny_json
 
@@ -27,7 +28,7 @@ from dynbus.bus.errors import (
     StreamLost,
     Unavailable,
 )
-from dynbus.llm.http.frontend import Frontend
+from dynbus.llm.http.frontend import Frontend, HttpFrontEnd
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.proxy import OpenAiWorker
@@ -335,6 +336,22 @@ async def front_end(kit: TestKit) -> AsyncGenerator[AsyncOpenAI]:
         yield client
 
 
+def front_end_of(kit: TestKit) -> HttpFrontEnd:
+    """What serves in the front end."""
+    [front] = [one.actor for one in kit.started.values() if isinstance(one.actor, Front)]
+    serving = front._front_end  # pyright: ignore[reportPrivateUsage]
+    assert serving is not None
+    return serving
+
+
+def own_tokenizer(folder: Path) -> dict[str, str]:
+    """The option of a worker that names a tokenizer for front ends."""
+    (folder / "tokenizer.json").write_bytes(tiny_json())
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return {"model": str(folder)}
+
+
 async def ask(client: AsyncOpenAI, text: str, **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": text}]
     create: Any = client.chat.completions.create
@@ -361,14 +378,44 @@ async def test_openai_s_clients_are_answered_through_a_front_end() -> None:
 
 
 @pytest.mark.parametrize("reader", ["card", "server"])
+async def test_an_image_goes_inline_to_the_server_that_had_it_before(
+    reader: str, tmp_path: Path
+) -> None:
+    """Of the same text with another image nothing is expected to be cached."""
+    text = {"type": "text", "text": "say " + "the same words again " * 20}
+    options = own_tokenizer(tmp_path) if reader == "card" else {}
+    async with scripted_server() as server, TestKit() as kit:
+        server.takes, server.tokenizes, server.metrics = {"image_url"}, True, VLLM_METRICS
+        await kit.start(OpenAiWorker, url=server.url, **options)
+        async with front_end(kit) as client:
+            create: Any = client.chat.completions.create
+
+            async def reused(data: bytes, *parts: Any) -> int:
+                messages = [{"role": "user", "content": [image(data), *parts]}]
+                await create(model="served", messages=messages)
+                [model] = front_end_of(kit).shared.models.served
+                assert model.router is not None
+                return model.router.latest_decisions(1)[0].expected_reuse
+
+            first = await reused(png(1), text)
+            again = [await reused(png(1), text) for _ in range(2)]
+            other = await reused(png(2), text)
+            with pytest.raises(BadRequestError, match="this part is a sound"):
+                await create(model="served", messages=[{"role": "user", "content": [sound(wav())]}])
+
+    assert first == 0
+    assert min(again) > 300
+    assert other < 16 if reader == "server" else other < 64
+    expected = {**image(png(1)), "uuid": digest(png(1))}
+    assert server.asked[0].body["messages"][0]["content"] == [expected, text]
+
+
+@pytest.mark.parametrize("reader", ["card", "server"])
 async def test_requests_go_to_the_server_that_has_cached_most_of_them(
     reader: str, tmp_path: Path
 ) -> None:
     """By the tokenizer of the card, or by what the servers tell of their prompts."""
-    (tmp_path / "tokenizer.json").write_bytes(tiny_json())
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    options = {"model": str(tmp_path)} if reader == "card" else {}
+    options = own_tokenizer(tmp_path) if reader == "card" else {}
     async with scripted_server() as one, scripted_server() as other, TestKit() as kit:
         for server in (one, other):
             server.metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="500"} 1.0\n'
