@@ -10,6 +10,8 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Final, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
@@ -30,6 +32,8 @@ from .settings import FetchRules
 MAX_URL: Final = 8192
 MOST_AT_ONCE: Final = 64
 """Fetches that run at a time; further ones wait, within their time."""
+MOST_RESOLVED: Final = 16
+"""Names that are resolved at a time."""
 MAX_ADDRESSES: Final = 4
 """Addresses of a name that are tried."""
 
@@ -57,14 +61,21 @@ class _Place(NamedTuple):
     target: str
 
 
+@cache
+def _resolving() -> ThreadPoolExecutor:
+    """The threads that ask for names: nobody can take one back from a server that does not answer,
+    so that all others of the process are to be spared."""
+    return ThreadPoolExecutor(MOST_RESOLVED, thread_name_prefix="dynbus-names")
+
+
 async def resolved(host: str, port: int) -> Sequence[str]:
     """The addresses of a name, as the system knows them.
 
     Raises:
         OSError: it has none.
     """
-    loop = asyncio.get_running_loop()
-    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    infos = await asyncio.get_running_loop().run_in_executor(_resolving(), ask)
     return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
 
@@ -91,6 +102,11 @@ class PublicFetcher:
         self._may_connect = may_connect
         self._places = anyio.CapacityLimiter(MOST_AT_ONCE)
         self._context = context
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for all URLs of a request."""
+        return self._rules.timeout
 
     def __repr__(self) -> str:
         return f"<PublicFetcher of {', '.join(self._rules.hosts)}>"

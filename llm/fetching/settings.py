@@ -22,7 +22,7 @@ class FetchRules:
 
     Attributes:
         hosts: that are asked: `HOST`, `HOST:PORT`, `*.DOMAIN`, or `*` for all that are public.
-        timeout: seconds for all of it: names, redirects and the body.
+        timeout: seconds for all URLs of a request: names, redirects and bodies.
         redirects: that are followed.
 
     Raises:

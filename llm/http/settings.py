@@ -130,7 +130,7 @@ class HttpSettings(Options):
     media_timeout: Annotated[
         float,
         Option(
-            "seconds for fetching an image, with its redirects",
+            "seconds for fetching the images of a request, with their redirects",
             above=0,
             unit="seconds",
             guide="images.md#urls",

@@ -66,27 +66,23 @@ class ReadPart(NamedTuple):
     digest: str
     encoded: str
 
-    def as_part(self) -> dict[str, Any]:
-        """The part of a chat that engines get: always inline, and with its digest as `uuid`, by
-        which vLLM knows it too. A client's own `uuid` reaches nobody: it could name another's
-        image."""
-        if self.kind.modality == "audio":
-            sound = {"data": self.encoded, "format": self.kind.format}
-            return {"type": "input_audio", "input_audio": sound, "uuid": self.digest}
-        return self._image(f"data:{self.kind.name};base64,{self.encoded}")
-
     def as_json(self) -> dict[str, Any]:
-        """The same, to be written as JSON: nobody looks at each of its characters again."""
+        """The part of a chat that engines get, to be written as JSON without a further look at each
+        of its characters: always inline, and with its digest as `uuid`, by which vLLM knows it too.
+        A client's own `uuid` reaches nobody: it could name another's image."""
         if self.kind.modality == "audio":
             sound = {"data": msgspec.Raw(f'"{self.encoded}"'), "format": self.kind.format}
             return {"type": "input_audio", "input_audio": sound, "uuid": self.digest}
-        return self._image(msgspec.Raw(f'"data:{self.kind.name};base64,{self.encoded}"'))
-
-    def _image(self, url: str | msgspec.Raw) -> dict[str, Any]:
-        image = {"url": url}
+        image: dict[str, Any] = {
+            "url": msgspec.Raw(f'"data:{self.kind.name};base64,{self.encoded}"')
+        }
         if self.named.detail is not None:
             image["detail"] = self.named.detail
         return {"type": "image_url", "image_url": image, "uuid": self.digest}
+
+    def as_marker(self) -> dict[str, Any]:
+        """A text in place of the part, which is the same for the same image alone."""
+        return {"type": "text", "text": f"<{self.kind.modality} {self.digest}>"}
 
 
 def named_parts(messages: Sequence[Mapping[str, Any]]) -> list[NamedPart]:
@@ -236,28 +232,16 @@ def _check_pixels(where: str, data: bytes, kind: MediaType, limits: MediaLimits)
         )
 
 
-def with_parts(
-    messages: Sequence[dict[str, Any]], read: Sequence[ReadPart]
-) -> list[dict[str, Any]]:
-    """Messages with the images and sounds that were read, as engines get them."""
-    return _replaced(messages, read, ReadPart.as_part)
-
-
 def with_json(messages: Sequence[dict[str, Any]], read: Sequence[ReadPart]) -> list[dict[str, Any]]:
-    """The same, to be written as JSON."""
+    """Messages with the images and sounds that were read, as engines get them."""
     return _replaced(messages, read, ReadPart.as_json)
 
 
 def with_markers(
     messages: Sequence[dict[str, Any]], read: Sequence[ReadPart]
 ) -> list[dict[str, Any]]:
-    """Messages with a text in place of each image and sound, which is the same for the same one
-    alone."""
-    return _replaced(messages, read, _marker)
-
-
-def _marker(part: ReadPart) -> dict[str, Any]:
-    return {"type": "text", "text": f"<{part.kind.modality} {part.digest}>"}
+    """Messages with a text in place of each image and sound."""
+    return _replaced(messages, read, ReadPart.as_marker)
 
 
 def _replaced(

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
+import anyio
 import msgspec
 from msgspec.structs import replace
 
@@ -26,7 +27,7 @@ from .parts import (
     named_parts,
     read_part,
     with_json,
-    with_parts,
+    with_markers,
 )
 from .types import KNOWN, Modality
 
@@ -45,7 +46,14 @@ _NAMES: Final[Mapping[Modality, str]] = {"image": "an image", "audio": "a sound"
 
 
 class Fetcher(Protocol):
-    """Fetches what URLs name."""
+    """Fetches what URLs name.
+
+    Attributes:
+        timeout: seconds for all URLs of a request.
+    """
+
+    @property
+    def timeout(self) -> float: ...
 
     async def fetch(self, url: str, where: str, most: int) -> bytes:
         """The bytes at a URL.
@@ -64,6 +72,7 @@ class MediaRequest(NamedTuple):
     """A request for a chat as engines get it, with what was read of its images and sounds.
 
     Attributes:
+        request: with a text in place of each, which routers may go by.
         body: as JSON, for engines that take text.
         parts: none where it has text alone.
         text_bytes: of the body without them, each counted as `BYTES_OF_PART`.
@@ -142,18 +151,29 @@ class MediaReader:
     async def _fetch(self, named: Sequence[NamedPart]) -> dict[str, bytes]:
         """The bytes at the URLs of parts, each of them fetched once."""
         fetched: dict[str, bytes] = {}
-        for part in named:
-            if part.begin is not None or part.text in fetched:
-                continue
-            if self._fetcher is None:
-                raise unsupported(
-                    part.where,
-                    "URLs are not fetched here; send the image itself, as "
-                    "data:image/png;base64,DATA",
-                )
-            left = self._limits.bytes - sum(map(len, fetched.values()))
-            most = min(self._limits.part_bytes, left)
-            fetched[part.text] = await self._fetcher.fetch(part.text, part.where, most)
+        to_fetch = [part for part in named if part.begin is None]
+        if not to_fetch:
+            return fetched
+        if self._fetcher is None:
+            raise unsupported(
+                to_fetch[0].where,
+                "URLs are not fetched here; send the image itself, as data:image/png;base64,DATA",
+            )
+        left, part = self._limits.bytes, to_fetch[0]
+        try:
+            with anyio.fail_after(self._fetcher.timeout):
+                for part in to_fetch:
+                    if part.text not in fetched:
+                        most = min(self._limits.part_bytes, left)
+                        data = await self._fetcher.fetch(part.text, part.where, most)
+                        fetched[part.text], left = data, left - len(data)
+        except TimeoutError:
+            raise BadRequest(
+                f"{part.where}: with those before it was not fetched within "
+                f"{self._fetcher.timeout:g} s",
+                param=part.where,
+                reason="url_not_fetched",
+            ) from None
         return fetched
 
     def _read(
@@ -170,14 +190,15 @@ class MediaReader:
             read.append(read_part(part, data, self._limits))
             encoded += len(read[-1].encoded)
             check_total(encoded // 4 * 3 - 2, self._limits)
-        messages, written = with_parts(request.messages, read), with_json(request.messages, read)
+        written = with_json(request.messages, read)
         fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         try:
             changed = msgspec.Raw(msgspec.json.encode({**fields, "messages": written}))
         except RecursionError:
             raise BadRequest("messages: they are nested too deeply", param="messages") from None
         text_bytes = len(changed) - encoded + BYTES_OF_PART * len(read)
-        return MediaRequest(replace(request, messages=messages), changed, read, text_bytes)
+        marked = replace(request, messages=with_markers(request.messages, read))
+        return MediaRequest(marked, changed, read, text_bytes)
 
 
 def _refusal(modality: Modality, model: str, takes: Collection[str]) -> str:

@@ -11,10 +11,9 @@ from typing import Annotated, Final, NamedTuple, Protocol
 
 import anyio
 import msgspec
-from msgspec.structs import replace
 
 from dynbus import DynbusError, EndpointClient
-from dynbus.llm.media.parts import ReadPart, with_markers
+from dynbus.llm.media.parts import ReadPart
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 
@@ -76,6 +75,7 @@ class PromptReader(Protocol):
         """The tokens of its first prompt.
 
         Args:
+            request: with a text in place of each image and sound.
             parts: the images and sounds in it.
 
         Raises:
@@ -104,11 +104,11 @@ class OwnTokenizer:
         body: msgspec.Raw,
         parts: Sequence[ReadPart],
     ) -> ReadPrompt:
-        if parts and isinstance(request, ChatRequest):
-            if self._for_parts is not None:
-                with suppress(DynbusError, msgspec.MsgspecError):
-                    return await self._for_parts.read(request, body, parts)
-            request = replace(request, messages=with_markers(request.messages, parts))
+        if parts and self._for_parts is not None:
+            with suppress(DynbusError, msgspec.MsgspecError):
+                told = await self._for_parts.read(request, body, parts)
+                if told.token_ids:
+                    return told
         return ReadPrompt((await encoded_prompts(self._text, request))[0])
 
 

@@ -13,7 +13,15 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus import ConfigError, DynbusError, InvalidResponse, Unavailable
+from dynbus import (
+    ConfigError,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    InvalidResponse,
+    PayloadTooLarge,
+    Unavailable,
+)
 
 from .answers import (
     CacheShape,
@@ -175,17 +183,27 @@ class OpenAiServer:
                 return False
         return True
 
-    async def takes(self, model: str, modality: str) -> bool:
-        """True if the server answers a chat with an image, or a sound."""
+    async def takes(self, model: str, modality: str) -> bool | None:
+        """Whether the server answers a chat with an image, or a sound; None where it cannot say so
+        now."""
         body = msgspec.json.encode(probe_request(model, modality))
         try:
             with anyio.fail_after(PROBE_TIMEOUT):
                 async with self.ask("/chat/completions", _PROBE_HEADERS, body) as answer:
                     await answer.body(MAX_ANSWER)
             return True
-        except (DynbusError, TimeoutError, NotReached, BrokenOff, ValueError) as error:
+        except (InvalidRequest, HandlerError, PayloadTooLarge) as error:
             logger.debug("%s takes no %s for %s: %r", self.address, modality, model, error)
             return False
+        except (DynbusError, TimeoutError, NotReached, BrokenOff, ValueError) as error:
+            logger.warning(
+                "%s does not say whether it takes %s for %s: %r; all is passed on to it",
+                self.address,
+                modality,
+                model,
+                error,
+            )
+            return None
 
     async def stand_ins(self, model: str, modality: str) -> list[int]:
         """The tokens that stand for an image, or a sound, in a prompt; none where the server does

@@ -464,12 +464,18 @@ class OpenAiWorker(Actor, namespace="llm"):
             self._warned.add(problem)
             logger.error("%s", problem)
 
-    async def _modalities_of(self, model: str) -> list[str]:
-        """The kinds of content that the server takes for a model beside text."""
+    async def _modalities_of(self, model: str) -> list[str] | None:
+        """The kinds of content that the server takes for a model beside text; None where it does
+        not say."""
         named = _named_modalities(self._options.modalities)
         if named is not None:
             return named
-        taken = [one for one in MODALITIES if await self._server.takes(model, one)]
+        taken: list[str] = []
+        for one in MODALITIES:
+            takes = await self._server.takes(model, one)
+            if takes is None:
+                return None
+            taken += [one] * takes
         logger.info("%s takes %s for %s", self._address, ", ".join(["text", *taken]), model)
         return taken
 

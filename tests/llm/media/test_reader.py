@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from tests.llm.media.samples import (
@@ -34,6 +35,8 @@ BOTH = ("image", "audio")
 
 class Fetched:
     """Fetches what a test says is there."""
+
+    timeout = 0.2
 
     def __init__(self, **files: bytes) -> None:
         self.files = files
@@ -80,7 +83,8 @@ async def test_an_engine_gets_an_image_inline_with_its_digest_and_its_own_type()
     assert body["messages"][1]["content"] == [words("a"), expected, words("b")]
     assert body["messages"][0] == {"role": "system", "content": "Look."}
     assert body["own"] == 1.5
-    assert found.request.messages == body["messages"]
+    marker = words(f"<image {digest(png())}>")
+    assert found.request.messages[1]["content"] == [words("a"), marker, words("b")]
 
 
 async def test_a_sound_has_the_format_that_it_is() -> None:
@@ -208,6 +212,22 @@ async def test_images_that_are_fetched_count_for_the_limits_too() -> None:
     assert "more than 1500 bytes together" in error.message
     assert fetcher.asked[0][1] == 1000
     assert fetcher.asked[1][1] == 1500 - len(fetcher.files["one"])
+
+
+async def test_all_urls_of_a_request_have_one_time() -> None:
+    class Slow(Fetched):
+        async def fetch(self, url: str, where: str, most: int) -> bytes:
+            await anyio.sleep(0.08)
+            return await super().fetch(url, where, most)
+
+    fetcher = Slow(**{f"n{number}": png() for number in range(9)})
+    urls = [{"type": "image_url", "image_url": f"https://x.example/{one}"} for one in fetcher.files]
+
+    error = await refused(*urls, fetcher=fetcher)
+
+    assert "with those before it was not fetched within 0.2 s" in error.message
+    assert error.reason == "url_not_fetched"
+    assert len(fetcher.asked) < 4
 
 
 async def test_thousands_of_parts_are_refused_before_one_is_decoded() -> None:

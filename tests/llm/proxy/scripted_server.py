@@ -39,6 +39,7 @@ class ScriptedServer:
         metrics: the text of `GET /metrics`; None for no such route.
         tokenizes: whether it has `POST /tokenize`, whose tokens are the bytes of a text.
         takes: the types of parts that it takes beside text, each of which is three tokens 7.
+        is_full: whether it refuses all parts beside text for now.
         key: what it wants as a key; empty for none.
         hangs: whether it answers no request for completions any longer, and all others.
         asked: the requests for completions that came, but for probes.
@@ -54,6 +55,7 @@ class ScriptedServer:
         self.metrics: str | None = None
         self.tokenizes = False
         self.takes: set[str] = set()
+        self.is_full = False
         self.key = ""
         self.hangs = False
         self.asked: list[Asked] = []
@@ -135,6 +137,8 @@ class ScriptedServer:
         if self.hangs:
             await _until_left(asked)
             return False
+        if self.is_full and any(part["type"] != "text" for part in parts):
+            return await _whole(writer, 429, {"error": {"message": "full"}})
         if any(part["type"] not in {"text", *self.takes} for part in parts):
             return await _whole(writer, 400, {"error": {"message": "no such part"}})
         text = "".join(part.get("text", "") for part in parts)

@@ -113,6 +113,16 @@ async def test_a_server_is_asked_what_it_takes_unless_it_is_named(
     assert card.modalities == modalities
 
 
+async def test_a_server_that_is_busy_when_it_is_asked_gets_all_parts() -> None:
+    async with scripted_server() as server, TestKit() as kit:
+        server.is_full = True
+        await kit.start(OpenAiWorker, url=server.url)
+        async with Catalog(kit.caller) as catalog:
+            card = await catalog.wait_for("served", ModelType.Chat, timeout=5.0)
+
+    assert card.modalities is None
+
+
 async def test_a_modality_that_nobody_knows_is_refused() -> None:
     async with TestKit() as kit:
         with pytest.raises(ConfigError, match="modalities has 'smell': it may have image, audio"):
