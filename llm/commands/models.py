@@ -105,6 +105,7 @@ def _json(model: Any) -> dict[str, Any]:
         "types": card.types,
         "endpoint": card.endpoint,
         "input": card.input.value,
+        "modalities": card.modalities,
         "instances": model.instances,
         "context_length": card.context_length,
         "kv_cache_block_size": card.kv_cache_block_size,

@@ -106,9 +106,9 @@ class OwnTokenizer:
     ) -> ReadPrompt:
         if parts and self._for_parts is not None:
             with suppress(DynbusError, msgspec.MsgspecError):
-                told = await self._for_parts.read(request, body, parts)
-                if told.token_ids:
-                    return told
+                prompt = await self._for_parts.read(request, body, parts)
+                if prompt.token_ids:
+                    return prompt
         return ReadPrompt((await encoded_prompts(self._text, request))[0])
 
 

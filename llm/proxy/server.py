@@ -184,7 +184,7 @@ class OpenAiServer:
         return True
 
     async def takes(self, model: str, modality: str) -> bool | None:
-        """Whether the server answers a chat with an image, or a sound; None where it cannot say so
+        """True if the server answers a chat with an image, or a sound; None where it cannot say so
         now."""
         body = msgspec.json.encode(probe_request(model, modality))
         try:
