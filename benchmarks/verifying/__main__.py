@@ -26,15 +26,38 @@ TURN = 48
 OUTPUT = 8
 
 
+class Figures(NamedTuple):
+    """The figures of a verification.
+
+    Attributes:
+        answers: by what became of them.
+        tokens, seconds: that were computed again, and that this took of the engine.
+        bounds: of norms, peaks and logits.
+    """
+
+    answers: dict[str, int]
+    tokens: int
+    seconds: float
+    damages: int
+    bounds: tuple[float, ...]
+
+
 class Measured(ModelWorker, namespace="benchmark"):
     """An instance that tells what its verification did."""
 
-    def figures(self) -> tuple[dict[str, int], float, int]:
-        """Answers by what became of them, seconds, and damages."""
+    def figures(self) -> Figures | None:
+        """The figures of its verification; None where that is off."""
         verifier = self.verification.verifier
         if verifier is None:
-            return {}, 0.0, 0
-        return dict(verifier.figures.answers), verifier.figures.seconds, verifier.findings.count
+            return None
+        known = verifier.figures
+        return Figures(
+            dict(known.answers),
+            known.tokens,
+            round(known.seconds, 3),
+            verifier.findings.count,
+            tuple(verifier.noise.bounds),
+        )
 
 
 class Round(NamedTuple):
@@ -42,19 +65,16 @@ class Round(NamedTuple):
 
     Attributes:
         cpu_s, wall_s: of the process while the load was on.
-        verifying_s: of the engine that verification took in that time.
         first_s: to the first token, median and 95th percentile.
-        answers, damages: see `Measured.figures`.
+        verified: see `Measured.figures`.
     """
 
     verify: float
     requests: int
     cpu_s: float
     wall_s: float
-    verifying_s: float
     first_s: tuple[float, float]
-    answers: dict[str, int]
-    damages: int
+    verified: Figures | None
 
 
 async def measure(model: str, verify: float, budget: float, seconds: float, rate: float) -> Round:
@@ -92,17 +112,14 @@ async def measure(model: str, verify: float, budget: float, seconds: float, rate
                     talk.clear()
                 talks.append(talk)
                 tasks.create_task(turn(kit, talk))
-        answers, verifying, damages = worker.figures()
         firsts.sort()
         return Round(
             verify,
             len(firsts),
             round(process_time() - cpu, 2),
             round(perf_counter() - began, 2),
-            round(verifying, 3),
             (round(median(firsts), 3), round(firsts[int(0.95 * len(firsts))], 3)),
-            answers,
-            damages,
+            worker.figures(),
         )
 
 

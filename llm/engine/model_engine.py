@@ -504,7 +504,7 @@ def witness(
     Raises:
         ValueError: the model is no `ComparableModel`.
     """
-    engine._be_witnessed(make)
+    engine._be_witnessed(make)  # pyright: ignore[reportPrivateUsage]
 
 
 def _show_first(

@@ -13,7 +13,7 @@ from dynbus.llm.engine.model import ComparableModel
 
 from .noise import Difference, Floats, differences, larger
 
-COMPARED: Final = 32
+COMPARED: Final = 16
 """Blocks that are compared at a time."""
 
 

@@ -9,8 +9,12 @@ import pytest
 
 from .injecting import Injector, Way
 
+# A bit of an exponent makes infinities, and these no numbers, which numpy warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
 FEW = 48
 MANY = int(os.environ.get("DAMAGES", "10000"))
+SEED = int(os.environ.get("DAMAGES_SEED", "3"))
 
 
 @pytest.mark.parametrize("way", ["own", "host", "moved"])
@@ -36,7 +40,8 @@ def test_an_engine_with_noise_catches_every_damage_above_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("way", ["own", "host", "moved"])
 def test_of_10_000_damages_every_one_is_caught(tmp_path: Path, way: Way, exact: bool) -> None:
-    report = Injector(tmp_path, way, 3, exact=exact).run(MANY // 6)
+    # One in six is none, in each of six runs.
+    report = Injector(tmp_path, way, SEED, exact=exact).run(MANY // 5)
 
     print(f"\n{way}, {'exact' if exact else 'with noise'}: {report}")
     assert report.caught == report.injected
