@@ -32,7 +32,12 @@ from .metrics import CONTENT_TYPE
 from .scores import RerankExchange, ScoreExchange
 from .shared import RESUMABLE, RESUMABLE_REASON, Caller, Shared
 from .streams import RESPONSES, STREAMS, StreamExchange
-from .tokens import CountExchange, DetokenizeExchange, TokenizeExchange
+from .tokens import (
+    DetokenizeExchange,
+    InputCountExchange,
+    MessagesCountExchange,
+    TokenizeExchange,
+)
 from .writer import JSON, Headers, Send, raw_headers
 
 logger = logging.getLogger(__name__)
@@ -46,7 +51,8 @@ APIS: Final[Mapping[str, Api]] = {
 EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Send], Exchange]]] = {
     **{path: partial(CompletionExchange, api) for path, api in APIS.items()},
     RESPONSES: ResponsesExchange,
-    "/v1/messages/count_tokens": CountExchange,
+    "/v1/messages/count_tokens": MessagesCountExchange,
+    "/v1/responses/input_tokens": InputCountExchange,
     "/v1/embeddings": EmbeddingsExchange,
     "/v1/score": ScoreExchange,
     "/score": ScoreExchange,

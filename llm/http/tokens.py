@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -23,8 +24,9 @@ from dynbus.llm.pipeline.models import SERVED
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.preparing import encoded_prompts
 from dynbus.llm.pipeline.tokens import detokenize, tokenize
+from dynbus.llm.responses.api import ResponsesApi
 
-from .exchange import Exchange
+from .exchange import LONG_BODY, Exchange
 
 
 class TokensExchange(Exchange):
@@ -83,16 +85,42 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
+class InputTokens(TokenCount, frozen=True):
+    """The number of tokens of a conversation, as OpenAI tells it."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class CountExchange(TokensExchange):
+    """A request for how many tokens a conversation has."""
+
+    async def _count(self, request: ChatRequest, answer: Callable[[int], TokenCount]) -> None:
+        model = await self._ask_tokenizer(request.model)
+        [prompt] = await encoded_prompts(model.text, request)
+        self._end_with(answer(len(prompt)))
+
+
+class MessagesCountExchange(CountExchange):
     """A request of Anthropic's for how many tokens a conversation has."""
 
     def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         return message_error(error, request_id)
 
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
-        return partial(self._count, chat_of(chat_body(read_conversation(data))))
+        return partial(self._count, chat_of(chat_body(read_conversation(data))), TokenCount)
 
-    async def _count(self, request: ChatRequest) -> None:
-        model = await self._ask_tokenizer(request.model)
-        [prompt] = await encoded_prompts(model.text, request)
-        self._end_with(TokenCount(len(prompt)))
+
+class InputCountExchange(CountExchange):
+    """A request of OpenAI's for how many tokens the input of a response has."""
+
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        return partial(self._look_up, data)
+
+    async def _look_up(self, data: bytes) -> None:
+        responses, api = self._shared.responses, ResponsesApi()
+        if responses is not None:
+            api = await responses.api(self._caller.tenant, data)
+        asked = await self._aside(api.read, data) if len(data) > LONG_BODY else api.read(data)
+        request = asked.request
+        assert isinstance(request, ChatRequest), "a response is one of a chat"
+        await self._count(request, InputTokens)

@@ -97,6 +97,12 @@ POSTS: Final[Mapping[str, _Post]] = {
         ModelType.Chat,
         "from `response.created` to `response.completed`",
     ),
+    "/v1/responses/input_tokens": _Post(
+        "Count the tokens of the input of a response.",
+        ResponsesRequest,
+        "InputTokens",
+        ModelType.Chat,
+    ),
     "/v1/messages": _Post(
         "Answer a conversation, by Anthropic's interface.",
         MessagesRequest,

@@ -421,6 +421,7 @@ ANSWERS: Final[Mapping[str, Schema]] = {
         }
     ),
     "TokenCount": record({"input_tokens": COUNT}),
+    "InputTokens": record({"object": one_of("response.input_tokens"), "input_tokens": COUNT}),
     "Embeddings": record(
         {
             "object": one_of("list"),

@@ -399,6 +399,11 @@ async def test_a_model_is_served_for_chats_and_for_embeddings(
             answer, embedded = await asyncio.gather(chat, embed)
             with pytest.raises(openai.BadRequestError, match="dimensions = 65: it is from 1 to 64"):
                 await client.embeddings.create(model="small", input="a", dimensions=65)
+            # As of another tokenizer, which clients make unless they are told otherwise.
+            with pytest.raises(openai.BadRequestError, match="ids of the model's own tokenizer"):
+                await client.embeddings.create(model="small", input=[[5, 99_999]])
+            body = {"model": "small", "query": texts[0], "documents": texts}
+            ranked: Any = await client.post("/rerank", body=body, cast_to=object)
 
     assert [each.id for each in listed.data] == ["small"]
     assert answer.usage is not None
@@ -408,3 +413,4 @@ async def test_a_model_is_served_for_chats_and_for_embeddings(
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-5)
     assert vectors[0] @ vectors[1] < 0.9999
+    assert [one["index"] for one in ranked["results"]] in ([0, 2, 1], [2, 0, 1])

@@ -35,6 +35,7 @@ ANSWERED: Any = {
     "/v1/chat/completions": {**SAID, "logprobs": True, "top_logprobs": 1},
     "/v1/completions": {"model": "tiny", "prompt": ["say hi"], "logprobs": 1},
     "/v1/responses": {"model": "tiny", "input": "say hi", "stream": True},
+    "/v1/responses/input_tokens": {"model": "tiny", "input": "say hi"},
     "/v1/messages": {**SAID, "max_tokens": 20},
     "/v1/messages/count_tokens": SAID,
     "/v1/embeddings": {"model": "vectors", "input": "hi"},

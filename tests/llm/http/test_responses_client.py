@@ -423,3 +423,25 @@ async def test_a_conversation_that_goes_on_is_named_to_routers_and_engines(tmp_p
         await client.responses.create(model="tiny", input="say hi", previous_response_id=second.id)
         assert front.engine.requests[-1].session == Session(first.id, 300.0)
         assert front.engine.metadata[-1]["session"] == f"ada/{first.id}"
+
+
+async def test_the_tokens_of_an_input_are_those_that_its_response_has() -> None:
+    weather: Any = {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {}},
+        "strict": False,
+    }
+    asked_for: Any = {"model": "tiny", "input": "say hi", "instructions": "Be brief."}
+    async with asked() as (_, client):
+        response = await client.responses.create(**asked_for, tools=[weather])
+        counted = await client.responses.input_tokens.count(**asked_for, tools=[weather])
+        after: Any = {"model": "tiny", "input": "say hi", "previous_response_id": response.id}
+        next_one = await client.responses.create(**after)
+        counted_on = await client.responses.input_tokens.count(**after)
+
+    assert response.usage is not None
+    assert next_one.usage is not None
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+    assert counted_on.input_tokens == next_one.usage.input_tokens

@@ -303,6 +303,23 @@ async def test_embeddings_and_engines_that_take_text_are_counted(tmp_path: Path)
     assert left[1] == 2000 - 2
 
 
+async def test_scores_are_counted_by_the_tokens_of_their_texts(tmp_path: Path) -> None:
+    cards = {"vectors": card("vectors", "test.ScriptedEngine.embed", types=["embedding"])}
+    file = keys_file(tmp_path, "tokens_per_month=500")
+    body = {"model": "vectors", "query": "hello there", "documents": ["hi", "hi"]}
+    async with served(cards, api_keys=file) as front, client_of(front.url) as client:
+        ranked: Any = await client.post("/rerank", body=body, cast_to=object)
+        purse = purse_of(front.front_end)
+        await eventually(lambda: not purse.open)
+        left = purse.remaining(BUDGET)
+        with pytest.raises(openai.RateLimitError):
+            await client.post(
+                "/rerank", body={**body, "documents": ["word " * 300]}, cast_to=object
+            )
+
+    assert left == 500 - ranked["usage"]["total_tokens"]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_an_engine_that_takes_text_is_counted_by_what_it_tells(
     tmp_path: Path, streams: bool
