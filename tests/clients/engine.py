@@ -28,6 +28,8 @@ from dynbus.llm.mock.text_model import END_ID, write_mock_model
 NAME = "qwen3"
 ANSWER = "The capital of France is Paris."
 DIMENSIONS = 8
+RETRY_AFTER = 1
+"""Seconds after which a prompt that was refused may be sent again."""
 
 # As that of Qwen 3, made short.
 TEMPLATE = """\
@@ -115,7 +117,7 @@ class Engine(Actor, namespace="clients"):
         prompt = self._tokenizer.decode(request.token_ids, skip_special_tokens=False)
         if "busy" in prompt and prompt not in self._refused:
             self._refused.add(prompt)
-            raise Overloaded("the engine is full", retry_after=1)
+            raise Overloaded("the engine is full", retry_after=RETRY_AFTER)
         made = [*self._tokenizer.encode(self._text(prompt, request)).ids, END_ID]
         limit = min(request.max_tokens or len(made), len(made))
         for place, token_id in enumerate(made[request.generated : limit], request.generated + 1):
