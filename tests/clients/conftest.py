@@ -35,7 +35,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with project_folder(path) as project:
-        project.start("engine.py", f"--Engine.folder={path / 'model'}")
-        project.start_front_end(port, "--api-keys", "keys.txt")
+        engine_at = f"--Engine.folder={path / 'model'}"
+        front_at = (f"--Front.port={port}", "--Front.api_keys=keys.txt")
+        project.start("engine.py", "--in-process", engine_at, *front_at)
         project.wait_for(lambda: answers(f"{url}/ready"))
         yield url

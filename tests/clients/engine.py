@@ -17,6 +17,7 @@ from dynbus import Actor, Overloaded, handler
 from dynbus.llm import (
     Embedded,
     EmbedRequest,
+    Frontend,
     Generated,
     GenerateRequest,
     ModelInput,
@@ -88,6 +89,10 @@ def value_of(schema: Mapping[str, Any], root: Mapping[str, Any], *, is_last: boo
             return True
         case _:
             return "Paris"
+
+
+class Front(Frontend, namespace="clients"):
+    """The front end, in the same process."""
 
 
 class Engine(Actor, namespace="clients"):
