@@ -100,6 +100,8 @@ class ModelEngine:
         # Ends of requests whose first token, drawn elsewhere, was their last.
         self._outputs: list[tuple[str, Generated]] = []
         self._prefill_listener: Callable[[int, float], object] | None = None
+        # Whether the tier has events of which no step has told yet.
+        self._has_untold = False
         self._witness: KvWitness | None = None
         if isinstance(model, SharedModel):
             self.memory = model.memory
@@ -109,7 +111,7 @@ class ModelEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._pool.has_work or bool(self._outputs)
+        return self._pool.has_work or bool(self._outputs) or self._has_untold
 
     @property
     def load(self) -> EngineLoad:
@@ -123,7 +125,9 @@ class ModelEngine:
                 another engine; see `SecretSequence`.
         """
         self._pool.manager.tier = tier
-        self._key = key or self._key
+        if key is not None:
+            # Routers are to know what it has from before, whether requests come or not.
+            self._key, self._has_untold = key, True
 
     def watch_prefill(self, listener: Callable[[int, float], object]) -> None:
         """Tell how many tokens of prompts each step computes, and in how many seconds.
@@ -365,6 +369,7 @@ class ModelEngine:
             StepFailed: the model raised, and nothing can be relied on any longer. The cause are
                 those that had no token yet, or all that were computed where there is no such one.
         """
+        self._has_untold = False
         plan = self._pool.scheduler.schedule()
         outputs, self._outputs = self._outputs, []
         if not plan.chunks:

@@ -99,10 +99,14 @@ class LastingMemory:
         return f"<LastingMemory {self.path}>"
 
     def close(self) -> None:
-        """Leave the file to other processes. Nothing may be read or written after that."""
+        """Leave the file to other processes; more calls change nothing. Nothing may be read or
+        written after that."""
+        if self._file < 0:
+            return
         # The mapping, which has a descriptor of its own, ends with the last view of it.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
+        self._file = -1
 
     def blocks(self) -> Iterator[LastingBlock]:
         """The blocks that are there."""

@@ -37,7 +37,10 @@ def test_the_next_process_goes_on_with_what_was_kept(tmp_path: Path) -> None:
     before.store.leave()
 
     after = Engine(folder=tmp_path)
+    # Routers are told before any request comes.
+    assert after.engine.has_work
     after.follow(after.engine.step().events)
+    assert not after.engine.has_work
     assert after.store.statistics.blocks == kept
     assert after.overlap(prompt(0)).total == 5
     assert after.generate(prompt(0)) == (expected(prompt(0), 2), 5 * SIZE)
