@@ -39,6 +39,9 @@ SAID = {
 AT_PUSH = [name for name in SAID if name == "anthropic" or name.startswith("openai")]
 AT_PUSH.remove("openai-js")
 
+PROXY_START = 240.0
+"""Seconds that LiteLLM's proxy may take to start: it imports for 15 s where nothing else runs."""
+
 ONE_AFTER_ANOTHER = """
 import runpy, sys
 
@@ -102,7 +105,9 @@ def proxy(front: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(f"{url}/health/liveliness") or process.poll() is not None)
+        wait_until(
+            lambda: answers(f"{url}/health/liveliness") or process.poll() is not None, PROXY_START
+        )
         assert process.poll() is None, (folder / "log").read_text()
         yield url
     finally:
@@ -111,6 +116,7 @@ def proxy(front: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(2 * PROXY_START)
 @pytest.mark.parametrize(
     "name", ["openai", "openai-responses", "anthropic", "langchain", "openai-js", "ai-sdk"]
 )
