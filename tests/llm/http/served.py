@@ -186,7 +186,8 @@ class TextEngine(Actor, namespace="test"):
                 ],
             }
         usage = self.usage
-        if usage is None and (asked.get("stream_options") or {}).get("include_usage"):
+        options: Any = request.get("stream_options")
+        if usage is None and options and options.get("include_usage"):
             usage = {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15}
         if usage is not None:
             yield {**head, "choices": [], "usage": usage}

@@ -434,7 +434,8 @@ async def test_the_tokens_of_an_input_are_those_that_its_response_has() -> None:
     }
     asked_for: Any = {"model": "tiny", "input": "say hi", "instructions": "Be brief."}
     async with asked() as (_, client):
-        response = await client.responses.create(**asked_for, tools=[weather])
+        create: Any = client.responses.create
+        response = await create(**asked_for, tools=[weather])
         counted = await client.responses.input_tokens.count(**asked_for, tools=[weather])
         after: Any = {"model": "tiny", "input": "say hi", "previous_response_id": response.id}
         next_one = await client.responses.create(**after)
