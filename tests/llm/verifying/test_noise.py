@@ -111,6 +111,19 @@ def test_work_takes_no_more_than_its_share_but_for_the_last_piece(
 
 def test_what_is_saved_up_is_bounded() -> None:
     budget = TimeBudget(0.5, 0.0)
-    budget.spend(SAVED + 1, 1e6)
+    budget.spend(SAVED, 1e6)
+    budget.spend(1.0, 1e6)
 
-    assert budget.wait(1e6) == 2.0
+    assert budget.wait(1e6) == 4.0
+
+
+def test_a_piece_begins_when_as_much_is_saved_as_the_last_one_took() -> None:
+    budget = TimeBudget(0.01, 0.0)
+    spent = 0.0
+    now = 0.0
+    while now < 1000.0:
+        now += budget.wait(now) + 0.5
+        budget.spend(0.5, now)
+        spent += 0.5
+
+    assert 0.009 * now <= spent <= 0.01 * now + 0.5
