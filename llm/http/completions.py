@@ -193,6 +193,8 @@ class CompletionExchange(Exchange):
             log = await streams.begin(key, begun, caller.tenant)
         except DynbusError as error:
             wish.numbers.stop()
+            # Nobody runs it, who would do that.
+            sink.settle = None
             self._writer.add_headers(_refused(str(error)))
             return None
         stream = RunningStream(

@@ -181,13 +181,10 @@ class ResponseStore:
         """The sink of an answer, which has it kept before its end is told where it is to be."""
         if not isinstance(format, ResponseFormat) or format.pending is None:
             return sink
-        keeping = _KeepingSink(sink, format, partial(self._keep, tenant))
+        start = partial(self._background.start, name="keeping a response")
+        keeping = _KeepingSink(sink, format, partial(self._keep, tenant), start)
         if isinstance(sink, NumberedSink):
             sink.settle = keeping.settle
-        else:
-            keeping.when_whole = partial(
-                self._background.start, keeping.settle, name="keeping a response"
-            )
         return keeping
 
     async def _keep(self, tenant: str, stored: StoredResponse) -> bool:
@@ -304,9 +301,7 @@ class _KeepingSink:
 
     Args:
         keep: keeps a response; whether that is done.
-
-    Attributes:
-        when_whole: called when the response is to be kept, by `settle`.
+        start: has `settle` done, where `NumberedSink.settle` is for nobody to call.
     """
 
     def __init__(
@@ -314,11 +309,12 @@ class _KeepingSink:
         sink: Sink,
         format: ResponseFormat,
         keep: Callable[[StoredResponse], Awaitable[bool]],
+        start: Callable[[Callable[[], Awaitable[None]]], object],
     ) -> None:
-        self.when_whole: Callable[[], object] | None = None
         self._sink = sink
         self._format = format
         self._keep = keep
+        self._start = start
         # The end of the answer, as long as it is not told.
         self._last: bytes | None = None
         self._is_whole = False
@@ -336,8 +332,8 @@ class _KeepingSink:
             self._sink.end(error)
             return
         self._is_whole = True
-        if self.when_whole is not None:
-            self.when_whole()
+        if not isinstance(self._sink, NumberedSink) or self._sink.settle is None:
+            self._start(self.settle)
 
     async def settle(self) -> None:
         """Keep the response and tell its end, where it is whole and that is not done."""

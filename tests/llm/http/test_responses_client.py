@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
+from tests.conditions import PATIENCE
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus import Unavailable
@@ -351,6 +353,22 @@ async def test_a_tenant_does_not_see_the_responses_of_another(tmp_path: Path) ->
                 model="tiny", input="say hi", previous_response_id=answer.id
             )
         assert (await first.responses.retrieve(answer.id)).output_text == "hi"
+
+
+async def test_a_stream_that_cannot_be_resumed_is_kept_and_ends() -> None:
+    async with asked() as (_, client):
+        with anyio.fail_after(PATIENCE):
+            stream = await client.responses.create(
+                model="text",
+                input="hi",
+                stream=True,
+                extra_headers={"Dynbus-Resumable": "1"},
+            )
+            events = [event async for event in stream]
+        assert events[-1].type == "response.completed"
+        kept = await client.responses.retrieve(events[-1].response.id)
+
+    assert kept.output_text == "two words"
 
 
 async def test_a_front_end_that_keeps_none_says_so() -> None:
