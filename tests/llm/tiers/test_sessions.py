@@ -51,6 +51,57 @@ def test_an_owner_gives_up_its_own_conversations_and_never_those_of_others() -> 
     assert kept(sessions) == [1, 2, 11, 12, 31, 32, 33, 34]
 
 
+def test_conversations_that_take_no_blocks_of_their_own_are_no_more_than_there_are_blocks() -> None:
+    sessions = KeptSessions(16)
+    for number in range(100):
+        sessions.keep(key(f"a{number}", "ada"), [1, 2], float(number))
+    sessions.keep(key("b", "bob"), [3], 0.5)
+
+    assert len(sessions) == 15
+    assert sessions.blocks == 3
+
+
+class Hash(int):
+    """A hash that counts how often any was looked up."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        Hash.lookups += 1
+        return super().__hash__()
+
+
+class End(float):
+    """An end that counts how often any was compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other: float) -> bool:
+        End.comparisons += 1
+        return super().__lt__(other)
+
+
+def test_many_conversations_give_way_to_a_long_one_in_no_time() -> None:
+    sessions = KeptSessions(1000)
+    for number in range(800):
+        sessions.keep(key(f"a{number}"), [number], End(number))
+    sessions.keep(key("long"), [Hash(1000 + number) for number in range(900)], End(2000))
+
+    assert len(sessions) == 101
+    assert Hash.lookups < 10 * 900
+    assert End.comparisons < 40 * 800
+
+
+def test_conversations_that_go_on_for_long_leave_nothing_behind() -> None:
+    sessions = KeptSessions(100)
+    for turn in range(10_000):
+        sessions.keep(key(f"a{turn % 3}"), [1, 2, turn], float(turn))
+
+    assert (len(sessions), len(sessions._ends._order) < 200) == (3, True)
+    sessions.end_those_over(10_000.0)
+    assert (sessions.blocks, len(sessions), len(sessions._ends_of)) == (0, 0, 0)
+
+
 def test_a_conversation_that_is_too_long_keeps_its_beginning() -> None:
     sessions = KeptSessions(4)
     sessions.keep(key("a"), [*range(50)], 1.0)
