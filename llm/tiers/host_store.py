@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -112,7 +113,9 @@ class HostStore:
         self.damaged: Callable[[Sequence[int]], object] | None = None
         self._pinned: list[int] = []
         self._kept = self._brought = self._computed = self._damaged = 0
-        self._is_closed = False
+        self._is_closed = self._has_left = False
+        # Held while a file is written or read: it is left in between.
+        self._using = threading.RLock()
         # By place: of the bytes there, with the hash of the block as the seed, so that a block that
         # is whole and another one's differs as well.
         self._sums: dict[int, int] | None = {} if checksums or folder is not None else None
@@ -164,7 +167,12 @@ class HostStore:
     def _take_in(
         self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
     ) -> None:
-        taken = self._index.take_in(blocks, cached)
+        with self._using:
+            if not self._is_closed:
+                self._copy_in(self._index.take_in(blocks, cached))
+
+    def _copy_in(self, taken: Mapping[int, CachedBlock]) -> None:
+        """Copy blocks to these places."""
         if not taken:
             return
         began = perf_counter()
@@ -224,7 +232,15 @@ class HostStore:
 
         What is not what was kept is lost, and what follows it.
         """
+        with self._using:
+            return self._fill(blocks, sequence_hashes)
+
+    def _fill(self, blocks: Sequence[int], sequence_hashes: Sequence[int]) -> int:
         pinned, self._pinned = self._pinned, []
+        if self._has_left:
+            # The bytes are those of another process.
+            self._index.unpin(pinned)
+            return 0
         places = self._intact(pinned[: len(blocks)], sequence_hashes)
         if places:
             began = perf_counter()
@@ -262,16 +278,20 @@ class HostStore:
 
     def forget(self, sequence_hashes: Iterable[int]) -> list[int]:
         """See `ForgettingTier`."""
-        gone = self._index.remove(sequence_hashes)
-        if self._lasting is not None:
-            self._lasting.forget(gone)
+        with self._using:
+            gone = self._index.remove(sequence_hashes)
+            if self._lasting is not None and not self._has_left:
+                self._lasting.forget(gone)
         return gone
 
     def leave(self) -> None:
-        """Leave a file to the next process: this one computes nothing more."""
+        """Leave a file to the next process; in any thread. What the engine still computes is kept
+        no more, and it is brought nothing."""
         self._is_closed = True
-        if self._lasting is not None:
-            self._lasting.close()
+        with self._using:
+            if self._lasting is not None:
+                self._has_left = True
+                self._lasting.close()
 
     def close(self) -> None:
         """See `ForgettingTier`."""

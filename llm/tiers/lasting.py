@@ -8,6 +8,7 @@ that ends with it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -38,6 +39,10 @@ _ENTRY: Final = np.dtype(
     ]
 )
 _UNKNOWN, _FIRST, _LATER = 0, 1, 2
+
+
+_NOT_OURS: Final = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR)
+"""The errors of opening another user's file, or what is none."""
 
 
 class LastingBlock(NamedTuple):
@@ -89,10 +94,12 @@ class LastingMemory:
                 raise
         except OSError as error:
             raise ConfigError(f"host_folder: {folder} cannot be used: {error}") from error
+        self._entries: NDArray[Any] = np.frombuffer(self._map, _ENTRY, places, KEY_BYTES)
         if not any(self._map[:KEY_BYTES]):
+            # What is named there was named by a key that a host without power has not written.
+            self._entries["kind"] = _UNKNOWN
             self._map[:KEY_BYTES] = secrets.token_bytes(KEY_BYTES)
         self.key = self._map[:KEY_BYTES]
-        self._entries: NDArray[Any] = np.frombuffer(self._map, _ENTRY, places, KEY_BYTES)
         self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=head)
 
     def __repr__(self) -> str:
@@ -145,7 +152,12 @@ def _lock_one(folder: Path, name: str) -> tuple[Path, int]:
     for number in range(MAX_FILES):
         path = folder / f"{name}-{number}.kv"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(path, flags, 0o600)
+        try:
+            file = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno in _NOT_OURS and os.path.lexists(path):
+                continue
+            raise
         try:
             if os.fstat(file).st_uid == os.geteuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.events import BlockStored
 from dynbus.llm.generation import Session
 from dynbus.llm.tiers.host_index import HostIndex
-from dynbus.llm.tiers.lasting import LastingBlock, LastingMemory
+from dynbus.llm.tiers.lasting import KEY_BYTES, LastingBlock, LastingMemory
 
 from .remembering import expected
 from .test_host_store import SIZE, Engine
@@ -99,6 +102,75 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="host_folder: .* cannot be used"):
         LastingMemory(tmp_path / "file", "a model", 4, 64)
+
+
+def test_files_that_are_not_ones_own_are_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = LastingMemory(tmp_path, "a model", 4, 64).path
+    theirs.unlink()
+    (tmp_path / "elsewhere").write_bytes(b"kept")
+    theirs.symlink_to(tmp_path / "elsewhere")
+    own = LastingMemory(tmp_path, "a model", 4, 64)
+    assert own.path != theirs
+    own.close()
+
+    opened = os.open
+
+    def refused(path: Path, *options: int) -> int:
+        if path == own.path:
+            raise PermissionError(errno.EACCES, "it is another user's")
+        return opened(path, *options)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert LastingMemory(tmp_path, "a model", 4, 64).path not in (theirs, own.path)
+    assert (tmp_path / "elsewhere").read_bytes() == b"kept"
+
+
+def test_blocks_without_the_key_of_their_names_are_not_there(tmp_path: Path) -> None:
+    before = LastingMemory(tmp_path, "a model", 4, 64)
+    before.note(LastingBlock(2, 20, None, 30, 40))
+    before.close()
+    with before.path.open("r+b") as file:
+        file.write(bytes(KEY_BYTES))
+
+    assert [*LastingMemory(tmp_path, "a model", 4, 64).blocks()] == []
+
+
+def test_a_file_that_was_left_is_neither_read_nor_written(tmp_path: Path) -> None:
+    before = Engine(folder=tmp_path)
+    before.generate(prompt(0, 2), session=SESSION)
+    hashes = before.store._index.hashes
+    assert before.store.find(hashes) == 2
+    before.store.leave()
+    after = Engine(folder=tmp_path)
+    after.store.memory.views()[0][:] = 7
+
+    assert before.store.fill([0, 1], hashes) == 0
+    assert before.store.statistics.damaged == 0
+    before.store.close()
+    after.store.leave()
+    assert Engine(folder=tmp_path).store.statistics.blocks == 2
+
+
+def test_a_file_is_left_once_what_is_copied_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder=tmp_path)
+    leaving = threading.Thread(target=engine.store.leave)
+    copy = engine.store._copier.keep
+
+    def keep(blocks: Sequence[int], places: Sequence[int]) -> None:
+        leaving.start()
+        leaving.join(0.2)
+        assert leaving.is_alive()
+        copy(blocks, places)
+
+    monkeypatch.setattr(engine.store._copier, "keep", keep)
+    engine.generate(prompt(0, 2), session=SESSION)
+    leaving.join()
+
+    assert Engine(folder=tmp_path).store.statistics.blocks == 2
 
 
 WRITER = """
