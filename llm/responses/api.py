@@ -45,7 +45,7 @@ class ResponsesApi:
             encode_body(body),
             partial(ResponseFormat, repeated, pending=pending),
             has_own_id=pending is not None,
-            session=earlier.before[0] if earlier.before else "",
+            session=earlier.first,
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import anyio
 import msgspec
 
 from dynbus import DynbusError, Runtime, Unavailable
 from dynbus.llm.answers import AnswerFormat
-from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.errors import BadRequest, misfit
 from dynbus.llm.pipeline.serving import Sink
 from dynbus.llm.resumable.events import NumberedSink
 from dynbus.llm.tenants.keys import tenant_token
@@ -69,6 +69,12 @@ READ_TIMEOUT: Final = 5.0
 RECORD_BYTES: Final = 512
 """Bytes that the record of an object takes, about."""
 
+MAX_READ: Final = 32 * 1024 * 1024
+"""Bytes of kept responses that are read for one request: a short one may name very much."""
+
+MAX_REFERRED: Final = 256
+"""Responses whose items one request may name by their ids."""
+
 SWEEP_INTERVAL: Final = 60.0
 SWEEP_TIMEOUT: Final = 60.0
 
@@ -83,8 +89,9 @@ RESPONSES: Final = ObjectBucket(
 class _Named(msgspec.Struct, frozen=True):
     """An item of a request, as far as it names another one."""
 
-    type: str | None = None
-    id: str | None = None
+    # Of any kind: what they are to be is for the interface to say.
+    type: Any = None
+    id: Any = None
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -97,6 +104,32 @@ class _Head(msgspec.Struct, frozen=True):
 
 _decode_head: Final = msgspec.json.Decoder(_Head).decode
 _decode: Final = msgspec.json.Decoder(StoredResponse).decode
+
+
+class _Room:
+    """Room for the responses that are read for one request.
+
+    Args:
+        param: of the request, which names them.
+    """
+
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._left = MAX_READ
+
+    def take(self, size: int) -> None:
+        """Have room for one.
+
+        Raises:
+            BadRequest: there is none.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise misfit(
+                self._param,
+                f"the kept responses that it names have more than {MAX_READ} bytes; send the "
+                "items of the conversation as input",
+            )
 
 
 class ResponseStore:
@@ -144,19 +177,20 @@ class ResponseStore:
         if head.previous_response_id is not None:
             earlier = await self._earlier(tenant, head.previous_response_id)
         if not isinstance(head.input, str):
-            named = [one.id or "" for one in head.input if one.type == ITEM_REFERENCE]
-            if named:
+            named = [one.id for one in head.input if one.type == ITEM_REFERENCE]
+            if named := [one for one in named if isinstance(one, str)]:
                 earlier = earlier._replace(referred=await self._referred(tenant, named))
         return ResponsesApi(earlier, keeps=head.store is not False)
 
     async def _earlier(self, tenant: str, name: str) -> Earlier:
-        last = await self.get(tenant, name)
+        room = _Room("previous_response_id")
+        last = await self.get(tenant, name, room)
         if last is None:
             raise _no_previous(f"there is no response {name[:80]!r}")
         chain: dict[str, StoredResponse] = {}
 
         async def read(one: str) -> None:
-            stored = await self.get(tenant, one)
+            stored = await self.get(tenant, one, room)
             if stored is not None:
                 chain[one] = stored
 
@@ -171,8 +205,11 @@ class ResponseStore:
     async def _referred(self, tenant: str, names: Sequence[str]) -> dict[str, Item]:
         """The items of some ids, as far as they are there."""
         items: dict[str, Item] = {}
-        for response in {response_of(name) for name in names}:
-            stored = await self.get(tenant, response)
+        room, responses = _Room("input"), {response_of(name) for name in names}
+        if len(responses) > MAX_REFERRED:
+            raise misfit("input", f"it names items of more than {MAX_REFERRED} responses")
+        for response in responses:
+            stored = await self.get(tenant, response, room)
             if stored is not None:
                 items |= {item["id"]: item for item in stored.answer.output}
         return items
@@ -229,10 +266,14 @@ class ResponseStore:
 
     # Kept responses ----------------------------------------------------------------------------
 
-    async def get(self, tenant: str, name: str) -> StoredResponse | None:
+    async def get(self, tenant: str, name: str, room: _Room | None = None) -> StoredResponse | None:
         """A response of a tenant; None where there is none of this id, or none any more.
 
+        Args:
+            room: for it and others.
+
         Raises:
+            BadRequest: there is no room for it.
             DynbusError: it cannot be read at present.
         """
         if not is_response_id(name):
@@ -244,6 +285,8 @@ class ResponseStore:
             return None
         if stored.info.modified + KEPT < unix_time():
             return None
+        if room is not None:
+            room.take(len(stored.data))
         return _decode(stored.data)
 
     async def delete(self, tenant: str, name: str) -> None:

@@ -82,12 +82,15 @@ class Earlier(NamedTuple):
         items: of the conversation that it goes on with.
         before: the ids of the responses that its own is to name.
         copied: the items that its own is to have.
+        first: the id of the first response that is named or was copied from; the conversation is
+            known by it.
         referred: items of its input that it names by their ids.
     """
 
     items: Sequence[Item] = ()
     before: Sequence[str] = ()
     copied: Sequence[Item] = ()
+    first: str = ""
     referred: Mapping[str, Item] = {}
 
 
@@ -124,8 +127,8 @@ def earlier_of(chain: Sequence[StoredResponse], now: float) -> Earlier:
         items += stored.input
         items += answer.output
     if len(chain) >= MOST_BEFORE or now - answers[0].created_at > MOST_AGE:
-        return Earlier(items, copied=items)
-    return Earlier(items, [answer.id for answer in answers])
+        return Earlier(items, copied=items, first=answers[0].id)
+    return Earlier(items, [answer.id for answer in answers], first=answers[0].id)
 
 
 def page_fields(query: bytes) -> dict[str, Any]:

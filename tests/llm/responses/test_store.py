@@ -15,6 +15,7 @@ from dynbus import Unavailable
 from dynbus.bus.records.objects import ObjectStore
 from dynbus.bus.transport import StreamFull
 from dynbus.llm.answers import Output
+from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.parsing.delta import Delta
 from dynbus.llm.responses import store as storing
 from dynbus.llm.responses.answer import ResponseFormat
@@ -109,3 +110,53 @@ async def test_nothing_waits_twice_for_a_bus_that_is_away(
     assert [one.message for one in caplog.records] == [
         "responses are not kept, and cannot be gone on from: Unavailable: the bus is away"
     ]
+
+
+async def test_a_request_has_no_more_read_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storing, "MAX_READ", 64 * 1024)
+    turns = 0
+
+    async def go_on(store: ResponseStore) -> None:
+        nonlocal turns
+        earlier = None
+        while True:
+            body = {"model": "tiny", "input": "hi", "previous_response_id": earlier}
+            data = msgspec.json.encode(body)
+            format = (await store.api("", data)).read(data).format(f"a{turns}")
+            told = Told()
+            sink = store.sink(told, format, "")
+            sink.write([format.whole([Output(0, Delta("x" * 1000), finish_reason="stop")], None)])
+            sink.end(None)
+            while not told.whole:
+                await anyio.lowlevel.checkpoint()
+            earlier, turns = f"resp_a{turns}", turns + 1
+
+    async with TestKit() as kit, ResponseStore(kit.caller) as store:
+        with pytest.raises(BadRequest, match="more than 65536 bytes") as refused:
+            await go_on(store)
+    assert refused.value.param == "previous_response_id"
+    assert 30 < turns < 64
+
+
+async def test_items_of_very_many_responses_are_refused_before_any_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def get(_: object, name: str, **__: object) -> None:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(ObjectStore, "get", get)
+    named = [{"type": "item_reference", "id": f"msg_a{number}_0"} for number in range(300)]
+    async with TestKit() as kit, ResponseStore(kit.caller) as store:
+        with pytest.raises(BadRequest, match="more than 256 responses"):
+            await store.api("", msgspec.json.encode({"input": named}))
+
+
+async def test_items_of_any_kind_leave_the_request_kept() -> None:
+    message = {"type": "message", "role": "user", "content": "hi", "id": 5}
+    body = msgspec.json.encode({"model": "tiny", "input": [message]})
+    async with TestKit() as kit, ResponseStore(kit.caller) as store:
+        asked = (await store.api("", body)).read(body)
+
+    assert asked.has_own_id

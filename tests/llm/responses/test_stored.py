@@ -60,6 +60,16 @@ def test_a_conversation_is_whole_however_long_it_is(turns: int, pause: int) -> N
         earlier = earlier_of(chain_of(stored, f"resp_{turn}"), now)
 
 
+def test_a_conversation_is_known_by_its_first_response_also_where_that_is_copied_from() -> None:
+    stored: dict[str, StoredResponse] = {}
+    earlier = Earlier()
+    for turn in range(MOST_BEFORE):
+        stored[f"resp_{turn}"] = made(turn, earlier)
+        earlier = earlier_of(chain_of(stored, f"resp_{turn}"), 1000)
+        assert earlier.first == "resp_0"
+    assert earlier.copied
+
+
 def test_two_responses_go_on_from_one_and_share_what_is_before() -> None:
     first = made(0, Earlier())
     after = earlier_of([first], 1000)
