@@ -237,9 +237,10 @@ class ResponsesExchange(CompletionExchange):
 
     async def _look_up(self, data: bytes) -> None:
         """Answer it with what it names of those before it."""
-        responses = self._shared.responses
+        responses, is_long = self._shared.responses, len(data) > LONG_BODY
         if responses is not None:
-            self._api = await responses.api(self._caller.tenant, data)
+            self._api = api = await responses.api(self._caller.tenant, data)
+            is_long = is_long or api.goes_on
         read = super()._read
-        answer = await self._aside(read, data) if len(data) > LONG_BODY else read(data)
+        answer = await self._aside(read, data) if is_long else read(data)
         await answer()

@@ -32,6 +32,11 @@ class ResponsesApi:
         self._earlier = earlier
         self._keeps = keeps
 
+    @property
+    def goes_on(self) -> bool:
+        """True if a request goes on from what is kept, which may be long where its body is not."""
+        return self._earlier is not None and bool(self._earlier.items or self._earlier.referred)
+
     def read(self, data: bytes) -> Asked:
         """The request that a body holds."""
         earlier = self._earlier or Earlier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 from dynbus import Unavailable
 from dynbus.bus.records.objects import ObjectStore
 from dynbus.llm.generation import Session
+from dynbus.llm.openai.api import Asked
+from dynbus.llm.responses.api import ResponsesApi
 
 from .author import call, written
 from .served import Served, served
@@ -353,6 +356,25 @@ async def test_a_tenant_does_not_see_the_responses_of_another(tmp_path: Path) ->
                 model="tiny", input="say hi", previous_response_id=answer.id
             )
         assert (await first.responses.retrieve(answer.id)).output_text == "hi"
+
+
+async def test_what_is_before_is_read_beside_the_streams_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    read = ResponsesApi.read
+
+    def noted(api: ResponsesApi, data: bytes) -> Asked:
+        threads.append(threading.current_thread())
+        return read(api, data)
+
+    monkeypatch.setattr(ResponsesApi, "read", noted)
+    async with asked() as (_, client):
+        first = await client.responses.create(model="tiny", input="say hi")
+        await client.responses.create(model="tiny", input="say hi", previous_response_id=first.id)
+
+    own = threading.current_thread()
+    assert [one is own for one in threads] == [True, False]
 
 
 async def test_a_stream_that_cannot_be_resumed_is_kept_and_ends() -> None:
