@@ -65,6 +65,8 @@ class HostIndex:
         self._clock = count(1)
         # Blocks that nothing follows and nobody pins, by their use; outdated ones are passed by.
         self._order: list[tuple[int, int]] = []
+        # Blocks that were not taken in for want of room, as long as none can have come.
+        self._refused: set[int] = set()
         self._events: list[KvEvent] = []
         self._removed: list[int] = []
 
@@ -110,6 +112,7 @@ class HostIndex:
         """Have a block go in its turn, if it may go."""
         if entry.followers or entry.pins or sequence_hash in self._kept:
             return
+        self._refused.clear()
         heappush(self._order, (entry.used, sequence_hash))
         if len(self._order) > 2 * len(self._entries) + _STALE:
             self._order = [
@@ -141,6 +144,8 @@ class HostIndex:
                 [each.sequence_hash for each in chain],
                 [each.block_hash for each in chain],
             )
+            if len(places) < len(chain):
+                self._refused = {each.sequence_hash for each in chain[len(places) :]}
             # A place may be given to another block before anything was copied there.
             taken.update(zip(places, chain, strict=False))
         return taken
@@ -157,6 +162,9 @@ class HostIndex:
         chain: list[CachedBlock] = []
         at: CachedBlock | None = block
         while at is not None and at.sequence_hash not in self._entries:
+            if at.sequence_hash in self._refused:
+                # To walk to the beginning for each block of a long prompt takes seconds.
+                return []
             chain.append(at)
             before = at.parent_hash
             if before is None or before in self._entries:
@@ -266,6 +274,7 @@ class HostIndex:
             assert not removed.pins, "a block is removed that somebody reads"
             self._at[removed.place] = None
             self._unused.append(removed.place)
+            self._refused.clear()
             gone.append(name)
             left += followers.get(name, ())
             parent = None if removed.parent is None else entries.get(removed.parent)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, Tier
 from dynbus.kvrouter.stream.cache_mirror import CacheMirror
+from dynbus.llm.engine.interface import CachedBlock
 from dynbus.llm.tiers.host_index import HostIndex
 
 
@@ -166,3 +167,28 @@ def test_a_store_is_closed_under_prefixes_and_its_events_say_exactly_what_it_has
     # With no pins left everything may go, so that a prompt as long as the store fits.
     whole = [-each for each in range(1, places + 1)]
     assert len(add(index, None, whole)) == places
+
+
+def test_a_prompt_for_which_there_is_no_room_is_walked_along_once() -> None:
+    index = HostIndex(20)
+    blocks = [CachedBlock(at, at + 1, at or None, at) for at in range(500)]
+    cached = {block.sequence_hash: block for block in blocks}
+    looks = 0
+
+    def find(sequence_hash: int) -> CachedBlock | None:
+        nonlocal looks
+        looks += 1
+        return cached.get(sequence_hash)
+
+    def evict(block: CachedBlock) -> dict[int, CachedBlock]:
+        del cached[block.sequence_hash]
+        return index.take_in([block], find)
+
+    assert len(evict(blocks[-1])) == 20
+    for block in reversed(blocks[100:-1]):
+        assert evict(block) == {}
+    assert looks < 3 * len(blocks)
+
+    # There is room again.
+    index.remove([15])
+    assert len(evict(blocks[99])) == 6
