@@ -272,7 +272,7 @@ class StreamExchange(Exchange):
                 if rebuilt is not None:
                     rebuilt.add(piece)
             if rebuilt is not None and rebuilt.sink.settle is not None:
-                await rebuilt.sink.settle()
+                await rebuilt.sink.settle(is_own=False)
             # The streams of others come between.
             await asyncio.sleep(0)
         return rebuilt

@@ -219,7 +219,8 @@ class ResponseStore:
         if not isinstance(format, ResponseFormat) or format.pending is None:
             return sink
         start = partial(self._background.start, name="keeping a response")
-        keeping = _KeepingSink(sink, format, partial(self._keep, tenant), start)
+        keep, is_kept = partial(self._keep, tenant), partial(self._is_kept, tenant)
+        keeping = _KeepingSink(sink, format, keep, is_kept, start)
         if isinstance(sink, NumberedSink):
             sink.settle = keeping.settle
         return keeping
@@ -237,6 +238,19 @@ class ResponseStore:
             self._log(f"{type(error).__name__}: {error}")
             return False
         self._log("")
+        return True
+
+    async def _is_kept(self, tenant: str, stored: StoredResponse) -> bool:
+        """True if a response is kept, by whoever made it.
+
+        Raises:
+            DynbusError: nobody knows at present.
+        """
+        name = _name_of(tenant, stored.answer.id)
+        try:
+            await self._objects.info(name, timeout=READ_TIMEOUT)
+        except (NoObject, NoStream):
+            return False
         return True
 
     async def ensure(self) -> None:
@@ -344,6 +358,7 @@ class _KeepingSink:
 
     Args:
         keep: keeps a response; whether that is done.
+        is_kept: says whether that was done elsewhere.
         start: has `settle` done, where `NumberedSink.settle` is for nobody to call.
     """
 
@@ -352,11 +367,13 @@ class _KeepingSink:
         sink: Sink,
         format: ResponseFormat,
         keep: Callable[[StoredResponse], Awaitable[bool]],
+        is_kept: Callable[[StoredResponse], Awaitable[bool]],
         start: Callable[[Callable[[], Awaitable[None]]], object],
     ) -> None:
         self._sink = sink
         self._format = format
         self._keep = keep
+        self._is_kept = is_kept
         self._start = start
         # The end of the answer, as long as it is not told.
         self._last: bytes | None = None
@@ -376,15 +393,20 @@ class _KeepingSink:
             return
         self._is_whole = True
         if not isinstance(self._sink, NumberedSink) or self._sink.settle is None:
-            self._start(self.settle)
+            self._start(partial(self.settle, is_own=True))
 
-    async def settle(self) -> None:
-        """Keep the response and tell its end, where it is whole and that is not done."""
+    async def settle(self, *, is_own: bool) -> None:
+        """Keep the response and tell its end, where it is whole and that is not done.
+
+        Args:
+            is_own: whether it was made here. Of one that was made elsewhere it is known by now
+                whether it is kept: it may have been deleted since.
+        """
         made, last = self._format.made, self._last
         if not self._is_whole or made is None or last is None:
             return
         self._last = None
-        is_kept = await self._keep(made)
+        is_kept = await (self._keep if is_own else self._is_kept)(made)
         self._sink.write([last if is_kept else self._format.unkept()])
         self._sink.end(None)
 

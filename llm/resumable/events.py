@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
@@ -82,6 +82,18 @@ class EventNumbers:
         return b"".join(events)
 
 
+class Settle(Protocol):
+    """Does what is to be done before the end of a stream is told."""
+
+    async def __call__(self, *, is_own: bool) -> None:
+        """Do it.
+
+        Args:
+            is_own: whether the stream is gone on with here; it is only read otherwise.
+        """
+        ...
+
+
 class NumberedSink:
     """Numbers an answer on its way to who reads it, who may leave: the sink of a completion.
 
@@ -94,7 +106,7 @@ class NumberedSink:
             before there is an end. None for nothing.
     """
 
-    settle: Callable[[], Awaitable[None]] | None = None
+    settle: Settle | None = None
 
     def __init__(self, numbers: EventNumbers, to: Sink | None) -> None:
         self.numbers = numbers

@@ -289,6 +289,8 @@ class RunningStream:
                 # It is counted before it is stored: who goes on with it knows both.
                 self._sink.hold()
                 self._take(waiting)
+                # So is what is to be done before the end: who reads a whole log finds it done.
+                await self._settle()
                 is_own = True
                 with anyio.CancelScope(shield=True):
                     is_own = await self._store_pieces([one.piece for one in waiting])
@@ -296,14 +298,13 @@ class RunningStream:
                     return
                 if self._to_bury:
                     tasks.start_soon(self._keep_burying)
-                await self._settle()
                 self._sink.release()
         if self.is_logged:
             self._store.ended(self.key, self._log, f"it ended more than {KEPT_SECONDS:g} s ago")
 
     async def _settle(self) -> None:
         if self._sink.settle is not None:
-            await self._sink.settle()
+            await self._sink.settle(is_own=True)
 
     def _take(self, waiting: Sequence[_Waiting]) -> None:
         for piece, arrival, now in waiting:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import anyio
 import httpx2
 import pytest
-from openai import AsyncOpenAI, AsyncStream
+from openai import AsyncOpenAI, AsyncStream, NotFoundError
 from openai.types.chat import ChatCompletionChunk
 from tests.conditions import PATIENCE, eventually
 
@@ -977,3 +977,23 @@ async def test_a_response_that_ends_at_another_front_end_can_be_gone_on_from(
     assert response["previous_response_id"] == before.id
     assert kept.to_dict() == response
     assert after.output_text == "hi"
+
+
+async def test_a_response_that_was_deleted_stays_so_whoever_reads_its_stream(
+    reader: Reader,
+) -> None:
+    async with two_front_ends() as (first, second):
+        body = {"input": WORDS}
+        whole = await reader.post(first.url, body, path="/v1/responses", headers=NAMED)
+        again = await reader.go_on(second.url, "one")
+        told = json.loads(whole.events[-1].partition("data: ")[2])["response"]
+        async with AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
+            await client.responses.delete(told["id"])
+            after = await reader.go_on(second.url, "one")
+            with pytest.raises(NotFoundError):
+                await client.responses.retrieve(told["id"])
+
+    assert told["store"] is True
+    assert again.events == whole.events
+    assert after.events[:-1] == whole.events[:-1]
+    assert json.loads(after.events[-1].partition("data: ")[2])["response"]["store"] is False
