@@ -21,7 +21,7 @@ from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
 from dynbus.llm.responses.store import no_response
-from dynbus.llm.responses.stored import input_page, page_fields
+from dynbus.llm.responses.stored import check_is_whole, input_page, page_fields
 
 from .batches import BatchExchanges, is_for_batches
 from .completions import CompletionExchange, ResponsesExchange
@@ -309,6 +309,7 @@ class Application:
         if stored is None:
             raise no_response(name)
         if not part:
+            check_is_whole(scope["query_string"])
             return json_response(stored.response)
         return json_response(input_page(stored, **page_fields(scope["query_string"])))
 

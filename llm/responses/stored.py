@@ -131,6 +131,16 @@ def earlier_of(chain: Sequence[StoredResponse], now: float) -> Earlier:
     return Earlier(items, [answer.id for answer in answers], first=answers[0].id)
 
 
+def check_is_whole(query: bytes) -> None:
+    """A refusal of a query string that asks for a kept response as a stream.
+
+    Raises:
+        BadRequest: it does; a client would read no event in a body that is JSON.
+    """
+    if parse_qs(query.decode("latin-1")).get("stream", [""])[-1].lower() in ("true", "1"):
+        raise misfit("stream", "a response that is kept is told as a whole")
+
+
 def page_fields(query: bytes) -> dict[str, Any]:
     """The arguments of `input_page` that a query string gives.
 

@@ -3,6 +3,7 @@ known."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -193,8 +194,8 @@ class Admission:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as OpenAI's headers have them: `12ms`, `1s`, `6m0s`."""
+    """Seconds, rounded up, as OpenAI's headers have them: `12ms`, `1s`, `6m0s`."""
     if seconds < 1:
-        return f"{max(0, round(seconds * 1000))}ms"
-    minutes, rest = divmod(round(seconds), 60)
+        return f"{max(0, math.ceil(seconds * 1000))}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"

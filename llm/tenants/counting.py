@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
@@ -284,7 +285,7 @@ def refusal(shortages: list[Shortage]) -> RateLimited:
         ways = remedy or "ask an operator for a higher one"
         message = f"{takes}, and {bound} never leaves so much: {ways}"
     else:
-        ways = f"ask again in {after:.0f} s" + (f", or {remedy}" if remedy else "")
+        ways = f"ask again in {math.ceil(after)} s" + (f", or {remedy}" if remedy else "")
         message = f"{bound} leaves {left}, and {takes}: {ways}"
     return RateLimited(
         message,

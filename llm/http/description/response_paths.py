@@ -39,7 +39,7 @@ def response_paths(statuses: Mapping[str, str]) -> dict[str, Any]:
     operation = Operations({**statuses, **_MEANINGS}, _REFUSED)
     return {
         "/v1/responses/{id}": {
-            "get": operation("Tell a response again.", ref("Response"), parameters=[_ID]),
+            "get": operation("Tell a response again.", ref("Response"), "400", parameters=[_ID]),
             "delete": operation("Delete a response.", ref("DeletedResponse"), parameters=[_ID]),
         },
         "/v1/responses/{id}/input_items": {

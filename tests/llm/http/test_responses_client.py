@@ -340,6 +340,17 @@ async def test_two_requests_of_one_id_have_responses_of_their_own() -> None:
     assert read.output_text == "one"
 
 
+async def test_a_kept_response_as_a_stream_is_refused_not_empty() -> None:
+    async with asked() as (_, client):
+        kept = await client.responses.create(model="tiny", input="say hi")
+        whole = await client.responses.retrieve(kept.id, stream=False)
+        with pytest.raises(openai.BadRequestError, match="told as a whole") as refused:
+            await client.responses.retrieve(kept.id, stream=True)
+
+    assert whole.output_text == "hi"
+    assert refused.value.param == "stream"
+
+
 async def test_a_tenant_does_not_see_the_responses_of_another(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first secret-of-the-first\nsecond secret-of-the-second\n")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from dynbus import ConfigError
+from dynbus.llm.openai.errors import answer_of
+from dynbus.llm.tenants.admission import duration
+from dynbus.llm.tenants.counting import refusal
 from dynbus.llm.tenants.keys import ApiKeys, KeyHolder, key_id
 from dynbus.llm.tenants.limits import Limits, read_limits
+from dynbus.llm.tenants.purse import Shortage
 from dynbus.llm.tenants.records import hash_of
 
 
@@ -80,3 +85,21 @@ def test_a_line_with_a_mistake_is_refused_without_its_key(
         ApiKeys(path)
 
     assert "first-key" not in str(raised.value)
+
+
+@pytest.mark.parametrize("after", [0.2, 1.0, 12.4, 60.3])
+def test_no_client_is_told_to_ask_again_too_early(after: float) -> None:
+    error = refusal([Shortage("requests_per_minute", 2, 0, after, 1)])
+    told = re.search(r"ask again in (\d+) s", str(error))
+
+    assert told is not None
+    assert int(told[1]) >= after
+    assert told[1] == answer_of(error).headers["Retry-After"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.0, "0ms"), (0.0124, "13ms"), (1.0, "1s"), (12.4, "13s"), (59.2, "1m0s"), (61.0, "1m1s")],
+)
+def test_a_limit_begins_anew_no_later_than_is_told(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
