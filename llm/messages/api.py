@@ -8,7 +8,7 @@ from typing import Final
 
 from dynbus import DynbusError
 from dynbus.llm.openai.api import Asked
-from dynbus.llm.openai.errors import ErrorAnswer, by_own_names
+from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, by_own_names
 from dynbus.llm.openai.requests import chat_of, encode_body
 
 from .answer import MessageFormat
@@ -33,8 +33,12 @@ class MessagesApi:
 
     def read(self, data: bytes) -> Asked:
         """The request that a body holds."""
-        request = read_messages(data)
-        body = chat_body(request)
+        try:
+            request = read_messages(data)
+            body = chat_body(request)
+        except BadRequest as error:
+            error.is_own = True
+            raise
         return Asked(
             chat_of(body),
             encode_body(body),

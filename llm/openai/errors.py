@@ -34,11 +34,14 @@ class BadRequest(InvalidRequest):
         param: the field that is wrong; empty for none.
         reason: OpenAI's name of the condition, such as `context_length_exceeded`; or empty.
         status: of HTTP.
+        is_own: whether it names places of the request as its client wrote it, also where that
+            becomes a chat.
     """
 
     param: str = ""
     reason: str = ""
     status: int = 400
+    is_own: bool = False
 
     def __init__(
         self, message: str = "", *, param: str = "", reason: str = "", status: int = 400
@@ -66,7 +69,7 @@ def by_own_names(error: DynbusError, names: Mapping[str, str]) -> DynbusError:
         names: what the request calls fields of the chat. What a refusal says of a place within one
             is left out: the request may have other places.
     """
-    if not isinstance(error, BadRequest):
+    if not isinstance(error, BadRequest) or error.is_own:
         return error
     field = _FIELD.match(error.param)
     name = names.get(field[0]) if field is not None else None

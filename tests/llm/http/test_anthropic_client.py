@@ -286,6 +286,15 @@ async def test_refusals_name_what_the_request_has() -> None:
             await create(client, **said("hi", output_config={"format": form}))
 
 
+async def test_refusals_name_the_place_in_the_request() -> None:
+    empty: Any = [*said("hi")["messages"], {"role": "user", "content": []}]
+    async with asked() as (_, client):
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[1\]\.content: it is empty"):
+            await create(client, **said("", messages=empty))
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[1\]\.content: it is empty"):
+            await client.messages.count_tokens(model="tiny", messages=empty)
+
+
 async def test_tokens_are_counted_as_the_model_gets_them() -> None:
     request = said("say hi", system="Be brief.")
     async with asked() as (front, client):
