@@ -241,7 +241,7 @@ class ResponseStore:
         return True
 
     async def _is_kept(self, tenant: str, stored: StoredResponse) -> bool:
-        """True if a response is kept, by whoever made it.
+        """True if a response is kept, which another front end may have done.
 
         Raises:
             DynbusError: nobody knows at present.

@@ -63,8 +63,9 @@ class TierWatch(InstanceWatch):
                 if kept.is_closed
                 else f"{kept.blocks} of {kept.places} blocks on the host"
             )
-            if kept.sessions:
-                parts.append(f"{kept.session_blocks} of {kept.sessions} conversations")
+            if kept.sessions and not kept.is_closed:
+                named = "conversation" if kept.sessions == 1 else "conversations"
+                parts.append(f"{kept.session_blocks} for {kept.sessions} {named}")
             if kept.damaged:
                 parts.append(f"{kept.damaged} damaged there")
         if self._fetcher is not None and self._lends is not None:
