@@ -10,10 +10,12 @@ import logging
 import os
 import random
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +33,6 @@ from dynbus.actors.serving.instance import (
 )
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
-from dynbus.bus.blocked_loop import OWN_FOLDERS
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import (
@@ -408,10 +409,18 @@ def _is_users(error: BaseException) -> bool:
     )
 
 
+_PACKAGE: Final = f"{Path(__file__).parents[2]}{os.sep}"
+_STANDARD_LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED: Final = ("site-packages", "dist-packages")
+
+
 def _is_machinery(file: str) -> bool:
-    return (
-        file.startswith(("<frozen importlib", *OWN_FOLDERS)) or f"{os.sep}importlib{os.sep}" in file
-    )
+    """True if a file is dynbus's own, or of Python's library."""
+    if file == "<string>" or file.startswith(("<frozen importlib", _PACKAGE)):
+        # The constructor of a dataclass has no file.
+        return True
+    is_standard = file.startswith(_STANDARD_LIBRARY)
+    return is_standard and not any(name in Path(file).parts for name in _INSTALLED)
 
 
 # The end of the process ---------------------------------------------------------------------

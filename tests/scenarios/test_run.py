@@ -287,6 +287,11 @@ def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
         (("actors.py", "--Splitter.x=1"), 3, "has no argument 'x'"),
         (("actors.py", "--Splitter.x"), 2, "--Splitter.x has no value"),
         (("actors.py", "--separator=,"), 2, "name: --Actor.separator=VALUE"),
+        (
+            ("dynbus.llm:SmallWorker", "--SmallWorker.host_folder=kept"),
+            3,
+            "SmallWorker: host_folder: needs host_memory_mib and host_checksums",
+        ),
         ((), 2, "Missing argument"),
         (("actors.py", "--health", "nowhere"), 3, "--health: 'nowhere' is not an address"),
         (("actors.py", "--health", "0.0.0.0:0"), 3, "or add --health-public"),
