@@ -147,6 +147,11 @@ class Lab:
     def heal(self, host: Host) -> None:
         """The inverse of `cut`."""
         self.network.ip(f"link set {self._ports[host]} master bridge0")
+        # A kernel that looks for a host in vain asks once a second, and refuses for up to three
+        # what is sent to it meanwhile.
+        for each in self:
+            if each.is_on:
+                each.namespaces.ip("neighbour flush dev eth0")
 
     def isolate(self, one: Host, other: Host) -> None:
         """Lose all that two hosts send each other; others reach both."""
