@@ -86,7 +86,7 @@ class ServedModel:
         self._options = options
         self._files: LocalModel | None = None
         self._card: ModelCard | None = None
-        self._fingerprint = ""
+        self._hash = self._fingerprint = ""
 
     def __repr__(self) -> str:
         return f"<ServedModel {self._options.model_name or self._options.model}>"
@@ -170,13 +170,23 @@ class ServedModel:
         """The fingerprint of its files, by which peers know it; empty until it was read."""
         return self._fingerprint
 
+    def hash_files(self) -> str:
+        """The fingerprint of its files, which are read once: that may take seconds.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        if not self._hash:
+            self._hash = fingerprint(self.files.path)
+        return self._hash
+
     async def read_fingerprint(self) -> str:
         """Read the fingerprint, with which peers' are compared from now on.
 
         Raises:
             OSError: its files cannot be read.
         """
-        self._fingerprint = await asyncio.to_thread(fingerprint, self.files.path)
+        self._fingerprint = await asyncio.to_thread(self.hash_files)
         return self._fingerprint
 
     def metadata(self) -> dict[str, str]:

@@ -278,7 +278,7 @@ class ModelWorker(EngineWorker, abstract=True, publishes=[kv_damage]):
             engine = SmallEngine(path, self._small, progress=partial(self.show_step, LOADING))
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self._model!r} cannot be served: {error}") from error
-        self.tiers.keep_evicted(engine, path)
+        self.tiers.keep_evicted(engine, self.served)
         if self._small.spare_share:
             verifier = self.verification.watch(engine, engine.limits.block_size)
             if verifier is not None and self.tiers.store is not None:

@@ -237,10 +237,7 @@ class ResponsesExchange(CompletionExchange):
 
     async def _look_up(self, data: bytes) -> None:
         """Answer it with what it names of those before it."""
-        responses, is_long = self._shared.responses, len(data) > LONG_BODY
-        if responses is not None:
-            self._api = api = await responses.api(self._caller.tenant, data)
-            is_long = is_long or api.goes_on
-        read = super()._read
+        self._api = api = await self._shared.response_api(self._caller.tenant, data)
+        read, is_long = super()._read, api.goes_on or len(data) > LONG_BODY
         answer = await self._aside(read, data) if is_long else read(data)
         await answer()

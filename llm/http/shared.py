@@ -15,6 +15,7 @@ from dynbus.kvrouter import fairness
 from dynbus.llm.generation import Session
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized, misfit
 from dynbus.llm.pipeline.models import Models
+from dynbus.llm.responses.api import ResponsesApi
 from dynbus.llm.responses.store import ResponseStore
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
@@ -228,6 +229,16 @@ class Shared:
         """The models that a caller may ask, and is told of; None for all."""
         limits = self.limits_of(caller.tenant)
         return None if limits is None else limits.models
+
+    async def response_api(self, tenant: str, data: bytes) -> ResponsesApi:
+        """The interface that reads a request for a response, with what it goes on from.
+
+        Raises:
+            DynbusError: that is not there, or cannot be read at present.
+        """
+        if self.responses is None:
+            return ResponsesApi()
+        return await self.responses.api(tenant, data)
 
     def take_place(self, caller: Caller) -> None:
         """Let a request run, which gives its place back; refuse it when there is none for it.

@@ -280,8 +280,8 @@ class StreamExchange(Exchange):
     async def _rebuild(self, begun: Begun) -> _Rebuilt:
         """The answer before anything has come of it."""
         responses, api = self._shared.responses, self._apis[begun.path]
-        if responses is not None and begun.path == RESPONSES:
-            api = await responses.api(self._caller.tenant, begun.body)
+        if begun.path == RESPONSES:
+            api = await self._shared.response_api(self._caller.tenant, begun.body)
         asked = api.read(begun.body)
         clock = AnswerClock(begun.created)
         numbers = EventNumbers(begun.request_id, self._after)

@@ -24,7 +24,6 @@ from dynbus.llm.pipeline.models import SERVED
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.preparing import encoded_prompts
 from dynbus.llm.pipeline.tokens import detokenize, tokenize
-from dynbus.llm.responses.api import ResponsesApi
 
 from .exchange import LONG_BODY, Exchange
 
@@ -117,10 +116,9 @@ class InputCountExchange(CountExchange):
         return partial(self._look_up, data)
 
     async def _look_up(self, data: bytes) -> None:
-        responses, api = self._shared.responses, ResponsesApi()
-        if responses is not None:
-            api = await responses.api(self._caller.tenant, data)
-        asked = await self._aside(api.read, data) if len(data) > LONG_BODY else api.read(data)
+        api = await self._shared.response_api(self._caller.tenant, data)
+        is_long = api.goes_on or len(data) > LONG_BODY
+        asked = await self._aside(api.read, data) if is_long else api.read(data)
         request = asked.request
         assert isinstance(request, ChatRequest), "a response is one of a chat"
         await self._count(request, InputTokens)

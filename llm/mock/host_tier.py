@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dynbus.kvrouter import KvEvent
 from dynbus.llm.engine.interface import CachedBlock
 from dynbus.llm.tiers.host_index import HostIndex
-from dynbus.llm.tiers.sessions import KEPT_SHARE, KeptSessions, SessionKey
+from dynbus.llm.tiers.sessions import SessionKey
 from dynbus.spi import monotonic
 
 
@@ -19,8 +19,7 @@ class MockTier:
     """
 
     def __init__(self, blocks: int) -> None:
-        self._sessions = KeptSessions(int(blocks * KEPT_SHARE))
-        self._index = HostIndex(blocks, self._sessions)
+        self._index = HostIndex(blocks)
 
     def __repr__(self) -> str:
         return f"<MockTier [{len(self._index)} of {self._index.places} blocks]>"
@@ -29,7 +28,7 @@ class MockTier:
         self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
     ) -> None:
         """See `BlockTier`."""
-        self._index.free(self._sessions.end_those_over(monotonic()))
+        self._index.end_those_over(monotonic())
         self._index.take_in(blocks, cached)
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
@@ -49,10 +48,7 @@ class MockTier:
         cached: Callable[[int], CachedBlock | None],
     ) -> None:
         """See `BlockTier`."""
-        now = monotonic()
-        freed = self._sessions.end_those_over(now)
-        freed += self._sessions.keep(SessionKey(owner, session), sequence_hashes, now + seconds)
-        self._index.free(freed)
+        self._index.keep_for(SessionKey(owner, session), sequence_hashes, monotonic(), seconds)
 
     def take_events(self) -> Sequence[KvEvent]:
         """See `BlockTier`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import msgspec
 import numpy as np
@@ -62,6 +62,11 @@ class EmbeddingsUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
 
+    @classmethod
+    def of(cls, usage: Usage) -> Self:
+        """The tokens that were used, as they are told."""
+        return cls(usage.prompt, usage.prompt + usage.completion)
+
 
 class OneEmbedding(msgspec.Struct, frozen=True):
     """The embedding of one text: numbers, or float32 in little endian as base64."""
@@ -109,7 +114,5 @@ class EmbeddingsFormat:
 
     def whole(self, embeddings: list[msgspec.Raw], usage: Usage) -> bytes:
         """The answer, of the embeddings in their order."""
-        used = EmbeddingsUsage(usage.prompt, usage.prompt + usage.completion)
-        return msgspec.json.encode(
-            EmbeddingsAnswer(self.id, int(time.time()), self._model, embeddings, used)
-        )
+        used, now = EmbeddingsUsage.of(usage), int(time.time())
+        return msgspec.json.encode(EmbeddingsAnswer(self.id, now, self._model, embeddings, used))

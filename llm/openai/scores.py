@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from dynbus.llm.answers import Usage
 
+from .embeddings import EmbeddingsUsage
 from .errors import BadRequest, misfit
 from .requests import Priority, read_body
 
@@ -171,11 +172,6 @@ class ScoresFormat(Protocol):
         ...
 
 
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class _Score(msgspec.Struct, frozen=True):
     index: int
     score: float
@@ -187,7 +183,7 @@ class _Scores(msgspec.Struct, frozen=True):
     created: int
     model: str
     data: list[_Score]
-    usage: _Usage
+    usage: EmbeddingsUsage
     object: str = "list"
 
 
@@ -205,7 +201,7 @@ class ScoreFormat:
     def whole(self, scores: Sequence[float], usage: Usage) -> bytes:
         """The answer, of the scores of the pairs in their order."""
         data = [_Score(index, score) for index, score in enumerate(scores)]
-        answer = _Scores(self.id, int(time.time()), self._model, data, _usage(usage))
+        answer = _Scores(self.id, int(time.time()), self._model, data, EmbeddingsUsage.of(usage))
         return msgspec.json.encode(answer)
 
 
@@ -222,7 +218,7 @@ class _Result(msgspec.Struct, frozen=True, omit_defaults=True):
 class _Ranked(msgspec.Struct, frozen=True):
     id: str
     model: str
-    usage: _Usage
+    usage: EmbeddingsUsage
     results: list[_Result]
 
 
@@ -247,8 +243,6 @@ class RerankFormat:
             _Result(index, scores[index], None if texts is None else _Document(texts[index]))
             for index in best[: request.top_n or len(best)]
         ]
-        return msgspec.json.encode(_Ranked(self.id, request.model, _usage(usage), results))
-
-
-def _usage(usage: Usage) -> _Usage:
-    return _Usage(usage.prompt, usage.prompt)
+        return msgspec.json.encode(
+            _Ranked(self.id, request.model, EmbeddingsUsage.of(usage), results)
+        )

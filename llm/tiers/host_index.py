@@ -10,7 +10,7 @@ is pinned the block stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -20,6 +20,7 @@ from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent, Tier
 from dynbus.llm.engine.interface import CachedBlock
 
 from .lasting import LastingBlock
+from .sessions import KEPT_SHARE, KeptSessions, SessionKey
 
 _STALE: Final = 64
 """Entries of the order of use that may be outdated, beside as many as there are blocks."""
@@ -48,17 +49,21 @@ class HostIndex:
 
     Args:
         places: how many blocks there is room for.
-        kept: the blocks that do not go, by their sequence hashes; see `free`.
+        sessions: the conversations whose blocks do not go; none so far, and with their share of the
+            places, unless given.
+
+    Attributes:
+        sessions: to be looked at.
 
     Raises:
         ValueError: there is room for none.
     """
 
-    def __init__(self, places: int, kept: Container[int] = ()) -> None:
+    def __init__(self, places: int, sessions: KeptSessions | None = None) -> None:
         if places < 1:
             raise ValueError(f"places = {places}: a host store has room for 1 block at least")
         self.places = places
-        self._kept = kept
+        self.sessions = KeptSessions(int(places * KEPT_SHARE)) if sessions is None else sessions
         self._entries: dict[int, _Entry] = {}
         self._at: list[int | None] = [None] * places
         self._unused = list(range(places - 1, -1, -1))
@@ -110,7 +115,7 @@ class HostIndex:
 
     def _line_up(self, sequence_hash: int, entry: _Entry) -> None:
         """Have a block go in its turn, if it may go."""
-        if entry.followers or entry.pins or sequence_hash in self._kept:
+        if entry.followers or entry.pins or sequence_hash in self.sessions:
             return
         self._refused.clear()
         heappush(self._order, (entry.used, sequence_hash))
@@ -118,7 +123,7 @@ class HostIndex:
             self._order = [
                 (one.used, name)
                 for name, one in self._entries.items()
-                if not (one.followers or one.pins or name in self._kept)
+                if not (one.followers or one.pins or name in self.sessions)
             ]
             heapify(self._order)
 
@@ -231,7 +236,7 @@ class HostIndex:
             entry = entries.get(sequence_hash)
             if entry is None or entry.used != used or entry.followers or entry.pins:
                 continue
-            if sequence_hash in self._kept:
+            if sequence_hash in self.sessions:
                 continue
             del entries[sequence_hash]
             self._at[entry.place] = None
@@ -321,8 +326,23 @@ class HostIndex:
             self._line_up(block.sequence_hash, self._entries[block.sequence_hash])
         return here
 
-    def free(self, sequence_hashes: Iterable[int]) -> None:
-        """Let blocks go in their turn that were kept until now."""
+    def keep_for(
+        self, key: SessionKey, sequence_hashes: Sequence[int], now: float, seconds: float
+    ) -> None:
+        """Keep blocks of a conversation for so long, in place of those that it had.
+
+        Args:
+            now: on any clock, always the same one.
+        """
+        freed = self.sessions.end_those_over(now)
+        freed += self.sessions.keep(key, sequence_hashes, now + seconds)
+        self._free(freed)
+
+    def end_those_over(self, now: float) -> None:
+        """Let the blocks of conversations go in their turn whose time is over."""
+        self._free(self.sessions.end_those_over(now))
+
+    def _free(self, sequence_hashes: Iterable[int]) -> None:
         for sequence_hash in sequence_hashes:
             entry = self._entries.get(sequence_hash)
             if entry is not None:

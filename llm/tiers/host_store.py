@@ -19,7 +19,7 @@ from .copying import BlockCopier
 from .cost import Rates
 from .host_index import HostIndex
 from .lasting import LastingBlock, LastingMemory
-from .sessions import KEPT_SHARE, KeptSessions, SessionKey
+from .sessions import SessionKey
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,7 @@ class HostStore:
             self._lasting = LastingMemory(folder, f"{kind} {own}", places, own.block_bytes)
             self.memory = KvMemory.of_arrays(own, [self._lasting.data])
         self._copier = BlockCopier(engine, self.memory)
-        self._sessions = KeptSessions(int(places * KEPT_SHARE))
-        self._index = HostIndex(places, self._sessions)
+        self._index = HostIndex(places)
         self._rates = rates
         self.damaged: Callable[[Sequence[int]], object] | None = None
         self._pinned: list[int] = []
@@ -142,8 +141,8 @@ class HostStore:
             self._computed,
             self._damaged,
             self._is_closed,
-            len(self._sessions),
-            self._sessions.blocks,
+            len(self._index.sessions),
+            self._index.sessions.blocks,
         )
 
     def _restore(self, lasting: LastingMemory) -> None:
@@ -161,7 +160,7 @@ class HostStore:
         """Copy what the cache gives up, and what of its prefixes is not here yet."""
         if self._is_closed:
             return
-        self._index.free(self._sessions.end_those_over(monotonic()))
+        self._index.end_those_over(monotonic())
         self._take_in(blocks, cached)
 
     def _take_in(
@@ -202,13 +201,10 @@ class HostStore:
         """See `BlockTier`."""
         if self._is_closed:
             return
-        now = monotonic()
-        freed = self._sessions.end_those_over(now)
-        freed += self._sessions.keep(SessionKey(owner, session), sequence_hashes, now + seconds)
-        self._index.free(freed)
+        self._index.keep_for(SessionKey(owner, session), sequence_hashes, monotonic(), seconds)
         if self._lasting is not None:
             # What is in the cache alone ends with the process.
-            kept = (one for one in sequence_hashes if one in self._sessions)
+            kept = (one for one in sequence_hashes if one in self._index.sessions)
             lacking = [cached(one) for one in kept if one not in self._index]
             self._take_in([one for one in lacking if one is not None], cached)
 

@@ -16,7 +16,6 @@ from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Sink
 from dynbus.llm.hand_over.source import MAX_SECONDS, Leases, Source
 from dynbus.llm.served_model import ServedModel
-from dynbus.llm.weights.fingerprint import fingerprint
 from dynbus.transfer import KvMemory, Mover, Settled, Settlement, Settling
 
 from .cost import Rates
@@ -89,11 +88,11 @@ class Tiers:
         self._avoids = avoids
         self._mismatched = mismatched
 
-    def keep_evicted(self, engine: ModelEngine, model: Path) -> None:
+    def keep_evicted(self, engine: ModelEngine, model: ServedModel) -> None:
         """Have a new engine keep what it evicts, and measure how fast it computes.
 
         Args:
-            model: its files.
+            model: that it computes.
 
         Raises:
             ConfigError: not one block fits, the engine's blocks are on a GPU, or the folder cannot
@@ -113,7 +112,7 @@ class Tiers:
                 rates,
                 checksums=self._host_checksums,
                 folder=folder,
-                kind="" if folder is None else fingerprint(model),
+                kind="" if folder is None else model.hash_files(),
             )
             engine.keep_evicted(self.store, key=self.store.key)
 

@@ -291,7 +291,10 @@ def test_with_a_block_that_is_dropped_goes_all_that_cannot_be_relied_on_without_
 
     assert set(gone) == {each for each in cached if not is_sound(each)}
     assert all(manager.block_of(each) is None for each in gone)
-    removed = [each for event in manager.take_events() for each in event.engine_hashes]  # type: ignore[union-attr]
+    removed: list[int] = []
+    for event in manager.take_events():
+        assert isinstance(event, BlockRemoved)
+        removed += event.engine_hashes
     assert sorted(removed) == sorted(gone)
     for table in tables:
         manager.release(table)
