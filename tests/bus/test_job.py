@@ -69,12 +69,14 @@ def test_ranges_of_jobs_that_were_taken_over_are_kept_until_a_later_one_has_them
     assert with_moves([put], begun) == [put]
 
 
+def _moves(after: int, length: int, left: set[int], is_put: bool) -> Moves:
+    return Moves(after + length, 9.0, after, tuple(sorted(left)), is_put)
+
+
 @given(
     ranges=st.lists(
         st.builds(
-            lambda after, length, left, is_put: Moves(
-                after + length, 9.0, after, tuple(sorted(left)), is_put
-            ),
+            _moves,
             st.integers(0, 12),
             st.integers(1, 6),
             st.sets(st.integers(1, 18), max_size=2),

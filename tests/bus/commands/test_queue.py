@@ -205,6 +205,7 @@ async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
     bus = await Bus.connect(BusConfig(servers=(nats_server.url,)))
     name = EndpointName(namespace, "Printer", "print")
     queue = WorkQueue(bus, name, WorkQueueConfig(in_memory=True))
+    log = JobLog(bus.data.jetstream, name)
 
     async def command(*arguments: str) -> Result:
         return await asyncio.to_thread(
@@ -228,7 +229,6 @@ async def test_a_queue_is_paused_for_all_takers_resumed_and_purged(
                 await (await anext(taker)).ack()
         for job_id in ("three", "four"):
             await queue.put(b"", job_id=job_id)
-        log = JobLog(bus.data.jetstream, name)
         await log.ensure()
         for job_id in ("three", "elsewhere"):
             await log.store_step(job_id, 0, b"", claim=0)

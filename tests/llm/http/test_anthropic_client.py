@@ -105,7 +105,7 @@ async def test_a_limit_that_the_context_has_no_room_for_becomes_what_it_has() ->
 
 async def test_an_answer_goes_on_with_the_last_message_of_the_assistant() -> None:
     asked_for = said("say Paris is it.")
-    going_on = {**asked_for, "messages": [*asked_for["messages"], PREFILL]}
+    going_on: dict[str, Any] = {**asked_for, "messages": [*asked_for["messages"], PREFILL]}
     async with asked() as (front, client):
         plain = await create(client, **asked_for)
         message = await create(client, **going_on)

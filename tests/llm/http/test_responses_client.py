@@ -489,7 +489,7 @@ async def test_the_tokens_of_an_input_are_those_that_its_response_has() -> None:
         response = await create(**asked_for, tools=[weather])
         counted = await client.responses.input_tokens.count(**asked_for, tools=[weather])
         after: Any = {"model": "tiny", "input": "say hi", "previous_response_id": response.id}
-        next_one = await client.responses.create(**after)
+        next_one = await create(**after)
         counted_on = await client.responses.input_tokens.count(**after)
 
     assert response.usage is not None

@@ -69,7 +69,11 @@ async def refused(*parts: Any, **options: Any) -> BadRequest:
 
 
 async def test_an_engine_gets_an_image_inline_with_its_digest_and_its_own_type() -> None:
-    part = {**image(png(), "image/svg+xml;charset=utf-8"), "uuid": "another's", "x": 1}
+    part: dict[str, Any] = {
+        **image(png(), "image/svg+xml;charset=utf-8"),
+        "uuid": "another's",
+        "x": 1,
+    }
     part["image_url"] = {**part["image_url"], "detail": "low"}
 
     found = await read(words("a"), part, words("b"))

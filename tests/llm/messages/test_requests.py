@@ -191,7 +191,7 @@ def test_a_count_needs_no_limit() -> None:
                         "role": "assistant",
                         "content": [
                             {"type": "text", "text": "a"},
-                            {"type": "tool_use", "id": "x", "name": "f", "input": {}},
+                            {"type": "tool_use", "id": "x", "name": "f", "input": {"a": "b"}},
                         ],
                     },
                 ]

@@ -103,7 +103,7 @@ async def test_nothing_waits_twice_for_a_bus_that_is_away(
             assert not await keep(store, "", "b", "hi")
             monkeypatch.undo()
             monkeypatch.setattr(storing, "RETRY_DELAY", 0.0)
-            store._retry_at = 0.0
+            monkeypatch.setattr(store, "_retry_at", 0.0)
             assert await keep(store, "", "c", "hi")
 
     assert len(tries) == 1

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -140,7 +141,8 @@ def test_blocks_without_the_key_of_their_names_are_not_there(tmp_path: Path) -> 
 def test_a_file_that_was_left_is_neither_read_nor_written(tmp_path: Path) -> None:
     before = Engine(folder=tmp_path)
     before.generate(prompt(0, 2), session=SESSION)
-    hashes = before.store._index.hashes
+    store: Any = before.store
+    hashes = store._index.hashes
     assert before.store.find(hashes) == 2
     before.store.leave()
     after = Engine(folder=tmp_path)
@@ -158,7 +160,8 @@ def test_a_file_is_left_once_what_is_copied_is_there(
 ) -> None:
     engine = Engine(folder=tmp_path)
     leaving = threading.Thread(target=engine.store.leave)
-    copy = engine.store._copier.keep
+    store: Any = engine.store
+    copy = store._copier.keep
 
     def keep(blocks: Sequence[int], places: Sequence[int]) -> None:
         leaving.start()
@@ -166,7 +169,7 @@ def test_a_file_is_left_once_what_is_copied_is_there(
         assert leaving.is_alive()
         copy(blocks, places)
 
-    monkeypatch.setattr(engine.store._copier, "keep", keep)
+    monkeypatch.setattr(store._copier, "keep", keep)
     engine.generate(prompt(0, 2), session=SESSION)
     leaving.join()
 

@@ -184,7 +184,8 @@ class Injector:
             # They go to the host with what they have.
             for _ in range(2):
                 lying.ask([self.random.randrange(4, VOCABULARY) for _ in range(20 * SIZE)])
-            lying.verifier._samples.clear()
+            verifier: Any = lying.verifier
+            verifier._samples.clear()
             assert not lying.blocks_of(prefix)
             lying.ask([*prefix, *suffix], 2)
             return lying.blocks_of(prefix)

@@ -49,6 +49,7 @@ def model(tmp_path: Path) -> str:
 
 
 async def start(kit: TestKit, model: str, **options: Any) -> Worker:
+    chosen: dict[str, Any] = {"verify": 1.0, "verify_budget": 1.0, **options}
     await kit.start(
         Worker,
         model=model,
@@ -57,7 +58,7 @@ async def start(kit: TestKit, model: str, **options: Any) -> Worker:
         block_size=SIZE,
         blocks=64,
         pooling="none",
-        **{"verify": 1.0, "verify_budget": 1.0, **options},
+        **chosen,
     )
     [instance] = kit.started.values()
     worker = instance.actor
@@ -151,8 +152,8 @@ def test_an_instance_whose_own_blocks_are_damaged_too_often_is_withdrawn(model: 
 def test_verification_that_is_off_takes_no_blocks_and_no_time(model: str) -> None:
     async def story() -> tuple[object, int]:
         async with TestKit() as kit:
-            worker = await start(kit, model, verify=0.0)
-            engine: Any = worker._running()._engine
+            worker: Any = await start(kit, model, verify=0.0)
+            engine = worker._running()._engine
             await ask(kit, [*PREFIX, 5])
             await ask(kit, [*PREFIX, 5])
             return worker.verification.verifier, len(engine._model.spare_blocks)
