@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
@@ -169,17 +169,7 @@ class RouterWatch(Openable):
     # Questions ----------------------------------------------------------------------------
 
     def _answer(self, message: Message) -> None:
-        question = read_question(message.data)
-        if question is None:
-            self._bus.drop_malformed()
-            return
-        if not self._bus.may_answer(message):
-            return
-        try:
-            data = self._explain(question, self._bus.data.max_payload)
-            self._bus.data.publish(message.reply, data)
-        except (DynbusError, ValueError) as error:
-            logger.warning("%r: %s was not answered: %s", self, question, error)
+        answer_question(self, self._bus, message, self._explain)
 
     def _explain(self, question: Question, most_bytes: int) -> bytes:
         """The router's knowledge of a request, or its recent decisions."""
@@ -194,7 +184,7 @@ class RouterWatch(Openable):
         )
         explanation = Explanation(
             self.id,
-            f"{socket.gethostname()}:{os.getpid()}",
+            own_process(),
             self.target,
             str(router.awareness()),
             len(kept),
@@ -202,6 +192,37 @@ class RouterWatch(Openable):
             round(now - kept[-1].decided_at, 3) if kept else None,
         )
         return encode_explanation(explanation, asked, now, most_bytes)
+
+
+def own_process() -> str:
+    """The name of this process in explanations."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def answer_question(
+    who: object,
+    bus: Bus,
+    message: Message,
+    explain: Callable[[Question, int], bytes | None],
+) -> None:
+    """Answer what `dynbus why` asks.
+
+    Args:
+        who: answers, for the log.
+        explain: makes the answer to a question, of so many bytes at most; None for no answer.
+    """
+    question = read_question(message.data)
+    if question is None:
+        bus.drop_malformed()
+        return
+    if not bus.may_answer(message):
+        return
+    try:
+        data = explain(question, bus.data.max_payload)
+        if data is not None:
+            bus.data.publish(message.reply, data)
+    except (DynbusError, ValueError) as error:
+        logger.warning("%r: %s was not answered: %s", who, question, error)
 
 
 def _shape(awareness: CacheAwareness) -> str:

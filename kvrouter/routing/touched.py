@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from dynbus import DynbusError
 from dynbus.spi import Bus, InstanceName, Message, Openable
 
-from .decision import Explanation, read_question, why_subject
-
-logger = logging.getLogger(__name__)
+from .decision import Explanation, Question, why_subject
+from .observing import answer_question, own_process
 
 
 class TouchedAnswers(Openable):
@@ -50,24 +45,15 @@ class TouchedAnswers(Openable):
             subscription.unsubscribe()
 
     def _answer(self, message: Message) -> None:
-        question = read_question(message.data)
-        if question is None:
-            self._bus.drop_malformed()
-            return
+        answer_question(self, self._bus, message, self._explain)
+
+    def _explain(self, question: Question, most_bytes: int) -> bytes | None:
+        """The damages that have touched a request; None for none."""
         damages = self._damages(question.request_id) if question.request_id else []
-        if not damages or not self._bus.may_answer(message):
-            return
+        if not damages:
+            return None
+        target = f"{self._name.namespace}.{self._name.component}"
         explanation = Explanation(
-            str(self._name),
-            f"{socket.gethostname()}:{os.getpid()}",
-            f"{self._name.namespace}.{self._name.component}",
-            "",
-            0,
-            0,
-            None,
-            damages=damages,
+            str(self._name), own_process(), target, "", 0, 0, None, damages=damages
         )
-        try:
-            self._bus.data.publish(message.reply, msgspec.json.encode(explanation))
-        except DynbusError as error:
-            logger.warning("%r: %s was not answered: %s", self, question, error)
+        return msgspec.json.encode(explanation)
