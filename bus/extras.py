@@ -11,7 +11,7 @@ from typing import Final
 EXTRAS: Final = {
     "kv": ("numpy", "xxhash"),
     "http": ("httptools", "uvicorn"),
-    "llm": ("huggingface_hub", "jinja2", "packaging", "tokenizers"),
+    "llm": ("fastokens", "huggingface_hub", "jinja2", "packaging", "tokenizers"),
     "oidc": ("cryptography", "jwt"),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
     "metrics": ("opentelemetry.sdk", "opentelemetry.exporter.prometheus", "prometheus_client"),

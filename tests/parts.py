@@ -59,7 +59,15 @@ RIG: Final = ("dynbus.actors.chaos.proxy",)
 FOREIGN: Final = {
     "kv": {"numpy", "xxhash"},
     "zmq": {"zmq"},
-    "llm": {"huggingface_hub", "jinja2", "llguidance", "packaging", "threadpoolctl", "tokenizers"},
+    "llm": {
+        "fastokens",
+        "huggingface_hub",
+        "jinja2",
+        "llguidance",
+        "packaging",
+        "threadpoolctl",
+        "tokenizers",
+    },
     "http": {"httptools", "starlette", "uvicorn"},
     "oidc": {"jwt"},
     "transfer": {"nixl"},
