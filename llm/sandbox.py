@@ -7,25 +7,35 @@ one line of JSON, and ends when its input does.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Final
+
+MOST_AT_ONCE: Final = 32 * 1024
+"""Bytes of a request that is written on the event loop: a pipe takes more, so that nobody waits."""
+
+_PIECE: Final = 64 * 1024
 
 
 class SandboxEnded(Exception):
     """A process ended while it worked.
 
     Attributes:
+        by: the number of the signal that ended it; 0 where it ended by itself.
         time_is_over: the system ended it, since it took too much processor time.
     """
 
-    def __init__(self, *, time_is_over: bool) -> None:
-        super().__init__("its processor time is over" if time_is_over else "it has ended")
-        self.time_is_over = time_is_over
+    def __init__(self, by: int) -> None:
+        self.by = by
+        self.time_is_over = by in (signal.SIGPROF, signal.SIGVTALRM)
+        super().__init__("its processor time is over" if self.time_is_over else "it has ended")
 
 
 class Sandbox:
@@ -51,6 +61,42 @@ class Sandbox:
         """The process ids of those that have nothing to do."""
         with self._lock:
             return [one.process.pid for one in self._idle]
+
+    async def ask_idle(self, request: bytes) -> bytes | None:
+        """The answer to a short request of a process that has nothing to do, which is waited for on
+        the event loop; None where there is no such process, or the request is not short.
+
+        Raises:
+            SandboxEnded: it ended, perhaps before it was asked.
+        """
+        if len(request) > MOST_AT_ONCE or not self._free.acquire(blocking=False):
+            return None
+        process = self._pop_idle()
+        if process is None:
+            self._free.release()
+            return None
+        try:
+            answer = await process.ask_on_loop(request)
+        except asyncio.CancelledError:
+            # It works on, and is there for others when its answer was read.
+            threading.Thread(target=self._finish, args=(process,), daemon=True).start()
+            raise
+        except BaseException:
+            process.end()
+            self._free.release()
+            raise
+        self._keep(process)
+        self._free.release()
+        return answer
+
+    def _finish(self, process: _Process) -> None:
+        try:
+            process.read_rest()
+            self._keep(process)
+        except SandboxEnded:
+            process.end()
+        finally:
+            self._free.release()
 
     def ask(self, request: bytes) -> bytes:
         """The answer to a request, each a line without its end. Waits: to be called in a thread.
@@ -79,9 +125,12 @@ class Sandbox:
         except BaseException:
             process.end()
             raise
+        self._keep(process)
+        return answer
+
+    def _keep(self, process: _Process) -> None:
         with self._lock:
             self._idle.append(process)
-        return answer
 
 
 def _end(idle: list[_Process]) -> None:
@@ -93,7 +142,9 @@ class _Process:
     """One process; one thread at a time uses it."""
 
     def __init__(self, program: Path, first: bytes) -> None:
-        self._first = first
+        self._first = first + b"\n" if first else b""
+        self._pieces: list[bytes] = []
+        self._is_read = True
         self.process = subprocess.Popen(
             # Its own folder must not be on the path.
             [sys.executable, "-P", str(program)],
@@ -101,21 +152,61 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        assert self.process.stdout is not None
+        self._output = self.process.stdout.fileno()
 
     def ask(self, request: bytes) -> bytes:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        self._write(request)
+        return self.read_rest()
+
+    async def ask_on_loop(self, request: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        read: asyncio.Future[None] = loop.create_future()
+
+        def read_some() -> None:
+            if self._read_some() and not read.done():
+                read.set_result(None)
+
+        self._write(request)
+        loop.add_reader(self._output, read_some)
         try:
-            if self._first:
-                self.process.stdin.write(self._first + b"\n")
-                self._first = b""
-            self.process.stdin.write(request + b"\n")
+            await read
+        finally:
+            loop.remove_reader(self._output)
+            # uvloop has made reads return at once, which a thread that asks next has to wait for.
+            os.set_blocking(self._output, True)
+        return self.read_rest()
+
+    def _write(self, request: bytes) -> None:
+        assert self.process.stdin is not None
+        self._pieces, self._is_read = [], False
+        try:
+            self.process.stdin.write(self._first + request + b"\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
         except OSError:
-            line = b""
+            # It has ended, and so has its output.
+            pass
+        self._first = b""
+
+    def _read_some(self) -> bool:
+        """Read what is there of the answer, or wait for more; whether it is whole, or there is no
+        more."""
+        piece = os.read(self._output, _PIECE)
+        self._pieces.append(piece)
+        self._is_read = not piece or piece.endswith(b"\n")
+        return self._is_read
+
+    def read_rest(self) -> bytes:
+        """The answer, for whose rest it waits.
+
+        Raises:
+            SandboxEnded: there is none.
+        """
+        while not self._is_read:
+            self._read_some()
+        line = b"".join(self._pieces)
         if not line.endswith(b"\n"):
-            raise SandboxEnded(time_is_over=self.process.wait() == -signal.SIGPROF)
+            raise SandboxEnded(max(0, -self.process.wait()))
         return line[:-1]
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ import anyio
 
 from dynbus import DynbusError, NoInstances, PermissionDenied, Runtime, Unavailable
 from dynbus.llm.following import follow
-from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
+from dynbus.llm.text.guarded_tokenizer import CACHE_BYTES, GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import (
@@ -183,10 +183,10 @@ class Catalog(Openable):
 
     Args:
         runtime: which must stay open meanwhile.
-        cache_bytes: that are remembered of the tokens of each model's texts.
+        cache_bytes: that each process in which texts of a model are tokenised remembers of them.
     """
 
-    def __init__(self, runtime: Runtime, *, cache_bytes: int | None = None) -> None:
+    def __init__(self, runtime: Runtime, *, cache_bytes: int = CACHE_BYTES) -> None:
         super().__init__(runtime.background)
         self._runtime = runtime
         self._cache_bytes = cache_bytes
@@ -310,11 +310,10 @@ class Catalog(Openable):
             eos_token_ids=card.eos_token_ids,
             special_tokens=special,
             origin=f"the tokenizer of {name}",
+            cache_bytes=self._cache_bytes,
         )
         template = ChatTemplate(source, model=name, special_tokens=special) if source else None
-        if self._cache_bytes is None:
-            return TextModel(name, made, template)
-        return TextModel(name, made, template, cache_bytes=self._cache_bytes)
+        return TextModel(name, made, template)
 
     def _forget_text_models(self) -> None:
         """Drop what was used longest ago of the models that are served no more."""

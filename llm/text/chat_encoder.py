@@ -1,7 +1,7 @@
 """From conversations to token ids: those that wait meanwhile are done together.
 
-A conversation alone costs a change of threads, two of processes and a call of the tokenizer. Of
-many that come at once, these are for all of them.
+A short conversation that comes alone goes to the process that encodes it from the event loop, and
+no thread waits for it. Of many that come at once, one change of threads and processes is for all.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from dynbus import InvalidRequest
 from dynbus.llm.turns import Turns, current_tenant
-from dynbus.llm.weights.errors import BrokenModel
 
-from .cached_encoder import CachedEncoder
+from .guarded_tokenizer import Encoded, GuardedTokenizer
 from .template import ChatTemplate, encode_conversation
 
 MOST_TOGETHER: Final = 32
@@ -25,7 +24,9 @@ MOST_TOGETHER: Final = 32
 MOST_BYTES: Final = 64 * 1024
 """Of conversations that are done together: a longer one keeps none waiting that is shorter."""
 
-Encoded = list[int] | Exception
+MOST_AT_ONCE: Final = 8 * 1024
+"""Characters of a conversation that is encoded as JSON on the event loop, and of names and values
+in it."""
 
 
 class _Asked(NamedTuple):
@@ -55,12 +56,12 @@ class ChatEncoder:
     def __init__(
         self,
         template: ChatTemplate,
-        encoder: CachedEncoder,
+        tokenizer: GuardedTokenizer,
         threads: ThreadPoolExecutor,
         workers: int,
     ) -> None:
         self._template = template
-        self._encoder = encoder
+        self._tokenizer = tokenizer
         self._threads = threads
         self._workers = workers
         self._lock = threading.Lock()
@@ -79,7 +80,15 @@ class ChatEncoder:
         Raises:
             InvalidRequest: the template refuses it, or its prompt cannot be encoded.
             BrokenTemplate: the template fails.
+            BrokenModel: the tokenizer does.
         """
+        if not self._working and is_short(conversation):
+            data = encode_conversation(conversation)
+            encoded = await self._tokenizer.encode_idle(self._template, data)
+            if isinstance(encoded, Exception):
+                raise encoded
+            if encoded is not None:
+                return encoded
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         with self._lock:
             tenant = current_tenant()
@@ -130,22 +139,26 @@ class ChatEncoder:
     def _encode(self, conversations: Sequence[bytes]) -> Sequence[Encoded] | None:
         """The token ids of each, or why there are none; None where each has to be done alone."""
         try:
-            prompts = self._template.render_each(conversations)
-            if prompts is None:
-                return None
-            ids = iter(self._ids([prompt for prompt in prompts if isinstance(prompt, str)]))
-            return [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return self._tokenizer.encode_chats(self._template, conversations)
         except Exception as error:  # noqa: BLE001 - raised to the asker
             return [error] * len(conversations)
 
-    def _ids(self, texts: Sequence[str]) -> Sequence[Encoded]:
-        try:
-            return self._encoder.encode_each(texts, special=False)
-        except ValueError as error:
-            if len(texts) == 1:
-                return [error if isinstance(error, BrokenModel) else InvalidRequest(str(error))]
-        # One of them is at fault, and not the others.
-        return [self._ids([text])[0] for text in texts]
+
+def is_short(value: object) -> bool:
+    """True if JSON has few characters, names and values; a long one is not read to its end."""
+    left, room = [value], MOST_AT_ONCE
+    while left and room > 0:
+        one = left.pop()
+        if isinstance(one, str):
+            room -= len(one)
+        elif isinstance(one, Mapping):
+            fields = cast("Mapping[str, object]", one)
+            room -= sum(map(len, fields))
+            left += fields.values()
+        elif isinstance(one, Sequence):
+            left += cast("Sequence[object]", one)
+        room -= 1
+    return room > 0
 
 
 def _groups(taken: Sequence[_Asked]) -> list[tuple[list[_Asked], list[bytes]]]:

@@ -1,8 +1,9 @@
-"""The tokenizer of a model whose files nobody has to trust: texts are tokenised in processes that
-may end."""
+"""The tokenizer of a model whose files nobody has to trust: conversations are written and texts are
+tokenised in processes that may end."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -14,17 +15,22 @@ from dynbus.llm.weights.errors import BrokenModel
 from dynbus.spi import usable_cores
 
 from . import tokenizing
+from .template import ChatTemplate
 from .tokenizer import Tokenizer, check_text, decoder_growth
-from .tokenizing import Answer, Ids, Pair, Texts
+from .tokenizing import BYTES_PER_SECOND, Answer, Chats, Ids, Pair, Texts, seconds_for
 
 MOST_PROCESSES: Final = 4
-"""Of one model: each holds the whole vocabulary, and what is remembered asks none of them."""
+"""Of one model: each holds the whole vocabulary."""
 
 SECONDS: Final = 10.0
 """Of processor time for a text, or to read the tokenizer; those in use take milliseconds."""
 
-BYTES_PER_SECOND: Final = 256 * 1024
-"""More of it is had for so much of a text; those in use take a tenth."""
+Encoded = list[int] | Exception
+"""The tokens of a conversation, or why it has none: `InvalidRequest`, `BrokenTemplate` or
+`BrokenModel`."""
+
+CACHE_BYTES: Final = 32 * 1024 * 1024
+"""That each process remembers of texts and their tokens: about five million tokens."""
 
 MOST_WRITTEN: Final = 8 * 1024
 """Characters of one token where it is written out; those in use have some hundred."""
@@ -41,6 +47,7 @@ class GuardedTokenizer(Tokenizer):
 
     Args:
         origin: where it is from, for errors.
+        cache_bytes: that each of its processes remembers of texts and their tokens.
 
     Raises:
         BrokenModel: it is none, or takes too much to be read.
@@ -53,12 +60,15 @@ class GuardedTokenizer(Tokenizer):
         eos_token_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] | None = None,
         origin: str = "tokenizer.json",
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._origin = origin
         self._processes = Sandbox(
             Path(tokenizing.__file__),
             min(MOST_PROCESSES, usable_cores()),
-            first=msgspec.json.encode(tokenizing.Tokenizer(_text_of(data, origin), SECONDS)),
+            first=msgspec.json.encode(
+                tokenizing.Tokenizer(_text_of(data, origin), SECONDS, cache_bytes)
+            ),
         )
         # There first: what ends a process in which it is read would end this one.
         longest = self._ask(Texts([], special=False, seconds=SECONDS)).longest
@@ -70,43 +80,88 @@ class GuardedTokenizer(Tokenizer):
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        (ids,) = self._tokenise([text], special=special)
+        check_text(text)
+        (ids,) = self._ask(Texts([text], special, SECONDS)).ids
         return ids
 
-    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._tokenise(texts, special=False) if texts else []
-
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
-        size = len(check_text(first)) + len(check_text(second))
-        answer = self._ask(Pair(first, second, _seconds(size)))
+        check_text(first)
+        check_text(second)
+        answer = self._ask(Pair(first, second, SECONDS))
         return answer.ids[0], answer.second_from
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         if len(token_ids) <= WRITTEN_HERE:
             return super().decode(token_ids, special=special)
-        return self._ask(Ids(list(token_ids), special, _seconds(len(token_ids)))).text
+        return self._ask(Ids(list(token_ids), special, SECONDS)).text
 
-    def _tokenise(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        size = sum(len(check_text(text)) for text in texts)
-        return self._ask(Texts(list(texts), special, _seconds(size))).ids
+    def encode_chats(
+        self, template: ChatTemplate, conversations: Sequence[bytes]
+    ) -> list[Encoded] | None:
+        """The tokens of each conversation, or why it has none; None where they take too much
+        together, and each has to be done alone.
+
+        Args:
+            conversations: as `encode_conversation` writes them, one at least.
+        """
+        request = Chats(template.rendering(conversations), SECONDS)
+        are_many = len(conversations) > 1
+        try:
+            answer = _ANSWER.decode(self._processes.ask(msgspec.json.encode(request)))
+        except SandboxEnded as error:
+            return None if are_many else [self._ended(template, request, error)]
+        if are_many and (answer.failed or any(one.failed is not None for one in answer.chats)):
+            # The memory of the process is for one.
+            return None
+        return self._read(template, answer)
+
+    async def encode_idle(self, template: ChatTemplate, conversation: bytes) -> Encoded | None:
+        """The tokens of a short conversation, or why it has none, by a process that has nothing to
+        do, which is waited for on the event loop; None where there is no such process.
+
+        Args:
+            conversation: as `encode_conversation` writes it.
+        """
+        request = Chats(template.rendering([conversation]), SECONDS)
+        try:
+            line = await self._processes.ask_idle(msgspec.json.encode(request))
+        except SandboxEnded as error:
+            # It may have been ended before it was asked.
+            return self._ended(template, request, error) if error.time_is_over else None
+        return None if line is None else self._read(template, _ANSWER.decode(line))[0]
+
+    def _read(self, template: ChatTemplate, answer: Answer) -> list[Encoded]:
+        """The tokens of each conversation, or why it has none."""
+        if answer.failed is not None:
+            return [self._failed(answer.failed)]
+        ids = iter(answer.ids)
+        failures = map(template.failure, answer.chats)
+        return [next(ids) if failure is None else failure for failure in failures]
+
+    def _ended(self, template: ChatTemplate, request: Chats, error: SandboxEnded) -> Exception:
+        """The error of a conversation at which a process has ended."""
+        if error.by == signal.SIGPROF:
+            return template.took_too_long(request.rendering)
+        size = sum(map(len, request.rendering.conversations))
+        return self._failed(_why_ended(error, SECONDS + size / BYTES_PER_SECOND))
 
     def _ask(self, request: Texts | Pair | Ids) -> Answer:
         try:
             answer = _ANSWER.decode(self._processes.ask(msgspec.json.encode(request)))
         except SandboxEnded as error:
-            why = (
-                f"it takes more than {request.seconds:.3g} s of processor time"
-                if error.time_is_over
-                else "its process has ended, most likely for want of memory"
-            )
-            raise BrokenModel(f"{self._origin} fails: {why}") from None
+            raise self._failed(_why_ended(error, seconds_for(request))) from None
         if answer.failed is not None:
-            raise BrokenModel(f"{self._origin} fails: {answer.failed}")
+            raise self._failed(answer.failed)
         return answer
 
+    def _failed(self, why: str) -> BrokenModel:
+        return BrokenModel(f"{self._origin} fails: {why}")
 
-def _seconds(size: int) -> float:
-    return SECONDS + size / BYTES_PER_SECOND
+
+def _why_ended(error: SandboxEnded, seconds: float) -> str:
+    if error.time_is_over:
+        return f"it takes more than {seconds:.3g} s of processor time"
+    return "its process has ended, most likely for want of memory"
 
 
 def _check_written(longest: int, data: bytes, origin: str) -> None:

@@ -6,7 +6,8 @@ interpreter's lock could be taken back from it. So it has a process of its own, 
 ends when one rendering takes too much processor time, and which gets no more than so much memory.
 
 Each request and each answer is one line: JSON, which has no line ends of its own. The process ends
-when its input does, so it never outlives the one that it renders for.
+when its input does, so it never outlives the one that it renders for. Where a model's tokenizer is
+at work, its process renders too, and tokenises what it has written: see `tokenizing`.
 
 This file is run by its path. It imports nothing of dynbus, so that it starts fast.
 """
@@ -71,6 +72,11 @@ class RenderAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
     refused: str | None = None
     failed: str | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """True if there is a prompt, which may be empty."""
+        return self.refused is None and self.failed is None
 
 
 class _Refused(Exception):
@@ -176,9 +182,9 @@ def _with_end_mark(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {**variables, "messages": [*before, {**last, "content": last["content"] + END_MARK}]}
 
 
-def _answers(request: Rendering) -> list[RenderAnswer]:
-    """The answer for each conversation, or for the template alone."""
-    # Its signal ends the process, whatever it is doing.
+def render_each(request: Rendering) -> list[RenderAnswer]:
+    """The answer for each conversation, or for the template alone, within the request's time:
+    SIGPROF ends the process after it."""
     signal.setitimer(signal.ITIMER_PROF, request.seconds)
     conversations = request.conversations or [msgspec.Raw(b"null")]
     answers = [render(request.source, msgspec.json.decode(one)) for one in conversations]
@@ -190,7 +196,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
     decoder, encoder = msgspec.json.Decoder(Rendering), msgspec.json.Encoder()
     for line in requests:
-        answers.write(encoder.encode(_answers(decoder.decode(line))) + b"\n")
+        answers.write(encoder.encode(render_each(decoder.decode(line))) + b"\n")
         answers.flush()
 
 

@@ -85,9 +85,9 @@ class ChatTemplate:
         Raises:
             BrokenTemplate: it is none.
         """
-        (answer,) = self._run([], self._seconds)
-        if answer.failed is not None:
-            raise self._broken(answer.failed)
+        failure = self.failure(self._run(self.rendering([])))
+        if failure is not None:
+            raise failure
 
     def render(
         self,
@@ -112,11 +112,11 @@ class ChatTemplate:
         given = self.conversation(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
-        (answer,) = self._run([encode_conversation(given)], self._seconds)
-        rendered = self._rendered(answer)
-        if isinstance(rendered, DynbusError):
-            raise rendered
-        return rendered
+        answer = self._run(self.rendering([encode_conversation(given)]))
+        failure = self.failure(answer)
+        if failure is not None:
+            raise failure
+        return answer.text
 
     def conversation(
         self,
@@ -137,41 +137,36 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
 
-    def render_each(self, conversations: Sequence[bytes]) -> list[str | DynbusError] | None:
-        """The prompt of each conversation, or why it has none, as `render` raises it; None where
-        they take too much together, and each has to be rendered alone.
+    def rendering(self, conversations: Sequence[bytes]) -> Rendering:
+        """The request by which a process renders conversations.
 
         Args:
-            conversations: as `encode_conversation` writes them, one at least.
+            conversations: as `encode_conversation` writes them; none to see whether it is a
+                template at all.
         """
-        are_many = len(conversations) > 1
-        try:
-            answers = self._run(conversations, SECONDS_TOGETHER if are_many else self._seconds)
-        except BrokenTemplate as error:
-            return None if are_many else [error]
-        if are_many and any(answer.failed is not None for answer in answers):
-            # The memory of the process is for one.
-            return None
-        return [self._rendered(answer) for answer in answers]
+        seconds = SECONDS_TOGETHER if len(conversations) > 1 else self._seconds
+        return Rendering(self.source, [msgspec.Raw(one) for one in conversations], seconds)
 
-    def _rendered(self, answer: RenderAnswer) -> str | DynbusError:
+    def failure(self, answer: RenderAnswer) -> DynbusError | None:
+        """The reason why a conversation has no prompt, as `render` raises it; None where it has."""
         if answer.refused is not None:
             return InvalidRequest(
                 f"the model {self.model} takes no such conversation: {answer.refused}"
             )
-        return answer.text if answer.failed is None else self._broken(answer.failed)
+        return None if answer.failed is None else self._broken(answer.failed)
 
-    def _run(self, conversations: Sequence[bytes], seconds: float) -> list[RenderAnswer]:
-        raw = [msgspec.Raw(one) for one in conversations]
+    def took_too_long(self, rendering: Rendering) -> BrokenTemplate:
+        """The error of a rendering that was ended."""
+        return self._broken(f"it takes more than {rendering.seconds:g} s of processor time")
+
+    def _run(self, rendering: Rendering) -> RenderAnswer:
         try:
-            data = msgspec.json.encode(Rendering(self.source, raw, seconds))
-            return _ANSWERS.decode(RENDERERS.ask(data))
+            (answer,) = _ANSWERS.decode(RENDERERS.ask(msgspec.json.encode(rendering)))
         except SandboxEnded as error:
-            raise self._broken(
-                f"it takes more than {seconds:g} s of processor time"
-                if error.time_is_over
-                else "the process that renders it has ended"
-            ) from None
+            if error.time_is_over:
+                raise self.took_too_long(rendering) from None
+            raise self._broken("the process that renders it has ended") from None
+        return answer
 
     def _broken(self, why: str) -> BrokenTemplate:
         broken = BrokenTemplate(f"the chat template of the model {self.model} does not work: {why}")

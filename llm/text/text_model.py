@@ -12,11 +12,10 @@ from dynbus.llm.turns import TenantThreads
 from dynbus.llm.weights.errors import BrokenModel
 from dynbus.spi import usable_cores
 
-from .cached_encoder import MAX_BYTES, CachedEncoder
 from .chat_encoder import ChatEncoder
 from .detokenizer import Detokenizer
+from .guarded_tokenizer import GuardedTokenizer
 from .template import ChatTemplate
-from .tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -28,19 +27,10 @@ class TextModel:
     Args:
         name: the model's.
         template: None for a model without chat.
-        cache_bytes: that are remembered of the tokens of texts; see `CachedEncoder`.
-
-    Attributes:
-        encoder: counts what was remembered.
     """
 
     def __init__(
-        self,
-        name: str,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None = None,
-        *,
-        cache_bytes: int = MAX_BYTES,
+        self, name: str, tokenizer: GuardedTokenizer, template: ChatTemplate | None = None
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -51,18 +41,16 @@ class TextModel:
         cores = usable_cores()
         self._threads = ThreadPoolExecutor(cores, thread_name_prefix="dynbus-text")
         self._turns = TenantThreads(self._threads, cores)
-        self.encoder = CachedEncoder(tokenizer, cache_bytes)
         self._chats = (
-            ChatEncoder(template, self.encoder, self._threads, cores)
-            if template is not None
-            else None
+            ChatEncoder(template, tokenizer, self._threads, cores) if template is not None else None
         )
 
     def __repr__(self) -> str:
-        return f"<TextModel {self.name} {self.encoder!r}>"
+        return f"<TextModel {self.name} {self.tokenizer!r}>"
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a text; what was in an earlier text is remembered.
+        """The token ids of a text; what stood between special tokens of earlier texts is
+        remembered.
 
         Args:
             special: add what the tokenizer puts around every text.
@@ -128,7 +116,7 @@ class TextModel:
         return Detokenizer(self.tokenizer, prompt_ids, stop, special=special)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        return _refusing(partial(self.encoder.encode, text, special=special))
+        return _refusing(partial(self.tokenizer.encode, text, special=special))
 
 
 def _refusing(encode: Callable[[], T]) -> T:

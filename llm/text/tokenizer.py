@@ -145,14 +145,6 @@ class Tokenizer:
             (encoding,) = self.raw.encode_batch_fast([text], add_special_tokens=special)
         return encoding.ids
 
-    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of several texts, each by itself and with nothing put around it."""
-        for text in texts:
-            check_text(text)
-        with _using("the tokenizer fails"):
-            encodings = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """The token ids of two texts as a pair, with what the tokenizer puts around and between
         them, and where the second one begins; None where it does not tell.

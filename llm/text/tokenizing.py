@@ -1,4 +1,4 @@
-"""The process in which a model's tokenizer works: it reads requests and writes answers.
+"""The process in which a model's texts become tokens: it reads requests and writes answers.
 
 A tokenizer comes from a model's files, as a template does. It can be made so that a text takes it
 for ever, or becomes so many tokens that there is no memory for them, which ends the process that
@@ -6,12 +6,15 @@ it works in. So it has processes of its own, which the system ends when a text t
 processor time, and which get no more than so much memory.
 
 The first line that it reads is the tokenizer. Each request and each answer after it is one line of
-JSON. The process ends when its input does.
+JSON. The process ends when its input does. Conversations are written by the model's template here
+too, which is as dangerous: see `rendering`. They take one way there and back, and not two.
 
 Texts are tokenised by `fastokens`, which takes a tenth of the time of `tokenizers`, or less, where
-it gives the very tokens that this gives for texts of many kinds; it knows fewer kinds of files.
+it gives the very tokens that this gives for texts of many kinds; it knows fewer kinds of files. It
+remembers the tokens of what stands between special tokens, so that the next turn of a conversation
+takes the time of its new part.
 
-This file is run by its path. It imports nothing of dynbus, so that it starts fast.
+This file is run by its path. It imports next to nothing of dynbus, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 
 import fastokens
 import tokenizers
+
+from dynbus.llm.text.rendering import RenderAnswer, Rendering, render_each
 
 MAX_MEMORY: Final = 1024**3
 """Bytes of address space, beside what the tokenizer's file becomes."""
@@ -62,15 +67,33 @@ MOST_COMPARED: Final = 256
 """Tokens of the vocabulary, and as many of the added ones, that are compared."""
 
 
+BYTES_PER_SECOND: Final = 256 * 1024
+"""A text may take a second of processor time more for so many; those in use take a tenth."""
+
+
 class Tokenizer(msgspec.Struct, frozen=True):
     """The first line.
 
     Attributes:
         json: a `tokenizer.json`.
         seconds: of processor time that it may take to be read.
+        cache_bytes: that are remembered of texts and their tokens.
     """
 
     json: str
+    seconds: float
+    cache_bytes: int
+
+
+class Chats(msgspec.Struct, frozen=True, tag="chats"):
+    """Conversations to be written by a template and tokenised, with nothing put around them.
+
+    Attributes:
+        rendering: the template and the conversations, one at least.
+        seconds: of processor time that tokenising may take, beside that for the bytes.
+    """
+
+    rendering: Rendering
     seconds: float
 
 
@@ -79,7 +102,7 @@ class Texts(msgspec.Struct, frozen=True, tag="texts"):
 
     Attributes:
         special: whether the tokenizer puts around them what it puts around every text.
-        seconds: of processor time that all of them together may take.
+        seconds: of processor time that all of them together may take, beside that for the bytes.
     """
 
     texts: list[str]
@@ -112,11 +135,15 @@ class Ids(msgspec.Struct, frozen=True, tag="ids"):
     seconds: float
 
 
+Request = Chats | Texts | Pair | Ids
+
+
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to a request.
 
     Attributes:
-        ids: of the tokens of each text.
+        ids: of the tokens of each text, or of each conversation that has become one.
+        chats: what became of each conversation; the texts are left out.
         text: of the tokens.
         second_from: of a pair, where its second text begins; None where that is not told.
         longest: characters of the longest token that there is.
@@ -124,6 +151,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     ids: list[list[int]] = []
+    chats: list[RenderAnswer] = []
     text: str = ""
     second_from: int | None = None
     longest: int = 0
@@ -137,14 +165,17 @@ class TooManyTokens(Exception):
 class Tokenising:
     """A tokenizer, and what it is asked.
 
+    Args:
+        cache_bytes: that are remembered of texts and their tokens.
+
     Attributes:
-        is_fast: whether the faster library tokenises texts.
+        is_fast: whether the faster library tokenises texts, which alone remembers.
 
     Raises:
         Exception: the library's, of a file that is none.
     """
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, cache_bytes: int = 0) -> None:
         self._raw = tokenizers.Tokenizer.from_buffer(data)
         self._raw.no_truncation()
         self._raw.no_padding()
@@ -152,13 +183,28 @@ class Tokenising:
         self._longest = max(map(len, vocabulary), default=0)
         self._fast = _agreeing(data, self._raw, sorted(vocabulary))
         self.is_fast = self._fast is not None
+        if self._fast is not None and cache_bytes:
+            self._fast.enable_segment_cache(cache_bytes)
 
-    def answer(self, request: Texts | Pair | Ids) -> Answer:
-        """The token ids of texts or of a pair of texts, or the text of token ids.
+    def answer(self, request: Request) -> Answer:
+        """The token ids of conversations, of texts or of a pair of texts, or the text of token ids.
 
         Raises:
             TooManyTokens: one of its texts has too many.
         """
+        if isinstance(request, Chats):
+            return self._tokenise_chats(request)
+        with _within(seconds_for(request)):
+            return self._answer_in_time(request)
+
+    def _tokenise_chats(self, request: Chats) -> Answer:
+        chats = [_without_surrogates(one) for one in render_each(request.rendering)]
+        texts = [one.text for one in chats if one.is_text]
+        with _within(request.seconds + sum(map(len, texts)) / BYTES_PER_SECOND):
+            ids = [encoding.ids for encoding in self._encodings(texts, False)]
+        return Answer(ids, [RenderAnswer(refused=one.refused, failed=one.failed) for one in chats])
+
+    def _answer_in_time(self, request: Texts | Pair | Ids) -> Answer:
         if isinstance(request, Ids):
             (text,) = self._raw.decode_batch([request.ids], skip_special_tokens=not request.special)
             return Answer(text=text)
@@ -191,6 +237,14 @@ class Encoding(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+
+def _without_surrogates(answer: RenderAnswer) -> RenderAnswer:
+    try:
+        answer.text.encode()
+    except UnicodeEncodeError:
+        return RenderAnswer(refused="its prompt has half a surrogate pair, which is no character")
+    return answer
 
 
 def _agreeing(
@@ -226,12 +280,23 @@ def _check_growth(text: str, encoding: Encoding) -> None:
         raise TooManyTokens(f"it makes {len(encoding)} tokens of {len(text)} characters")
 
 
+def seconds_for(request: Texts | Pair | Ids) -> float:
+    """The processor time that a request may take."""
+    if isinstance(request, Ids):
+        size = len(request.ids)
+    else:
+        texts = request.texts if isinstance(request, Texts) else (request.first, request.second)
+        size = sum(map(len, texts))
+    return request.seconds + size / BYTES_PER_SECOND
+
+
 @contextlib.contextmanager
 def _within(seconds: float) -> Generator[None]:
-    """Have the system end the process, whatever it is doing, after so much processor time."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    """Have the system end the process, whatever it is doing, after so much processor time: by
+    SIGVTALRM, as SIGPROF says that a template has taken too much."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _read(line: bytes) -> Tokenising | str:
@@ -244,25 +309,24 @@ def _read(line: bytes) -> Tokenising | str:
     first = msgspec.json.decode(line, type=Tokenizer)
     with _within(first.seconds):
         try:
-            return Tokenising(first.json.encode())
+            return Tokenising(first.json.encode(), first.cache_bytes)
         except BaseException as error:  # noqa: BLE001 - what fails in Rust is no `Exception`
             return str(error)
 
 
-def _answer(tokenising: Tokenising | str, request: Texts | Pair | Ids) -> Answer:
+def _answer(tokenising: Tokenising | str, request: Request) -> Answer:
     if isinstance(tokenising, str):
         return Answer(failed=tokenising)
-    with _within(request.seconds):
-        try:
-            return tokenising.answer(request)
-        except BaseException as error:  # noqa: BLE001 - as above
-            return Answer(failed=str(error))
+    try:
+        return tokenising.answer(request)
+    except BaseException as error:  # noqa: BLE001 - as above
+        return Answer(failed=str(error))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Read the tokenizer, and answer requests until there are no more."""
     tokenising = _read(requests.readline())
-    decoder, encoder = msgspec.json.Decoder(Texts | Pair | Ids), msgspec.json.Encoder()
+    decoder, encoder = msgspec.json.Decoder(Request), msgspec.json.Encoder()
     for line in requests:
         answers.write(encoder.encode(_answer(tokenising, decoder.decode(line))) + b"\n")
         answers.flush()
@@ -273,6 +337,7 @@ def main() -> None:
     # The process that is worked for decides when it ends: Ctrl-C goes to the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     with contextlib.suppress(BrokenPipeError):
         serve(sys.stdin.buffer, sys.stdout.buffer)
 

@@ -20,9 +20,9 @@ from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.mock import MockConfig, MockEngine, Timing
 from dynbus.llm.models.card import ModelCard
+from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
-from dynbus.llm.text.tokenizer import Tokenizer
 
 from .counting import CallCount, counting, hold
 
@@ -72,7 +72,7 @@ class WordCatalog(FixedCatalog):
         made = make_tokenizer()
         end = made.token_to_id("<|im_end|>")
         assert end is not None
-        tokenizer = Tokenizer.from_json(
+        tokenizer = GuardedTokenizer(
             made.to_str().encode(), eos_token_ids=[end], special_tokens={"eos_token": "<|im_end|>"}
         )
         return TextModel(

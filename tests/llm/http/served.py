@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.conditions import eventually
-from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
+from tests.llm.text.tiny_tokenizer import CHATML, tiny_guarded, tiny_tokenizer
 
 from dynbus import Actor, InvalidRequest, Overloaded, context, handler
 from dynbus.bus.protocol.names import ComponentName
@@ -259,7 +259,7 @@ class FixedCatalog:
 
     async def text_model(self, card: ModelCard) -> TextModel:
         """The tiny tokenizer with ChatML."""
-        tokenizer = tiny_tokenizer()
+        tokenizer = tiny_guarded()
         template = ChatTemplate(
             self.template, model=card.name, special_tokens=tokenizer.special_tokens
         )

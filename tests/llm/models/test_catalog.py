@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 from tests.conditions import eventually
-from tests.llm.text.tiny_tokenizer import tiny_tokenizer
+from tests.llm.text.tiny_tokenizer import tiny_guarded
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import NoInstances, Unavailable
@@ -357,7 +357,7 @@ def test_tokenizers_are_kept_until_they_are_many(monkeypatch: pytest.MonkeyPatch
 
     async def story() -> None:
         async def load(card: ModelCard) -> TextModel:
-            return TextModel(card.name, tiny_tokenizer())
+            return TextModel(card.name, tiny_guarded())
 
         async with TestKit() as kit:
             catalog = Catalog(kit.caller)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.llm.text.tiny_tokenizer import tiny_tokenizer
+from tests.llm.text.tiny_tokenizer import tiny_guarded, tiny_tokenizer
 
 from dynbus.llm.generation import DefaultSampling, Sampling
 from dynbus.llm.openai.answers import AnswerHead, CompletionFormat
@@ -27,7 +27,7 @@ async def test_token_ids_that_are_too_many_are_refused_before_anything_is_made_o
 
     with pytest.raises(BadRequest, match="has 2000 tokens, and prompt has 3000"):
         await prepare(
-            _Unread("tiny", tiny_tokenizer()),
+            _Unread("tiny", tiny_guarded()),
             ModelLimits(2000, [2]),
             request,
             CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
@@ -43,7 +43,7 @@ async def test_a_limit_above_the_room_is_brought_down_to_it_where_that_is_asked_
     request = completion_of({"model": "tiny", "prompt": "say yes", "max_tokens": room + over})
 
     prepared = await prepare(
-        TextModel("tiny", tiny_tokenizer()),
+        TextModel("tiny", tiny_guarded()),
         ModelLimits(2000, [2]),
         request,
         CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
@@ -59,7 +59,7 @@ async def test_a_stop_string_has_a_limit() -> None:
 
     with pytest.raises(BadRequest, match="stop: a string has 257 characters; at most 256"):
         await prepare(
-            _Unread("tiny", tiny_tokenizer()),
+            _Unread("tiny", tiny_guarded()),
             ModelLimits(2000, [2]),
             request,
             CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
@@ -74,7 +74,7 @@ async def test_what_a_request_does_not_say_is_drawn_as_its_model_recommends() ->
     )
 
     prepared = await prepare(
-        TextModel("tiny", tiny_tokenizer()),
+        TextModel("tiny", tiny_guarded()),
         limits,
         request,
         CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.llm.media.samples import digest, image, png, words
-from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
+from tests.llm.text.tiny_tokenizer import CHATML, tiny_guarded
 
 from dynbus import Unavailable
 from dynbus.kvrouter import RequestShape
@@ -47,7 +47,7 @@ class Reader:
 
 async def routed(*parts: Any, for_parts: Reader | None = None) -> RoutedPrompt:
     """The prompt that a router sees of a chat, by the front end's own tokenizer."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_guarded()
     template = ChatTemplate(CHATML, model="m", special_tokens=tokenizer.special_tokens)
     messages = [
         {"role": "system", "content": "Be brief."},

@@ -8,7 +8,6 @@ import os
 import signal
 from typing import Any
 
-import fastokens
 import psutil
 import pytest
 from tests.conditions import wait_until
@@ -18,7 +17,6 @@ from dynbus.llm.text import guarded_tokenizer, tokenizing
 from dynbus.llm.text.guarded_tokenizer import MOST_WRITTEN, WRITTEN_HERE, GuardedTokenizer
 from dynbus.llm.text.text_model import TextModel
 from dynbus.llm.text.tokenizer import Tokenizer
-from dynbus.llm.text.tokenizing import Texts, Tokenising
 from dynbus.llm.weights.errors import BrokenModel
 from dynbus.testing import run
 
@@ -66,44 +64,9 @@ def test_it_does_what_the_tokenizer_does(guarded: GuardedTokenizer, special: boo
     ids = guarded.encode(TEXT, special=special)
 
     assert ids == plain.encode(TEXT, special=special)
-    assert guarded.encode_each([TEXT, "", "a"]) == plain.encode_each([TEXT, "", "a"])
-    assert guarded.encode_each([]) == []
     long = ids * (WRITTEN_HERE // len(ids) + 1)
     for some in (ids, long):
         assert guarded.decode(some, special=special) == plain.decode(some, special=special)
-
-
-def test_the_faster_library_is_used_where_it_gives_the_same_tokens() -> None:
-    data = tiny_json()
-    assert Tokenising(data).is_fast
-    raw = Tokenizer.from_json(data).raw
-    texts = [TEXT, "a\n\n  b", "\ud55c\uad6d 12345"]
-    for special in (False, True):
-        answer = Tokenising(data).answer(Texts(texts, special, 1.0))
-        wanted = [raw.encode(text, add_special_tokens=special).ids for text in texts]
-        assert answer.ids == wanted
-
-
-def test_a_tokenizer_that_the_faster_library_does_not_know_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pieces = {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2}, "unk_token": "[UNK]"}
-    words = changed(model={**pieces, "continuing_subword_prefix": "##"}, added_tokens=[])
-
-    class Other:
-        """A library that gives other tokens."""
-
-        @staticmethod
-        def from_json_str(_: str) -> fastokens.Tokenizer:
-            return fastokens.Tokenizer.from_json_str(words.decode())
-
-    monkeypatch.setattr(tokenizing.fastokens, "Tokenizer", Other)
-    tokenising = Tokenising(tiny_json())
-
-    assert not tokenising.is_fast
-    assert tokenising.answer(Texts([TEXT], False, 1.0)).ids == [
-        tiny_tokenizer().encode(TEXT, special=False)
-    ]
 
 
 PAIR = [

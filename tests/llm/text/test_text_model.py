@@ -9,17 +9,18 @@ import pytest
 
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
+from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 
-from .tiny_tokenizer import CHATML, tiny_tokenizer
+from .tiny_tokenizer import CHATML, tiny_guarded, tiny_json, tiny_tokenizer
 
 pytestmark = pytest.mark.anyio
 
 
 def tiny_model(template: str | None = CHATML) -> TextModel:
     chat = ChatTemplate(template, model="tiny") if template is not None else None
-    return TextModel("tiny", tiny_tokenizer(), chat)
+    return TextModel("tiny", tiny_guarded(), chat)
 
 
 async def test_a_conversation_becomes_the_tokens_of_its_prompt() -> None:
@@ -39,7 +40,7 @@ async def test_a_model_without_a_template_takes_no_conversation() -> None:
 
 async def test_a_conversation_may_have_variables_of_any_name() -> None:
     template = ChatTemplate("{{ text }}{{ special }}", model="tiny")
-    model = TextModel("tiny", tiny_tokenizer(), template)
+    model = TextModel("tiny", tiny_guarded(), template)
     variables: dict[str, Any] = {"self": "a", "text": "b", "special": "c"}
 
     tokens = await model.encode_chat([{"role": "user", "content": "hi"}], **variables)
@@ -68,13 +69,13 @@ async def test_the_loop_goes_on_while_a_long_text_is_encoded() -> None:
 async def test_a_model_whose_texts_never_end_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stuck, ends = tiny_model(), threading.Event()
+    stuck, ends = TextModel("stuck", GuardedTokenizer(tiny_json())), threading.Event()
 
     def never(text: str, *, special: bool = True) -> list[int]:
         ends.wait()
         return []
 
-    monkeypatch.setattr(stuck.encoder, "encode", never)
+    monkeypatch.setattr(stuck.tokenizer, "encode", never)
     waiting = [asyncio.create_task(stuck.encode("a")) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         assert await asyncio.wait_for(tiny_model().encode("a"), 30)
@@ -94,7 +95,7 @@ async def test_conversations_that_come_at_once_are_each_answered_for_themselves(
         model="tiny",
         seconds=0.2,
     )
-    model = TextModel("tiny", tiny_tokenizer(), template)
+    model = TextModel("tiny", tiny_guarded(), template)
     said = [f"The capital of {number}?" for number in range(80)]
     said[7:40:8] = ["refused", "fails", "endless", "\ud800", "long " * 40_000]
 
@@ -129,7 +130,7 @@ async def test_slow_conversations_of_one_tenant_take_turns_with_those_of_others(
         model="tiny",
         seconds=0.1,
     )
-    model = TextModel("tiny", tiny_tokenizer(), template)
+    model = TextModel("tiny", tiny_guarded(), template)
     slow = [
         asyncio.create_task(encode_for(model, "ada", f"{number} " + "long " * size))
         for number in range(6)

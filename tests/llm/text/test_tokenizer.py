@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.llm.text.cached_encoder import CachedEncoder
 from dynbus.llm.text.tokenizer import Tokenizer
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
 
@@ -230,15 +229,13 @@ def test_a_tokenizer_that_fails_for_a_text_is_a_broken_model() -> None:
     assert tokenizer.encode("hello") == [0]
     with pytest.raises(BrokenModel, match="the tokenizer fails"):
         tokenizer.encode("other")
-    with pytest.raises(BrokenModel, match="the tokenizer fails"):
-        tokenizer.encode_each(["other"])
 
 
 def test_a_tokenizer_that_knows_no_letter_is_no_end_of_the_front_end() -> None:
     empty: dict[str, object] = {"type": "BPE", "vocab": {}, "merges": []}
     tokenizer = Tokenizer.from_json(json.dumps({"version": "1.0", "model": empty}).encode())
 
-    assert CachedEncoder(tokenizer).encode("hello") == []
+    assert tokenizer.encode("hello") == []
 
 
 def changed(**rules: object) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -51,6 +52,15 @@ def tiny_tokenizer() -> Tokenizer:
         tiny_json(),
         eos_token_ids=[2],
         special_tokens={"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
+    )
+
+
+@cache
+def tiny_guarded() -> GuardedTokenizer:
+    """The same in processes of its own, as front ends have it; nobody may change it."""
+    plain = tiny_tokenizer()
+    return GuardedTokenizer(
+        tiny_json(), eos_token_ids=plain.eos_token_ids, special_tokens=plain.special_tokens
     )
 
 
