@@ -282,6 +282,33 @@ async def long_prompt(options: Options) -> Rows:
     return rows
 
 
+async def turns(options: Options) -> Rows:
+    """Processor time of a long conversation that is new, and of its next turn; ms."""
+    rows: Rows = {}
+    settings = options.engines(prefill_ms=(1.0, 0.0, 0.0), decode_ms=(STEP_MS, 0.0, 0.0))
+    async with stack(settings) as served:
+        for run in range(options.runs):
+            spec = Spec(
+                engine=settings,
+                seconds=options.seconds,
+                seed=1_000_000 * run,
+                long_tokens=options.long_tokens,
+            )
+            for kind, rounds in (await served.measure("turns", spec)).items():
+                front = median(one["front"] for one in rounds)
+                found = {
+                    "front_end_ms": 1e3 * front,
+                    "a_second_on_a_core": 1 / front,
+                    "engine_ms": 1e3 * median(one["engine"] for one in rounds),
+                    "broker_ms": 1e3 * median(one["broker"] for one in rounds),
+                    "TTFT_ms": 1e3 * median(one["ttft"] for one in rounds),
+                    "tokens": median(one["tokens"] for one in rounds),
+                    "cached_tokens": median(one["cached"] for one in rounds),
+                }
+                _add(rows, **{f"{kind}_{name}": value for name, value in found.items()})
+    return rows
+
+
 MEASUREMENTS: Mapping[str, Callable[[Options], Awaitable[Rows]]] = {
     "latency": latency,
     "cpu": cpu,
@@ -289,6 +316,7 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Awaitable[Rows]]] = {
     "routing": routing,
     "routing-small": routing_small,
     "long": long_prompt,
+    "turns": turns,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -24,7 +24,11 @@ _ERROR = b"event: error"
 def chat(prompt: str, max_tokens: int, system: str = "") -> bytes:
     """A request for a streamed answer, with its head."""
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
+    return conversation([*messages, {"role": "user", "content": prompt}], max_tokens)
+
+
+def conversation(messages: Sequence[Mapping[str, str]], max_tokens: int) -> bytes:
+    """The same for a conversation."""
     body = json.dumps(
         {
             "model": NAME,

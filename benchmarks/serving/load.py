@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import msgspec
+import psutil
 import uvloop
 
 from benchmarks.request_plane.cpu import cpu_seconds, cpu_used
@@ -25,7 +26,7 @@ from dynbus.llm.engine.interface import EngineLoad, Step, Stepper
 from dynbus.llm.engine.stepping import stepper_of
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .clients import Connection, chat, close, connect, summary
+from .clients import Connection, chat, close, connect, conversation, summary
 from .engines import NAMESPACE, BenchWorker, EngineSettings
 from .model import VOCABULARY, words
 from .processes import allow_many_files, answer, memory_of
@@ -33,6 +34,9 @@ from .workload import Workload
 
 SETTLE = 1.0
 """Seconds that streams run before they are measured."""
+
+TURN_TOKENS = 250
+"""Of each message of a long conversation."""
 
 ENDLESS = 100_000
 """Tokens of a stream that is measured while it runs."""
@@ -334,6 +338,49 @@ async def beside(spec: Spec) -> Any:
     return rounds
 
 
+async def turns(spec: Spec) -> Any:
+    """Processor time and time to the first token of long conversations, one after the other: of
+    each that is new, and of its next turn."""
+    (connection,) = await connect(spec.url, 1)
+    connection.begin(chat(words(1000, ~spec.seed), 1))
+    await connection.ended()
+    seeds = count(spec.seed)
+
+    def said(number: int) -> list[dict[str, str]]:
+        roles = (("user", "assistant")[turn % 2] for turn in range(number))
+        return [{"role": role, "content": words(TURN_TOKENS, next(seeds))} for role in roles]
+
+    rounds: dict[str, list[dict[str, float]]] = {"new": [], "next": []}
+    end = perf_counter() + spec.seconds
+    while perf_counter() < end or not rounds["next"]:
+        messages = said(spec.long_tokens // TURN_TOKENS - 1)
+        messages += [{"role": "user", "content": words(TURN_TOKENS, next(seeds))}]
+        longer = [*messages, *({**one, "role": "assistant"} for one in said(1)), *said(1)]
+        for kind, conversed in (("new", messages), ("next", longer)):
+            request = conversation(conversed, 1)
+            started = psutil.Process(spec.front).children(recursive=True)
+            pids = {**spec.pids, **{f"front end {one.pid}": one.pid for one in started}}
+            # What the one before has left to do, such as the events of its blocks.
+            await asyncio.sleep(0.5)
+            before = cpu_seconds(pids.values())
+            connection.begin(request)
+            await connection.ended()
+            await asyncio.sleep(0.5)
+            used = cpu_used(before, cpu_seconds(pids.values()))
+            rounds[kind].append(
+                {
+                    "front": sum(used[pid] for name, pid in pids.items() if "front" in name),
+                    "engine": used[pids["engines"]],
+                    "broker": used[pids["broker"]],
+                    "ttft": connection.events[0] - connection.sent,
+                    "tokens": float(connection.usage("prompt_tokens")),
+                    "cached": float(connection.usage("cached_tokens")),
+                }
+            )
+    close([connection])
+    return rounds
+
+
 async def _longest_gap(
     connections: list[Connection], doing: Awaitable[None]
 ) -> tuple[float, float]:
@@ -383,7 +430,7 @@ KINDS: Mapping[str, Callable[[Spec], Awaitable[Any]]] = {
     each.__name__: each
     for each in (
         *(served, bare, many, requests, stepped, stepped_requests),
-        *(bus, beside, poisson),
+        *(bus, beside, turns, poisson),
     )
 }
 
