@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +50,10 @@ async def measure(kind: str, spec: Spec) -> Any:
 
 
 @asynccontextmanager
-async def stack(settings: EngineSettings, routing: str = "kv") -> AsyncGenerator[Stack]:
-    """Engines, and a front end that serves them."""
+async def stack(
+    settings: EngineSettings, routing: str = "kv", *, options: Sequence[str] = ()
+) -> AsyncGenerator[Stack]:
+    """Engines, and a front end with further options that serves them."""
     async with AsyncExitStack() as exits:
         folder = exits.enter_context(tempfile.TemporaryDirectory())
         server = await exits.enter_async_context(run_nats_server(Path(folder)))
@@ -61,13 +63,15 @@ async def stack(settings: EngineSettings, routing: str = "kv") -> AsyncGenerator
         ]
         for engines in started:
             await engines.answer()
-        front, url = await front_end(exits, server.url, routing)
+        front, url = await front_end(exits, server.url, routing, options)
         yield Stack(server.url, url, server.pid, started[0].pid, front.pid)
 
 
-async def front_end(exits: AsyncExitStack, bus: str, routing: str) -> tuple[Child, str]:
+async def front_end(
+    exits: AsyncExitStack, bus: str, routing: str, options: Sequence[str] = ()
+) -> tuple[Child, str]:
     """`dynbus http` until `exits` are closed, and where it answers."""
     command = ["http", "--nats", bus, "--port", "0", "--routing", routing]
-    command += ["--log-level", "warning"]
+    command += ["--log-level", "warning", *options]
     front = await exits.enter_async_context(child(module("front", *command)))
     return front, (await front.line()).decode().split()[-1]

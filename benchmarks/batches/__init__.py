@@ -1,0 +1,1 @@
+"""Batches beside interactive requests."""
