@@ -82,6 +82,12 @@ def counting() -> Generator[CallCount]:
         sys.setprofile(before)
 
 
+def is_held(path: str, calls: float) -> bool:
+    """True if a path takes the calls that are recorded of it."""
+    recorded = RECORD[path]
+    return recorded * (1 - LEAST_GAIN) <= calls <= recorded * (1 + NOISE)
+
+
 def hold(path: str, calls: float, details: str) -> None:
     """Hold a path to its record: a test fails above it, and well below it as well, so that whoever
     lowers a count lowers the record.
