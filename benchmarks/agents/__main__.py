@@ -49,11 +49,14 @@ def main(
                     "kills": kills,
                 }
                 fleet: Fleet
+                # Nothing is there from the fleet before.
+                files = Path(folder) / f"{kept:g}-{kills}"
                 if engine == "mock":
-                    fleet = mock_fleet(Workload(100_000, 4000, 2**17, seed=seed), **fields)
+                    workload = Workload(100_000, 4000, 2**17, seed=seed)
+                    fleet = mock_fleet(workload, files, **fields)
                 else:
                     workload = Workload(6000, 400, VOCABULARY, seed=seed)
-                    fleet = small_fleet(workload, model, lone_tokens=400, **fields)
+                    fleet = small_fleet(workload, model, files, lone_tokens=400, **fields)
                 began = perf_counter()
                 figures = run(fleet.run())
                 click.echo(

@@ -133,9 +133,11 @@ class Fleet:
             await anyio.sleep(_KILL_INTERVAL)
             killed = kit.started[f"first-{number}"]
             await kit.kill(killed)
+            # Which the end of a process would do.
             if isinstance(killed.actor, Small) and killed.actor.tiers.store is not None:
-                # Which the end of a process would do.
                 killed.actor.tiers.store.leave()
+            elif isinstance(killed.actor, Mock) and killed.actor.tier is not None:
+                killed.actor.tier.leave()
             await kit.start(self.worker, instance_id=f"second-{number}", **self.options)
 
 
@@ -149,13 +151,14 @@ async def _drain(client: Any, request: GenerateRequest) -> None:
             pass
 
 
-def mock_fleet(workload: Workload, **fields: Any) -> Fleet:
-    """A fleet of mocks: each has a cache of 131,072 tokens, and four times that on its host."""
-    options = {"block_size": 64, "blocks": 2048, "host_blocks": 8192}
+def mock_fleet(workload: Workload, folder: Path, **fields: Any) -> Fleet:
+    """A fleet of mocks: each has a cache of 131,072 tokens, and four times that on its host, in a
+    file that the mock after it goes on with."""
+    options = {"block_size": 64, "blocks": 2048, "host_blocks": 8192, "host_folder": str(folder)}
     return Fleet(workload, Mock, options, **fields)
 
 
-def small_fleet(workload: Workload, model: Path, **fields: Any) -> Fleet:
+def small_fleet(workload: Workload, model: Path, folder: Path, **fields: Any) -> Fleet:
     """A fleet of small engines: each has a cache of 8,192 tokens, and on its host room for
     16,384, in a file that the engine after it goes on with."""
     options = {
@@ -163,7 +166,7 @@ def small_fleet(workload: Workload, model: Path, **fields: Any) -> Fleet:
         "block_size": 16,
         "blocks": 512,
         "host_memory_mib": 8,
-        "host_folder": str(model / "kept"),
+        "host_folder": str(folder),
         "pooling": "none",
         "hang_limit": 0,
         "context_length": 8192,

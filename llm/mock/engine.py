@@ -17,7 +17,7 @@ from dynbus import ConfigError, Option, Options
 from dynbus.kvrouter import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.engine.block_manager import BlockManager
-from dynbus.llm.engine.interface import Prefill
+from dynbus.llm.engine.interface import BlockTier, Prefill
 from dynbus.llm.engine.options import Blocks, BlockSize, KvEvents, MaxNumBatchedTokens, MaxNumSeqs
 from dynbus.llm.engine.request_pool import RequestPool
 from dynbus.llm.engine.scheduler import ScheduledRequest
@@ -173,11 +173,14 @@ class MockEngine:
 
     `step` takes one step. A driver that keeps the time, such as a simulation, takes several at once
     by `advance`.
+
+    Args:
+        tier: for the blocks that its cache has no room for, in place of one by `host_blocks`.
     """
 
     computes = False
 
-    def __init__(self, config: MockConfig | None = None) -> None:
+    def __init__(self, config: MockConfig | None = None, *, tier: BlockTier | None = None) -> None:
         self.config = config or MockConfig()
         self.limits = self.config.limits
         self._pool: RequestPool[GrowingSequence] = RequestPool(
@@ -187,8 +190,11 @@ class MockEngine:
             chunked_prefill=self.config.chunked_prefill,
         )
         self._scheduler = self._pool.scheduler
-        if self.config.host_blocks:
-            self._pool.manager.tier = MockTier(self.config.host_blocks)
+        if tier is None and self.config.host_blocks:
+            tier = MockTier(self.config.host_blocks)
+        self._pool.manager.tier = tier
+        # Routers are to know what it has from before, whether requests come or not.
+        self._has_untold = tier is not None
         # How many log-probabilities are wanted, by request.
         self._logprobs: dict[str, int] = {}
 
@@ -202,7 +208,7 @@ class MockEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._pool.has_work
+        return self._pool.has_work or self._has_untold
 
     @property
     def load(self) -> EngineLoad:
@@ -297,6 +303,7 @@ class MockEngine:
             until: with it, decode steps in which nothing else happens are taken at once: those
                 that begin before it.
         """
+        self._has_untold = False
         if until is not None:
             steps = self._scheduler.quiet_steps(QUIET_STEPS)
             if steps > 1:

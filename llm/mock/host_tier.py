@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dynbus.kvrouter import KvEvent
 from dynbus.llm.engine.interface import CachedBlock
 from dynbus.llm.tiers.host_index import HostIndex
+from dynbus.llm.tiers.lasting import LastingBlock, LastingMemory
 from dynbus.llm.tiers.sessions import SessionKey
 from dynbus.spi import monotonic
 
@@ -16,10 +18,23 @@ class MockTier:
 
     Args:
         blocks: for how many there is room.
+        folder: where its list of blocks is a file, which the next process goes on with; None for
+            one that ends with this process.
+        block_size: tokens of a block, which blocks in such a file have to be of.
+
+    Raises:
+        ConfigError: the folder cannot be used.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, *, folder: Path | None = None, block_size: int = 0) -> None:
         self._index = HostIndex(blocks)
+        self._lasting: LastingMemory | None = None
+        if folder is not None:
+            # Blocks of no bytes.
+            lasting = self._lasting = LastingMemory(folder, f"mock {block_size}", blocks, 0)
+            left = [*lasting.blocks()]
+            here = {block.place for block in self._index.restore(left)}
+            lasting.drop({block.place for block in left} - here)
 
     def __repr__(self) -> str:
         return f"<MockTier [{len(self._index)} of {self._index.places} blocks]>"
@@ -29,7 +44,16 @@ class MockTier:
     ) -> None:
         """See `BlockTier`."""
         self._index.end_those_over(monotonic())
-        self._index.take_in(blocks, cached)
+        self._take_in(blocks, cached)
+
+    def _take_in(
+        self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
+    ) -> None:
+        taken = self._index.take_in(blocks, cached)
+        if self._lasting is not None:
+            self._lasting.drop(taken)
+            for place, (_, sequence_hash, parent_hash, block_hash) in taken.items():
+                self._lasting.note(LastingBlock(place, sequence_hash, parent_hash, block_hash, 0))
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
         """See `BlockTier`."""
@@ -49,6 +73,15 @@ class MockTier:
     ) -> None:
         """See `BlockTier`."""
         self._index.keep_for(SessionKey(owner, session), sequence_hashes, monotonic(), seconds)
+        if self._lasting is not None:
+            # What is in the cache alone ends with the process.
+            self._take_in(self._index.lacking(sequence_hashes, cached), cached)
+
+    def leave(self) -> None:
+        """Leave a file to the next process, and write there no more."""
+        if self._lasting is not None:
+            self._lasting.close()
+            self._lasting = None
 
     def take_events(self) -> Sequence[KvEvent]:
         """See `BlockTier`."""

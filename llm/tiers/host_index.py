@@ -338,6 +338,14 @@ class HostIndex:
         freed += self.sessions.keep(key, sequence_hashes, now + seconds)
         self._free(freed)
 
+    def lacking(
+        self, sequence_hashes: Iterable[int], cached: Callable[[int], CachedBlock | None]
+    ) -> list[CachedBlock]:
+        """Those of these blocks that a conversation has, and that are in the cache alone."""
+        kept = (one for one in sequence_hashes if one in self.sessions)
+        blocks = (cached(one) for one in kept if one not in self._entries)
+        return [block for block in blocks if block is not None]
+
     def end_those_over(self, now: float) -> None:
         """Let the blocks of conversations go in their turn whose time is over."""
         self._free(self.sessions.end_those_over(now))

@@ -204,9 +204,7 @@ class HostStore:
         self._index.keep_for(SessionKey(owner, session), sequence_hashes, monotonic(), seconds)
         if self._lasting is not None:
             # What is in the cache alone ends with the process.
-            kept = (one for one in sequence_hashes if one in self._index.sessions)
-            lacking = [cached(one) for one in kept if one not in self._index]
-            self._take_in([one for one in lacking if one is not None], cached)
+            self._take_in(self._index.lacking(sequence_hashes, cached), cached)
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
         """The number of these blocks that are here, from the first on; 0 where computing is faster.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from dynbus.kvrouter.events import BlockStored
 from dynbus.llm.generation import GenerateRequest, Session
 from dynbus.llm.mock.engine import MockConfig, MockEngine
+from dynbus.llm.mock.host_tier import MockTier
 
 BLOCK = 16
 
@@ -70,3 +73,41 @@ def test_a_tenant_does_not_have_the_room_of_another() -> None:
         ask(mock, f"bob-{number}", prompt(number, 10), session, "bob")
 
     assert ask(mock, "next", prompt(0, 10), tenant="ada") == 10 * BLOCK
+
+
+def lasting(folder: Path, block_size: int = BLOCK) -> MockTier:
+    return MockTier(64, folder=folder, block_size=block_size)
+
+
+def test_the_next_mock_goes_on_with_what_was_kept(tmp_path: Path) -> None:
+    config = MockConfig(block_size=BLOCK, blocks=32, host_blocks=64)
+    tier = lasting(tmp_path)
+    before = MockEngine(config, tier=tier)
+    ask(before, "conversation", prompt(0, 12), Session("chat", 600.0))
+    ask(before, "other", prompt(1, 12))
+    # As the end of its process would have it.
+    tier.leave()
+    for number in range(2, 20):
+        ask(before, f"later-{number}", prompt(number, 12))
+
+    after = MockEngine(config, tier=lasting(tmp_path))
+    # Routers are told before any request comes.
+    assert after.has_work
+    told = after.step().events
+    assert [type(event) for event in told] == [BlockStored]
+    assert not after.has_work
+    assert ask(after, "other", prompt(1, 12)) == 0
+    assert ask(after, "next", prompt(0, 12)) == 12 * BLOCK
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_blocks_of_another_size_are_not_gone_on_with(tmp_path: Path) -> None:
+    tier = lasting(tmp_path)
+    config = MockConfig(block_size=BLOCK, blocks=32, host_blocks=64)
+    ask(MockEngine(config, tier=tier), "conversation", prompt(0, 12), Session("chat", 600.0))
+    tier.leave()
+
+    assert len([*tmp_path.iterdir()]) == 1
+    assert not lasting(tmp_path, 2 * BLOCK).take_events()
+    assert len([*tmp_path.iterdir()]) == 2
+    assert lasting(tmp_path).take_events()

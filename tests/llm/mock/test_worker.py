@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conditions import eventually
@@ -18,7 +20,7 @@ from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.llm.engine.runner import EventSink
-from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.llm.generation import GenerateRequest, Sampling, Session
 from dynbus.llm.mock.engine import MockEngine
 from dynbus.llm.mock.timing import Timing
 from dynbus.llm.mock.worker import MockWorker
@@ -208,3 +210,23 @@ def test_routers_learn_the_size_of_the_cache() -> None:
 def test_limits_that_contradict_each_other_stop_the_start() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         MockWorker(max_num_seqs=512, max_num_batched_tokens=256)
+
+
+def test_the_next_instance_goes_on_with_a_folder(tmp_path: Path) -> None:
+    async def story() -> int:
+        options: dict[str, Any] = {"block_size": 16, "blocks": 64, "host_blocks": 64}
+        wanted = GenerateRequest(PROMPT, 2, session=Session("chat", 600.0))
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, host_folder=str(tmp_path), **options)
+            items = [item async for item in kit.client(RecordedWorker).generate(wanted)]
+            return max(item.cached_tokens or 0 for item in items)
+
+    assert run(story()) == 0
+    # The last token is computed in any case.
+    assert run(story()) == len(PROMPT) - 16
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_folder_for_no_blocks_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="host_folder: needs host_blocks"):
+        MockWorker(host_folder="kept")
