@@ -99,16 +99,21 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     thinking: Thinking | None = None
 
 
-class Session(msgspec.Struct, frozen=True):
+class Session(msgspec.Struct, frozen=True, omit_defaults=True):
     """A conversation that goes on after a request.
 
     Attributes:
         name: of the conversation; it is another one with each `cache_salt`.
         seconds: for which its blocks are kept after the request, as far as an engine can.
+        branch: the name of the branch that the request ends, which is kept beside others; empty
+            for a conversation without branches.
+        after: that of the branch that it goes on from, in whose place its own is kept.
     """
 
     name: str
     seconds: float
+    branch: str = ""
+    after: str = ""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):

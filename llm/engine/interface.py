@@ -521,14 +521,16 @@ class BlockTier(Protocol):
         sequence_hashes: Sequence[int],
         seconds: float,
         cached: Callable[[int], CachedBlock | None],
+        replaced: str = "",
     ) -> None:
         """Keep blocks of a conversation for so long, those too that the cache gives up later.
 
         Args:
             owner: whose conversation it is; empty for nobody's.
-            session: its name.
+            session: its name, or that of one of its branches.
             sequence_hashes: of its last request, the first block on.
             cached: the block of a sequence hash that the cache has, if it does.
+            replaced: the branch that it goes on from, which is kept no longer; empty for none.
         """
         ...
 

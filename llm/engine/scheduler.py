@@ -728,7 +728,8 @@ class Scheduler(Generic[S]):
             blocks = request.computed // self._block_size
             hashes = request.sequence.sequence_hashes[:blocks]
             find = self._manager.find_cached
-            tier.keep_for(request.owner, session.name, hashes, session.seconds, find)
+            name = session.branch or session.name
+            tier.keep_for(request.owner, name, hashes, session.seconds, find, session.after)
 
     def cancel(self, request: ScheduledRequest[S]) -> None:
         """Take a request out wherever it is."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
+from dynbus.llm.generation import Session
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api, Asked
 from dynbus.llm.openai.errors import ErrorAnswer
@@ -97,7 +98,11 @@ class CompletionExchange(Exchange):
 
     async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
         caller, timing, request = self._caller, self._timing, asked.request
-        self._session = caller.session(asked.session, self._shared.settings.session_seconds)
+        session = caller.session(asked.session, self._shared.settings.session_seconds)
+        if session is not None and (asked.has_own_id or asked.after):
+            # Others may go on from the same response, and from this one.
+            session = Session(session.name, session.seconds, format.id, asked.after)
+        self._session = session
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
         model, metrics = await self._ask_for(
             request.model,

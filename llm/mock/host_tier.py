@@ -70,9 +70,11 @@ class MockTier:
         sequence_hashes: Sequence[int],
         seconds: float,
         cached: Callable[[int], CachedBlock | None],
+        replaced: str = "",
     ) -> None:
         """See `BlockTier`."""
-        self._index.keep_for(SessionKey(owner, session), sequence_hashes, monotonic(), seconds)
+        key = SessionKey(owner, session)
+        self._index.keep_for(key, sequence_hashes, monotonic(), seconds, replaced)
         if self._lasting is not None:
             # What is in the cache alone ends with the process.
             self._take_in(self._index.lacking(sequence_hashes, cached), cached)

@@ -44,6 +44,8 @@ class Asked(NamedTuple):
         has_own_id: whether the id of the answer is another one than the request's, which a client
             may have sent twice.
         session: the conversation that it says it goes on with; empty where it says none.
+        after: the answer of that which it goes on from; empty where no other request may go on from
+            the same one.
     """
 
     request: ChatRequest | CompletionRequest
@@ -52,6 +54,7 @@ class Asked(NamedTuple):
     shortens: bool = False
     has_own_id: bool = False
     session: str = ""
+    after: str = ""
 
 
 class Api(Protocol):

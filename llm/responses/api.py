@@ -51,6 +51,7 @@ class ResponsesApi:
             partial(ResponseFormat, repeated, pending=pending),
             has_own_id=pending is not None,
             session=earlier.first,
+            after=request.previous_response_id or "",
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

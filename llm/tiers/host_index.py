@@ -327,15 +327,22 @@ class HostIndex:
         return here
 
     def keep_for(
-        self, key: SessionKey, sequence_hashes: Sequence[int], now: float, seconds: float
+        self,
+        key: SessionKey,
+        sequence_hashes: Sequence[int],
+        now: float,
+        seconds: float,
+        replaced: str = "",
     ) -> None:
         """Keep blocks of a conversation for so long, in place of those that it had.
 
         Args:
             now: on any clock, always the same one.
+            replaced: the branch that it goes on from, which is kept no longer; empty for none.
         """
+        gone = SessionKey(key.owner, replaced) if replaced else None
         freed = self.sessions.end_those_over(now)
-        freed += self.sessions.keep(key, sequence_hashes, now + seconds)
+        freed += self.sessions.keep(key, sequence_hashes, now + seconds, gone)
         self._free(freed)
 
     def lacking(

@@ -197,11 +197,13 @@ class HostStore:
         sequence_hashes: Sequence[int],
         seconds: float,
         cached: Callable[[int], CachedBlock | None],
+        replaced: str = "",
     ) -> None:
         """See `BlockTier`."""
         if self._is_closed:
             return
-        self._index.keep_for(SessionKey(owner, session), sequence_hashes, monotonic(), seconds)
+        key = SessionKey(owner, session)
+        self._index.keep_for(key, sequence_hashes, monotonic(), seconds, replaced)
         if self._lasting is not None:
             # What is in the cache alone ends with the process.
             self._take_in(self._index.lacking(sequence_hashes, cached), cached)

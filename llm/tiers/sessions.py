@@ -19,7 +19,7 @@ KEPT_SHARE: Final = 0.75
 
 
 class SessionKey(NamedTuple):
-    """A conversation that goes on later, and whose it is."""
+    """A conversation that goes on later, or a branch of one, and whose it is."""
 
     owner: str
     name: str
@@ -93,15 +93,27 @@ class KeptSessions:
         """The blocks of all conversations."""
         return self._shares.taken
 
-    def keep(self, key: SessionKey, sequence_hashes: Sequence[int], until: float) -> list[int]:
+    def keep(
+        self,
+        key: SessionKey,
+        sequence_hashes: Sequence[int],
+        until: float,
+        replaced: SessionKey | None = None,
+    ) -> list[int]:
         """Keep the blocks of a conversation in place of those that it had; where its owner's share
         has no room for all, the first of them.
+
+        Args:
+            replaced: the branch that it goes on from, which is kept no longer; None for none.
 
         Returns:
             The blocks that are kept no longer.
         """
         # First of all the new ones, so that what both have stays kept.
-        before = self._take_out(key) if key in self._sessions else None
+        before: list[int] | None = None
+        for one in dict.fromkeys((key, replaced)):
+            if one is not None and one in self._sessions:
+                before = [*(before or ()), *self._take_out(one)]
         hashes, wanted = sequence_hashes, set(sequence_hashes)
         # Counted on and not anew: many short conversations may give way to a long one.
         more = self._count_more(hashes)

@@ -470,10 +470,15 @@ async def test_a_conversation_that_goes_on_is_named_to_routers_and_engines(tmp_p
         second = await client.responses.create(
             model="tiny", input="say hi", previous_response_id=first.id
         )
-        assert front.engine.requests[-1].session == Session(first.id, 300.0)
-        await client.responses.create(model="tiny", input="say hi", previous_response_id=second.id)
-        assert front.engine.requests[-1].session == Session(first.id, 300.0)
-        assert front.engine.metadata[-1]["session"] == f"ada/{first.id}"
+        assert front.engine.requests[-1].session == Session(first.id, 300.0, second.id, first.id)
+        # Each of two that go on from the same one is a branch.
+        for _ in range(2):
+            third = await client.responses.create(
+                model="tiny", input="say hi", previous_response_id=second.id
+            )
+            branch = Session(first.id, 300.0, third.id, second.id)
+            assert front.engine.requests[-1].session == branch
+            assert front.engine.metadata[-1]["session"] == f"ada/{first.id}"
 
 
 async def test_the_tokens_of_an_input_are_those_that_its_response_has() -> None:

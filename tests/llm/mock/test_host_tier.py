@@ -65,6 +65,22 @@ def test_a_conversation_whose_client_left_is_kept_as_far_as_it_was_computed() ->
     assert ask(mock, "next", prompt(0, 12)) == 12 * BLOCK
 
 
+def test_two_that_go_on_from_one_response_are_both_there_again() -> None:
+    mock = engine()
+    ask(mock, "first", prompt(0, 6), Session("chat", 600.0, "first"))
+    branches = {
+        name: [*prompt(0, 6)[:-1], *prompt(number, 6)]
+        for number, name in enumerate(("left", "right"), 100)
+    }
+    for name, tokens in branches.items():
+        ask(mock, name, tokens, Session("chat", 600.0, name, "first"))
+    for number in range(1, 20):
+        ask(mock, f"other-{number}", prompt(number, 12))
+
+    cached = {name: ask(mock, f"{name}-next", tokens) for name, tokens in branches.items()}
+    assert cached == dict.fromkeys(branches, 12 * BLOCK)
+
+
 def test_a_tenant_does_not_have_the_room_of_another() -> None:
     mock = engine()
     ask(mock, "ada", prompt(0, 10), Session("chat", 600.0), "ada")

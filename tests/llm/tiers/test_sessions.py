@@ -42,6 +42,23 @@ def test_what_two_conversations_have_in_common_counts_once_and_stays_as_long_as_
     assert kept(sessions) == [1, 2, 4]
 
 
+def test_two_branches_are_kept_beside_each_other_in_place_of_what_they_go_on_from() -> None:
+    sessions = KeptSessions(20)
+
+    def keep(branch: str, after: str, hashes: list[int], until: float) -> list[int]:
+        return sessions.keep(key(branch), hashes, until, key(after))
+
+    assert keep("second", "first", [1, 2, 3], 10.0) == []
+    # The end of an answer is seldom what the next prompt has.
+    assert keep("left", "second", [1, 2, 4, 5], 20.0) == [3]
+    assert keep("right", "second", [1, 2, 6], 30.0) == []
+    assert (len(sessions), sessions.blocks) == (2, 5)
+
+    assert keep("left-again", "left", [1, 2, 4, 5, 7], 40.0) == []
+    assert kept(sessions) == [1, 2, 4, 5, 6, 7]
+    assert sessions.end_those_over(30.0) == [6]
+
+
 def test_an_owner_gives_up_its_own_conversations_and_never_those_of_others() -> None:
     sessions = KeptSessions(10)
     sessions.keep(key("small", "ada"), [1, 2], 5.0)
@@ -135,7 +152,8 @@ def test_what_is_freed_is_what_is_kept_no_longer(
         freed = sessions.end_those_over(now)
         assert before - set(kept(sessions, among)) == set(freed)
         before = set(kept(sessions, among))
-        freed = sessions.keep(key(name, owner), hashes, now + seconds)
+        replaced = None if length % 3 else key("abc"[length % 2], owner)
+        freed = sessions.keep(key(name, owner), hashes, now + seconds, replaced)
         after = set(kept(sessions, among))
         assert before - after == set(freed)
         assert len(freed) == len(set(freed))
