@@ -116,6 +116,30 @@ class Session(msgspec.Struct, frozen=True, omit_defaults=True):
     after: str = ""
 
 
+class Announcement(msgspec.Struct, frozen=True):
+    """The word that a conversation is about to go on.
+
+    Attributes:
+        session: its name, or that of its branch.
+        owner: the `cache_salt` of its requests; empty where they have none.
+    """
+
+    session: str
+    owner: str = ""
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """The part of a conversation that is ready for its next request.
+
+    Attributes:
+        tokens: of it, from the first one on, that are in the cache now.
+        brought: how many of them were not before.
+    """
+
+    tokens: int = 0
+    brought: int = 0
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt to continue.
 

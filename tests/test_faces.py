@@ -190,6 +190,7 @@ MADE_BY_DYNBUS = frozenset(
         "llm.calling.fake": "Kit",
         "llm.engine.interface": "CachedBlock",
         "llm.engine.runner": "EventSink",
+        "llm.generation": "Announced Announcement",
         "llm.hand_over.messages": "LendRequest Lent Offer OfferAnswer PrefillRequest Prefilled",
         "llm.mock.engine": "MockEngine",
         "llm.models.catalog": "ServedModel",

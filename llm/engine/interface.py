@@ -190,7 +190,8 @@ class Step(NamedTuple):
             them out, and is shown without its queue.
         prefilled: requests whose first token is among the outputs.
         embedded: ids of requests for embeddings that have ended, each with its own.
-        held: holds that are new or have more tokens than before, of a `TransferringEngine`.
+        held: holds that are new or have more tokens than before, of a `TransferringEngine`; and
+            what was announced to an `AnnouncedEngine`.
     """
 
     outputs: Sequence[tuple[str, Generated]]
@@ -351,6 +352,19 @@ class TransferringEngine(Engine, Protocol):
         ...
 
 
+class AnnouncedEngine(Engine, Protocol):
+    """An engine that has the blocks of a conversation ready before its next request comes."""
+
+    def announce(self, name: str, owner: str, session: str) -> None:
+        """Have what the tier below keeps of a conversation in the cache, as far as there is room
+        beside the blocks that are in use; nothing holds it there.
+
+        The next step's `Step.held` tells by this name how many tokens are there then, and how many
+        were before (`Held.cached`); it has no blocks.
+        """
+        ...
+
+
 class WitnessedEngine(Engine, Protocol):
     """An engine that has a `KvWitness`, and lets it do its checks while there is no work."""
 
@@ -383,6 +397,11 @@ def prepares(engine: object) -> TypeGuard[PreparingEngine]:
 def transfers(engine: object) -> TypeGuard[TransferringEngine]:
     """True if an engine is a `TransferringEngine`: it has `memory`. Any thread may ask."""
     return hasattr(engine, "memory")
+
+
+def takes_announcements(engine: object) -> TypeGuard[AnnouncedEngine]:
+    """True if an engine is an `AnnouncedEngine`: it has `announce`. Any thread may ask."""
+    return hasattr(engine, "announce")
 
 
 def is_witnessed(engine: object) -> TypeGuard[WitnessedEngine]:
@@ -533,6 +552,30 @@ class BlockTier(Protocol):
             replaced: the branch that it goes on from, which is kept no longer; empty for none.
         """
         ...
+
+
+class KeptBlocks(NamedTuple):
+    """The blocks of a conversation, in their order.
+
+    Attributes:
+        block_hashes: by which routers know their tokens; 0 for those that the tier has not.
+    """
+
+    sequence_hashes: list[int]
+    block_hashes: list[int]
+
+
+class RememberingTier(BlockTier, Protocol):
+    """A tier that knows which blocks it keeps for a conversation."""
+
+    def blocks_of(self, owner: str, session: str) -> KeptBlocks:
+        """The blocks that were last kept for a conversation; none once its time is over."""
+        ...
+
+
+def remembers(tier: BlockTier | None) -> TypeGuard[RememberingTier]:
+    """True if a tier is a `RememberingTier`: it has `blocks_of`."""
+    return hasattr(tier, "blocks_of")
 
 
 class ForgettingTier(BlockTier, Protocol):

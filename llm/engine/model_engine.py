@@ -277,6 +277,10 @@ class ModelEngine:
     def release(self, hold_id: str) -> None:
         self._pool.release(hold_id)
 
+    def announce(self, name: str, owner: str, session: str) -> None:
+        """See `AnnouncedEngine`."""
+        self._pool.scheduler.announce(name, owner, session)
+
     # Requests -------------------------------------------------------------------------
 
     def check_request(self, request: GenerateRequest | EmbedRequest) -> None:

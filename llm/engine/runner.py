@@ -543,6 +543,28 @@ class EngineRunner(Openable):
             self.release(hold_id)
             raise
 
+    async def announce(self, name: str, owner: str, session: str) -> Held:
+        """Have the blocks of a conversation ready, and how much of it is there then: see
+        `AnnouncedEngine`. Nothing is, where the engine is none.
+
+        Args:
+            name: of the announcement, which no request and no hold has.
+
+        Raises:
+            Unavailable: the engine was stopped, or it failed.
+            ValueError: the name is in use.
+        """
+        self._check_new(name)
+        stepper = self._stepper
+        if not isinstance(stepper, EngineStepper) or not stepper.takes_announcements:
+            return Held(name, (), 0, 0)
+        hold = self._holds[name] = _Hold(self._submitted, 0, is_request=False)
+        stepper.announce(name, owner, session)
+        try:
+            return await hold.next()
+        finally:
+            del self._holds[name]
+
     async def next_held(self, hold_id: str) -> Held:
         """The blocks of a hold, once they are more than when this returned last.
 

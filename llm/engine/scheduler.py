@@ -25,7 +25,7 @@ from dynbus.kvrouter import fairness
 from dynbus.llm.generation import FinishReason, Session
 
 from .block_manager import BlockManager
-from .interface import BlockTier, CachedBlock, Came, Held, KvWitness
+from .interface import BlockTier, CachedBlock, Came, Held, KeptBlocks, KvWitness, remembers
 
 TEXT_SHARE: Final = 4
 """The part of a step's tokens that texts to embed have at most while anything else runs: a stream
@@ -61,6 +61,17 @@ class HashedSequence(Protocol):
 
 
 S = TypeVar("S", bound=HashedSequence)
+
+
+class _KeptSequence(HashedSequence):
+    """The blocks of a conversation, whose tokens are not known."""
+
+    def __init__(self, kept: KeptBlocks, block_size: int) -> None:
+        self.sequence_hashes, self.block_hashes = kept
+        self.length = len(kept.sequence_hashes) * block_size
+
+    def hash_to(self, blocks: int) -> None:
+        """They are hashed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -490,7 +501,7 @@ class Scheduler(Generic[S]):
         cached, used = self._cached_prefix(request.sequence, (length - 1) // size)
         return cached if self._manager.admits(-(-length // size), used) else None
 
-    def _cached_prefix(self, sequence: S, limit: int) -> tuple[int, int]:
+    def _cached_prefix(self, sequence: HashedSequence, limit: int) -> tuple[int, int]:
         """The number of the first `limit` blocks that are cached, and of those in use; see
         `BlockManager.prefix`.
 
@@ -505,7 +516,14 @@ class Scheduler(Generic[S]):
             if cached < blocks or blocks == limit:
                 return cached, used
 
-    def _claim(self, table: list[int], sequence: S, cached: int, most: int, name: str = "") -> int:
+    def _claim(
+        self,
+        table: list[int],
+        sequence: HashedSequence,
+        cached: int,
+        most: int,
+        name: str = "",
+    ) -> int:
         """Give a request the cached blocks that it begins with.
 
         Args:
@@ -539,7 +557,9 @@ class Scheduler(Generic[S]):
             self.witness.came(name, hashes, cached, len(table), "host", "", stored)
         return len(table) * size
 
-    def _kept_in_tier(self, tier: BlockTier, sequence: S, cached: int, limit: int) -> int:
+    def _kept_in_tier(
+        self, tier: BlockTier, sequence: HashedSequence, cached: int, limit: int
+    ) -> int:
         """The number of blocks behind the cached ones that the tier has, up to a limit."""
         known, looked_up = cached, LOOKED_UP
         while known < limit:
@@ -553,7 +573,7 @@ class Scheduler(Generic[S]):
         return known - cached
 
     def _store(
-        self, table: Sequence[int], sequence: S, first: int, last: int
+        self, table: Sequence[int], sequence: HashedSequence, first: int, last: int
     ) -> Sequence[CachedBlock]:
         """Cache the blocks of a sequence from `first` to before `last`, whose contents are there.
 
@@ -650,6 +670,18 @@ class Scheduler(Generic[S]):
         tokens = self._claim(table, sequence, cached, limit, hold_id)
         self._manager.hold(hold_id, table)
         self._held.append(Held(hold_id, tuple(table), tokens, tokens))
+        self._manager.release(table)
+
+    def announce(self, name: str, owner: str, session: str) -> None:
+        """Bring back what the tier below keeps of a conversation; see `AnnouncedEngine`."""
+        tier = self._manager.tier
+        kept = tier.blocks_of(owner, session) if remembers(tier) else KeptBlocks([], [])
+        sequence = _KeptSequence(kept, self._block_size)
+        limit = len(kept.sequence_hashes)
+        cached, _ = self._cached_prefix(sequence, limit)
+        table: list[int] = []
+        tokens = self._claim(table, sequence, cached, limit)
+        self._held.append(Held(name, (), tokens, cached * self._block_size))
         self._manager.release(table)
 
     def end_hold(self, hold_id: str) -> None:

@@ -30,6 +30,7 @@ from .interface import (
     TransferringEngine,
     embeds,
     is_witnessed,
+    takes_announcements,
     transfers,
 )
 from .step_watch import Turn
@@ -101,6 +102,20 @@ class EngineStepper(ABC):
 
     def release(self, hold_id: str) -> None:
         self._tell(hold_id, lambda engine: engine.release(hold_id))
+
+    @property
+    def takes_announcements(self) -> bool:
+        """True if `announce` may be called."""
+        return takes_announcements(self._engine)
+
+    def announce(self, name: str, owner: str, session: str) -> None:
+        """Have an engine get the blocks of a conversation ready; see `AnnouncedEngine`."""
+
+        def run(engine: Engine) -> None:
+            assert takes_announcements(engine), "its caller has looked"
+            engine.announce(name, owner, session)
+
+        self._put(name, run, is_request=False)
 
     def note_source(self, request_id: str, source: str) -> None:
         """Have the engine know from where a reserved request gets its blocks, if it wants to."""

@@ -18,7 +18,7 @@ from dynbus.kvrouter import KvEventPublisher, event_grants, profiles
 from dynbus.llm.continuing import resume
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.garbage import rare_collections
-from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.generation import Announced, Announcement, Generated, GenerateRequest
 from dynbus.spi import ComponentName, Grant
 
 from .hang_watch import HangWatch, stacks_of_threads
@@ -272,6 +272,13 @@ class EngineWorker(Actor, abstract=True):
             return await runner.embed(name, request)
         finally:
             unlink()
+
+    @handler(concurrency=None, idempotent=True)
+    async def announce(self, announcement: Announcement) -> Announced:
+        """Have what a host tier keeps of a conversation in the cache before its next request."""
+        name, owner, session = self._new_name(), announcement.owner, announcement.session
+        held = await self._running().announce(name, owner, session)
+        return Announced(held.computed, held.computed - held.cached)
 
     @handler(idempotent=True)
     async def load_metrics(self) -> LoadMetrics:

@@ -256,6 +256,10 @@ class MockEngine:
         self._pool.room(request_id, sequence.length, max_tokens)
         self._pool.add(request_id, (sequence,), max_tokens)
 
+    def announce(self, name: str, owner: str, session: str) -> None:
+        """See `AnnouncedEngine`."""
+        self._scheduler.announce(name, owner, session)
+
     def cancel(self, request_id: str) -> None:
         self._pool.cancel(request_id)
         self._logprobs.pop(request_id, None)
@@ -274,6 +278,7 @@ class MockEngine:
             result.duration,
             admitted=result.admitted,
             prefilled=result.prefilled,
+            held=self._scheduler.take_held(),
         )
 
     def _generated(self, output: Output) -> Generated:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock
+from dynbus.llm.engine.interface import CachedBlock, KeptBlocks
 from dynbus.llm.tiers.host_index import HostIndex
 from dynbus.llm.tiers.lasting import LastingBlock, LastingMemory
 from dynbus.llm.tiers.sessions import SessionKey
@@ -78,6 +78,10 @@ class MockTier:
         if self._lasting is not None:
             # What is in the cache alone ends with the process.
             self._take_in(self._index.lacking(sequence_hashes, cached), cached)
+
+    def blocks_of(self, owner: str, session: str) -> KeptBlocks:
+        """See `RememberingTier`."""
+        return self._index.blocks_of(SessionKey(owner, session), monotonic())
 
     def leave(self) -> None:
         """Leave a file to the next process, and write there no more."""

@@ -17,7 +17,7 @@ from itertools import count, islice
 from typing import Final
 
 from dynbus.kvrouter import BlockRemoved, BlockStored, KvEvent, Tier
-from dynbus.llm.engine.interface import CachedBlock
+from dynbus.llm.engine.interface import CachedBlock, KeptBlocks
 
 from .lasting import LastingBlock
 from .sessions import KEPT_SHARE, KeptSessions, SessionKey
@@ -32,6 +32,7 @@ class _Entry:
 
     Attributes:
         parent: the sequence hash of the block before it; None at the beginning of a prompt.
+        block_hash: by which routers know its tokens.
         followers: how many blocks of the store follow it.
         used: when it was used; a later use has a higher number.
         pins: how many hold it where it is.
@@ -39,6 +40,7 @@ class _Entry:
 
     place: int
     parent: int | None
+    block_hash: int
     used: int
     followers: int = 0
     pins: int = 0
@@ -200,7 +202,7 @@ class HostIndex:
         if before is not None:
             self._use(before, now)
         places: list[int] = []
-        for sequence_hash in sequence_hashes:
+        for sequence_hash, block_hash in zip(sequence_hashes, block_hashes, strict=True):
             # What the next one follows must not go for it.
             last = entries[before] if before is not None else None
             if last is not None:
@@ -212,7 +214,7 @@ class HostIndex:
                 break
             if last is not None:
                 last.followers += 1
-            entries[sequence_hash] = _Entry(place, before, now)
+            entries[sequence_hash] = _Entry(place, before, block_hash, now)
             self._at[place] = sequence_hash
             places.append(place)
             before = sequence_hash
@@ -306,7 +308,9 @@ class HostIndex:
             block = left.pop()
             run: list[LastingBlock] = []
             while block.sequence_hash not in self._entries:
-                self._entries[block.sequence_hash] = _Entry(block.place, block.parent_hash, now)
+                self._entries[block.sequence_hash] = _Entry(
+                    block.place, block.parent_hash, block.block_hash, now
+                )
                 self._at[block.place] = block.sequence_hash
                 if block.parent_hash is not None:
                     self._entries[block.parent_hash].followers += 1
@@ -344,6 +348,17 @@ class HostIndex:
         freed = self.sessions.end_those_over(now)
         freed += self.sessions.keep(key, sequence_hashes, now + seconds, gone)
         self._free(freed)
+
+    def blocks_of(self, key: SessionKey, now: float) -> KeptBlocks:
+        """The blocks of a conversation that is not over, also those that are not here yet.
+
+        Args:
+            now: on the clock of `keep_for`.
+        """
+        self.end_those_over(now)
+        hashes = [*self.sessions.blocks_of(key)]
+        entries = (self._entries.get(one) for one in hashes)
+        return KeptBlocks(hashes, [0 if one is None else one.block_hash for one in entries])
 
     def lacking(
         self, sequence_hashes: Iterable[int], cached: Callable[[int], CachedBlock | None]

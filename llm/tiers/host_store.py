@@ -11,7 +11,7 @@ from time import perf_counter
 
 from dynbus import ConfigError
 from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock
+from dynbus.llm.engine.interface import CachedBlock, KeptBlocks
 from dynbus.spi import monotonic
 from dynbus.transfer import Axis, BlockLayout, KvMemory
 
@@ -207,6 +207,10 @@ class HostStore:
         if self._lasting is not None:
             # What is in the cache alone ends with the process.
             self._take_in(self._index.lacking(sequence_hashes, cached), cached)
+
+    def blocks_of(self, owner: str, session: str) -> KeptBlocks:
+        """See `RememberingTier`."""
+        return self._index.blocks_of(SessionKey(owner, session), monotonic())
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
         """The number of these blocks that are here, from the first on; 0 where computing is faster.

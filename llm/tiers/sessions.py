@@ -93,6 +93,10 @@ class KeptSessions:
         """The blocks of all conversations."""
         return self._shares.taken
 
+    def blocks_of(self, key: SessionKey) -> Sequence[int]:
+        """The blocks of a conversation, in their order; none for an unknown one."""
+        return self._sessions.get(key, ())
+
     def keep(
         self,
         key: SessionKey,
