@@ -284,6 +284,11 @@ class KvRouter:
             routed,
         )
 
+    def instance_of(self, session: str) -> str | None:
+        """The instance to which this router has sent a session last; None where it has forgotten
+        it, or never has."""
+        return self._scheduler.instance_of(session, monotonic())
+
     def check(self, instances: Sequence[Instance]) -> int:
         """The block size of these instances, once they are found to fit together.
 

@@ -96,8 +96,8 @@ class SessionAffinity:
 
         That is so for a new session, and when its rank is no candidate or has too much load.
         """
-        rank, until = self._sessions.get(session, (None, 0.0))
-        if rank is None or until <= now:
+        rank = self.rank_of(session, now)
+        if rank is None:
             return None
         block_size = request.block_size
         loads = [one.active_prefill_tokens / block_size + one.active_blocks for one in candidates]
@@ -106,6 +106,11 @@ class SessionAffinity:
                 bearable = self._overload * (min(loads) + request.prompt_blocks)
                 return at if loads[at] <= bearable else None
         return None
+
+    def rank_of(self, session: str, now: float) -> Rank | None:
+        """The rank where a session was; None for an unknown one."""
+        rank, until = self._sessions.get(session, (None, 0.0))
+        return rank if until > now else None
 
     def bind(self, session: str, rank: Rank, now: float) -> None:
         """A request of a session goes to a rank."""
@@ -339,6 +344,11 @@ class KvScheduler:
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
         """Another router has sent a prompt to a rank, which will hold it."""
         self._caches.note_elsewhere(rank, sequence_hashes, now)
+
+    def instance_of(self, session: str, now: float) -> str | None:
+        """The instance to which a session was sent last; None for an unknown one."""
+        rank = self._affinity.rank_of(session, now)
+        return None if rank is None else rank.instance
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
         """Other instances are there now: waiting requests may go there as well."""

@@ -23,6 +23,7 @@ from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
 from dynbus.llm.responses.store import no_response
 from dynbus.llm.responses.stored import check_is_whole, input_page, page_fields
 
+from .announcing import AnnounceExchange
 from .batches import BatchExchanges, is_for_batches
 from .completions import CompletionExchange, ResponsesExchange
 from .description import PAGE, document
@@ -53,6 +54,7 @@ EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Sen
     RESPONSES: ResponsesExchange,
     "/v1/messages/count_tokens": MessagesCountExchange,
     "/v1/responses/input_tokens": InputCountExchange,
+    "/v1/sessions/announce": AnnounceExchange,
     "/v1/embeddings": EmbeddingsExchange,
     "/v1/score": ScoreExchange,
     "/score": ScoreExchange,

@@ -32,7 +32,7 @@ from . import idempotency
 from .content import Content
 from .idempotency import MAX_ANSWERS, Recording, digest_of
 from .metrics import ModelMetrics
-from .shared import Caller, Shared
+from .shared import Caller, Shared, routed_session
 from .tracing import Operation, Work
 from .writer import AnswerWriter, Send, TellsErrors, raw_headers
 
@@ -409,8 +409,7 @@ class Exchange(ABC):
         metadata, session = self._caller.metadata, self._session
         if session is None:
             return metadata
-        # Two tenants may give two conversations one name.
-        name = f"{self._caller.tenant}/{session.name}"
+        name = routed_session(self._caller.tenant, session.name)
         return {**metadata, routed.SESSION_KEY: name}
 
     def _enter_context(self, request_id: str, priority: int) -> Context:

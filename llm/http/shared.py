@@ -16,7 +16,7 @@ from dynbus.llm.generation import Session
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized, misfit
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.responses.api import ResponsesApi
-from dynbus.llm.responses.store import ResponseStore
+from dynbus.llm.responses.store import ResponseStore, no_previous
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
@@ -45,6 +45,12 @@ SESSION: Final = "dynbus-session"
 """The header that names the conversation which a request is of."""
 
 _SESSION: Final = re.compile(r"([\w.:@/-]{1,128})\s*(?:;\s*seconds=(\d{1,9}))?", re.ASCII)
+
+
+def routed_session(tenant: str, name: str) -> str:
+    """The name of a conversation for routers: two tenants may give two conversations one name."""
+    return f"{tenant}/{name}"
+
 
 BODIES_BYTES: Final = 256 * 1024 * 1024
 """Bytes of the long bodies of all requests that are being read and prepared, or four times the most
@@ -239,6 +245,17 @@ class Shared:
         if self.responses is None:
             return ResponsesApi()
         return await self.responses.api(tenant, data)
+
+    async def conversation_of(self, tenant: str, response: str) -> str:
+        """The name of the conversation that a response is of.
+
+        Raises:
+            BadRequest: there is no such response.
+            DynbusError: it cannot be read at present.
+        """
+        if self.responses is None:
+            raise no_previous("responses are not kept here")
+        return await self.responses.conversation_of(tenant, response)
 
     def take_place(self, caller: Caller) -> None:
         """Let a request run, which gives its place back; refuse it when there is none for it.

@@ -44,6 +44,7 @@ from dynbus.spi import (
 )
 
 from . import RoutingChoice
+from .announcing import Announcer
 from .open_model import OpenModel
 from .preparing import ModelLimits, longest_token
 from .reachability import Reachability
@@ -562,7 +563,12 @@ class Models:
             migration_limit=card.migration_limit,
             resume=_resume_of(card),
         )
-        return OpenModel(card, text, limits, client, router, self._relay, prompts, self._media)
+        announcer: Announcer | None = None
+        if router is not None and text is not None:
+            announcer = await Announcer.of(self._runtime, endpoint.component_name, router)
+        return OpenModel(
+            card, text, limits, client, router, self._relay, prompts, self._media, announcer
+        )
 
     async def _prompt_reader(
         self, card: ModelCard, endpoint: EndpointName, instances: list[Instance]

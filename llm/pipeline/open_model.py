@@ -11,7 +11,7 @@ import msgspec
 from dynbus import Draining, EndpointClient, Relay
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
-from dynbus.llm.generation import Session
+from dynbus.llm.generation import Announced, Announcement, Session
 from dynbus.llm.media.parts import ReadPart
 from dynbus.llm.media.reader import MediaReader
 from dynbus.llm.models.card import ModelCard, ModelType
@@ -24,6 +24,7 @@ from dynbus.llm.parsing.output_parser import NewId
 from dynbus.llm.text.text_model import TextModel
 from dynbus.spi import random_id
 
+from .announcing import Announcer
 from .embedding import Embeddings, TextEmbeddings, prepare_embeddings
 from .preparing import ModelLimits, prepare
 from .routed_prompts import PromptReader, routed_prompt
@@ -62,6 +63,8 @@ class OpenModel:
     Args:
         text: of a model that takes tokens; None for one that takes text.
         prompts: reads the tokens of requests for a router, where that model takes text.
+        announcer: tells engines which conversations go on soon; None where no router knows where
+            they went.
         media: reads the images and sounds of requests.
 
     Attributes:
@@ -79,6 +82,7 @@ class OpenModel:
         relay: Relay[Part, bytes],
         prompts: PromptReader | None = None,
         media: MediaReader | None = None,
+        announcer: Announcer | None = None,
     ) -> None:
         self.card = card
         self.router = router
@@ -87,6 +91,7 @@ class OpenModel:
         self._relay = relay
         self._limits = limits
         self._prompts = prompts
+        self._announcer = announcer
         self._media = media or MediaReader()
 
     def __repr__(self) -> str:
@@ -238,6 +243,16 @@ class OpenModel:
                 f"the model {self.card.name} takes text: it has no tokenizer here", param="model"
             )
         return self._text
+
+    async def announce(self, session: str, announcement: Announcement) -> Announced:
+        """Have the engine to which a conversation went make its blocks ready; see `Announcer`.
+
+        Raises:
+            DynbusError: the engine did not answer, or does not work.
+        """
+        if self._announcer is None:
+            return Announced()
+        return await self._announcer.announce(session, announcement)
 
     async def begin(self, completion: Completion) -> None:
         """Send a request to an engine; its answer goes to the sink from now on.

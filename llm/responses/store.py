@@ -186,7 +186,7 @@ class ResponseStore:
         room = _Room("previous_response_id")
         last = await self.get(tenant, name, room)
         if last is None:
-            raise _no_previous(f"there is no response {name[:80]!r}")
+            raise no_previous(f"there is no response {name[:80]!r}")
         chain: dict[str, StoredResponse] = {}
 
         async def read(one: str) -> None:
@@ -199,8 +199,22 @@ class ResponseStore:
                 tasks.start_soon(read, one)
         for one in last.before:
             if one not in chain:
-                raise _no_previous(f"{name} goes on from {one}, which is not there any more")
+                raise no_previous(f"{name} goes on from {one}, which is not there any more")
         return earlier_of([*(chain[one] for one in last.before), last], unix_time())
+
+    async def conversation_of(self, tenant: str, name: str) -> str:
+        """The name of the conversation that a response is of.
+
+        Raises:
+            BadRequest: there is no such response.
+            DynbusError: it cannot be read at present.
+        """
+        last = await self.get(tenant, name)
+        if last is None:
+            raise no_previous(f"there is no response {name[:80]!r}")
+        first = await self.get(tenant, last.before[0]) if last.before else last
+        known = "" if first is None else first.conversation
+        return known or (last.before[0] if last.before else name)
 
     async def _referred(self, tenant: str, names: Sequence[str]) -> dict[str, Item]:
         """The items of some ids, as far as they are there."""
@@ -422,7 +436,7 @@ def no_response(name: str) -> BadRequest:
     )
 
 
-def _no_previous(why: str) -> BadRequest:
+def no_previous(why: str) -> BadRequest:
     return BadRequest(
         f"previous_response_id: {why}; send the items of the conversation as input",
         param="previous_response_id",

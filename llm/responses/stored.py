@@ -62,12 +62,15 @@ class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
         input: the items of its own request.
         before: the ids of the responses whose items come before, the first one first.
         earlier: all items before its own; empty where it names responses.
+        conversation: its name; empty where the first response is that, which then is the first that
+            it names, or it itself.
     """
 
     response: msgspec.Raw
     input: list[Item]
     before: list[str] = []
     earlier: list[Item] = []
+    conversation: str = ""
 
     @property
     def answer(self) -> Answer:
@@ -82,8 +85,7 @@ class Earlier(NamedTuple):
         items: of the conversation that it goes on with.
         before: the ids of the responses that its own is to name.
         copied: the items that its own is to have.
-        first: the id of the first response that is named or was copied from; the conversation is
-            known by it.
+        first: the id of the first response; the conversation is known by it.
         referred: items of its input that it names by their ids.
     """
 
@@ -111,7 +113,8 @@ class Pending(NamedTuple):
             response: as its client is told it.
         """
         before, copied = [*self.earlier.before], [*self.earlier.copied]
-        return StoredResponse(msgspec.Raw(response), self.input, before, copied)
+        name = self.earlier.first if copied else ""
+        return StoredResponse(msgspec.Raw(response), self.input, before, copied, name)
 
 
 def earlier_of(chain: Sequence[StoredResponse], now: float) -> Earlier:
@@ -126,9 +129,10 @@ def earlier_of(chain: Sequence[StoredResponse], now: float) -> Earlier:
     for stored, answer in zip(chain, answers, strict=True):
         items += stored.input
         items += answer.output
+    name = chain[0].conversation or answers[0].id
     if len(chain) >= MOST_BEFORE or now - answers[0].created_at > MOST_AGE:
-        return Earlier(items, copied=items, first=answers[0].id)
-    return Earlier(items, [answer.id for answer in answers], first=answers[0].id)
+        return Earlier(items, copied=items, first=name)
+    return Earlier(items, [answer.id for answer in answers], first=name)
 
 
 def check_is_whole(query: bytes) -> None:

@@ -14,6 +14,7 @@ from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.embeddings import EmbeddingsRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.openai.scores import RerankRequest, ScoreRequest
+from dynbus.llm.openai.sessions import AnnouncedSession, AnnounceRequest
 from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from dynbus.llm.responses.requests import ResponsesRequest
 from dynbus.llm.resumable.records import KEPT_SECONDS
@@ -128,6 +129,12 @@ POSTS: Final[Mapping[str, _Post]] = {
         "Ranked",
         _SCORES,
     ),
+    "/v1/sessions/announce": _Post(
+        "Say that a conversation goes on soon, so that its blocks are ready then.",
+        AnnounceRequest,
+        "AnnouncedSession",
+        _ANY,
+    ),
     "/tokenize": _Post(
         "Tell the tokens of a text or a conversation.", TokenizeRequest, "Tokenized", _ANY
     ),
@@ -225,7 +232,7 @@ _RESPONSE_PATHS: Final = response_paths(_STATUSES)
 
 
 def _document() -> dict[str, Any]:
-    types = {post.request for post in POSTS.values()} | {Tokenized, Detokenized}
+    types = {post.request for post in POSTS.values()} | {Tokenized, Detokenized, AnnouncedSession}
     _, schemas = msgspec.json.schema_components(
         sorted(types, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
     )

@@ -25,6 +25,18 @@ def test_sessions_are_forgotten_by_time_and_by_number(monkeypatch: pytest.Monkey
     assert affinity.find("three", wanted, candidates[:1], 11.0) is None
 
 
+def test_where_a_session_went_is_known_as_long_as_it_is_remembered() -> None:
+    affinity = SessionAffinity(ttl=10.0, overload=2.0)
+    affinity.bind("s", Rank("a", 0), 0.0)
+
+    assert affinity.rank_of("s", 9.0) == Rank("a", 0)
+    assert affinity.rank_of("s", 10.0) is None
+    assert affinity.rank_of("another", 0.0) is None
+    # To ask does not remember it for longer.
+    assert affinity.rank_of("s", 9.0) is not None
+    assert affinity.rank_of("s", 10.0) is None
+
+
 def test_a_session_that_is_forgotten_at_once_harms_nobody() -> None:
     affinity = SessionAffinity(ttl=0.0, overload=2.0)
 
