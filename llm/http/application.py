@@ -22,6 +22,7 @@ from dynbus.llm.openai.api import Api
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
 from dynbus.llm.responses.store import no_response
 from dynbus.llm.responses.stored import check_is_whole, input_page, page_fields
+from dynbus.llm.tenants.standing import key_object
 
 from .announcing import AnnounceExchange
 from .batches import BatchExchanges, is_for_batches
@@ -68,6 +69,9 @@ EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Sen
 
 ANTHROPICS: Final = "/v1/messages"
 """The beginning of the paths of Anthropic's interface, which has errors of its own."""
+
+KEY: Final = "/v1/key"
+"""The path that tells a client of its own key."""
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """The paths that orchestrators ask without a key."""
@@ -220,6 +224,7 @@ class Application:
             "/openapi.json": self._openapi,
             "/docs": self._docs,
             "/v1/models": self._models,
+            KEY: self._key,
             **pages,
         }
         origins = shared.settings.cors_origins
@@ -398,6 +403,14 @@ class Application:
         """Those of the models that can be asked, by name."""
         return {one.card.name: one.card for one in self._shared.models.served}
 
+    async def _key(self, caller: Caller) -> Response:
+        tenants = self._shared.tenants
+        if tenants is None:
+            why = "there are no keys here: every client may ask for everything"
+            return _refused(KEY, 404, why, "not_found", caller)
+        limits = tenants.limits_of(caller.tenant)
+        return json_response(await key_object(tenants.counts, caller.holder, limits))
+
     async def _openapi(self, caller: Caller) -> Response:
         names: dict[ModelType, list[str]] = {}
         for model in self._shared.models.served:
@@ -410,7 +423,7 @@ class Application:
         return Response(200, PAGE, _HTML)
 
     async def _metrics(self, caller: Caller) -> Response:
-        if not caller.is_operator:
+        if not caller.holder.is_operator:
             raise PermissionDenied(
                 "/metrics tells of all tenants: ask with a key of an operator, whose line in the "
                 "file of keys ends with `role: operator`, or which `dynbus keys add --operator` "

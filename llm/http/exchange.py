@@ -272,7 +272,7 @@ class Exchange(ABC):
 
     @property
     def _payer(self) -> Payer:
-        return Payer(self._caller.tenant, self._caller.key, self._model)
+        return Payer(self._caller.tenant, self._caller.holder.key, self._model)
 
     def _stop(self) -> None:
         """Answer that the server stops, which cancels requests that have had their grace.

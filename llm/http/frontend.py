@@ -213,7 +213,7 @@ async def _page(path: str, caller: Caller) -> Response:
 
 async def _state(state: PageState, caller: Caller) -> Response:
     """The state that the page shows."""
-    tenant = None if caller.is_operator else caller.tenant
+    tenant = None if caller.holder.is_operator else caller.tenant
     return Response(200, await state.read(tenant), [JSON])
 
 

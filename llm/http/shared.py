@@ -20,6 +20,7 @@ from dynbus.llm.responses.store import ResponseStore, no_previous
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
+from dynbus.llm.tenants.keys import KeyHolder
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
@@ -65,15 +66,13 @@ class Caller:
     Attributes:
         tenant: whose key it has; empty without keys.
         headers: of the request, their names in lower case.
-        is_operator: whether it may see what all tenants do.
-        key: the id of its key; empty without keys.
+        holder: of its key; without keys the operator, who is every client.
     """
 
     request_id: str
     tenant: str
     headers: Mapping[str, str]
-    is_operator: bool = False
-    key: str = ""
+    holder: KeyHolder = KeyHolder("")
 
     @property
     def wants_resumable(self) -> bool:
@@ -206,7 +205,7 @@ class Shared:
         """
         if self.tenants is None:
             # There are no tenants: every client is one with its operator.
-            return Caller(caller.request_id, "", caller.headers, is_operator=True)
+            return Caller(caller.request_id, "", caller.headers, KeyHolder("", is_operator=True))
         key = _key_of(caller.headers)
         holder = await self.tenants.holder_of(key) if key else None
         if holder is None:
@@ -216,9 +215,7 @@ class Shared:
                 else "send an API key as `Authorization: Bearer KEY`",
                 started=False,
             )
-        return Caller(
-            caller.request_id, holder.tenant, caller.headers, holder.is_operator, holder.key
-        )
+        return Caller(caller.request_id, holder.tenant, caller.headers, holder)
 
     def admission(self, caller: Caller) -> Admission | None:
         """The counting of a request; None for a tenant without limits."""

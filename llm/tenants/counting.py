@@ -166,6 +166,21 @@ class SharedCounts(Openable):
             raise refusal(purse.shortages(amounts, self.now()))
         return taken
 
+    async def look(self, tenant: str, limits: Limits) -> Purse:
+        """The part of this front end in a tenant's limits, with what the others have used up to a
+        second ago where the ledger answers."""
+        account = self._account(tenant, limits)
+        purse = account.purse
+        # It is not left to the others meanwhile.
+        purse.open += 1
+        try:
+            async with account.asking:
+                if purse.limits and not purse.is_known(self.now()):
+                    await self._ask(tenant, account, purse.state({}, self.now()))
+        finally:
+            purse.open -= 1
+        return purse
+
     # Ledgers -----------------------------------------------------------------------------------
 
     async def _ask(self, tenant: str, account: _Account, said: Statement) -> None:

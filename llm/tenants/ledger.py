@@ -97,6 +97,7 @@ class Part(NamedTuple):
         used: what of it counts as used.
         room: what nobody has.
         idle: what other front ends have and have not used.
+        others: what is used by other front ends, also by those that are gone.
         members: front ends that have a part, this one with them.
     """
 
@@ -105,6 +106,7 @@ class Part(NamedTuple):
     used: Mapping[str, int]
     room: Mapping[str, int]
     idle: Mapping[str, int]
+    others: Mapping[str, int]
     members: int
 
 
@@ -143,8 +145,10 @@ class Ledger(msgspec.Struct):
         before = after.holders.pop(me, None)
         used = _used(said, after.window, is_known=before is not None)
         taken, idle = Counter(after.spent), Counter[str]()
+        others = Counter(after.spent)
         for holder in after.holders.values():
             taken.update(holder.has)
+            others.update(holder.used)
             idle.update({name: has - holder.used.get(name, 0) for name, has in holder.has.items()})
         members = len(after.holders) + 1
         # What is used of a limit that is none now counts if it is one again.
@@ -161,9 +165,9 @@ class Ledger(msgspec.Struct):
             room[name] = free - more
         if said.leaves:
             after._spend(used)
-            return after, Part(after.window, {}, {}, room, idle, members)
+            return after, Part(after.window, {}, {}, room, idle, others, members)
         after.holders[me] = Holder(now + LEASE_SECONDS, has, used)
-        return after, Part(after.window, has, used, room, idle, members)
+        return after, Part(after.window, has, used, room, idle, others, members)
 
     def _at(self, now: float) -> Ledger:
         """A copy at a time: without what was of earlier windows, and without who is gone."""

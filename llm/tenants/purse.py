@@ -50,6 +50,22 @@ class Shortage(NamedTuple):
         return self.amount > self.limit
 
 
+class Standing(NamedTuple):
+    """The used and the remaining part of a limit, at all front ends together.
+
+    Attributes:
+        limit: its number.
+        used: may be more than that.
+        remaining: what a request would be granted here.
+        resets_at: when it begins anew, in Unix seconds; None for one that is given back.
+    """
+
+    limit: int
+    used: int
+    remaining: int
+    resets_at: float | None
+
+
 class Taken(NamedTuple):
     """Amounts that were taken, and of which window, so that they can be given back."""
 
@@ -85,6 +101,7 @@ class Purse:
         self._used: dict[str, int] = {}
         self._room: dict[str, int] = dict(limits)
         self._idle: Mapping[str, int] = {}
+        self._others: dict[str, int] = {}
         self._members = UNKNOWN_MEMBERS
         # What the ledger knows of it, and since when.
         self._known_has: dict[str, int] = {}
@@ -171,6 +188,20 @@ class Purse:
         others = 0 if self.is_cut_off else self._room.get(name, 0) + self._idle.get(name, 0)
         return max(0, own + others)
 
+    def standings(self, now: float) -> dict[str, Standing]:
+        """The limits by name, as far as is known here."""
+        if now >= self._turns_at:
+            self._turn(now)
+        return {
+            name: Standing(
+                limit,
+                self._others.get(name, 0) + self._used.get(name, 0),
+                self.remaining(name),
+                None if name in HELD else end_of(name, self._window),
+            )
+            for name, limit in self.limits.items()
+        }
+
     def resets_in(self, name: str, now: float) -> float:
         """Seconds until a limit begins anew."""
         return max(0.0, end_of(name, self._window) - now)
@@ -229,6 +260,7 @@ class Purse:
         self._known_has = dict(self._has)
         self._known_used = {name: amount for name, amount in part.used.items() if name not in over}
         self._idle, self._members = part.idle, part.members
+        self._others = {name: amount for name, amount in part.others.items() if name not in over}
         self._known_at = now
         self._turns_at = min((self._window.minute + 1) * MINUTE, now + LEASE_SECONDS)
         for name, need in said.needs.items():
@@ -244,6 +276,10 @@ class Purse:
     def cut_off(self) -> None:
         """The ledger did not answer."""
         self.is_cut_off = True
+
+    def is_known(self, now: float) -> bool:
+        """True if the ledger was heard in the last second, or cannot be."""
+        return self.is_cut_off or now - self._known_at < LOOK_AGAIN
 
     def is_due(self, now: float) -> bool:
         """True if the ledger should hear of it: something was used, is to be given back, or is held
@@ -275,7 +311,8 @@ class Purse:
     def _enter(self, window: Window) -> None:
         """A later window begins, in which nothing is used yet."""
         for name in ended_between(self._window, window):
-            for amounts in (self._has, self._used, self._known_has, self._known_used):
+            amounts_of = self._has, self._used, self._others, self._known_has, self._known_used
+            for amounts in amounts_of:
                 amounts.pop(name, None)
             self._refused_at.pop(name, None)
             if name in self.limits:

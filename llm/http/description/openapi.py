@@ -20,6 +20,7 @@ from dynbus.llm.responses.requests import ResponsesRequest
 from dynbus.llm.resumable.records import KEPT_SECONDS
 
 from .batch_paths import BATCH_SCHEMAS, batch_paths
+from .key_paths import KEY_SCHEMAS, key_paths
 from .response_paths import RESPONSE_SCHEMAS, response_paths
 from .schemas import (
     ANSWERS,
@@ -263,11 +264,12 @@ def _document() -> dict[str, Any]:
             "/health": _get("Tell whether the process works.", _json(ref("Health"))),
             "/ready": ready,
             "/metrics": _get("Give metrics to Prometheus.", {"text/plain": {"schema": STRING}}),
+            **key_paths(_STATUSES),
             **_RESPONSE_PATHS,
             **_BATCH_PATHS,
         },
         "components": {
-            "schemas": {**schemas, **ANSWERS, **RESPONSE_SCHEMAS, **BATCH_SCHEMAS},
+            "schemas": {**schemas, **ANSWERS, **KEY_SCHEMAS, **RESPONSE_SCHEMAS, **BATCH_SCHEMAS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

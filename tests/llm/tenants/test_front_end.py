@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jsonschema
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -18,6 +19,7 @@ from tests.llm.http.served import FixedCatalog, ScriptedEngine, Served, card, se
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.http.description import DOCUMENT
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.tenants.limits import BUDGET
@@ -342,6 +344,50 @@ async def test_an_engine_that_takes_text_is_counted_by_what_it_tells(
     assert left == [400, 5000]
 
 
+async def key_of(url: str, key: str = KEY) -> Any:
+    """What a front end tells of a key."""
+    async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
+        answer = await client.get(f"{url}/v1/key")
+    assert answer.status_code == 200, answer.text
+    jsonschema.validate(answer.json(), DOCUMENT["components"]["schemas"]["Key"])
+    return answer.json()
+
+
+async def test_a_key_is_told_what_its_tenant_has_used_and_left(tmp_path: Path) -> None:
+    limits = "tokens_per_month=500 requests_per_minute=10 requests_at_a_time=4 models=tiny"
+    async with limited(tmp_path, limits) as (front, client):
+        before = await key_of(front.url)
+        answer = await ask_raw(client, max_tokens=5)
+        running = asyncio.create_task(ask(client, "silent", max_tokens=1, timeout=60.0))
+        await eventually(lambda: front.engine.running == 1)
+        told = (await key_of(front.url))["tenant"]
+        running.cancel()
+        other = await key_of(front.url, "key-of-bob")
+        async with httpx2.AsyncClient() as stranger:
+            refused = await stranger.get(f"{front.url}/v1/key")
+
+    assert before["object"] == "key"
+    assert (before["is_operator"], len(before["id"])) == (False, 12)
+    assert told["name"] == "ada"
+    assert told["is_current"]
+    assert told["limits"] == {
+        "tokens_per_month": 500,
+        "requests_per_minute": 10,
+        "requests_at_a_time": 4,
+        "models": ["tiny"],
+    }
+    usage = {name: (one["used"], one["remaining"]) for name, one in told["usage"].items()}
+    assert answer.headers["x-ratelimit-remaining-requests"] == "9"
+    assert usage["requests_per_minute"] == (2, 8)
+    assert usage["requests_at_a_time"] == (1, 3)
+    # Also what the request that runs may come to.
+    assert sum(usage["tokens_per_month"]) == 500
+    assert usage["tokens_per_month"][0] > answer.parse().usage.total_tokens
+    assert told["usage"]["requests_at_a_time"]["resets_at"] is None
+    assert other["tenant"] == {"name": "bob", "limits": {}, "usage": {}, "is_current": True}
+    assert refused.status_code == 401
+
+
 @asynccontextmanager
 async def engine(server: RunningServer) -> AsyncGenerator[None]:
     async with Runtime.connect(server.url) as runtime:
@@ -382,9 +428,14 @@ async def test_two_front_ends_on_a_server_share_a_limit(
             used += answer.usage.total_tokens
         purses = [purse_of(front) for front in (first, second)]
         await eventually(lambda: not any(purse.open for purse in purses))
+        async with front_end(own_server, file) as (third, _):
+            # It has had no request of the tenant.
+            await eventually(lambda: all(one.remaining(BUDGET) == 1500 - used for one in purses))
+            told = (await key_of(third.url))["tenant"]["usage"][BUDGET]
         # Each knows what the other has used a second later.
         left = 1500 - used
         await eventually(lambda: [one.remaining(BUDGET) for one in purses] == [left, left])
         error = await refused(ask(other, max_tokens=left))
 
+    assert (told["used"], told["remaining"]) == (used, left)
     assert error.code == "insufficient_quota"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynbus.llm.tenants.ledger import LEASE_SECONDS, Ledger, end_of, window_of
 from dynbus.llm.tenants.limits import BUDGET, PER_MINUTE, REQUESTS, RUNNING
-from dynbus.llm.tenants.purse import LOOK_AGAIN, UNKNOWN_MEMBERS, Purse, Taken
+from dynbus.llm.tenants.purse import LOOK_AGAIN, UNKNOWN_MEMBERS, Purse, Standing, Taken
 
 START = datetime(2026, 3, 31, 23, 55, tzinfo=UTC).timestamp()
 
@@ -234,6 +234,38 @@ def test_more_than_was_predicted_counts_and_less_is_given_back() -> None:
     assert bus.take("0", {BUDGET: 10})
     bus.end("0", {BUDGET: 0})
     assert bus.purses["0"].remaining(BUDGET) == 10
+
+
+def test_what_is_used_and_left_is_told_for_all_front_ends() -> None:
+    bus = Bus({BUDGET: 1000, REQUESTS: 100, RUNNING: 3}, 3)
+    assert bus.take("0", {BUDGET: 300, REQUESTS: 1, RUNNING: 1})
+    assert bus.take("1", {BUDGET: 20, REQUESTS: 1, RUNNING: 1})
+    bus.end("1", {BUDGET: 50, REQUESTS: 1})
+    bus.ask("1", {}, leaves=True)
+    for name in ("0", "2"):
+        bus.ask(name, {})
+
+    told = bus.purses["2"].standings(bus.now)
+    bus.now += 60.0
+    next_minute = bus.purses["2"].standings(bus.now)
+
+    month_end = datetime(2026, 4, 1, tzinfo=UTC).timestamp()
+    assert told[BUDGET] == Standing(1000, 350, 650, month_end)
+    assert told[REQUESTS] == Standing(100, 2, 98, START + 60.0)
+    assert told[RUNNING] == Standing(3, 1, 2, None)
+    assert (next_minute[BUDGET].used, next_minute[REQUESTS].used) == (350, 0)
+
+
+def test_what_is_used_beyond_a_limit_is_told() -> None:
+    bus = Bus({BUDGET: 1000}, 2)
+    assert bus.take("0", {BUDGET: 10})
+    bus.end("0", {BUDGET: 1200})
+    for name in bus.purses:
+        bus.ask(name, {})
+
+    told = [purse.standings(bus.now)[BUDGET] for purse in bus.purses.values()]
+
+    assert [(one.used, one.remaining) for one in told] == [(1200, 0)] * 2
 
 
 def test_what_ends_in_a_later_minute_gives_nothing_back_to_it() -> None:
