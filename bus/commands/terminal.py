@@ -56,6 +56,10 @@ class Terminal:
         '"all", a day by UTC (2027-01-31), a time with its zone (2027-01-31T07:00+01:00), or how '
         'long ago ("2h").'
     )
+    TIMES_AHEAD: Final = (
+        "a day by UTC (2027-01-31), a time with its zone (2027-01-31T07:00+01:00), or how long "
+        'from now ("30d").'
+    )
 
     def json_option(self, command: F) -> F:
         """Give a command `--json`, as its argument `as_json`."""
@@ -82,8 +86,11 @@ class Terminal:
         """
         return NumberRange(least, most, min_open=min_open)
 
-    def parse_time(self, text: str, label: str) -> Callable[[float], float]:
+    def parse_time(self, text: str, label: str, *, ahead: bool = False) -> Callable[[float], float]:
         """Read a time: what tells it in Unix seconds, of the time now.
+
+        Args:
+            ahead: whether it is one to come: how long from now, in place of how long ago.
 
         Raises:
             ConfigError: it is none.
@@ -93,10 +100,10 @@ class Terminal:
         from dynbus.bus.errors import ConfigError
         from dynbus.bus.protocol.seconds import seconds_of
 
-        if text == "all":
+        if text == "all" and not ahead:
             return lambda _: -math.inf
         with suppress(ConfigError):
-            ago = seconds_of(text, label)
+            ago = seconds_of(text, label) * (-1 if ahead else 1)
             return lambda now: now - ago
         with suppress(ValueError):
             day = datetime.combine(date.fromisoformat(text), time(), UTC)
@@ -105,7 +112,8 @@ class Terminal:
             at = datetime.fromisoformat(text)
             if at.tzinfo is not None:
                 return lambda _: at.timestamp()
-        raise ConfigError(f"{label} {text!r} is no time: give {self.TIMES}")
+        times = self.TIMES_AHEAD if ahead else self.TIMES
+        raise ConfigError(f"{label} {text!r} is no time: give {times}")
 
     def settings(
         self,

@@ -11,7 +11,7 @@ from dynbus.spi import terminal
 
 if TYPE_CHECKING:
     from dynbus.llm.tenants.limits import Limits
-    from dynbus.llm.tenants.records import StoredKey, TenantBucket, TenantView
+    from dynbus.llm.tenants.records import KeyRecord, StoredKey, TenantBucket, TenantView
 
 T = TypeVar("T")
 
@@ -35,6 +35,12 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("tenant")
+@click.option("--name", metavar="TEXT", help="What the key is for: `dynbus keys ls` shows it.")
+@click.option(
+    "--expires",
+    metavar="TIME",
+    help=f"When it lets nobody in any more: {terminal.TIMES_AHEAD} Default: never.",
+)
 @click.option("--operator", is_flag=True, help="A key that may see what all tenants do.")
 @click.option(
     "--limit",
@@ -46,18 +52,31 @@ def keys() -> None:
 @terminal.json_option
 @terminal.nats_option
 def add(
-    tenant: str, operator: bool, limits: tuple[str, ...], as_json: bool, nats: str | None
+    tenant: str,
+    name: str | None,
+    expires: str | None,
+    operator: bool,
+    limits: tuple[str, ...],
+    as_json: bool,
+    nats: str | None,
 ) -> None:
     """Make a key for a tenant, and print it: it can never be read again.
 
     Limits are the tenant's, for all of its keys. Without --limit it keeps those that it has.
     """
-    from dynbus.llm.tenants.keys import key_id
+    from dynbus.llm.tenants.keys import key_id, time_text
     from dynbus.llm.tenants.limits import read_limits
-    from dynbus.llm.tenants.records import KeyRecord, check_tenant, hash_of
+    from dynbus.llm.tenants.records import KeyRecord, check_name, check_tenant, hash_of
     from dynbus.spi import unix_time
 
-    record = KeyRecord(tenant=check_tenant(tenant), is_operator=operator, created=unix_time())
+    now = unix_time()
+    record = KeyRecord(
+        tenant=check_tenant(tenant),
+        is_operator=operator,
+        created=now,
+        name="" if name is None else check_name(name),
+        expires=0.0 if expires is None else _expiry(expires, now),
+    )
     stated = read_limits(limits) if limits else None
 
     async def work(bucket: TenantBucket) -> tuple[str, Limits | None]:
@@ -70,10 +89,12 @@ def add(
     key, before = _run(work, nats)
     id = key_id(hash_of(key))
     if as_json:
-        terminal.print_json({"id": id, "tenant": tenant, "key": key})
+        terminal.print_json({**_key_json(id, record), "key": key})
         return
     click.echo(key)
     terminal.notice(f"the key {id} of {tenant}: keep it now, it is shown this once")
+    if record.expires:
+        terminal.notice(f"it expires at {time_text(record.expires)}")
     if stated is not None:
         _tell_limits(tenant, before, stated)
 
@@ -108,6 +129,16 @@ def limit(tenant: str, limits: tuple[str, ...], unset: bool, nats: str | None) -
         return before
 
     _tell_limits(tenant, _run(work, nats), stated)
+
+
+def _expiry(text: str, now: float) -> float:
+    """The time at which a key ends, in Unix seconds."""
+    from dynbus import ConfigError
+
+    at = terminal.parse_time(text, "--expires", ahead=True)(now)
+    if at <= now:
+        raise ConfigError(f"--expires {text!r} is over: nobody would be let in by the key")
+    return at
 
 
 def _tell_limits(tenant: str, before: Limits | None, now: Limits | None) -> None:
@@ -152,7 +183,7 @@ def revoke(id: str, nats: str | None) -> None:
 @terminal.json_option
 @terminal.nats_option
 def ls(as_json: bool, nats: str | None) -> None:
-    """List the keys by their ids, with their age, and the limits of tenants."""
+    """List the keys by their ids, with their names, age and end, and the limits of tenants."""
     from dynbus.spi import unix_time
 
     view = _run(lambda bucket: bucket.read(), nats)
@@ -166,11 +197,11 @@ def ls(as_json: bool, nats: str | None) -> None:
     now = unix_time()
     rows = [_row(key, view, now) for key in view.keys]
     rows += [
-        ("-", terminal.plain(tenant), "-", "-", terminal.plain(_stated(limits)))
+        ("-", terminal.plain(tenant), "-", "-", "-", "-", terminal.plain(_stated(limits)))
         for tenant, limits in view.limits.items()
         if tenant not in holders
     ]
-    terminal.print_table(("ID", "TENANT", "ROLE", "AGE", "LIMITS"), rows)
+    terminal.print_table(("ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "LIMITS"), rows)
 
 
 def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
@@ -181,10 +212,29 @@ def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
     return (
         key_id(key.hash),
         terminal.plain(record.tenant),
+        terminal.plain(record.name) or "-",
         "operator" if record.is_operator else "-",
         terminal.duration(now - record.created),
+        _end(record.expires, now),
         terminal.plain(_stated(limits)) if limits is not None else "-",
     )
+
+
+def _end(expires: float, now: float) -> str:
+    if not expires:
+        return "never"
+    return f"in {terminal.duration(expires - now)}" if expires > now else "expired"
+
+
+def _key_json(id: str, record: KeyRecord) -> dict[str, Any]:
+    return {
+        "id": id,
+        "tenant": record.tenant,
+        "name": record.name,
+        "is_operator": record.is_operator,
+        "created": record.created,
+        "expires": record.expires or None,
+    }
 
 
 def _json(view: TenantView) -> dict[str, Any]:
@@ -193,15 +243,7 @@ def _json(view: TenantView) -> dict[str, Any]:
     from dynbus.llm.tenants.keys import key_id
 
     return {
-        "keys": [
-            {
-                "id": key_id(key.hash),
-                "tenant": key.record.tenant,
-                "is_operator": key.record.is_operator,
-                "created": key.record.created,
-            }
-            for key in view.keys
-        ],
+        "keys": [_key_json(key_id(key.hash), key.record) for key in view.keys],
         "limits": {tenant: msgspec.to_builtins(one) for tenant, one in view.limits.items()},
     }
 

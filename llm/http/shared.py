@@ -20,12 +20,12 @@ from dynbus.llm.responses.store import ResponseStore, no_previous
 from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
-from dynbus.llm.tenants.keys import KeyHolder
+from dynbus.llm.tenants.keys import KeyHolder, time_text
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.llm.turns import TenantThreads
-from dynbus.spi import random_id
+from dynbus.spi import random_id, unix_time
 
 from .idempotency import KeptAnswers
 from .metrics import FrontEndMetrics
@@ -200,7 +200,7 @@ class Shared:
         """The sender of a request, with the tenant whose key it has.
 
         Raises:
-            Unauthorized: it has none that is known.
+            Unauthorized: it has none that is known, or one that has expired.
             Unavailable: it is not known yet whether it is one.
         """
         if self.tenants is None:
@@ -213,6 +213,11 @@ class Shared:
                 "this key is not known: send one as `Authorization: Bearer KEY`"
                 if key
                 else "send an API key as `Authorization: Bearer KEY`",
+                started=False,
+            )
+        if holder.has_expired(unix_time()):
+            raise Unauthorized(
+                f"this key expired at {time_text(holder.expires)}: ask for another one",
                 started=False,
             )
         return Caller(caller.request_id, holder.tenant, caller.headers, holder)

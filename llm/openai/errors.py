@@ -134,7 +134,7 @@ class RateLimited(Overloaded):
 
 
 class Unauthorized(DynbusError):
-    """Raised when a request has no key, or one that is not known."""
+    """Raised when a request has no key, or one that is not known or has expired."""
 
     code = "Unauthorized"
 

@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -45,11 +46,19 @@ class KeyHolder(NamedTuple):
     Attributes:
         is_operator: whether it may see what all tenants do.
         key: the id of the key.
+        name: that somebody gave it; empty for none.
+        expires: when it ends, in Unix seconds; 0 for never.
     """
 
     tenant: str
     is_operator: bool = False
     key: str = ""
+    name: str = ""
+    expires: float = 0.0
+
+    def has_expired(self, now: float) -> bool:
+        """True if the key lets nobody in any more, in Unix seconds."""
+        return 0 < self.expires <= now
 
 
 def is_tenant(name: str) -> bool:
@@ -70,6 +79,11 @@ def digest_of(key: str) -> bytes:
 def key_id(hash: str) -> str:
     """The id by which a key is called, of its hash in hexadecimal."""
     return hash[:ID_DIGITS]
+
+
+def time_text(unix: float) -> str:
+    """A time as people read it, of Unix seconds."""
+    return f"{datetime.fromtimestamp(unix, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 class _Read(NamedTuple):

@@ -48,6 +48,7 @@ KEY_PREFIX: Final = "dk-"
 """The beginning of keys, by which scanners for secrets know them."""
 
 KEY_BYTES: Final = 32
+MAX_NAME: Final = 64
 READ_TIMEOUT: Final = 10.0
 _KEY: Final = f"$KV.{KEYS_BUCKET}.key."
 _LIMITS: Final = f"$KV.{KEYS_BUCKET}.limits."
@@ -59,11 +60,15 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         created: Unix seconds.
+        name: that somebody gave it; empty for none.
+        expires: when it ends, in Unix seconds; 0 for never.
     """
 
     tenant: str
     is_operator: bool = False
     created: float = 0.0
+    name: str = ""
+    expires: float = 0.0
 
 
 class LimitsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,6 +99,19 @@ def check_tenant(name: str) -> str:
         raise ConfigError(
             f"{name[:80]!r} is no tenant: write up to 64 letters, digits, '.', '_' and '-', a "
             "letter or a digit first"
+        )
+    return name
+
+
+def check_name(name: str) -> str:
+    """Return a name when it may be one of a key.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise ConfigError(
+            f"{name[:80]!r} is no name of a key: write 1 to {MAX_NAME} printable characters"
         )
     return name
 
@@ -136,7 +154,9 @@ class TenantView:
         record = self._keys.get(hash)
         if record is None:
             return None
-        return KeyHolder(record.tenant, record.is_operator, key_id(hash))
+        return KeyHolder(
+            record.tenant, record.is_operator, key_id(hash), record.name, record.expires
+        )
 
     def limits_of(self, tenant: str) -> Limits | None:
         """The limits that are stated of a tenant; None where none are."""

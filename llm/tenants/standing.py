@@ -20,6 +20,8 @@ async def key_object(counts: SharedCounts, holder: KeyHolder, limits: Limits | N
     return {
         "object": "key",
         "id": holder.key,
+        "name": holder.name or None,
+        "expires_at": holder.expires or None,
         "is_operator": holder.is_operator,
         "tenant": {"name": holder.tenant, **await _standing(counts, holder.tenant, limits)},
     }

@@ -39,6 +39,8 @@ KEY_SCHEMAS: Final[Mapping[str, Schema]] = {
         {
             "object": one_of("key"),
             "id": STRING,
+            "name": optional(STRING),
+            "expires_at": optional(NUMBER),
             "is_operator": BOOLEAN,
             "tenant": record({"name": STRING, **_STANDING}),
         }

@@ -227,3 +227,7 @@ async def test_what_is_no_topic_no_event_or_no_time_is_refused(command: Command)
     assert terminal.parse_time("2h", "--from")(10_000.0) == 2800.0
     assert terminal.parse_time("1970-01-01T01:00+00:00", "--from")(0.0) == 3600.0
     assert terminal.parse_time("1970-01-02", "--from")(0.0) == 86400.0
+    assert terminal.parse_time("2h", "--expires", ahead=True)(10_000.0) == 17_200.0
+    assert terminal.parse_time("1970-01-02", "--expires", ahead=True)(0.0) == 86400.0
+    with pytest.raises(ConfigError, match="--expires 'all' is no time: .* how long from now"):
+        terminal.parse_time("all", "--expires", ahead=True)

@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import jsonschema
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -24,6 +26,8 @@ from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.tenants.limits import BUDGET
 from dynbus.llm.tenants.purse import Purse
+from dynbus.llm.tenants.records import KEYS_BUCKET, KeyRecord, hash_of
+from dynbus.spi import unix_time
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_window")]
 
@@ -344,6 +348,15 @@ async def test_an_engine_that_takes_text_is_counted_by_what_it_tells(
     assert left == [400, 5000]
 
 
+async def put_key(front: Served, key: str, record: KeyRecord) -> None:
+    """Have a key on the bus, and its front end know it."""
+    jetstream = front.kit.caller.bus.data.jetstream
+    await jetstream.publish(f"$KV.{KEYS_BUCKET}.key.{hash_of(key)}", msgspec.json.encode(record))
+    tenants = front.front_end.shared.tenants
+    assert tenants is not None
+    await eventually(partial(tenants.holder_of, key))
+
+
 async def key_of(url: str, key: str = KEY) -> Any:
     """What a front end tells of a key."""
     async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
@@ -386,6 +399,27 @@ async def test_a_key_is_told_what_its_tenant_has_used_and_left(tmp_path: Path) -
     assert told["usage"]["requests_at_a_time"]["resets_at"] is None
     assert other["tenant"] == {"name": "bob", "limits": {}, "usage": {}, "is_current": True}
     assert refused.status_code == 401
+
+
+async def test_a_key_that_has_expired_lets_nobody_in() -> None:
+    keys = {
+        "key-that-expired": KeyRecord(tenant="ada", expires=1_700_000_000.0),
+        "key-that-counts": KeyRecord(tenant="ada", name="ci", expires=unix_time() + 3600.0),
+    }
+    async with served(keys_from_bus=True) as front:
+        for key, record in keys.items():
+            await put_key(front, key, record)
+        told = await key_of(front.url, "key-that-counts")
+        async with client_of(front.url, "key-that-counts") as client:
+            answer = await ask(client)
+        async with client_of(front.url, "key-that-expired") as client:
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await ask(client)
+
+    assert (told["name"], told["expires_at"]) == ("ci", keys["key-that-counts"].expires)
+    assert answer.choices[0].message.content == "hi"
+    assert refused.value.code == "invalid_api_key"
+    assert "this key expired at 2023-11-14 22:13:20 UTC" in refused.value.message
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from dynbus.llm.tenants.keys import KeyHolder
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.records import KEYS_STREAM, hash_of
 from dynbus.llm.tenants.tenants import Tenants
+from dynbus.spi import unix_time
 
 pytestmark = pytest.mark.anyio
 
@@ -103,12 +104,48 @@ async def test_limits_that_are_no_longer_stated_are_told_and_can_be_those_of_all
     assert "before" not in first.output
     assert raised.output == "limits of ada: requests_per_minute=5\nbefore: tokens_per_month=9\n"
     assert freed.output == "limits of ada: none\nbefore: requests_per_minute=5\n"
-    assert table.output.splitlines()[0].split() == ["ID", "TENANT", "ROLE", "AGE", "LIMITS"]
-    ada = table.output.splitlines()[1].split()
-    assert (ada[1], ada[2], ada[4]) == ("ada", "-", "none")
-    assert float(ada[3].removesuffix("s")) < 60
+    head, ada = (line.split() for line in table.output.splitlines()[:2])
+    assert head == ["ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "LIMITS"]
+    assert (*ada[1:4], *ada[5:]) == ("ada", "-", "-", "never", "none")
+    assert float(ada[4].removesuffix("s")) < 60
     assert unset.output == "limits of ada: none are stated\nbefore: none\n"
     assert "leave out 'requests_per_minute=5'" in str(both.exception)
+
+
+async def test_a_key_has_a_name_and_an_end(own_server: RunningServer) -> None:
+    async with Runtime.connect(own_server.url) as runtime, Tenants(runtime, from_bus=True) as known:
+        made = await command(
+            own_server, "add", "ada", "--name", "nightly builds", "--expires", "2d"
+        )
+        await added(own_server, "ada", "--expires", "2999-01-31")
+        await eventually(lambda: "of 2 keys" in repr(known))
+        holder = await known.holder_of(made.stdout.strip())
+        table = await command(own_server, "ls")
+        listed = json.loads((await command(own_server, "ls", "--json")).output)["keys"]
+        wrong = [
+            await command(own_server, "add", "ada", *arguments)
+            for arguments in (
+                ("--expires", "2020-01-31"),
+                ("--expires", "soon"),
+                ("--expires", "0s"),
+                ("--name", ""),
+                ("--name", "a\x1b[2J"),
+            )
+        ]
+
+    assert holder is not None
+    assert holder.name == "nightly builds"
+    assert not holder.has_expired(unix_time())
+    assert holder.has_expired(unix_time() + 2 * 86400)
+    assert "it expires at 2" in made.stderr
+    assert "nightly builds" in table.output
+    assert "in 1d 23h" in table.output
+    assert (listed[0]["name"], listed[1]["name"]) == ("nightly builds", "")
+    assert listed[1]["expires"] == 32474736000.0
+    errors = [str(one.exception) for one in wrong]
+    assert ["is over" in text for text in errors] == [True, False, True, False, False]
+    assert "or how long from now" in errors[1]
+    assert ["is no name of a key" in text for text in errors[3:]] == [True, True]
 
 
 def test_the_help_names_all_limits() -> None:
