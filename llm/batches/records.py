@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from dynbus.llm.openai.errors import BadRequest, unsupported
 from dynbus.llm.openai.fields import UNREADABLE
-from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.limits import NO_LIMITS, Limits, models_of, quotas_of
 from dynbus.llm.tenants.usage import Tokens
 
 from .lines import LineError
@@ -118,6 +118,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         limits: those of its tenant that hold for it, as they were when it was made.
+        key: the id of the key that made it, where that has limits of its own; else empty.
+        key_limits: these.
         usage: of the lines in its output file, once that is there.
     """
 
@@ -129,7 +131,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
+    key: str = ""
+    key_limits: Limits = NO_LIMITS
     status: Status = Status.VALIDATING
     errors: list[LineError] = []
     output_file_id: str | None = None
@@ -143,6 +147,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_at: int | None = None
     counts: Counts = Counts()
     usage: Tokens | None = None
+
+    @property
+    def models(self) -> tuple[str, ...] | None:
+        """The models that its lines may ask; None for all."""
+        return models_of(quotas_of(self.tenant, self.limits, self.key, self.key_limits))
 
     @property
     def has_ended(self) -> bool:
@@ -213,7 +222,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def as_json(self) -> dict[str, Any]:
         """The batch as OpenAI's API tells it."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        del fields["tenant"], fields["limits"]
+        for own in ("tenant", "limits", "key", "key_limits"):
+            del fields[own]
         errors = fields.pop("errors")
         counts = fields.pop("counts")
         del fields["usage"]

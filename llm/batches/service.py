@@ -72,11 +72,21 @@ class Batches:
                 )
         await self.store.delete_file(file)
 
-    async def create(self, tenant: str, request: BatchRequest, limits: Limits = NO_LIMITS) -> Batch:
+    async def create(
+        self,
+        tenant: str,
+        request: BatchRequest,
+        limits: Limits = NO_LIMITS,
+        *,
+        key: str = "",
+        key_limits: Limits = NO_LIMITS,
+    ) -> Batch:
         """Have a batch begin.
 
         Args:
             limits: of the tenant.
+            key: the id of the key that makes it.
+            key_limits: of that key alone.
 
         Raises:
             NotThere: its file is not there.
@@ -100,6 +110,8 @@ class Batches:
             expires_at=now + window,
             metadata=request.metadata,
             limits=limits.of_batches,
+            key=key if key_limits != NO_LIMITS else "",
+            key_limits=key_limits.of_batches,
         )
         await self.store.create_batch(batch)
         # Others may have been stored at the same time, also by other front ends.

@@ -41,7 +41,7 @@ from dynbus.llm.permissions import asking_models
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.counting import SharedCounts
-from dynbus.llm.tenants.limits import NO_LIMITS, Limits
+from dynbus.llm.tenants.limits import NO_LIMITS, Limits, quotas_of
 from dynbus.llm.tenants.recording import store
 from dynbus.llm.tenants.records import counting_grants
 from dynbus.llm.tenants.usage import Tokens, UsageEntry, UsageRecord, by_model, usage_subject
@@ -110,7 +110,7 @@ class LineName(msgspec.Struct, frozen=True):
         part: of the file, from 0.
         index: of the line in the part, from 0.
         endpoint: that answers it.
-        limits: of its batch.
+        limits, key_id, key_limits: of its batch.
     """
 
     batch: str
@@ -120,6 +120,8 @@ class LineName(msgspec.Struct, frozen=True):
     index: int
     endpoint: str
     limits: Limits = NO_LIMITS
+    key_id: str = ""
+    key_limits: Limits = NO_LIMITS
 
     @property
     def key(self) -> str:
@@ -222,10 +224,13 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
                 gone = BadRequest("the input file is not there any more", status=404)
                 return Answer(404, line.request, msgspec.Raw(error_body(gone, line.request)))
             body = bytes(read_line(data).body)
-            tenant, limits = context().tenant, line.limits
+            tenant = context().tenant
+            quotas = quotas_of(tenant, line.limits, line.key_id, line.key_limits)
             # `models` was checked when the file was.
-            has_limits = tenant and limits != Limits(models=limits.models)
-            admission = Admission(self._counts, tenant, limits) if has_limits else None
+            counts = tenant and any(
+                one.limits != Limits(models=one.limits.models) for one in quotas
+            )
+            admission = Admission(self._counts, *quotas) if counts else None
             return await self._asker.ask(line.endpoint, body, line.request, tenant, admission)
 
     # Batches -----------------------------------------------------------------------------------
@@ -286,7 +291,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         """Read all of an input file."""
         if file is None:
             return Checked(0, [_missing()])
-        checker = LineChecker(batch.endpoint, batch.limits.models)
+        checker = LineChecker(batch.endpoint, batch.models)
         try:
             for part in file.parts:
                 for data in await self._store.lines(file.id, part.number):
@@ -403,6 +408,8 @@ class BatchRun:
                 chunk.first + at,
                 self._batch.endpoint,
                 self._batch.limits,
+                self._batch.key,
+                self._batch.key_limits,
             )
             for at in range(chunk.size)
         ]

@@ -49,6 +49,13 @@ def keys() -> None:
     metavar="NAME=VALUE",
     help="A limit of the tenant; all of them take the place of those it had.",
 )
+@click.option(
+    "--key-limit",
+    "key_limits",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A limit of this key alone, within those of the tenant.",
+)
 @terminal.json_option
 @terminal.nats_option
 def add(
@@ -57,16 +64,24 @@ def add(
     expires: str | None,
     operator: bool,
     limits: tuple[str, ...],
+    key_limits: tuple[str, ...],
     as_json: bool,
     nats: str | None,
 ) -> None:
     """Make a key for a tenant, and print it: it can never be read again.
 
-    Limits are the tenant's, for all of its keys. Without --limit it keeps those that it has.
+    Limits are the tenant's, for all of its keys. Without --limit it keeps those that it has. The
+    key may have others with --key-limit: a request has to keep to both.
     """
     from dynbus.llm.tenants.keys import key_id, time_text
     from dynbus.llm.tenants.limits import read_limits
-    from dynbus.llm.tenants.records import KeyRecord, check_name, check_tenant, hash_of
+    from dynbus.llm.tenants.records import (
+        KeyRecord,
+        check_key_limits,
+        check_name,
+        check_tenant,
+        hash_of,
+    )
     from dynbus.spi import unix_time
 
     now = unix_time()
@@ -76,6 +91,7 @@ def add(
         created=now,
         name="" if name is None else check_name(name),
         expires=0.0 if expires is None else _expiry(expires, now),
+        limits=check_key_limits(read_limits(key_limits)) if key_limits else None,
     )
     stated = read_limits(limits) if limits else None
 
@@ -197,11 +213,13 @@ def ls(as_json: bool, nats: str | None) -> None:
     now = unix_time()
     rows = [_row(key, view, now) for key in view.keys]
     rows += [
-        ("-", terminal.plain(tenant), "-", "-", "-", "-", terminal.plain(_stated(limits)))
+        ("-", terminal.plain(tenant), "-", "-", "-", "-", "-", terminal.plain(_stated(limits)))
         for tenant, limits in view.limits.items()
         if tenant not in holders
     ]
-    terminal.print_table(("ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "LIMITS"), rows)
+    terminal.print_table(
+        ("ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "KEY LIMITS", "LIMITS"), rows
+    )
 
 
 def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
@@ -216,6 +234,7 @@ def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
         "operator" if record.is_operator else "-",
         terminal.duration(now - record.created),
         _end(record.expires, now),
+        terminal.plain(str(record.limits)) if record.limits is not None else "-",
         terminal.plain(_stated(limits)) if limits is not None else "-",
     )
 
@@ -227,6 +246,8 @@ def _end(expires: float, now: float) -> str:
 
 
 def _key_json(id: str, record: KeyRecord) -> dict[str, Any]:
+    import msgspec
+
     return {
         "id": id,
         "tenant": record.tenant,
@@ -234,6 +255,7 @@ def _key_json(id: str, record: KeyRecord) -> dict[str, Any]:
         "is_operator": record.is_operator,
         "created": record.created,
         "expires": record.expires or None,
+        "limits": msgspec.to_builtins(record.limits),
     }
 
 

@@ -200,8 +200,15 @@ class BatchExchanges:
             if len(data) > MAX_JSON:
                 raise PayloadTooLarge(f"the body has more than {MAX_JSON} bytes", started=False)
         asked = read_batch_request(bytes(data))
-        limits = self._shared.limits_of(request.tenant) or NO_LIMITS
-        return (await self._batches.create(request.tenant, asked, limits)).as_json()
+        holder = request.caller.holder
+        batch = await self._batches.create(
+            request.tenant,
+            asked,
+            self._shared.limits_of(request.tenant) or NO_LIMITS,
+            key=holder.key,
+            key_limits=holder.limits or NO_LIMITS,
+        )
+        return batch.as_json()
 
     async def _list(self, request: _Request) -> dict[str, Any]:
         batches = await self._batches.store.batches(request.tenant)

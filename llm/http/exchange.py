@@ -225,7 +225,7 @@ class Exchange(ABC):
         """Keep the answer for who asks again, or have the key free for another one."""
         well = self._writer.error is None and self._writer.status == 200
         tenant, key = self._caller.tenant, self._caller.headers[idempotency.HEADER]
-        most = self._admission.limits.kept_answers if self._admission is not None else None
+        most = self._admission.kept_answers if self._admission is not None else None
         self._shared.kept_answers.finish(
             tenant, key, monotonic(), well=well, most=MAX_ANSWERS if most is None else most
         )

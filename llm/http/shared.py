@@ -21,7 +21,7 @@ from dynbus.llm.resumable.streams import ResumableStreams
 from dynbus.llm.shares import SharedRoom
 from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.keys import KeyHolder, time_text
-from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.limits import Limits, models_of
 from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.llm.turns import TenantThreads
@@ -223,11 +223,11 @@ class Shared:
         return Caller(caller.request_id, holder.tenant, caller.headers, holder)
 
     def admission(self, caller: Caller) -> Admission | None:
-        """The counting of a request; None for a tenant without limits."""
-        limits = self.limits_of(caller.tenant)
-        if self.tenants is None or limits is None:
+        """The counting of a request; None for one without limits."""
+        if self.tenants is None:
             return None
-        return Admission(self.tenants.counts, caller.tenant, limits)
+        quotas = self.tenants.quotas_of(caller.holder)
+        return Admission(self.tenants.counts, *quotas) if quotas else None
 
     def limits_of(self, tenant: str) -> Limits | None:
         """The limits of a tenant; None for none."""
@@ -235,8 +235,7 @@ class Shared:
 
     def models_of(self, caller: Caller) -> tuple[str, ...] | None:
         """The models that a caller may ask, and is told of; None for all."""
-        limits = self.limits_of(caller.tenant)
-        return None if limits is None else limits.models
+        return None if self.tenants is None else models_of(self.tenants.quotas_of(caller.holder))
 
     async def response_api(self, tenant: str, data: bytes) -> ResponsesApi:
         """The interface that reads a request for a response, with what it goes on from.

@@ -4,7 +4,7 @@ known."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from dynbus import PermissionDenied
@@ -21,12 +21,36 @@ from .limits import (
     RUNNING,
     STREAMS,
     UNKNOWN_COMPLETION,
-    Limits,
+    Quota,
+    models_of,
 )
 from .purse import Purse, Taken
 
 BYTES_OF_TOKEN: Final = 4
 """Bytes of a prompt that are taken for a token where its engine alone counts them."""
+
+_REQUEST: Final = "request"
+_TOKENS: Final = "tokens"
+_STREAM: Final = "stream"
+
+
+class _Part:
+    """The part of a request in a quota.
+
+    Attributes:
+        taken: by what it was taken for.
+    """
+
+    def __init__(self, counts: SharedCounts, quota: Quota) -> None:
+        self.quota: Final = quota
+        self.purse: Final[Purse] = counts.purse(quota.name, quota.limits)
+        self.taken: Final[dict[str, Taken]] = {}
+
+    def settle(self, what: str, real: Mapping[str, int]) -> None:
+        """Have what was taken for something be what was really used."""
+        taken = self.taken.pop(what, None)
+        if taken is not None:
+            self.purse.settle(taken, real)
 
 
 class Admission:
@@ -35,29 +59,30 @@ class Admission:
     Each thing that it takes is given back in `leave` and `settle`, however it ends.
 
     Args:
-        tenant: whose it is.
+        quotas: that all have to have enough; one at least.
     """
 
-    def __init__(self, counts: SharedCounts, tenant: str, limits: Limits) -> None:
-        self.limits: Final = limits
+    def __init__(self, counts: SharedCounts, *quotas: Quota) -> None:
         self._counts = counts
-        self._tenant = tenant
-        self._purse: Purse = counts.purse(tenant, limits)
-        self._purse.open += 1
+        self._parts: Final = [_Part(counts, one) for one in quotas]
+        for part in self._parts:
+            part.purse.open += 1
         self._is_open = True
-        self._request: Taken | None = None
-        self._tokens: Taken | None = None
-        self._stream: Taken | None = None
         # What another front end has counted.
         self._counted = Usage(0, 0)
 
     def __repr__(self) -> str:
-        return f"<Admission of {self._tenant} {self._purse!r}>"
+        return f"<Admission of {[(one.quota.name, one.purse) for one in self._parts]}>"
+
+    @property
+    def kept_answers(self) -> int | None:
+        """The answers that are kept for its tenant; None for no limit."""
+        return _least(part.quota.limits.kept_answers for part in self._parts)
 
     @property
     def may_get_more(self) -> bool:
         """True if other requests of its tenant have taken here what they may give back."""
-        return self._purse.unsettled > 0
+        return any(part.purse.unsettled > 0 for part in self._parts)
 
     async def enter(self) -> None:
         """Take a place for the request.
@@ -65,7 +90,7 @@ class Admission:
         Raises:
             RateLimited: there is none.
         """
-        self._request = await self._take({REQUESTS: 1, RUNNING: 1})
+        await self._take(_REQUEST, {REQUESTS: 1, RUNNING: 1})
 
     def check(self, model: str, priority: int) -> None:
         """Refuse a request for what its tenant may not have.
@@ -74,7 +99,8 @@ class Admission:
             PermissionDenied: it is the model.
             BadRequest: it is the priority.
         """
-        models, most = self.limits.models, self.limits.max_priority
+        models = models_of(part.quota for part in self._parts)
+        most = _least(part.quota.limits.max_priority for part in self._parts)
         if models is not None and model not in models:
             raise PermissionDenied(
                 f"this key may not ask the model {model[:200]!r}; it may ask: {', '.join(models)}",
@@ -97,7 +123,8 @@ class Admission:
             BadRequest: a prompt is too long.
             RateLimited: there is not enough of a limit.
         """
-        longest, limit = max(prompts, default=0), self.limits.max_prompt_tokens
+        longest = max(prompts, default=0)
+        limit = _least(part.quota.limits.max_prompt_tokens for part in self._parts)
         if limit is not None and longest > limit:
             raise BadRequest(
                 f"the prompt has {longest} tokens, and those of this key have {limit} at most",
@@ -113,7 +140,7 @@ class Admission:
             COMPLETION: completion,
             BUDGET: prompt + completion,
         }
-        self._tokens = await self._take(amounts)
+        await self._take(_TOKENS, amounts)
 
     def go_on(self, usage: Usage) -> None:
         """Have counted what is made for a stream from here on, which was begun elsewhere.
@@ -121,7 +148,8 @@ class Admission:
         Args:
             usage: that was counted there.
         """
-        self._tokens = Taken(self._purse.window, {})
+        for part in self._parts:
+            part.taken[_TOKENS] = Taken(part.purse.window, {})
         self._counted = usage
 
     async def begin_stream(self) -> None:
@@ -130,67 +158,74 @@ class Admission:
         Raises:
             RateLimited: there is none.
         """
-        self._stream = await self._take({STREAMS: 1})
+        await self._take(_STREAM, {STREAMS: 1})
 
-    async def _take(self, amounts: Mapping[str, int]) -> Taken:
+    async def _take(self, what: str, amounts: Mapping[str, int]) -> None:
+        """Take amounts of each quota, or of none."""
         try:
-            return await self._counts.take(self._tenant, self.limits, amounts)
+            for part in self._parts:
+                part.taken[what] = await self._counts.take(part.quota, amounts)
         except RateLimited as error:
+            for part in self._parts:
+                part.settle(what, {})
             error.headers = {**self.headers, **self.token_headers, **error.headers}
             raise
 
     def leave(self) -> None:
         """Its client is no longer answered."""
-        if self._request is not None:
-            # That it was made stays counted.
-            self._purse.settle(self._request, {REQUESTS: self._request.amounts.get(REQUESTS, 0)})
-            self._request = None
+        for part in self._parts:
+            if _REQUEST in part.taken:
+                # That it was made stays counted.
+                made = part.taken[_REQUEST].amounts.get(REQUESTS, 0)
+                part.settle(_REQUEST, {REQUESTS: made})
 
     def settle(self, used: Usage) -> None:
         """Nothing more is made for it, and this is what it has used."""
-        if self._tokens is not None:
-            prompt, cached = used.prompt - self._counted.prompt, used.cached or 0
-            completion = used.completion - self._counted.completion
-            real = {
-                PROMPT: max(0, prompt - cached),
-                CACHED: min(prompt, cached),
-                COMPLETION: completion,
-                BUDGET: prompt + completion,
-            }
-            self._purse.settle(self._tokens, real)
-            self._tokens = None
-        if self._stream is not None:
-            self._purse.settle(self._stream, {})
-            self._stream = None
-        if self._is_open:
-            self._is_open = False
-            self._purse.open -= 1
+        prompt, cached = used.prompt - self._counted.prompt, used.cached or 0
+        completion = used.completion - self._counted.completion
+        real = {
+            PROMPT: max(0, prompt - cached),
+            CACHED: min(prompt, cached),
+            COMPLETION: completion,
+            BUDGET: prompt + completion,
+        }
+        for part in self._parts:
+            part.settle(_TOKENS, real)
+            part.settle(_STREAM, {})
+            if self._is_open:
+                part.purse.open -= 1
+        self._is_open = False
 
     @property
     def headers(self) -> dict[str, str]:
         """The headers of an answer that tell of the requests that are left, as OpenAI has them."""
-        return self._headers_of("requests", REQUESTS)
+        return self._headers_of("requests", (REQUESTS,))
 
     @property
     def token_headers(self) -> dict[str, str]:
         """Those that tell of tokens, by that limit of which the least part is left."""
-        of = self._purse.limits
-        known = [name for name in (PROMPT, COMPLETION) if of.get(name)]
+        return self._headers_of("tokens", (PROMPT, COMPLETION))
+
+    def _headers_of(self, what: str, names: Sequence[str]) -> dict[str, str]:
+        known = [
+            (purse.remaining(name), purse.limits[name], name, purse)
+            for purse in (part.purse for part in self._parts)
+            for name in names
+            if name in purse.limits
+        ]
         if not known:
             return {}
-        tightest = min(known, key=lambda name: self._purse.remaining(name) / of[name])
-        return self._headers_of("tokens", tightest)
-
-    def _headers_of(self, what: str, name: str) -> dict[str, str]:
-        limit = self._purse.limits.get(name)
-        if limit is None:
-            return {}
-        after = self._purse.resets_in(name, self._counts.now())
+        left, limit, name, purse = min(known, key=lambda one: one[0] / max(1, one[1]))
+        after = purse.resets_in(name, self._counts.now())
         return {
             f"x-ratelimit-limit-{what}": str(limit),
-            f"x-ratelimit-remaining-{what}": str(self._purse.remaining(name)),
+            f"x-ratelimit-remaining-{what}": str(left),
             f"x-ratelimit-reset-{what}": duration(after),
         }
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    return min((one for one in limits if one is not None), default=None)
 
 
 def duration(seconds: float) -> str:

@@ -28,7 +28,7 @@ from dynbus.spi import (
 
 from .keys import tenant_token
 from .ledger import Ledger, Statement
-from .limits import BUDGET, CACHED, COMPLETION, PROMPT, UNKNOWN_COMPLETION, Limits
+from .limits import BUDGET, CACHED, COMPLETION, PROMPT, UNKNOWN_COMPLETION, Limits, Quota
 from .purse import LOOK_AGAIN, Purse, Shortage, Taken
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ _REMEDIES: Final = {
 _decoder: Final = msgspec.json.Decoder(Ledger)
 
 
-def count_subject(tenant: str) -> str:
-    """The subject of the ledger of a tenant."""
-    return f"$KV.{COUNTS_BUCKET}.{tenant_token(tenant)}"
+def count_subject(name: str) -> str:
+    """The subject of the ledger of a quota."""
+    return f"$KV.{COUNTS_BUCKET}.{tenant_token(name)}"
 
 
 class _Account:
@@ -129,29 +129,31 @@ class SharedCounts(Openable):
         """Unix seconds by the server's clock; by the own one until that is known."""
         return self._clock.unix(monotonic()) if self._is_clock_set else unix_time()
 
-    def purse(self, tenant: str, limits: Limits) -> Purse:
-        """The part of this front end in the limits of a tenant."""
-        return self._account(tenant, limits).purse
+    def purse(self, name: str, limits: Limits) -> Purse:
+        """The part of this front end in a quota, by its name."""
+        return self._account(name, limits).purse
 
-    def _account(self, tenant: str, limits: Limits) -> _Account:
-        account = self._accounts.get(tenant)
+    def _account(self, name: str, limits: Limits) -> _Account:
+        account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[tenant] = _Account(limits)
+            account = self._accounts[name] = _Account(limits)
         elif account.limits is not limits:
             account.limits = limits
             account.purse.change(limits.counted)
         return account
 
-    async def take(self, tenant: str, limits: Limits, amounts: Mapping[str, int]) -> Taken:
-        """Take amounts of a tenant's limits, which `Purse.settle` settles.
+    async def take(self, quota: Quota, amounts: Mapping[str, int]) -> Taken:
+        """Take amounts of a quota, which `Purse.settle` settles.
 
         Args:
-            limits: as the request has found them; those that a later one has found count.
+            quota: with the limits as the request has found them; those that a later one has found
+                count.
 
         Raises:
             RateLimited: there is not enough of one.
         """
-        account = self._accounts.get(tenant) or self._account(tenant, limits)
+        name = quota.name
+        account = self._accounts.get(name) or self._account(name, quota.limits)
         purse = account.purse
         taken = purse.take(amounts, self.now())
         if taken is not None:
@@ -160,23 +162,23 @@ class SharedCounts(Openable):
             # The request that asked before may have been given enough for this one too.
             taken = purse.take(amounts, self.now())
             if taken is None and purse.may_ask(amounts, self.now()):
-                await self._ask(tenant, account, purse.state(amounts, self.now()))
+                await self._ask(name, account, purse.state(amounts, self.now()))
                 taken = purse.take(amounts, self.now())
         if taken is None:
-            raise refusal(purse.shortages(amounts, self.now()))
+            raise refusal(purse.shortages(amounts, self.now()), quota.whose)
         return taken
 
-    async def look(self, tenant: str, limits: Limits) -> Purse:
-        """The part of this front end in a tenant's limits, with what the others have used up to a
-        second ago where the ledger answers."""
-        account = self._account(tenant, limits)
+    async def look(self, quota: Quota) -> Purse:
+        """The part of this front end in a quota, with what the others have used up to a second ago
+        where the ledger answers."""
+        account = self._account(quota.name, quota.limits)
         purse = account.purse
         # It is not left to the others meanwhile.
         purse.open += 1
         try:
             async with account.asking:
                 if purse.limits and not purse.is_known(self.now()):
-                    await self._ask(tenant, account, purse.state({}, self.now()))
+                    await self._ask(quota.name, account, purse.state({}, self.now()))
         finally:
             purse.open -= 1
         return purse
@@ -287,14 +289,18 @@ class SharedCounts(Openable):
             logger.info("tenants are counted with other front ends again")
 
 
-def refusal(shortages: list[Shortage]) -> RateLimited:
-    """The error for limits of which there is not enough."""
+def refusal(shortages: list[Shortage], whose: str) -> RateLimited:
+    """The error for limits of which there is not enough.
+
+    Args:
+        whose: the limits are.
+    """
     # None is left if another request has given something back just now.
     worst = max(shortages, key=lambda one: (one.is_final, one.retry_after), default=None)
     if worst is None:
-        return RateLimited("the limits of this key are reached: ask again", retry_after=1.0)
+        return RateLimited(f"the limits of {whose} are reached: ask again", retry_after=1.0)
     name, limit, left, after, amount = worst
-    bound, takes = f"the limit {name}={limit} of this key", f"this request takes {amount}"
+    bound, takes = f"the limit {name}={limit} of {whose}", f"this request takes {amount}"
     remedy = _REMEDIES.get(name, "")
     if worst.is_final:
         ways = remedy or "ask an operator for a higher one"

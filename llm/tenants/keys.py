@@ -48,6 +48,7 @@ class KeyHolder(NamedTuple):
         key: the id of the key.
         name: that somebody gave it; empty for none.
         expires: when it ends, in Unix seconds; 0 for never.
+        limits: of this key alone, within those of its tenant; None for none.
     """
 
     tenant: str
@@ -55,6 +56,7 @@ class KeyHolder(NamedTuple):
     key: str = ""
     name: str = ""
     expires: float = 0.0
+    limits: Limits | None = None
 
     def has_expired(self, now: float) -> bool:
         """True if the key lets nobody in any more, in Unix seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -83,6 +83,56 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 NO_LIMITS: Final = Limits()
+
+
+class Quota(NamedTuple):
+    """Limits, and who is held to them: a tenant with all of its keys, or one of these keys alone.
+
+    Attributes:
+        name: of its ledger. That of a key has a `/`, which no name of a tenant has.
+        whose: as clients are told it.
+    """
+
+    name: str
+    whose: str
+    limits: Limits
+
+
+def tenant_quota(tenant: str, limits: Limits) -> Quota:
+    """That of a tenant."""
+    return Quota(tenant, f"the tenant {tenant}", limits)
+
+
+def key_quota(tenant: str, key: str, limits: Limits) -> Quota:
+    """That of a key, by its id."""
+    return Quota(f"{tenant}/{key}", "this key", limits)
+
+
+def quotas_of(
+    tenant: str, limits: Limits | None, key: str = "", key_limits: Limits | None = None
+) -> tuple[Quota, ...]:
+    """The quotas of a request, that of its key first; only those that limit anything.
+
+    Args:
+        limits: of the tenant; None for none.
+        key: the id of the key.
+        key_limits: of that key alone; None for none.
+    """
+    quotas = (
+        key_quota(tenant, key, key_limits or NO_LIMITS),
+        tenant_quota(tenant, limits or NO_LIMITS),
+    )
+    return tuple(one for one in quotas if one.limits != NO_LIMITS)
+
+
+def models_of(quotas: Iterable[Quota]) -> tuple[str, ...] | None:
+    """The models that all of some quotas let ask; None for all."""
+    models: tuple[str, ...] | None = None
+    for quota in quotas:
+        named = quota.limits.models
+        if named is not None:
+            models = named if models is None else tuple(one for one in models if one in named)
+    return models
 
 
 def _text(value: int | tuple[str, ...]) -> str:

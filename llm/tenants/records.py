@@ -62,6 +62,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         created: Unix seconds.
         name: that somebody gave it; empty for none.
         expires: when it ends, in Unix seconds; 0 for never.
+        limits: of this key alone, within those of its tenant; None for none.
     """
 
     tenant: str
@@ -69,6 +70,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: float = 0.0
     name: str = ""
     expires: float = 0.0
+    limits: Limits | None = None
 
 
 class LimitsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,6 +118,17 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_key_limits(limits: Limits) -> Limits:
+    """Return limits when they may be those of one key.
+
+    Raises:
+        ConfigError: there is one that a tenant alone may have.
+    """
+    if limits.kept_answers is not None:
+        raise ConfigError("kept_answers is a limit of a tenant, with all of its keys: use --limit")
+    return limits
+
+
 def hash_of(key: str) -> str:
     """The hash of a key, in hexadecimal."""
     return digest_of(key).hex()
@@ -155,7 +168,12 @@ class TenantView:
         if record is None:
             return None
         return KeyHolder(
-            record.tenant, record.is_operator, key_id(hash), record.name, record.expires
+            record.tenant,
+            record.is_operator,
+            key_id(hash),
+            record.name,
+            record.expires,
+            record.limits,
         )
 
     def limits_of(self, tenant: str) -> Limits | None:

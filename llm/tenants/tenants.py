@@ -18,7 +18,7 @@ from dynbus.spi import Openable
 
 from .counting import SharedCounts
 from .keys import ALL_TENANTS, ApiKeys, KeyHolder
-from .limits import Limits
+from .limits import Limits, Quota, quotas_of
 from .records import KEYS_STREAM, TenantView
 
 if TYPE_CHECKING:
@@ -98,6 +98,11 @@ class Tenants(Openable):
             if limits is not None:
                 return limits
         return None
+
+    def quotas_of(self, holder: KeyHolder) -> tuple[Quota, ...]:
+        """The limits that hold for a key: its own, and those of its tenant."""
+        limits = self.limits_of(holder.tenant)
+        return quotas_of(holder.tenant, limits, holder.key, holder.limits)
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:

@@ -39,7 +39,7 @@ from dynbus.llm.commands.setup import setup
 from dynbus.llm.disaggregated.settings import change_settings
 from dynbus.llm.responses.store import ResponseStore
 from dynbus.llm.resumable.store import LOGS_STREAM, StreamStore
-from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.limits import Limits, tenant_quota
 from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.llm.tenants.usage import Payer, Tally
@@ -154,7 +154,7 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     await ResponseStore(runtime).ensure()
     tenants = await exits.enter_async_context(Tenants(runtime, from_bus=True))
     limits = Limits(requests_per_minute=1)
-    await tenants.counts.take("ada", limits, limits.counted)
+    await tenants.counts.take(tenant_quota("ada", limits), limits.counted)
     usage = await exits.enter_async_context(UsageRecorder(runtime, "front"))
     usage.mark(Tally(Payer("ada", "k", "tiny")), "a-stream")
     printer = await runtime.start(Printer)

@@ -42,6 +42,7 @@ KEY_SCHEMAS: Final[Mapping[str, Schema]] = {
             "name": optional(STRING),
             "expires_at": optional(NUMBER),
             "is_operator": BOOLEAN,
+            **_STANDING,
             "tenant": record({"name": STRING, **_STANDING}),
         }
     ),

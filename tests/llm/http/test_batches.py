@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -20,6 +22,8 @@ from dynbus.bus.records.objects import ObjectStore
 from dynbus.llm.batches import service
 from dynbus.llm.batches.lines import LineChecker
 from dynbus.llm.batches.store import FILES
+from dynbus.llm.tenants.limits import Limits
+from dynbus.llm.tenants.records import KEYS_BUCKET, KeyRecord, hash_of
 from dynbus.llm.tenants.usage_sums import read_usage, sum_up
 
 from .served import CARDS, Served, card, served
@@ -412,6 +416,36 @@ async def test_a_batch_uses_the_budget_of_its_tenant_and_ends_with_it(tmp_path: 
     assert {one["response"]["body"]["error"]["code"] for one in errors} == {"insufficient_quota"}
     assert len(front.engine.requests) == 10
     assert refused.value.code == "insufficient_quota"
+
+
+async def test_a_batch_uses_the_budget_of_the_key_that_made_it() -> None:
+    async with asked("first-key", keys_from_bus=True) as (front, client):
+        jetstream = front.kit.caller.bus.data.jetstream
+        tenants = front.front_end.shared.tenants
+        assert tenants is not None
+        limits = Limits(tokens_per_month=400, models=("tiny",))
+        for key, own in (("first-key", limits), ("second-key", None)):
+            record = msgspec.json.encode(KeyRecord(tenant="ada", limits=own))
+            await jetstream.publish(f"$KV.{KEYS_BUCKET}.key.{hash_of(key)}", record)
+            await eventually(partial(tenants.holder_of, key))
+        lines = [line(f"{number}", "say it", max_tokens=20) for number in range(50)]
+        batch = await ended(client, await begun(client, as_file(lines)))
+        errors = await told(client, batch.error_file_id)
+        wrong = await ended(
+            client, await begun(client, as_file([line("a", "say it", model="plain")]))
+        )
+        async with AsyncOpenAI(
+            base_url=f"{front.url}/v1", api_key="second-key", max_retries=0
+        ) as other:
+            free = await ended(other, await begun(other, as_file(lines)))
+
+    assert 0 < batch.request_counts.completed < 50
+    assert 0 < batch.usage.total_tokens <= 400
+    assert {one["response"]["body"]["error"]["code"] for one in errors} == {"insufficient_quota"}
+    assert "tokens_per_month=400 of this key" in str(errors)
+    assert [one.code for one in wrong.errors.data] == ["model_not_found"]
+    assert free.request_counts.completed == 50
+    assert "key" not in batch.model_dump()
 
 
 def _one_key(path: Path, limits: str) -> Path:

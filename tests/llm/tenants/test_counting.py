@@ -10,11 +10,20 @@ from tests.conditions import eventually
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm.answers import Usage
 from dynbus.llm.openai.errors import RateLimited
 from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.counting import COUNTS_STREAM, SharedCounts, count_subject
 from dynbus.llm.tenants.ledger import LEASE_SECONDS
-from dynbus.llm.tenants.limits import BUDGET, REQUESTS, RUNNING, Limits
+from dynbus.llm.tenants.limits import (
+    BUDGET,
+    REQUESTS,
+    RUNNING,
+    Limits,
+    Quota,
+    key_quota,
+    tenant_quota,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_window")]
 
@@ -31,7 +40,7 @@ async def counting(server: RunningServer, count: int) -> AsyncGenerator[list[Sha
 
 async def take(counts: SharedCounts, limits: Limits, name: str, amount: int = 1) -> bool:
     try:
-        await counts.take("ada", limits, {name: amount})
+        await counts.take(tenant_quota("ada", limits), {name: amount})
     except RateLimited:
         return False
     return True
@@ -73,19 +82,67 @@ async def test_a_request_from_before_other_limits_were_stated_is_held_to_these(
     own_server: RunningServer,
 ) -> None:
     async with counting(own_server, 1) as [front]:
-        early = Admission(front, "ada", Limits(requests_per_minute=100))
-        Admission(front, "ada", Limits(requests_per_minute=1))
+        early = Admission(front, tenant_quota("ada", Limits(requests_per_minute=100)))
+        Admission(front, tenant_quota("ada", Limits(requests_per_minute=1)))
 
         await early.enter()
         with pytest.raises(RateLimited, match="requests_per_minute=1 "):
             await early.enter()
 
 
+async def test_a_request_takes_of_its_key_and_its_tenant_or_of_neither(
+    own_server: RunningServer,
+) -> None:
+    limits = Limits(requests_per_minute=3, tokens_per_month=100)
+    mine, other = (
+        key_quota("ada", key, Limits(requests_per_minute=2, tokens_per_month=95)) for key in "ab"
+    )
+    of_tenant = tenant_quota("ada", limits)
+    async with counting(own_server, 1) as [front]:
+
+        async def begin(quota: Quota) -> Admission:
+            admission = Admission(front, quota, of_tenant)
+            try:
+                await admission.enter()
+                await admission.reserve([40], 10)
+            except RateLimited:
+                admission.leave()
+                admission.settle(Usage(0, 0))
+                raise
+            return admission
+
+        first = await begin(mine)
+        first.settle(Usage(40, 1))
+        first.leave()
+        await begin(mine)
+        with pytest.raises(RateLimited, match="requests_per_minute=2 of this key leaves 0"):
+            await begin(mine)
+        with pytest.raises(RateLimited, match="tokens_per_month=100 of the tenant ada leaves 9"):
+            await begin(other)
+        with pytest.raises(RateLimited, match="requests_per_minute=3 of the tenant ada") as full:
+            await begin(other)
+        told = {
+            quota.name: {
+                name: one.used for name, one in (await front.look(quota)).standings(0.0).items()
+            }
+            for quota in (mine, other, of_tenant)
+        }
+
+    assert told == {
+        "ada/a": {REQUESTS: 2, BUDGET: 91},
+        # That it was made counts, also where its tokens are refused.
+        "ada/b": {REQUESTS: 1, BUDGET: 0},
+        "ada": {REQUESTS: 3, BUDGET: 91},
+    }
+    assert full.value.headers["x-ratelimit-remaining-requests"] == "0"
+    assert full.value.headers["x-ratelimit-limit-requests"] == "3"
+
+
 async def test_requests_take_few_round_trips(own_server: RunningServer) -> None:
     limits = Limits(requests_per_minute=1_000_000, requests_at_a_time=10_000)
     async with counting(own_server, 1) as (counts,):
         for _ in range(200):
-            taken = await counts.take("ada", limits, {REQUESTS: 1, RUNNING: 1})
+            taken = await counts.take(tenant_quota("ada", limits), {REQUESTS: 1, RUNNING: 1})
             counts.purse("ada", limits).settle(taken, {REQUESTS: 1})
         async with Runtime.connect(own_server.url) as runtime:
             last = await runtime.bus.data.jetstream.last(COUNTS_STREAM.name, count_subject("ada"))

@@ -24,9 +24,10 @@ from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.http.description import DOCUMENT
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
-from dynbus.llm.tenants.limits import BUDGET
+from dynbus.llm.tenants.keys import tenant_token
+from dynbus.llm.tenants.limits import BUDGET, Limits
 from dynbus.llm.tenants.purse import Purse
-from dynbus.llm.tenants.records import KEYS_BUCKET, KeyRecord, hash_of
+from dynbus.llm.tenants.records import KEYS_BUCKET, KeyRecord, LimitsRecord, hash_of
 from dynbus.spi import unix_time
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_window")]
@@ -174,7 +175,7 @@ async def test_a_request_that_no_wait_helps_is_told_so(tmp_path: Path) -> None:
 
     assert "takes 1024, and the limit completion_tokens_per_minute=500" in unbounded.message
     assert "ask for fewer max_tokens (1024 count where a request says none" in unbounded.message
-    assert "prompt_tokens_per_minute=100 of this key never leaves so much" in long.message
+    assert "prompt_tokens_per_minute=100 of the tenant ada never leaves so much" in long.message
     assert "shorten the prompt" in long.message
     for error in (unbounded, long):
         assert error.code == "rate_limit_exceeded"
@@ -420,6 +421,41 @@ async def test_a_key_that_has_expired_lets_nobody_in() -> None:
     assert answer.choices[0].message.content == "hi"
     assert refused.value.code == "invalid_api_key"
     assert "this key expired at 2023-11-14 22:13:20 UTC" in refused.value.message
+
+
+async def test_a_key_has_limits_of_its_own_within_those_of_its_tenant() -> None:
+    tenant = LimitsRecord(tenant="ada", limits=Limits(models=("tiny", "plain"), max_priority=3))
+    own = Limits(requests_per_minute=1, models=("tiny", "bare"), max_priority=1)
+    keys = {
+        "key-with-limits": KeyRecord(tenant="ada", limits=own),
+        "key-without-any": KeyRecord(tenant="ada"),
+    }
+    async with served(keys_from_bus=True) as front:
+        jetstream = front.kit.caller.bus.data.jetstream
+        subject = f"$KV.{KEYS_BUCKET}.limits.{tenant_token('ada')}"
+        await jetstream.publish(subject, msgspec.json.encode(tenant))
+        for key, record in keys.items():
+            await put_key(front, key, record)
+        await eventually(lambda: front.front_end.shared.limits_of("ada") == tenant.limits)
+        async with (
+            client_of(front.url, "key-with-limits") as client,
+            client_of(front.url, "key-without-any") as free,
+        ):
+            listed = [
+                {model.id async for model in await one.models.list()} for one in (client, free)
+            ]
+            answer = await ask_raw(client, extra_body={"priority": 1})
+            error = await refused(ask(client))
+            other = await ask_raw(free, extra_body={"priority": 3})
+        told = await key_of(front.url, "key-with-limits")
+
+    assert listed == [{"tiny"}, {"tiny", "plain"}]
+    assert limits_told(answer.headers) == {"limit-requests": "1", "remaining-requests": "0"}
+    assert "the limit requests_per_minute=1 of this key leaves 0" in error.message
+    assert limits_told(other.headers) == {}
+    assert told["usage"]["requests_per_minute"]["remaining"] == 0
+    assert told["limits"]["models"] == ["tiny", "bare"]
+    assert told["tenant"]["usage"] == {}
 
 
 @asynccontextmanager

@@ -105,8 +105,8 @@ async def test_limits_that_are_no_longer_stated_are_told_and_can_be_those_of_all
     assert raised.output == "limits of ada: requests_per_minute=5\nbefore: tokens_per_month=9\n"
     assert freed.output == "limits of ada: none\nbefore: requests_per_minute=5\n"
     head, ada = (line.split() for line in table.output.splitlines()[:2])
-    assert head == ["ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "LIMITS"]
-    assert (*ada[1:4], *ada[5:]) == ("ada", "-", "-", "never", "none")
+    assert head == ["ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "KEY", "LIMITS", "LIMITS"]
+    assert (*ada[1:4], *ada[5:]) == ("ada", "-", "-", "never", "-", "none")
     assert float(ada[4].removesuffix("s")) < 60
     assert unset.output == "limits of ada: none are stated\nbefore: none\n"
     assert "leave out 'requests_per_minute=5'" in str(both.exception)
@@ -114,8 +114,9 @@ async def test_limits_that_are_no_longer_stated_are_told_and_can_be_those_of_all
 
 async def test_a_key_has_a_name_and_an_end(own_server: RunningServer) -> None:
     async with Runtime.connect(own_server.url) as runtime, Tenants(runtime, from_bus=True) as known:
+        limit = ("--key-limit", "requests_per_minute=5", "--limit", "requests_per_minute=9")
         made = await command(
-            own_server, "add", "ada", "--name", "nightly builds", "--expires", "2d"
+            own_server, "add", "ada", "--name", "nightly builds", "--expires", "2d", *limit
         )
         await added(own_server, "ada", "--expires", "2999-01-31")
         await eventually(lambda: "of 2 keys" in repr(known))
@@ -128,6 +129,7 @@ async def test_a_key_has_a_name_and_an_end(own_server: RunningServer) -> None:
                 ("--expires", "2020-01-31"),
                 ("--expires", "soon"),
                 ("--expires", "0s"),
+                ("--key-limit", "kept_answers=1"),
                 ("--name", ""),
                 ("--name", "a\x1b[2J"),
             )
@@ -135,6 +137,11 @@ async def test_a_key_has_a_name_and_an_end(own_server: RunningServer) -> None:
 
     assert holder is not None
     assert holder.name == "nightly builds"
+    assert [one.limits for one in known.quotas_of(holder)] == [
+        Limits(requests_per_minute=5),
+        Limits(requests_per_minute=9),
+    ]
+    assert listed[0]["limits"] == {"requests_per_minute": 5}
     assert not holder.has_expired(unix_time())
     assert holder.has_expired(unix_time() + 2 * 86400)
     assert "it expires at 2" in made.stderr
@@ -143,9 +150,10 @@ async def test_a_key_has_a_name_and_an_end(own_server: RunningServer) -> None:
     assert (listed[0]["name"], listed[1]["name"]) == ("nightly builds", "")
     assert listed[1]["expires"] == 32474736000.0
     errors = [str(one.exception) for one in wrong]
-    assert ["is over" in text for text in errors] == [True, False, True, False, False]
+    assert ["is over" in text for text in errors] == [True, False, True, False, False, False]
     assert "or how long from now" in errors[1]
-    assert ["is no name of a key" in text for text in errors[3:]] == [True, True]
+    assert "kept_answers is a limit of a tenant" in errors[3]
+    assert ["is no name of a key" in text for text in errors[4:]] == [True, True]
 
 
 def test_the_help_names_all_limits() -> None:
