@@ -130,21 +130,31 @@ def limit(tenant: str, limits: tuple[str, ...], unset: bool, nats: str | None) -
     max_prompt_tokens, max_priority, and models=ONE,OTHER.
     """
     from dynbus import ConfigError
+    from dynbus.llm.tenants.keys import ALL_TENANTS
     from dynbus.llm.tenants.limits import read_limits
+    from dynbus.spi import suggestion
 
     if unset and limits:
         raise ConfigError(f"--unset states nothing: leave out {limits[0][:80]!r}, or --unset")
     stated = None if unset else read_limits(limits)
 
-    async def work(bucket: TenantBucket) -> Limits | None:
-        before = (await bucket.read()).limits_of(tenant)
+    async def work(bucket: TenantBucket) -> TenantView:
+        before = await bucket.read()
         if stated is None:
             await bucket.unset_limits(tenant)
         else:
             await bucket.set_limits(tenant, stated)
         return before
 
-    _tell_limits(tenant, _run(work, nats), stated)
+    view = _run(work, nats)
+    _tell_limits(tenant, view.limits_of(tenant), stated)
+    if stated is not None and tenant not in (ALL_TENANTS, *view.tenants):
+        terminal.notice(
+            f"warning: no key on the bus is of {tenant}{suggestion(tenant, view.tenants)}: these "
+            "limits are for its keys in files of front ends, for its tokens of a provider, and for "
+            f"keys that `dynbus keys add {tenant}` makes; `dynbus keys limit {tenant} --unset` "
+            "takes them back"
+        )
 
 
 def _expiry(text: str, now: float) -> float:
@@ -183,16 +193,24 @@ def revoke(id: str, nats: str | None) -> None:
     if not id:
         raise ConfigError("the id is empty: `dynbus keys ls` shows those of all keys")
 
-    async def work(bucket: TenantBucket) -> StoredKey:
-        known = [one for one in (await bucket.read()).keys if one.hash.startswith(id)]
+    async def work(bucket: TenantBucket) -> tuple[StoredKey, TenantView]:
+        view = await bucket.read()
+        known = [one for one in view.keys if one.hash.startswith(id)]
         if len(known) != 1:
             why = "there is no key" if not known else f"{len(known)} keys have an id"
             raise ConfigError(f"{why} that begins with {id[:80]!r}: see `dynbus keys ls`")
         await bucket.revoke(known[0].hash)
-        return known[0]
+        return known[0], view
 
-    key = _run(work, nats)
-    terminal.notice(f"the key {key_id(key.hash)} of {key.record.tenant} is none any more")
+    key, before = _run(work, nats)
+    tenant = key.record.tenant
+    terminal.notice(f"the key {key_id(key.hash)} of {tenant} is none any more")
+    limits = before.limits_of(tenant)
+    if limits is not None and [one.record.tenant for one in before.keys].count(tenant) == 1:
+        terminal.notice(
+            f"it was the last one of {tenant}, whose limits stay ({_stated(limits)}): "
+            f"`dynbus keys limit {tenant} --unset` takes them back"
+        )
 
 
 @keys.command()
@@ -209,13 +227,12 @@ def ls(as_json: bool, nats: str | None) -> None:
     if not view.keys and not view.limits:
         terminal.notice("no key")
         return
-    holders = {key.record.tenant for key in view.keys}
     now = unix_time()
     rows = [_row(key, view, now) for key in view.keys]
     rows += [
         ("-", terminal.plain(tenant), "-", "-", "-", "-", "-", terminal.plain(_stated(limits)))
         for tenant, limits in view.limits.items()
-        if tenant not in holders
+        if tenant not in view.tenants
     ]
     terminal.print_table(
         ("ID", "TENANT", "NAME", "ROLE", "AGE", "EXPIRES", "KEY LIMITS", "LIMITS"), rows

@@ -157,6 +157,11 @@ class TenantView:
         return sorted(known, key=lambda one: (one.record.tenant, one.record.created, one.hash))
 
     @property
+    def tenants(self) -> set[str]:
+        """Those that have keys."""
+        return {record.tenant for record in self._keys.values()}
+
+    @property
     def limits(self) -> dict[str, Limits]:
         """The limits, by tenant."""
         return dict(sorted(self._limits_of.items()))

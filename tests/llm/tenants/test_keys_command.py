@@ -156,6 +156,30 @@ async def test_a_key_has_a_name_and_an_end(own_server: RunningServer) -> None:
     assert ["is no name of a key" in text for text in errors[4:]] == [True, True]
 
 
+async def test_limits_of_a_tenant_without_keys_are_pointed_out(own_server: RunningServer) -> None:
+    keys = [await added(own_server, "ada") for _ in range(2)]
+    known = await command(own_server, "limit", "ada", "requests_per_minute=5")
+    unknown = await command(own_server, "limit", "adda", "requests_per_minute=5")
+    for_all = await command(own_server, "limit", "*", "requests_per_minute=9")
+    taken_back = await command(own_server, "limit", "adda", "--unset")
+    first, last = [await command(own_server, "revoke", hash_of(key)[:12]) for key in keys]
+    table = await command(own_server, "ls")
+
+    assert unknown.exit_code == 0
+    assert "warning: no key on the bus is of adda (did you mean ada?): " in unknown.output
+    assert "`dynbus keys limit adda --unset` takes them back" in unknown.output
+    for one in (known, for_all, taken_back):
+        assert "no key on the bus" not in one.output
+    assert "last" not in first.output
+    assert (
+        "it was the last one of ada, whose limits stay (requests_per_minute=5): "
+        "`dynbus keys limit ada --unset` takes them back" in last.output
+    )
+    assert ["-", "ada", "-", "-", "-", "-", "-", "requests_per_minute=5"] in [
+        line.split() for line in table.output.splitlines()
+    ]
+
+
 def test_the_help_names_all_limits() -> None:
     shown = CliRunner().invoke(keys, ["limit", "--help"]).output.replace("=", " ").replace(",", " ")
 
