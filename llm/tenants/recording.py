@@ -141,8 +141,7 @@ class UsageRecorder(Openable):
 
     def count(self, tally: Tally, usage: Usage) -> None:
         """Count what a request has come to, and have it on its way when this returns."""
-        page = self._book.count(tally, usage, self._instances(tally), unix_time())
-        self._write([page] if page is not None else [])
+        self._write(self._book.count(tally, usage, self._instances(tally), unix_time()))
 
     def _instances(self, tally: Tally) -> Sequence[str]:
         work = self._running.get(tally)
@@ -158,8 +157,7 @@ class UsageRecorder(Openable):
             return
         changed: list[Page] = []
         if usage is not None:
-            page = self._book.count(tally, usage, self._instances(tally), unix_time())
-            changed += [page] if page is not None else []
+            changed += self._book.count(tally, usage, self._instances(tally), unix_time())
         self._running.pop(tally, None)
         changed += self._book.end(tally)
         self._write(dict.fromkeys(changed))

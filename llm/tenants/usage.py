@@ -154,6 +154,8 @@ class Tally:
 
     Attributes:
         stream: the key of the log of a resumable stream; empty for another request.
+        prompt_at: the time and the instance by which its prompt was counted; None before, and where
+            another front end has counted it.
         is_over: whether nothing more is counted.
     """
 
@@ -161,6 +163,7 @@ class Tally:
         self.payer = payer
         self.stream = ""
         self.counted = counted or Tokens()
+        self.prompt_at: tuple[float, str] | None = None
         # Any tokens are counted with the request that they are of.
         self.is_request_counted = any(self.counted)
         self.is_over = False
@@ -205,10 +208,11 @@ class UsageBook:
         page.version += 1
         return page
 
-    def count(
-        self, tally: Tally, usage: Usage, instances: Sequence[str], now: float
-    ) -> Page | None:
-        """Count what a request has come to so far; the page that has changed, if one has.
+    def count(self, tally: Tally, usage: Usage, instances: Sequence[str], now: float) -> list[Page]:
+        """Count what a request has come to so far; the pages that have changed.
+
+        What of its prompt was cached counts where its prompt does, whichever instance says it: that
+        one may have been killed before it said anything.
 
         Args:
             usage: all of its tokens until now, wherever they were counted.
@@ -218,15 +222,25 @@ class UsageBook:
         was = tally.counted
         counted = was.up_to(Tokens.of(usage))
         if tally.is_over or counted == was:
-            return None
+            return []
         is_new = not tally.is_request_counted
         tally.counted, tally.is_request_counted = counted, True
-        page, entry = self._entry(tally.payer, instances[-1] if instances else "", now)
-        entry.add(is_new, counted.less(was))
+        new, at = counted.less(was), (now, instances[-1] if instances else "")
+        if new.prompt and tally.prompt_at is None:
+            tally.prompt_at = at
+        changed: dict[Page, None] = {}
+        for place, requests, tokens in (
+            (at, int(is_new), Tokens(completion=new.completion)),
+            (tally.prompt_at or at, 0, Tokens(new.prompt, new.cached)),
+        ):
+            if requests or any(tokens):
+                page, entry = self._entry(tally.payer, *place)
+                entry.add(requests, tokens)
+                page.version += 1
+                changed[page] = None
         if tally.stream:
-            page.record.open[tally.stream] = counted
-        page.version += 1
-        return page
+            next(iter(changed)).record.open[tally.stream] = counted
+        return [*changed]
 
     def end(self, tally: Tally) -> list[Page]:
         """Nothing more is counted of a request; the pages that say of it no longer that it runs."""
@@ -261,7 +275,7 @@ class UsageBook:
                 if (key[0], key[1].tenant) in self._pages
             }
 
-    def _entry(self, payer: Payer, instance: str, now: float) -> tuple[Page, UsageEntry]:
+    def _entry(self, payer: Payer, now: float, instance: str) -> tuple[Page, UsageEntry]:
         hour = int(now // HOUR)
         known = self._entries.get((hour, payer, instance))
         if known is None:

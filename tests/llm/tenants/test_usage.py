@@ -82,6 +82,23 @@ def test_tokens_count_at_the_instance_and_in_the_hour_in_which_they_were_made() 
     assert by_hour == {"2026-11-27T12:00Z": (1, 10, 0, 2), "2026-11-27T13:00Z": (0, 0, 0, 3)}
 
 
+def test_cached_tokens_count_with_their_prompt_where_its_engine_was_killed() -> None:
+    book, bus, tally = UsageBook("a"), Written(), Tally(ADA)
+    book.count(tally, Usage(10, 0), ["one"], NOON)
+    bus.write(book)
+    book.drop_before(NOON + HOUR)
+
+    # It was killed before it made anything, and the next one says what it had in its cache.
+    changed = book.count(tally, Usage(10, 5, 8), ["one", "two"], NOON + HOUR)
+    bus.write(book)
+
+    by_instance = {one.group["instance"]: one[1:] for one in bus.sums("instance")}
+    by_hour = {one.group["hour"]: one[1:] for one in bus.sums("hour")}
+    assert by_instance == {"one": (1, 10, 8, 0), "two": (0, 0, 0, 5)}
+    assert by_hour == {"2026-11-27T12:00Z": (1, 10, 8, 0), "2026-11-27T13:00Z": (0, 0, 0, 5)}
+    assert [hour_of(page.subject).hour for page in changed] == [13, 12]
+
+
 def test_a_record_stays_small_and_leaves_when_it_is_stored_and_its_hour_is_over() -> None:
     book, bus = UsageBook("a"), Written()
     for number in range(3 * MOST_ENTRIES):
