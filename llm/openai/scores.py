@@ -23,6 +23,9 @@ _SIDES: Final = (("queries", "documents"), ("queries", "items"), ("text_1", "tex
 """The names that vLLM takes for the texts of either side."""
 
 
+_CHOICE: Final = "text_1 and text_2, or queries and documents, or queries and items"
+
+
 class Pairs(NamedTuple):
     """The pairs of texts that are asked for.
 
@@ -66,15 +69,17 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             BadRequest: they are none, or too many, or do not go together.
         """
+        fields = dict.fromkeys(name for sides in _SIDES for name in sides)
+        given = [name for name in fields if getattr(self, name) is not None]
         for names in _SIDES:
-            first, second = (getattr(self, name) for name in names)
-            if first is not None and second is not None:
+            if {*names} <= {*given}:
                 break
         else:
-            raise BadRequest(
-                "give text_1 and text_2, or queries and documents, or queries and items",
-                param="text_1",
-            )
+            raise BadRequest(f"give {_CHOICE}", param="text_1")
+        others = [name for name in given if name not in names]
+        if others:
+            raise misfit(others[0], f"beside {' and '.join(names)}: give {_CHOICE}, and no others")
+        first, second = (getattr(self, name) for name in names)
         pairs = Pairs(_texts(first, names[0]), _texts(second, names[1]), names)
         one, other = len(pairs.first), len(pairs.second)
         if one not in (1, other):

@@ -130,6 +130,14 @@ RANKED: Any = {"model": "embedder", "query": "a", "documents": ["b"]}
 REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("/v1/score", {**SCORES, "text_2": None}, 400, "text_1"),
     ("/v1/score", {**SCORES, "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "text_1"),
+    ("/v1/score", {**SCORES, "queries": "a", "documents": "b"}, 400, "text_1"),
+    ("/v1/score", {**SCORES, "queries": "a"}, 400, "queries"),
+    (
+        "/v1/score",
+        {"model": "embedder", "queries": "a", "documents": "b", "items": "c"},
+        400,
+        "items",
+    ),
     ("/v1/score", {**SCORES, "text_2": []}, 400, "text_2"),
     ("/v1/score", {**SCORES, "text_2": ["a", ""]}, 400, "text_2"),
     ("/v1/score", {**SCORES, "text_2": [1, 2]}, 400, "text_2"),
