@@ -119,6 +119,7 @@ class LineAsker:
             tenant or None,
             asked.shortens,
             random_id,
+            places=asked.places,
         )
         timing = RequestTiming(time.perf_counter())
         completion = await model.prepare(inquiry, waiting, timing)

@@ -133,6 +133,7 @@ class CompletionExchange(Exchange):
             new_id,
             counts,
             self._session,
+            asked.places,
         )
         begun = time.perf_counter()
         completion = await model.prepare(inquiry, sink, timing)

@@ -9,6 +9,7 @@ from typing import Final
 from dynbus import DynbusError
 from dynbus.llm.openai.api import Asked
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, by_own_names
+from dynbus.llm.openai.places import places_of
 from dynbus.llm.openai.requests import chat_of, encode_body
 
 from .answer import MessageFormat
@@ -45,6 +46,7 @@ class MessagesApi:
             partial(MessageFormat, request.model),
             # Clients have to give a limit, and give that of Anthropic's models.
             shortens=True,
+            places=places_of(body["messages"]),
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

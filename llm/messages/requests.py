@@ -11,6 +11,7 @@ from msgspec import Meta
 from dynbus.llm.openai.conversation import content_of
 from dynbus.llm.openai.errors import BadRequest, misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, is_array, is_object, text_of
+from dynbus.llm.openai.places import PlacedPart
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 NO_THREADS: Final = "thread_unsupported_request"
@@ -268,10 +269,11 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = block.get("type")
     source = fields_of(block.get("source"))
     if kind == "image" and source.get("type") == "url":
-        return _image(text_of(source, "url", f"{where}.source"))
+        return _image(text_of(source, "url", f"{where}.source"), where)
     if kind == "image" and source.get("type") == "base64":
         media = text_of(source, "media_type", f"{where}.source")
-        return _image(f"data:{media};base64,{text_of(source, 'data', f'{where}.source')}")
+        data = text_of(source, "data", f"{where}.source")
+        return _image(f"data:{media};base64,{data}", where)
     if kind == "document" and source.get("type") == "text":
         data = text_of(source, "data", f"{where}.source")
         return _text_part(block.get("title"), block.get("context"), data)
@@ -290,8 +292,8 @@ def _text_part(*texts: object) -> dict[str, Any]:
     return {"type": "text", "text": "\n".join(one for one in texts if isinstance(one, str))}
 
 
-def _image(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
+def _image(url: str, where: str) -> dict[str, Any]:
+    return PlacedPart({"type": "image_url", "image_url": {"url": url}}, where)
 
 
 # Tools, thinking and the form of an answer ------------------------------------------------------

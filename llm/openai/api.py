@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from dynbus.llm.answers import AnswerFormat
 
 from .answers import SSE, AnswerHead, ChatFormat, CompletionFormat
 from .errors import ErrorAnswer, answer_of
+from .places import Place
 from .requests import ChatRequest, CompletionRequest
 
 KEEP_ALIVE: Final = b": keep-alive\n"
@@ -46,6 +47,7 @@ class Asked(NamedTuple):
         session: the conversation that it says it goes on with; empty where it says none.
         after: the answer of that which it goes on from; empty where no other request may go on from
             the same one.
+        places: of parts of a chat in the client's request, see `places_of`.
     """
 
     request: ChatRequest | CompletionRequest
@@ -55,6 +57,7 @@ class Asked(NamedTuple):
     has_own_id: bool = False
     session: str = ""
     after: str = ""
+    places: Sequence[Place] = ()
 
 
 class Api(Protocol):

@@ -18,6 +18,7 @@ from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import asking_usage
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
 from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.places import Place, at_own_place
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.openai.scores import RerankRequest, ScoreRequest, ScoresFormat
 from dynbus.llm.parsing.output_parser import NewId
@@ -45,6 +46,7 @@ class Inquiry:
         new_id: what the ids of tool calls are made of.
         session: the conversation that goes on after it; engines that take text know of none.
         counts_usage: whether what it uses has to be known, also of an engine that takes text.
+        places: of its parts, as its client has them; see `places_of`.
     """
 
     request: ChatRequest | CompletionRequest
@@ -55,6 +57,7 @@ class Inquiry:
     new_id: NewId = random_id
     counts_usage: bool = False
     session: Session | None = None
+    places: Sequence[Place] = ()
 
 
 class OpenModel:
@@ -119,6 +122,12 @@ class OpenModel:
             BadRequest: it does not fit the model.
             DynbusError: its conversation is refused, or the model's template does not work.
         """
+        try:
+            return await self._prepare(inquiry, sink, timing)
+        except BadRequest as error:
+            raise at_own_place(error, inquiry.places) from None
+
+    async def _prepare(self, inquiry: Inquiry, sink: Sink, timing: RequestTiming) -> Completion:
         request = inquiry.request
         if self._text is None:
             return await self._prepare_text(inquiry, sink, timing)

@@ -9,6 +9,7 @@ from typing import Final
 from dynbus import DynbusError
 from dynbus.llm.openai.api import KEEP_ALIVE, Asked
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of, by_own_names
+from dynbus.llm.openai.places import places_of
 from dynbus.llm.openai.requests import chat_of, encode_body
 
 from .answer import ResponseFormat, repeated_fields
@@ -52,6 +53,7 @@ class ResponsesApi:
             has_own_id=pending is not None,
             session=earlier.first,
             after=request.previous_response_id or "",
+            places=places_of(body["messages"]),
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

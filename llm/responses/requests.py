@@ -12,6 +12,7 @@ from dynbus.llm.generation import MAX_LOGPROBS
 from dynbus.llm.openai.conversation import content_of
 from dynbus.llm.openai.errors import misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, is_array, items_of, text_of
+from dynbus.llm.openai.places import PlacedPart
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 ITEM_REFERENCE: Final = "item_reference"
@@ -282,10 +283,8 @@ def _part(part: object, where: str) -> dict[str, Any]:
         return {"type": "text", "text": text_of(fields, "refusal", where)}
     if kind == "input_image" and fields.get("image_url") is not None:
         image = {"url": text_of(fields, "image_url", where), "detail": fields.get("detail")}
-        return {
-            "type": "image_url",
-            "image_url": {name: value for name, value in image.items() if value is not None},
-        }
+        given = {name: value for name, value in image.items() if value is not None}
+        return PlacedPart({"type": "image_url", "image_url": given}, where)
     if isinstance(kind, str):
         raise unsupported(where, f"parts of the type {kind[:40]!r} are not supported in this form")
     raise misfit(where, "give {'type': 'input_text', 'text': '...'}")

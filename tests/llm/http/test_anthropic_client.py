@@ -279,7 +279,7 @@ async def test_refusals_name_what_the_request_has() -> None:
     async with asked() as (_, client):
         with pytest.raises(
             anthropic.BadRequestError,
-            match="messages: this part is an image",
+            match=r"messages\[0\]\.content\[0\]: this part is an image",
         ):
             await create(client, **said("", system="Look.", messages=shown))
         with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: "):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import msgspec
 import openai
 import pytest
@@ -99,6 +101,50 @@ async def test_each_interface_shows_an_engine_the_same_image() -> None:
     assert contents == [[words("Look."), EXPECTED]] * 4
 
 
+async def test_a_refusal_names_the_place_of_the_request_and_not_that_of_the_chat() -> None:
+    url = f"data:image/png;base64,{base64.b64encode(b'none').decode()}"
+    shown_part = {"type": "input_image", "image_url": url}
+    items: Any = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_text", "text": "Here."}, shown_part],
+        },
+    ]
+    source = {"type": "base64", "media_type": "image/png", "data": "bm9uZQ=="}
+    picture: Any = {"type": "image", "source": source}
+    messages: Any = [
+        {"role": "user", "content": "Look."},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "l", "input": {}}],
+        },
+        {
+            "role": "user",
+            # In the chat results of tools come first.
+            "content": [words("And this?"), picture, {"type": "tool_result", "tool_use_id": "t"}],
+        },
+    ]
+    async with (
+        asked() as (front, client),
+        AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as other,
+    ):
+        with pytest.raises(openai.BadRequestError) as told:
+            await client.responses.create(model="seer", instructions="Be brief.", input=items)
+        shown_part["image_url"] = "data:image/png,plain"
+        with pytest.raises(openai.BadRequestError) as odd:
+            await client.responses.create(model="seer", instructions="Be brief.", input=items)
+        with pytest.raises(anthropic.BadRequestError) as other_told:
+            await other.messages.create(model="seer", max_tokens=5, messages=messages, system="a")
+
+    assert told.value.param == odd.value.param == "input[2].output[1]"
+    assert "input[2].output[1]: by its bytes it is no image" in told.value.message
+    assert "input[2].output[1]: a data: URL has to be" in odd.value.message
+    assert "messages[2].content[1]: by its bytes it is no image" in str(other_told.value)
+
+
 async def test_a_model_that_does_not_take_it_refuses_with_its_name_and_the_part() -> None:
     async with asked() as (front, client):
         refusals = [
@@ -106,7 +152,9 @@ async def test_a_model_that_does_not_take_it_refuses_with_its_name_and_the_part(
             await refusal(client, shown(words("a"), image(png()), model="reader")),
             await refusal(client, shown(words("a"), sound(wav()), model="seer")),
         ]
-        with pytest.raises(openai.BadRequestError, match="input: this part is an image") as new:
+        with pytest.raises(
+            openai.BadRequestError, match=r"input\[0\]\.content\[0\]: this part"
+        ) as new:
             await client.responses.create(
                 model="tiny",
                 input=[

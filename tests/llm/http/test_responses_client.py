@@ -207,7 +207,7 @@ async def test_refusals_name_what_the_request_has() -> None:
     shown: Any = [{"role": "user", "content": [image]}]
     form: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}}
     async with asked() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="input: this part is an image") as part:
+        with pytest.raises(openai.BadRequestError, match=r"content\[0\]: this part is") as part:
             await client.responses.create(model="tiny", instructions="Look.", input=shown)
         with pytest.raises(openai.BadRequestError, match="and input has .* shorten input") as long:
             await client.responses.create(model="tiny", input="messages " * 3000)
@@ -217,7 +217,8 @@ async def test_refusals_name_what_the_request_has() -> None:
         with pytest.raises(openai.BadRequestError) as nothing:
             await missing
 
-    assert [each.value.param for each in (part, long, nothing)] == ["input"] * 3
+    assert part.value.param == "input[0].content[0]"
+    assert [each.value.param for each in (long, nothing)] == ["input"] * 2
     assert unfit.value.param == "text.format"
 
 
