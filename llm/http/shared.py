@@ -223,18 +223,30 @@ class Shared:
         return Caller(caller.request_id, holder.tenant, caller.headers, holder)
 
     def admission(self, caller: Caller) -> Admission | None:
-        """The counting of a request; None for one without limits."""
+        """The counting of a request; None for one without limits.
+
+        Raises:
+            Unavailable: its limits are not known yet.
+        """
         if self.tenants is None:
             return None
         quotas = self.tenants.quotas_of(caller.holder)
         return Admission(self.tenants.counts, *quotas) if quotas else None
 
     def limits_of(self, tenant: str) -> Limits | None:
-        """The limits of a tenant; None for none."""
+        """The limits of a tenant; None for none.
+
+        Raises:
+            Unavailable: they are not known yet.
+        """
         return None if self.tenants is None else self.tenants.limits_of(tenant)
 
     def models_of(self, caller: Caller) -> tuple[str, ...] | None:
-        """The models that a caller may ask, and is told of; None for all."""
+        """The models that a caller may ask, and is told of; None for all.
+
+        Raises:
+            Unavailable: its limits are not known yet.
+        """
         return None if self.tenants is None else models_of(self.tenants.quotas_of(caller.holder))
 
     async def response_api(self, tenant: str, data: bytes) -> ResponsesApi:

@@ -59,6 +59,7 @@ class Tenants(Openable):
         self._from_bus = from_bus
         self._tokens = tokens
         self._caught_up = asyncio.Event()
+        self._has_warned = False
         self._failure = "JetStream has not answered yet"
         self.counts = SharedCounts(runtime)
 
@@ -90,17 +91,31 @@ class Tenants(Openable):
         return holder
 
     def limits_of(self, tenant: str) -> Limits | None:
-        """The limits of a tenant; None for none."""
+        """The limits of a tenant; None for none.
+
+        Raises:
+            Unavailable: the file states none of this tenant, and what the bus states is not known
+                yet.
+        """
         for name in (tenant, ALL_TENANTS):
             limits = self._file.limits_of(name) if self._file is not None else None
             if limits is None and self._from_bus:
+                if not self._caught_up.is_set():
+                    raise Unavailable(
+                        f"the limits of {tenant} on the bus are not known yet: ask again",
+                        started=False,
+                    )
                 limits = self._view.limits_of(name)
             if limits is not None:
                 return limits
         return None
 
     def quotas_of(self, holder: KeyHolder) -> tuple[Quota, ...]:
-        """The limits that hold for a key: its own, and those of its tenant."""
+        """The limits that hold for a key: its own, and those of its tenant.
+
+        Raises:
+            Unavailable: those of its tenant are not known yet.
+        """
         limits = self.limits_of(holder.tenant)
         return quotas_of(holder.tenant, limits, holder.key, holder.limits)
 
@@ -112,7 +127,12 @@ class Tenants(Openable):
                 with anyio.move_on_after(self._runtime.bus.config.connect_timeout):
                     await self._caught_up.wait()
                 if not self._caught_up.is_set():
-                    logger.warning("%s; nobody is let in by them before", self.problem)
+                    logger.warning(
+                        "%s; until they can, nobody is let in by them, and only tenants whose "
+                        "limits are in the file of keys are answered",
+                        self.problem,
+                    )
+                    self._has_warned = True
             yield
             tasks.cancel_scope.cancel()
 
@@ -135,3 +155,6 @@ class Tenants(Openable):
     def _end_reading(self) -> None:
         self._view.end_reading()
         self._caught_up.set()
+        if self._has_warned:
+            self._has_warned = False
+            logger.info("the keys and limits on the bus are read")

@@ -259,7 +259,9 @@ def _document() -> dict[str, Any]:
         "paths": {
             **{path: _post(post) for path, post in POSTS.items()},
             "/v1/streams/{request}": _stream(),
-            "/v1/models": _get("List the models that can be asked.", _json(ref("ModelList"))),
+            "/v1/models": _get(
+                "List the models that can be asked.", _json(ref("ModelList")), "503"
+            ),
             "/v1/models/{model}": model,
             "/health": _get("Tell whether the process works.", _json(ref("Health"))),
             "/ready": ready,
