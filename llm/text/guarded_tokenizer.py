@@ -16,7 +16,7 @@ from dynbus.spi import usable_cores
 
 from . import tokenizing
 from .template import ChatTemplate
-from .tokenizer import Tokenizer, check_text, decoder_growth
+from .tokenizer import Tokenizer, check_text, decoder_growth, second_from
 from .tokenizing import BYTES_PER_SECOND, Answer, Chats, Ids, Pair, Texts, seconds_for
 
 MOST_PROCESSES: Final = 4
@@ -88,7 +88,7 @@ class GuardedTokenizer(Tokenizer):
         check_text(first)
         check_text(second)
         answer = self._ask(Pair(first, second, SECONDS))
-        return answer.ids[0], answer.second_from
+        return answer.ids[0], second_from(answer.types)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         if len(token_ids) <= WRITTEN_HERE:

@@ -89,6 +89,15 @@ class _WholeTexts(dict[int, str | None]):
         return whole
 
 
+def second_from(types: Sequence[int]) -> int | None:
+    """The place of the first token of the second text of a pair; None where that is not told.
+
+    Args:
+        types: what the tokenizer tells of each token: 0, or 1 for one of the second text.
+    """
+    return types.index(1) if 1 in types else None
+
+
 class Tokenizer:
     """Text to token ids and back. Its methods may be called from any thread.
 
@@ -156,8 +165,7 @@ class Tokenizer:
         check_text(second)
         with _using("the tokenizer fails"):
             (encoding,) = self.raw.encode_batch_fast([(first, second)])
-        types = encoding.type_ids
-        return encoding.ids, types.index(1) if 1 in types else None
+        return encoding.ids, second_from(encoding.type_ids)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens; bytes that are no character become U+FFFD.

@@ -145,7 +145,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         ids: of the tokens of each text, or of each conversation that has become one.
         chats: what became of each conversation; the texts are left out.
         text: of the tokens.
-        second_from: of a pair, where its second text begins; None where that is not told.
+        types: of a pair, what the tokenizer tells of which of its texts each token is of.
         longest: characters of the longest token that there is.
         failed: why there is nothing.
     """
@@ -153,7 +153,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     ids: list[list[int]] = []
     chats: list[RenderAnswer] = []
     text: str = ""
-    second_from: int | None = None
+    types: list[int] = []
     longest: int = 0
     failed: str | None = None
 
@@ -211,8 +211,7 @@ class Tokenising:
         if isinstance(request, Pair):
             (encoding,) = self._raw.encode_batch_fast([(request.first, request.second)])
             _check_growth(request.first + request.second, encoding)
-            types = encoding.type_ids
-            return Answer([encoding.ids], second_from=types.index(1) if 1 in types else None)
+            return Answer([encoding.ids], types=encoding.type_ids)
         ids = [encoding.ids for encoding in self._encodings(request.texts, request.special)]
         return Answer(ids, longest=self._longest)
 
