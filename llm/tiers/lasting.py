@@ -11,10 +11,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
+import re
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus import ConfigError
+
+logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
 
@@ -40,6 +46,10 @@ _ENTRY: Final = np.dtype(
 )
 _UNKNOWN, _FIRST, _LATER = 0, 1, 2
 
+
+_NAME: Final = re.compile(r"([0-9a-f]{16})-\d+\.kv")
+
+_MOST_NAMED: Final = 8
 
 _NOT_OURS: Final = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR)
 """The errors of opening another user's file, or what is none."""
@@ -87,6 +97,8 @@ class LastingMemory:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path, self._file = _lock_one(folder, digest.hexdigest())
             try:
+                # When it was begun to be used last.
+                os.utime(self._file)
                 os.posix_fallocate(self._file, 0, size)
                 self._map = mmap.mmap(self._file, size)
             except BaseException:
@@ -94,6 +106,7 @@ class LastingMemory:
                 raise
         except OSError as error:
             raise ConfigError(f"host_folder: {folder} cannot be used: {error}") from error
+        _tell_unused(folder, digest.hexdigest())
         self._entries: NDArray[Any] = np.frombuffer(self._map, _ENTRY, places, KEY_BYTES)
         if not any(self._map[:KEY_BYTES]):
             # What is named there was named by a key that a host without power has not written.
@@ -145,6 +158,70 @@ class LastingMemory:
         entry["block_hash"] = block.block_hash
         entry["checksum"] = block.checksum
         entry["kind"] = _FIRST if block.parent_hash is None else _LATER
+
+
+class UnusedFile(NamedTuple):
+    """A file that no process has.
+
+    Attributes:
+        size: bytes that it takes.
+        begun: when it was begun to be used last, in Unix seconds.
+    """
+
+    path: Path
+    size: int
+    begun: float
+
+
+def unused_files(folder: Path, kind: str) -> list[UnusedFile]:
+    """The files of other kinds of stores that no process has, the longest unused first.
+
+    Args:
+        kind: the one that is not looked at, as files name it.
+    """
+    unused: list[UnusedFile] = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is None or match[1] == kind:
+            continue
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            # It is another user's, a link, or gone.
+            continue
+        try:
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                unused.append(UnusedFile(path, status.st_blocks * 512, status.st_mtime))
+        except BlockingIOError:
+            # A process has it.
+            pass
+        finally:
+            os.close(file)
+    return sorted(unused, key=lambda one: one.begun)
+
+
+def _tell_unused(folder: Path, kind: str) -> None:
+    """Have operators know of files that nobody may need any more: only they know which models are
+    served again."""
+    unused = unused_files(folder, kind)
+    if not unused:
+        return
+    named = [
+        f"{one.path.name} ({one.size / 2**20:,.0f} MiB, last begun to be used "
+        f"{datetime.fromtimestamp(one.begun, UTC):%Y-%m-%d %H:%M} UTC)"
+        for one in unused[:_MOST_NAMED]
+    ]
+    more = f" and {len(unused) - _MOST_NAMED} more" if len(unused) > _MOST_NAMED else ""
+    logger.warning(
+        "host_folder: no process has these files in %s, which are of other models or sizes of the "
+        "store, and take %s MiB until somebody removes them: %s%s",
+        folder,
+        f"{sum(one.size for one in unused) / 2**20:,.0f}",
+        ", ".join(named),
+        more,
+    )
 
 
 def _lock_one(folder: Path, name: str) -> tuple[Path, int]:

@@ -77,6 +77,31 @@ def test_bytes_that_have_changed_meanwhile_are_not_used(tmp_path: Path) -> None:
     assert after.store.statistics.damaged == 1
 
 
+def test_files_of_stores_that_nobody_has_are_named_with_their_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used, left = (LastingMemory(tmp_path, kind, 4, 4096) for kind in ("used", "left"))
+    left.close()
+    os.utime(left.path, (1_700_000_000, 1_700_000_000))
+    (tmp_path / "notes.kv").write_text("somebody's own")
+    (tmp_path / f"{'0' * 16}-0.kv").symlink_to(left.path)
+    caplog.clear()
+
+    mine = LastingMemory(tmp_path, "mine", 4, 4096)
+
+    [told] = [record.getMessage() for record in caplog.records]
+    size = left.path.stat().st_blocks * 512
+    assert f"no process has these files in {tmp_path}, which are of other models" in told
+    assert f"{left.path.name} ({size / 2**20:,.0f} MiB, last begun to be used 2023-11-14" in told
+    assert used.path.name not in told
+    # Who looks leaves it as it is: its own process goes on with it.
+    again = LastingMemory(tmp_path, "left", 4, 4096)
+    assert again.path == left.path
+    assert again.path.stat().st_mtime > 1_700_000_000
+    for one in (used, mine, again):
+        one.close()
+
+
 def test_what_is_forgotten_does_not_come_back(tmp_path: Path) -> None:
     before = Engine(folder=tmp_path)
     before.generate(prompt(0, 2), session=SESSION)
