@@ -52,6 +52,11 @@ class SharedRoom:
                 self._admit()
             raise
 
+    def try_reserve(self, owner: str, size: int) -> bool:
+        """Take room for an owner, unless that is beyond its share or something of it waits; whether
+        that is done."""
+        return owner not in self._waiting and self._shares.reserve(owner, size)
+
     def give_back(self, owner: str, size: int) -> None:
         """Have room free again that an owner has taken, for waiting callers."""
         self._shares.give_back(owner, min(size, self._shares.limit))

@@ -243,7 +243,9 @@ class ResponsesExchange(CompletionExchange):
 
     async def _look_up(self, data: bytes) -> None:
         """Answer it with what it names of those before it."""
-        self._api = api = await self._shared.response_api(self._caller.tenant, data)
+        self._api = api = await self._shared.response_api(
+            self._caller.tenant, data, self._take_kept
+        )
         read, is_long = super()._read, api.goes_on or len(data) > LONG_BODY
         answer = await self._aside(read, data) if is_long else read(data)
         await answer()

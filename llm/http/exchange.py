@@ -114,6 +114,8 @@ class Exchange(ABC):
         # Bytes of the room for bodies that it has, and whether it waits for them.
         self._room = 0
         self._waits_for_room = False
+        # Bytes that were read of kept responses and take no room yet.
+        self._kept = 0
 
     @abstractmethod
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
@@ -339,6 +341,26 @@ class Exchange(ABC):
         self._waits_for_room = True
         await self._shared.bodies.reserve(self._caller.tenant, size)
         self._waits_for_room, self._room = False, size
+
+    def _take_kept(self, size: int) -> None:
+        """Have what was read of kept responses count as its body does.
+
+        Raises:
+            Overloaded: the bodies of its tenant leave no room for it, which is not waited for: it
+                has some already, that others may wait for.
+        """
+        self._kept += size
+        more = self._kept if self._kept > LONG_BODY else 0
+        if not more:
+            return
+        if not self._shared.bodies.try_reserve(self._caller.tenant, more):
+            raise Overloaded(
+                "other long requests of yours leave no room for the responses that this one goes "
+                "on from; ask again later",
+                retry_after=1.0,
+                started=False,
+            )
+        self._kept, self._room = 0, self._room + more
 
     def _free_body(self) -> None:
         """Have the room of its body for others: it is no longer kept."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -249,15 +249,20 @@ class Shared:
         """
         return None if self.tenants is None else models_of(self.tenants.quotas_of(caller.holder))
 
-    async def response_api(self, tenant: str, data: bytes) -> ResponsesApi:
+    async def response_api(
+        self, tenant: str, data: bytes, take: Callable[[int], object]
+    ) -> ResponsesApi:
         """The interface that reads a request for a response, with what it goes on from.
+
+        Args:
+            take: see `ResponseStore.api`.
 
         Raises:
             DynbusError: that is not there, or cannot be read at present.
         """
         if self.responses is None:
             return ResponsesApi()
-        return await self.responses.api(tenant, data)
+        return await self.responses.api(tenant, data, take)
 
     async def conversation_of(self, tenant: str, response: str) -> str:
         """The name of the conversation that a response is of.

@@ -281,7 +281,7 @@ class StreamExchange(Exchange):
         """The answer before anything has come of it."""
         responses, api = self._shared.responses, self._apis[begun.path]
         if begun.path == RESPONSES:
-            api = await self._shared.response_api(self._caller.tenant, begun.body)
+            api = await self._shared.response_api(self._caller.tenant, begun.body, self._take_kept)
         asked = api.read(begun.body)
         clock = AnswerClock(begun.created)
         numbers = EventNumbers(begun.request_id, self._after)
@@ -314,6 +314,7 @@ class StreamExchange(Exchange):
             numbered_ids(begun.seed),
         )
         completion = await model.prepare(inquiry, to, RequestTiming(time.perf_counter()))
+        self._free_body()
         if not isinstance(completion, TokenCompletion):
             raise StreamGone("the stream cannot be resumed: its model takes text now")
         return _Rebuilt(begun, model, completion, sink, clock, request.priority or 0)

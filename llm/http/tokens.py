@@ -116,7 +116,7 @@ class InputCountExchange(CountExchange):
         return partial(self._look_up, data)
 
     async def _look_up(self, data: bytes) -> None:
-        api = await self._shared.response_api(self._caller.tenant, data)
+        api = await self._shared.response_api(self._caller.tenant, data, self._take_kept)
         is_long = api.goes_on or len(data) > LONG_BODY
         asked = await self._aside(api.read, data) if is_long else api.read(data)
         request = asked.request

@@ -111,10 +111,12 @@ class _Room:
 
     Args:
         param: of the request, which names them.
+        take: called with the bytes of each; see `ResponseStore.api`.
     """
 
-    def __init__(self, param: str) -> None:
+    def __init__(self, param: str, take: Callable[[int], object]) -> None:
         self._param = param
+        self._take = take
         self._left = MAX_READ
 
     def take(self, size: int) -> None:
@@ -122,6 +124,7 @@ class _Room:
 
         Raises:
             BadRequest: there is none.
+            DynbusError: its tenant has none.
         """
         self._left -= size
         if self._left < 0:
@@ -130,6 +133,7 @@ class _Room:
                 f"the kept responses that it names have more than {MAX_READ} bytes; send the "
                 "items of the conversation as input",
             )
+        self._take(size)
 
 
 class ResponseStore:
@@ -161,8 +165,14 @@ class ResponseStore:
 
     # Requests ----------------------------------------------------------------------------------
 
-    async def api(self, tenant: str, data: bytes) -> ResponsesApi:
+    async def api(
+        self, tenant: str, data: bytes, take: Callable[[int], object] = lambda _: None
+    ) -> ResponsesApi:
         """The interface that reads a request, with what this names of those before it.
+
+        Args:
+            take: called with the bytes of each response that was read for it; raises where the
+                tenant has no room for them.
 
         Raises:
             BadRequest: it names what is not there.
@@ -175,15 +185,15 @@ class ResponseStore:
             return ResponsesApi()
         earlier = Earlier()
         if head.previous_response_id is not None:
-            earlier = await self._earlier(tenant, head.previous_response_id)
+            earlier = await self._earlier(tenant, head.previous_response_id, take)
         if not isinstance(head.input, str):
             named = [one.id for one in head.input if one.type == ITEM_REFERENCE]
             if named := [one for one in named if isinstance(one, str)]:
-                earlier = earlier._replace(referred=await self._referred(tenant, named))
+                earlier = earlier._replace(referred=await self._referred(tenant, named, take))
         return ResponsesApi(earlier, keeps=head.store is not False)
 
-    async def _earlier(self, tenant: str, name: str) -> Earlier:
-        room = _Room("previous_response_id")
+    async def _earlier(self, tenant: str, name: str, take: Callable[[int], object]) -> Earlier:
+        room = _Room("previous_response_id", take)
         last = await self.get(tenant, name, room)
         if last is None:
             raise no_previous(f"there is no response {name[:80]!r}")
@@ -216,10 +226,12 @@ class ResponseStore:
         known = "" if first is None else first.conversation
         return known or (last.before[0] if last.before else name)
 
-    async def _referred(self, tenant: str, names: Sequence[str]) -> dict[str, Item]:
+    async def _referred(
+        self, tenant: str, names: Sequence[str], take: Callable[[int], object]
+    ) -> dict[str, Item]:
         """The items of some ids, as far as they are there."""
         items: dict[str, Item] = {}
-        room, responses = _Room("input"), {response_of(name) for name in names}
+        room, responses = _Room("input", take), {response_of(name) for name in names}
         if len(responses) > MAX_REFERRED:
             raise misfit("input", f"it names items of more than {MAX_REFERRED} responses")
         for response in responses:

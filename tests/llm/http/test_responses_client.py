@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus import Unavailable
 from dynbus.bus.records.objects import ObjectStore
+from dynbus.kvrouter.routing.fairness import Shares
 from dynbus.llm.generation import Session
 from dynbus.llm.openai.api import Asked
 from dynbus.llm.responses.api import ResponsesApi
+from dynbus.llm.shares import SharedRoom
 
 from .author import call, written
-from .served import Served, served
+from .served import Served, card, served
 
 pytestmark = pytest.mark.anyio
 
@@ -503,3 +506,35 @@ async def test_the_tokens_of_an_input_are_those_that_its_response_has() -> None:
     assert counted.object == "response.input_tokens"
     assert counted.input_tokens == response.usage.input_tokens
     assert counted_on.input_tokens == next_one.usage.input_tokens
+
+
+async def test_what_is_read_of_kept_responses_counts_as_the_body_of_its_tenant_does(
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada key-of-ada\n")
+    cards = {"tiny": card("tiny", "test.ScriptedEngine.generate", context_length=200_000)}
+    rooms: list[str] = []
+    async with (
+        served(cards, api_keys=keys, max_body_bytes=1 << 20) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="key-of-ada", max_retries=0) as ada,
+    ):
+        shared = front.front_end.shared
+        shared.bodies = SharedRoom(Shares(100_000, 1))
+        create = partial(ada.responses.create, model="tiny", max_output_tokens=4)
+        first = await create(input="say hi " + "or so " * 5000)
+        brief = await create(input="say hi")
+        going_on = partial(create, input="say hi", previous_response_id=first.id)
+        await shared.bodies.reserve("ada", 40_000)
+        with pytest.raises(openai.APIStatusError) as refused:
+            await going_on()
+        rooms.append(repr(shared.bodies))
+        short = await create(input="say hi", previous_response_id=brief.id)
+        shared.bodies.give_back("ada", 40_000)
+        await going_on()
+        rooms.append(repr(shared.bodies))
+
+    assert "leave no room for the responses that this one goes on from" in refused.value.message
+    assert refused.value.response.headers["retry-after"] == "1"
+    assert short.output_text
+    assert ["[40000 of" in rooms[0], "[0 of" in rooms[1]] == [True, True]
