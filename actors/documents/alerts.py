@@ -227,6 +227,34 @@ ALERTS: Final = (
         f"{{{{ $value | humanizePercentage }}}} of the transfers to {_OF_COMPONENT} fail",
     ),
     Alert(
+        "caches",
+        "DynbusCacheDamaged",
+        _increase(
+            f"{_PROCESS}, {_COMPONENT}",
+            'dynbus_kv_verification_damages_total{dynbus_evidence!="checksum"}',
+            "1h",
+        )
+        + " > 0",
+        "0s",
+        "critical",
+        f"answers of {_OF_COMPONENT} at {_OF_PROCESS} came from damaged KV blocks",
+    ),
+    Alert(
+        "caches",
+        "DynbusBlocksDamaged",
+        _increase(f"{_PROCESS}, {_COMPONENT}", "dynbus_tiers_host_damaged_total", "1h")
+        + " > 0 or "
+        + _increase(
+            f"{_PROCESS}, {_COMPONENT}",
+            'dynbus_tiers_fetches_total{dynbus_result="ChecksumMismatch"}',
+            "1h",
+        )
+        + " > 0",
+        "0s",
+        "warning",
+        f"KV blocks of {_OF_COMPONENT} at {_OF_PROCESS} changed on the host or on their way",
+    ),
+    Alert(
         "front ends",
         "DynbusFirstTokenLate",
         "histogram_quantile(0.99, sum by (gen_ai_request_model, le) "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from threading import Lock
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
@@ -64,11 +64,13 @@ class Findings:
     Attributes:
         latest: oldest first.
         count: so far.
+        counts: so far, by their evidence.
     """
 
     def __init__(self) -> None:
         self.latest: tuple[KvDamage, ...] = ()
         self.count = 0
+        self.counts: dict[str, int] = dict.fromkeys(get_args(Evidence), 0)
         self._lock = Lock()
 
     def add(self, damage: KvDamage) -> None:
@@ -76,6 +78,7 @@ class Findings:
         with self._lock:
             self.latest = (*self.latest[1 - MAX_FINDINGS :], damage)
             self.count += 1
+            self.counts[damage.evidence] += 1
 
     def since(self, count: int) -> tuple[KvDamage, ...]:
         """Those after the first `count`, as far as they are remembered."""

@@ -130,7 +130,7 @@ class VerificationWatch(InstanceWatch):
         self.put_by("answers", "dynbus.result", dict(figures.answers))
         self.put("tokens", figures.tokens)
         self.put("seconds", figures.seconds)
-        self.put("damages", findings.count)
+        self.put_by("damages", "dynbus.evidence", findings.counts)
         self.put("left", len(verifier.suspects.instances))
         new, self._published = findings.since(self._published), findings.count
         for damage in new:
@@ -171,7 +171,9 @@ def _readings(metrics: Metrics) -> dict[str, Readings]:
         "seconds": metrics.counter(
             "kv.verification.time", "s", "Seconds of engines that verification took."
         ),
-        "damages": metrics.counter("kv.verification.damages", "{damage}", "Damages of KV blocks."),
+        "damages": metrics.counter(
+            "kv.verification.damages", "{damage}", "Damages of KV blocks, by what differed."
+        ),
         "left": metrics.gauge(
             "kv.verification.left", "{instance}", "Instances from which nothing is taken."
         ),

@@ -7,6 +7,7 @@ What Prometheus would have scraped every 15 seconds while an actor misbehaves is
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import json
 import shutil
@@ -30,6 +31,11 @@ from tests.conditions import eventually
 from tests.llm.disaggregated.test_worker import REMOTE, Pair, greedy
 from tests.llm.disaggregated.tiny_engine import tiny_engine
 from tests.llm.http.served import Served, served
+from tests.llm.text.tiny_tokenizer import tiny_json
+from tests.llm.verifying.lying import prompt
+from tests.llm.verifying.test_worker import PREFIX, SIZE, ask, damage_block, start
+from tests.llm.verifying.test_worker import Worker as VerifyingWorker
+from tests.llm.weights.tiny_models import TINY_MODELS
 
 from dynbus import Actor, DynbusError, Overloaded, handler
 from dynbus.actors.documents.alerts import ALERTS, rules
@@ -79,6 +85,11 @@ class Scrapes:
                         sample.value
                     )
             self._count += 1
+
+    def value(self, name: str) -> float:
+        """The sum of a metric as it is now."""
+        families = text_string_to_metric_families(generate_latest(REGISTRY).decode())
+        return sum(one.value for each in families for one in each.samples if one.name == name)
 
     @asynccontextmanager
     async def every_interval(self) -> AsyncGenerator[None]:
@@ -414,6 +425,54 @@ async def transfers_fail(scrapes: Scrapes) -> None:
                 await anyio.sleep(5.0)
 
 
+async def small_worker(kit: TestKit, folder: str, **options: Any) -> VerifyingWorker:
+    """A worker of a tiny model that verifies each answer; it has heard of no request."""
+    TINY_MODELS["llama"].write_folder(Path(folder))
+    (Path(folder) / "tokenizer.json").write_bytes(tiny_json())
+    return await start(kit, folder, **options)
+
+
+@of("DynbusCacheDamaged")
+async def a_cache_is_damaged(scrapes: Scrapes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with TestKit(telemetry=scrapes.telemetry) as kit:
+            worker = await small_worker(kit, folder)
+            verifier = worker.verification.verifier
+            assert verifier is not None
+            await ask(kit, [*PREFIX, 5])
+            await ask(kit, [*PREFIX, 6])
+            await eventually(lambda: verifier.figures.answers["verified"] == 1)
+            scrapes.scrape(10)
+            damage_block(worker, 2)
+            await ask(kit, [*PREFIX, 7])
+            await eventually(lambda: scrapes.value("dynbus_kv_verification_damages_total") == 1)
+            scrapes.scrape(5)
+
+
+@of("DynbusBlocksDamaged")
+async def the_memory_of_a_host_is_damaged(scrapes: Scrapes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with TestKit(telemetry=scrapes.telemetry) as kit:
+            worker = await small_worker(kit, folder, host_memory_mib=1.0)
+            store, rates = worker.tiers.store, worker.tiers.rates
+            assert store is not None
+            assert rates is not None
+            # Of a model as slow as larger ones are.
+            rates.note_prefill(100, 1000.0)
+            # What one prompt has takes the place of what the one before had.
+            for number in range(8):
+                await ask(kit, prompt(number, 30 * SIZE))
+            await eventually(lambda: store.statistics.blocks > 0)
+            scrapes.scrape(10)
+            [region] = store.memory.regions
+            data = (ctypes.c_uint8 * region.size).from_address(region.address)
+            for at in range(region.size):
+                data[at] ^= 1
+            await ask(kit, prompt(0, 30 * SIZE))
+            await eventually(lambda: scrapes.value("dynbus_tiers_host_damaged_total") > 0)
+            scrapes.scrape(5)
+
+
 async def asks(front: Served, words: str) -> None:
     """Ask a front end once; an error is an answer, too."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": words}]}
@@ -460,11 +519,20 @@ async def a_server_stands_still(scrapes: Scrapes) -> None:
             await connection.close()
 
 
+IN_REAL_TIME: Final = (
+    a_model_fails,
+    a_model_is_slow,
+    a_server_stands_still,
+    a_cache_is_damaged,
+    the_memory_of_a_host_is_damaged,
+)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_sets_off_its_alerts_and_no_other(fault: Fault, tmp_path: Path) -> None:
     scrapes = Scrapes()
     try:
-        if fault in (a_model_fails, a_model_is_slow, a_server_stands_still):
+        if fault in IN_REAL_TIME:
             anyio.run(fault, scrapes)
         else:
             run(fault(scrapes))

@@ -119,6 +119,7 @@ def test_a_damage_is_told_to_the_log_as_an_event_and_to_who_asks_of_its_requests
             damage_block(worker, 2)
             await ask(kit, [*PREFIX, 7], "third")
             await eventually(lambda: heard)
+            assert worker.verification.findings.counts == {"blocks": 1, "logits": 0, "checksum": 0}
             await ask(kit, [*PREFIX, 8], "fourth")
             await eventually(lambda: verifier.figures.answers["verified"] == 2)
             return await why(kit, "second"), await why(kit, "fourth")
