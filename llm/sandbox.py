@@ -23,6 +23,9 @@ MOST_AT_ONCE: Final = 32 * 1024
 
 _PIECE: Final = 64 * 1024
 
+_END_SECONDS: Final = 0.5
+"""In which a process that writes no more has ended: what it had is given back in a few ms."""
+
 
 class SandboxEnded(Exception):
     """A process ended while it worked.
@@ -93,8 +96,10 @@ class Sandbox:
         try:
             process.read_rest()
             self._keep(process)
-        except SandboxEnded:
+        except BaseException as error:
             process.end()
+            if not isinstance(error, SandboxEnded):
+                raise
         finally:
             self._free.release()
 
@@ -106,18 +111,25 @@ class Sandbox:
             OSError: no process can be started.
         """
         with self._free:
-            while (process := self._pop_idle()) is not None:
+            process = self._pop_idle()
+            if process is not None:
                 try:
                     return self._ask(process, request)
                 except SandboxEnded as error:
-                    # It may have been ended before it was asked.
+                    # It may have been ended before it was asked. Others are not tried: a request
+                    # that ends one would end them all.
                     if error.time_is_over:
                         raise
             return self._ask(_Process(self._program, self._first), request)
 
     def _pop_idle(self) -> _Process | None:
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            while self._idle:
+                process = self._idle.pop()
+                if process.process.poll() is None:
+                    return process
+                process.end()
+        return None
 
     def _ask(self, process: _Process, request: bytes) -> bytes:
         try:
@@ -204,10 +216,18 @@ class _Process:
         """
         while not self._is_read:
             self._read_some()
-        line = b"".join(self._pieces)
+        line, self._pieces = b"".join(self._pieces), []
         if not line.endswith(b"\n"):
-            raise SandboxEnded(max(0, -self.process.wait()))
+            raise SandboxEnded(self._signal())
         return line[:-1]
+
+    def _signal(self) -> int:
+        """The signal that ended it, once it writes no more; 0 for none."""
+        try:
+            return max(0, -self.process.wait(_END_SECONDS))
+        except subprocess.TimeoutExpired:
+            # It lives on without its output, and is ended by who hears that it is of no use.
+            return 0
 
     def end(self) -> None:
         self.process.kill()

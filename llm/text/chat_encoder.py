@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, cast
 
@@ -149,13 +149,13 @@ def is_short(value: object) -> bool:
     left, room = [value], MOST_AT_ONCE
     while left and room > 0:
         one = left.pop()
-        if isinstance(one, str):
+        if isinstance(one, Sized):
             room -= len(one)
-        elif isinstance(one, Mapping):
+        if isinstance(one, Mapping) and room > 0:
             fields = cast("Mapping[str, object]", one)
             room -= sum(map(len, fields))
             left += fields.values()
-        elif isinstance(one, Sequence):
+        elif isinstance(one, Sequence) and not isinstance(one, str) and room > 0:
             left += cast("Sequence[object]", one)
         room -= 1
     return room > 0

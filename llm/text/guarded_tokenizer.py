@@ -10,14 +10,14 @@ from typing import Final
 
 import msgspec
 
-from dynbus.llm.sandbox import Sandbox, SandboxEnded
+from dynbus.llm.sandbox import MOST_AT_ONCE, Sandbox, SandboxEnded
 from dynbus.llm.weights.errors import BrokenModel
 from dynbus.spi import usable_cores
 
 from . import tokenizing
 from .template import ChatTemplate
 from .tokenizer import Tokenizer, check_text, decoder_growth, second_from
-from .tokenizing import BYTES_PER_SECOND, Answer, Chats, Ids, Pair, Texts, seconds_for
+from .tokenizing import Answer, Chats, Ids, Pair, Texts, seconds_for
 
 MOST_PROCESSES: Final = 4
 """Of one model: each holds the whole vocabulary."""
@@ -37,6 +37,8 @@ MOST_WRITTEN: Final = 8 * 1024
 
 WRITTEN_HERE: Final = 1024
 """Tokens that are written out here: more of them might be more than there is memory for."""
+
+_ENDED: Final = "its process has ended, most likely for want of memory"
 
 _ANSWER: Final = msgspec.json.Decoder(Answer)
 
@@ -122,6 +124,8 @@ class GuardedTokenizer(Tokenizer):
         Args:
             conversation: as `encode_conversation` writes it.
         """
+        if len(template.source) > MOST_AT_ONCE:
+            return None
         request = Chats(template.rendering([conversation]), SECONDS)
         try:
             line = await self._processes.ask_idle(msgspec.json.encode(request))
@@ -142,8 +146,10 @@ class GuardedTokenizer(Tokenizer):
         """The error of a conversation at which a process has ended."""
         if error.by == signal.SIGPROF:
             return template.took_too_long(request.rendering)
-        size = sum(map(len, request.rendering.conversations))
-        return self._failed(_why_ended(error, SECONDS + size / BYTES_PER_SECOND))
+        if error.time_is_over:
+            return self._failed(f"it takes more than {SECONDS:.3g} s of processor time")
+        # Whose memory it was nobody knows; a template may be asked in another way.
+        return template.broken(_ENDED)
 
     def _ask(self, request: Texts | Pair | Ids) -> Answer:
         try:
@@ -161,7 +167,7 @@ class GuardedTokenizer(Tokenizer):
 def _why_ended(error: SandboxEnded, seconds: float) -> str:
     if error.time_is_over:
         return f"it takes more than {seconds:.3g} s of processor time"
-    return "its process has ended, most likely for want of memory"
+    return _ENDED
 
 
 def _check_written(longest: int, data: bytes, origin: str) -> None:

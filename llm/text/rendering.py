@@ -138,17 +138,18 @@ def _compiled(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(source)
 
 
-def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
-    """Render a template, without a limit on its time.
+def render(source: str, conversation: msgspec.Raw | None) -> RenderAnswer:
+    """Render a template, without a limit on its time; without a conversation see whether it is one.
 
     Where `continue_final_message` is true, the prompt ends with the content of the last message, a
     text: what the template writes behind it is left out.
     """
-    goes_on = variables is not None and bool(variables.get(CONTINUE))
     try:
         template = _compiled(source)
-        if variables is None:
+        if conversation is None:
             return RenderAnswer()
+        variables = msgspec.json.decode(conversation, type=dict[str, Any])
+        goes_on = bool(variables.get(CONTINUE))
         if goes_on:
             variables = _with_end_mark(variables)
         pieces: list[str] = []
@@ -168,7 +169,7 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
     except jinja2.TemplateSyntaxError as error:
         return RenderAnswer(failed=f"line {error.lineno}: {error.message}")
     except MemoryError:
-        return RenderAnswer(failed=f"it takes more than {MAX_MEMORY} bytes of memory")
+        return RenderAnswer(failed="it takes more memory than there is for it")
     except RecursionError:
         return RenderAnswer(failed="it is nested too deeply, or calls itself without end")
     except Exception as error:  # noqa: BLE001 - whatever it raises is the template's failure
@@ -186,10 +187,10 @@ def render_each(request: Rendering) -> list[RenderAnswer]:
     """The answer for each conversation, or for the template alone, within the request's time:
     SIGPROF ends the process after it."""
     signal.setitimer(signal.ITIMER_PROF, request.seconds)
-    conversations = request.conversations or [msgspec.Raw(b"null")]
-    answers = [render(request.source, msgspec.json.decode(one)) for one in conversations]
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    return answers
+    try:
+        return [render(request.source, one) for one in request.conversations or [None]]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -72,9 +72,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._seconds = seconds
         if len(source) > MAX_SOURCE:
-            raise self._broken(
-                f"it has {len(source)} characters, and at most {MAX_SOURCE} are read"
-            )
+            raise self.broken(f"it has {len(source)} characters, and at most {MAX_SOURCE} are read")
 
     def __repr__(self) -> str:
         return f"<ChatTemplate of {self.model}, {len(self.source)} characters>"
@@ -153,11 +151,11 @@ class ChatTemplate:
             return InvalidRequest(
                 f"the model {self.model} takes no such conversation: {answer.refused}"
             )
-        return None if answer.failed is None else self._broken(answer.failed)
+        return None if answer.failed is None else self.broken(answer.failed)
 
     def took_too_long(self, rendering: Rendering) -> BrokenTemplate:
         """The error of a rendering that was ended."""
-        return self._broken(f"it takes more than {rendering.seconds:g} s of processor time")
+        return self.broken(f"it takes more than {rendering.seconds:g} s of processor time")
 
     def _run(self, rendering: Rendering) -> RenderAnswer:
         try:
@@ -165,10 +163,11 @@ class ChatTemplate:
         except SandboxEnded as error:
             if error.time_is_over:
                 raise self.took_too_long(rendering) from None
-            raise self._broken("the process that renders it has ended") from None
+            raise self.broken("the process that renders it has ended") from None
         return answer
 
-    def _broken(self, why: str) -> BrokenTemplate:
+    def broken(self, why: str) -> BrokenTemplate:
+        """The error of this template, and why it does not work."""
         broken = BrokenTemplate(f"the chat template of the model {self.model} does not work: {why}")
         broken.reason = why
         return broken

@@ -59,6 +59,7 @@ async def test_a_call_goes_abroad_while_nobody_is_at_home(tmp_path: Path) -> Non
         with call_options(spill="never"), pytest.raises(NoInstances):
             await eu.client(Counter).where()
         at_home = await eu.start(Counter, instance_id="in-eu")
+        await eventually(lambda: "in-eu" in eu.instance_ids(Counter))
         assert {await spilling.where() for _ in range(5)} == {"in-eu"}
 
         seen = await look(regions["eu"])

@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
+from dynbus.llm.text.chat_encoder import MOST_AT_ONCE, is_short
 from dynbus.llm.text.guarded_tokenizer import GuardedTokenizer
 from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.text.text_model import TextModel
@@ -82,6 +84,26 @@ async def test_a_model_whose_texts_never_end_holds_up_no_other(
     finally:
         ends.set()
     assert await asyncio.gather(*waiting) == [[]] * len(waiting)
+
+
+class Endless(Sequence[Any]):
+    """JSON of which only the length may be looked at."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, at: Any) -> Any:
+        raise AssertionError("it is read")
+
+
+def test_a_long_conversation_is_not_read_to_see_that_it_is_long() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+
+    assert is_short({"messages": messages, "tools": None, "add_generation_prompt": True})
+    assert not is_short({"messages": messages, "tools": Endless()})
+    assert not is_short({"messages": messages, "tools": [{"a": {"b": "x" * MOST_AT_ONCE}}]})
+    assert not is_short({"x" * MOST_AT_ONCE: 1})
+    assert not is_short([["x"] * 100] * 100)
 
 
 async def test_conversations_that_come_at_once_are_each_answered_for_themselves() -> None:

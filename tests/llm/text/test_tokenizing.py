@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 from functools import cache
 from typing import Any
 
 import fastokens
+import msgspec
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
+from dynbus.llm.text.rendering import Rendering
 from dynbus.llm.text.tokenizer import Tokenizer
-from dynbus.llm.text.tokenizing import Texts, Tokenising
+from dynbus.llm.text.tokenizing import Chats, Texts, Tokenising
 
 from .tiny_tokenizer import sentencepiece_tokenizer, tiny_json, tiny_tokenizer
 
@@ -92,6 +96,49 @@ def test_the_tokens_are_those_of_the_other_library(
     answer = tokenising(kind).answer(Texts(longer, special, 10.0))
 
     assert answer.ids == [KINDS[kind].encode(text, special=special) for text in longer]
+
+
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+|zz"
+)
+
+
+@pytest.mark.parametrize("text", ["'\u017fx", " \u180eb", "\u180e\u180eb"])
+def test_a_character_that_patterns_cut_otherwise_is_cut_as_by_the_other_library(text: str) -> None:
+    ((whole, _),) = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    ).pre_tokenize_str(text)
+    # All of the text becomes one token wherever it is not cut.
+    merges = [(whole[:end], whole[end]) for end in range(1, len(whole))]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {one: n for n, one in enumerate([*letters, *map("".join, merges)])}
+    made: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    here = Tokenising(made.to_str().encode(), cache_bytes=2_000)
+    assert here.is_fast
+
+    answer = here.answer(Texts([text, "plain"], False, 10.0))
+
+    assert answer.ids == [made.encode(one, add_special_tokens=False).ids for one in (text, "plain")]
+
+
+def test_the_time_of_what_fails_does_not_go_on() -> None:
+    here = Tokenising(KINDS["plain"].to_json())
+    broken = Rendering("{{ messages }}", [msgspec.Raw(b"[1")], 5.0)
+
+    (chat,) = here.answer(Chats(broken, 5.0)).chats
+
+    assert chat.failed is not None
+    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
+    with pytest.raises(TypeError):
+        here.answer(Texts([1], False, 5.0))  # type: ignore[list-item]
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
 def test_the_faster_library_knows_the_usual_kinds() -> None:
