@@ -19,7 +19,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO, Final, NoReturn
@@ -188,7 +188,8 @@ def render_each(request: Rendering) -> list[RenderAnswer]:
     SIGPROF ends the process after it."""
     signal.setitimer(signal.ITIMER_PROF, request.seconds)
     try:
-        return [render(request.source, one) for one in request.conversations or [None]]
+        conversations: Sequence[msgspec.Raw | None] = request.conversations or [None]
+        return [render(request.source, one) for one in conversations]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
