@@ -365,6 +365,7 @@ async def turns(spec: Spec) -> Any:
             before = cpu_seconds(pids.values())
             connection.begin(request)
             await connection.ended()
+            # The events of its blocks, and what the front end does of them, come after the answer.
             await asyncio.sleep(0.5)
             used = cpu_used(before, cpu_seconds(pids.values()))
             rounds[kind].append(

@@ -147,7 +147,7 @@ class GuardedTokenizer(Tokenizer):
         if error.by == signal.SIGPROF:
             return template.took_too_long(request.rendering)
         if error.time_is_over:
-            return self._failed(f"it takes more than {SECONDS:.3g} s of processor time")
+            return self._failed(_why_ended(error, SECONDS))
         # Whose memory it was nobody knows; a template may be asked in another way.
         return template.broken(_ENDED)
 

@@ -25,7 +25,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import BinaryIO, Final, Protocol
 
 import fastokens
@@ -44,7 +44,6 @@ MOST_TOKENS: Final = 4096
 TOKENS_PER_BYTE: Final = 32
 """A text has so many tokens at most, and so many for each of its bytes. Those in use have one for
 each byte at most, some more where a character is written in full, and a few around the text."""
-
 
 COMPARED: Final = (
     "The quick brown fox, they'll say, JUMPED over 12345 lazy dogs -- it's 3.14159!?\n\n\tOK  \r\n",
@@ -65,7 +64,6 @@ does not count, and whether the Mongolian vowel separator is a space. Few vocabu
 
 MOST_COMPARED: Final = 256
 """Tokens of the vocabulary, and as many of the added ones, that are compared."""
-
 
 BYTES_PER_SECOND: Final = 256 * 1024
 """A text may take a second of processor time more for so many; those in use take a tenth."""
@@ -168,9 +166,6 @@ class Tokenising:
     Args:
         cache_bytes: that are remembered of texts and their tokens.
 
-    Attributes:
-        is_fast: whether the faster library tokenises texts, which alone remembers.
-
     Raises:
         Exception: the library's, of a file that is none.
     """
@@ -182,9 +177,13 @@ class Tokenising:
         vocabulary = self._raw.get_vocab()
         self._longest = max(map(len, vocabulary), default=0)
         self._fast = _agreeing(data, self._raw, sorted(vocabulary))
-        self.is_fast = self._fast is not None
         if self._fast is not None and cache_bytes:
             self._fast.enable_segment_cache(cache_bytes)
+
+    @property
+    def is_fast(self) -> bool:
+        """True if the faster library tokenises texts, which alone remembers."""
+        return self._fast is not None
 
     def answer(self, request: Request) -> Answer:
         """The token ids of conversations, of texts or of a pair of texts, or the text of token ids.
@@ -200,7 +199,7 @@ class Tokenising:
     def _tokenise_chats(self, request: Chats) -> Answer:
         chats = [_without_surrogates(one) for one in render_each(request.rendering)]
         texts = [one.text for one in chats if one.is_text]
-        with _within(request.seconds + sum(map(len, texts)) / BYTES_PER_SECOND):
+        with _within(request.seconds + _bytes_of(texts) / BYTES_PER_SECOND):
             ids = [encoding.ids for encoding in self._encodings(texts, False)]
         return Answer(ids, [RenderAnswer(refused=one.refused, failed=one.failed) for one in chats])
 
@@ -285,8 +284,12 @@ def seconds_for(request: Texts | Pair | Ids) -> float:
         size = len(request.ids)
     else:
         texts = request.texts if isinstance(request, Texts) else (request.first, request.second)
-        size = sum(map(len, texts))
+        size = _bytes_of(texts)
     return request.seconds + size / BYTES_PER_SECOND
+
+
+def _bytes_of(texts: Iterable[str]) -> int:
+    return sum(len(text.encode()) for text in texts)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
+from dynbus.llm.text import tokenizing
 from dynbus.llm.text.rendering import Rendering
 from dynbus.llm.text.tokenizer import Tokenizer
-from dynbus.llm.text.tokenizing import Chats, Texts, Tokenising
+from dynbus.llm.text.tokenizing import Chats, Texts, Tokenising, TooManyTokens
 
 from .tiny_tokenizer import sentencepiece_tokenizer, tiny_json, tiny_tokenizer
 
@@ -128,7 +129,7 @@ def test_a_character_that_patterns_cut_otherwise_is_cut_as_by_the_other_library(
     assert answer.ids == [made.encode(one, add_special_tokens=False).ids for one in (text, "plain")]
 
 
-def test_the_time_of_what_fails_does_not_go_on() -> None:
+def test_the_time_of_what_fails_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Tokenising(KINDS["plain"].to_json())
     broken = Rendering("{{ messages }}", [msgspec.Raw(b"[1")], 5.0)
 
@@ -136,8 +137,9 @@ def test_the_time_of_what_fails_does_not_go_on() -> None:
 
     assert chat.failed is not None
     assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
-    with pytest.raises(TypeError):
-        here.answer(Texts([1], False, 5.0))  # type: ignore[list-item]
+    monkeypatch.setattr(tokenizing, "MOST_TOKENS", -1000)
+    with pytest.raises(TooManyTokens):
+        here.answer(Texts(["a"], False, 5.0))
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
