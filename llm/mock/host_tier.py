@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock, KeptBlocks
-from dynbus.llm.tiers.host_index import HostIndex
+from dynbus.llm.engine.interface import CachedBlock
+from dynbus.llm.tiers.indexed_tier import IndexedTier
 from dynbus.llm.tiers.lasting import LastingBlock, LastingMemory
-from dynbus.llm.tiers.sessions import SessionKey
-from dynbus.spi import monotonic
 
 
-class MockTier:
+class MockTier(IndexedTier):
     """Keeps evicted blocks of a mock: a `BlockTier`. To bring them back takes no time.
 
     Args:
@@ -27,24 +24,11 @@ class MockTier:
     """
 
     def __init__(self, blocks: int, *, folder: Path | None = None, block_size: int = 0) -> None:
-        self._index = HostIndex(blocks)
-        self._lasting: LastingMemory | None = None
+        super().__init__(blocks)
         if folder is not None:
             # Blocks of no bytes.
-            lasting = self._lasting = LastingMemory(folder, f"mock {block_size}", blocks, 0)
-            left = [*lasting.blocks()]
-            here = {block.place for block in self._index.restore(left)}
-            lasting.drop({block.place for block in left} - here)
-
-    def __repr__(self) -> str:
-        return f"<MockTier [{len(self._index)} of {self._index.places} blocks]>"
-
-    def evicted(
-        self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
-    ) -> None:
-        """See `BlockTier`."""
-        self._index.end_those_over(monotonic())
-        self._take_in(blocks, cached)
+            self._lasting = LastingMemory(folder, f"mock {block_size}", blocks, 0)
+            self._restore(self._lasting)
 
     def _take_in(
         self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
@@ -63,32 +47,8 @@ class MockTier:
         """See `BlockTier`."""
         return len(self._index.find(sequence_hashes, 0, len(blocks)))
 
-    def keep_for(
-        self,
-        owner: str,
-        session: str,
-        sequence_hashes: Sequence[int],
-        seconds: float,
-        cached: Callable[[int], CachedBlock | None],
-        replaced: str = "",
-    ) -> None:
-        """See `BlockTier`."""
-        key = SessionKey(owner, session)
-        self._index.keep_for(key, sequence_hashes, monotonic(), seconds, replaced)
-        if self._lasting is not None:
-            # What is in the cache alone ends with the process.
-            self._take_in(self._index.lacking(sequence_hashes, cached), cached)
-
-    def blocks_of(self, owner: str, session: str) -> KeptBlocks:
-        """See `RememberingTier`."""
-        return self._index.blocks_of(SessionKey(owner, session), monotonic())
-
     def leave(self) -> None:
         """Leave a file to the next process, and write there no more."""
         if self._lasting is not None:
             self._lasting.close()
             self._lasting = None
-
-    def take_events(self) -> Sequence[KvEvent]:
-        """See `BlockTier`."""
-        return self._index.take_events()

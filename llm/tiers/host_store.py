@@ -10,16 +10,13 @@ from pathlib import Path
 from time import perf_counter
 
 from dynbus import ConfigError
-from dynbus.kvrouter import KvEvent
-from dynbus.llm.engine.interface import CachedBlock, KeptBlocks
-from dynbus.spi import monotonic
+from dynbus.llm.engine.interface import CachedBlock
 from dynbus.transfer import Axis, BlockLayout, KvMemory
 
 from .copying import BlockCopier
 from .cost import Rates
-from .host_index import HostIndex
+from .indexed_tier import IndexedTier
 from .lasting import LastingBlock, LastingMemory
-from .sessions import SessionKey
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +45,7 @@ class HostStatistics:
     session_blocks: int = 0
 
 
-class HostStore:
+class HostStore(IndexedTier):
     """Keeps evicted blocks of an engine, and writes them back: a `BlockTier`.
 
     Its memory is one stretch, in which each block lies in one piece.
@@ -100,29 +97,25 @@ class HostStore:
             first_head=layout.first_head,
             total_heads=layout.total_heads,
         )
-        self._lasting: LastingMemory | None = None
+        super().__init__(places)
         if folder is None:
             self.memory = KvMemory.allocate(own)
         else:
             self._lasting = LastingMemory(folder, f"{kind} {own}", places, own.block_bytes)
             self.memory = KvMemory.of_arrays(own, [self._lasting.data])
         self._copier = BlockCopier(engine, self.memory)
-        self._index = HostIndex(places)
         self._rates = rates
         self.damaged: Callable[[Sequence[int]], object] | None = None
         self._pinned: list[int] = []
         self._kept = self._brought = self._computed = self._damaged = 0
-        self._is_closed = self._has_left = False
+        self._has_left = False
         # Held while a file is written or read: it is left in between.
         self._using = threading.RLock()
         # By place: of the bytes there, with the hash of the block as the seed, so that a block that
         # is whole and another one's differs as well.
         self._sums: dict[int, int] | None = {} if checksums or folder is not None else None
         if self._lasting is not None:
-            self._restore(self._lasting)
-
-    def __repr__(self) -> str:
-        return f"<HostStore [{len(self._index)} of {self._index.places} blocks]>"
+            self._go_on(self._lasting)
 
     @property
     def key(self) -> bytes | None:
@@ -145,23 +138,12 @@ class HostStore:
             self._index.sessions.blocks,
         )
 
-    def _restore(self, lasting: LastingMemory) -> None:
+    def _go_on(self, lasting: LastingMemory) -> None:
         """Go on with what an earlier process has left."""
-        blocks = [*lasting.blocks()]
-        here = self._index.restore(blocks)
+        here = self._restore(lasting)
         self._sums = {block.place: block.checksum for block in here}
-        lasting.drop({block.place for block in blocks} - set(self._sums))
         if here:
             logger.info("%d blocks are on the host from before, in %s", len(here), lasting.path)
-
-    def evicted(
-        self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
-    ) -> None:
-        """Copy what the cache gives up, and what of its prefixes is not here yet."""
-        if self._is_closed:
-            return
-        self._index.end_those_over(monotonic())
-        self._take_in(blocks, cached)
 
     def _take_in(
         self, blocks: Sequence[CachedBlock], cached: Callable[[int], CachedBlock | None]
@@ -189,28 +171,6 @@ class HostStore:
                 )
         self._rates.note_copy(len(taken), perf_counter() - began)
         self._kept += len(taken)
-
-    def keep_for(
-        self,
-        owner: str,
-        session: str,
-        sequence_hashes: Sequence[int],
-        seconds: float,
-        cached: Callable[[int], CachedBlock | None],
-        replaced: str = "",
-    ) -> None:
-        """See `BlockTier`."""
-        if self._is_closed:
-            return
-        key = SessionKey(owner, session)
-        self._index.keep_for(key, sequence_hashes, monotonic(), seconds, replaced)
-        if self._lasting is not None:
-            # What is in the cache alone ends with the process.
-            self._take_in(self._index.lacking(sequence_hashes, cached), cached)
-
-    def blocks_of(self, owner: str, session: str) -> KeptBlocks:
-        """See `RememberingTier`."""
-        return self._index.blocks_of(SessionKey(owner, session), monotonic())
 
     def find(self, sequence_hashes: Sequence[int]) -> int:
         """The number of these blocks that are here, from the first on; 0 where computing is faster.
@@ -297,10 +257,6 @@ class HostStore:
         """See `ForgettingTier`."""
         self._is_closed = True
         self.forget(self._index.hashes)
-
-    def take_events(self) -> Sequence[KvEvent]:
-        """The events of stored and removed blocks since the last call, in their order."""
-        return self._index.take_events()
 
 
 def _order(layout: BlockLayout) -> list[Axis]:
