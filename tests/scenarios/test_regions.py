@@ -79,6 +79,8 @@ async def test_an_id_is_taken_in_all_regions(tmp_path: Path) -> None:
         connect = [Runtime.connect(regions[name].url) for name in ("eu", "us")]
         eu, us = [await exits.enter_async_context(one) for one in connect]
         there = await us.start(Counter, instance_id="c-0")
+        # The servers between them pass on who listens a moment after it does.
+        await eventually(lambda: eu.bus.questions.is_there(there.name))
 
         with pytest.raises(ConfigError, match="in use in another region.* such as c-0-eu"):
             await eu.start(Counter, instance_id="c-0")
