@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import itemgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -251,7 +252,7 @@ class Scheduler(Generic[S]):
 
     def schedule(self) -> StepPlan[S]:
         """Choose what the next step computes, and give it its blocks."""
-        exchanged = self._change_places() if self._is_full else 0
+        exchanged = self._change_places() if self._lacks_room() else 0
         budget = self._max_num_batched_tokens
         text_budget, text_places = self._text_room()
         prefill_tokens = context_tokens = preempted = 0
@@ -300,31 +301,59 @@ class Scheduler(Generic[S]):
                     self._tell_held(request)
         return StepPlan(chunks, prefill_tokens, context_tokens, preempted + exchanged, admitted)
 
+    def _lacks_room(self) -> bool:
+        """True if something waits that finds no room in this step unless others give way."""
+        if self._is_full or len(self.waiting) > self._seats:
+            return bool(self.waiting)
+        if not self.waiting or not self.running:
+            return False
+        first, last = self.waiting[0], self.running[-1]
+        return first.priority > last.priority and self._room_for(first) is None
+
     def _change_places(self) -> int:
         """Have requests that run wait again for the sake of some that wait; returns how many."""
-        gone = 0
-        placed: list[ScheduledRequest[S]] = []
-        while len(placed) < max(1, self._max_num_seqs // EXCHANGED):
+        placed = self._placed_anyway()
+        fitting, gone = len(placed), 0
+        for request in placed:
+            self._move(request, runs=True)
+        for _ in range(max(1, self._max_num_seqs // EXCHANGED)):
             exchange = self._exchange(placed)
             if exchange is None:
                 break
             request, victims = exchange
-            self.waiting.remove(request)
-            self._count(self._waiting_of, request, -1)
-            self._count(self._running_of, request, 1)
+            self._move(request, runs=True)
             placed.append(request)
             for victim in victims:
                 self.running.remove(victim)
                 self._set_back(victim)
             gone += len(victims)
-        for request in reversed(placed):
-            # Before those, whose turns have come as well.
-            request.turn = min(request.turn, self.waiting[0].turn)
-            self.waiting.appendleft(request)
-            self._count(self._waiting_of, request, 1)
-            self._count(self._running_of, request, -1)
+        for at, request in reversed(list(enumerate(placed))):
+            if at >= fitting:
+                # Before those that gave way, whose turns have come as well.
+                request.turn = min(request.turn, self.waiting[0].turn)
+            self._move(request, runs=False)
         self.preempted += gone
         return gone
+
+    def _placed_anyway(self) -> list[ScheduledRequest[S]]:
+        """The requests that wait and find a place in this step without anyone's giving way."""
+        blocks = self._manager.free - self._manager.headroom
+        placed: list[ScheduledRequest[S]] = []
+        for request in islice(self.waiting, max(0, self._seats)):
+            blocks -= -(-request.sequence.length // self._block_size)
+            if blocks < 0:
+                break
+            placed.append(request)
+        return placed
+
+    def _move(self, request: ScheduledRequest[S], *, runs: bool) -> None:
+        """Take a request from those that wait as one that will run, or put it back at their head."""
+        if runs:
+            self.waiting.remove(request)
+        else:
+            self.waiting.appendleft(request)
+        self._count(self._waiting_of, request, -1 if runs else 1)
+        self._count(self._running_of, request, 1 if runs else -1)
 
     def _exchange(
         self, placed: Sequence[ScheduledRequest[S]] = ()
@@ -363,7 +392,7 @@ class Scheduler(Generic[S]):
         do not."""
         blocks = sum(-(-one.sequence.length // self._block_size) for one in wanting)
         blocks -= self._manager.free - self._manager.headroom
-        seats = len(self.running) - self._parked + len(wanting) - self._max_num_seqs
+        seats = len(wanting) - self._seats
         victims: list[ScheduledRequest[S]] = []
         for one in reversed(others):
             if blocks <= 0 and seats <= 0:
@@ -487,9 +516,15 @@ class Scheduler(Generic[S]):
         return used
 
     @property
+    def _seats(self) -> int:
+        """The number of requests that may run beside those that do; below 0 where more run than
+        have a place."""
+        return self._max_num_seqs - (len(self.running) - self._parked)
+
+    @property
     def _has_seat(self) -> bool:
         """True if one more request may run."""
-        return len(self.running) - self._parked < self._max_num_seqs
+        return self._seats > 0
 
     def _room_for(self, request: ScheduledRequest[S]) -> int | None:
         """Cached blocks that a waiting request would begin with; None without room for it."""
@@ -710,7 +745,7 @@ class Scheduler(Generic[S]):
         # What keeps a request waiting now does so until another ends: blocks only get fewer.
         if self.waiting and self._has_seat and self._room_for(self.waiting[0]) is not None:
             return 0
-        if self._is_full and self._exchange() is not None:
+        if self._lacks_room() and self._exchange() is not None:
             return 0
         while steps and self._added_blocks(steps) > self._manager.free:
             steps //= 2

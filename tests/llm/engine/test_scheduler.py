@@ -242,8 +242,25 @@ def test_what_is_less_urgent_gives_way_where_that_makes_room_and_only_then() -> 
 
     full.cancel(full.waiting[0])
     full.add(request("fits", 16))
-    plans = [step(full) for _ in range(2)]
 
-    assert sum(plan.preempted for plan in plans) == 1
+    assert step(full).preempted == 1
     assert {one.id for one in full.running} == {"large", "fits"}
     assert [one.id for one in full.waiting] == ["small"]
+
+
+def test_the_urgent_run_in_the_step_after_they_came_where_others_can_give_way() -> None:
+    """Also where some of them find a place anyway."""
+    full = scheduler(max_num_seqs=16, max_num_batched_tokens=100)
+    for number in range(15):
+        full.add(request(f"batch{number}", 4, priority=-100))
+    step(full)
+    full.add(request("batch waits", 4, priority=-100))
+    full.add(request("first", 4))
+    full.add(request("second", 4))
+    assert full.quiet_steps(8) == 0
+
+    plan = step(full)
+
+    assert plan.admitted == ["first", "second"]
+    assert plan.preempted == 1
+    assert {one.id for one in full.waiting} == {"batch14", "batch waits"}
