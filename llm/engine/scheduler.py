@@ -347,7 +347,7 @@ class Scheduler(Generic[S]):
         return placed
 
     def _move(self, request: ScheduledRequest[S], *, runs: bool) -> None:
-        """Take a request from those that wait as one that will run, or put it back at their head."""
+        """Take a request out of those that wait, as one that will run, or put it at their head."""
         if runs:
             self.waiting.remove(request)
         else:
