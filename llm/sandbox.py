@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,10 @@ MOST_AT_ONCE: Final = 32 * 1024
 """Bytes of a request that is written on the event loop: a pipe takes more, so that nobody waits."""
 
 _PIECE: Final = 64 * 1024
+
+ANSWER_SECONDS: Final = 120.0
+"""In which a process answers, or is ended. Its own limits are of processor time, of which one that
+is stopped or waits for a disk takes none."""
 
 _END_SECONDS: Final = 0.5
 """In which a process that writes no more has ended: what it had is given back in a few ms."""
@@ -49,10 +54,14 @@ class Sandbox:
         program: its path.
         limit: how many there are at most; who needs another waits.
         first: a line that each of them reads before all requests; none where it is empty.
+        seconds: in which one answers, or is ended.
     """
 
-    def __init__(self, program: Path, limit: int, *, first: bytes = b"") -> None:
+    def __init__(
+        self, program: Path, limit: int, *, first: bytes = b"", seconds: float = ANSWER_SECONDS
+    ) -> None:
         self._program = program
+        self._seconds = seconds
         self._first = first
         self._free = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
@@ -94,7 +103,7 @@ class Sandbox:
 
     def _finish(self, process: _Process) -> None:
         try:
-            process.read_rest()
+            process.finish()
             self._keep(process)
         except BaseException as error:
             process.end()
@@ -120,7 +129,7 @@ class Sandbox:
                     # that ends one would end them all.
                     if error.time_is_over:
                         raise
-            return self._ask(_Process(self._program, self._first), request)
+            return self._ask(_Process(self._program, self._first, self._seconds), request)
 
     def _pop_idle(self) -> _Process | None:
         with self._lock:
@@ -153,7 +162,8 @@ def _end(idle: list[_Process]) -> None:
 class _Process:
     """One process; one thread at a time uses it."""
 
-    def __init__(self, program: Path, first: bytes) -> None:
+    def __init__(self, program: Path, first: bytes, seconds: float) -> None:
+        self._seconds = seconds
         self._first = first + b"\n" if first else b""
         self._pieces: list[bytes] = []
         self._is_read = True
@@ -168,8 +178,25 @@ class _Process:
         self._output = self.process.stdout.fileno()
 
     def ask(self, request: bytes) -> bytes:
-        self._write(request)
-        return self.read_rest()
+        with self._ended_late():
+            self._write(request)
+            return self._read_rest()
+
+    def finish(self) -> None:
+        """Read the rest of an answer that nobody waits for any more."""
+        with self._ended_late():
+            self._read_rest()
+
+    @contextlib.contextmanager
+    def _ended_late(self) -> Iterator[None]:
+        """Ends it if it takes too long, which ends reads and writes of its pipes."""
+        timer = threading.Timer(self._seconds, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def ask_on_loop(self, request: bytes) -> bytes:
         loop = asyncio.get_running_loop()
@@ -181,13 +208,15 @@ class _Process:
 
         self._write(request)
         loop.add_reader(self._output, read_some)
+        timer = loop.call_later(self._seconds, self.process.kill)
         try:
             await read
         finally:
+            timer.cancel()
             loop.remove_reader(self._output)
             # uvloop has made reads return at once, which a thread that asks next has to wait for.
             os.set_blocking(self._output, True)
-        return self.read_rest()
+        return self._read_rest()
 
     def _write(self, request: bytes) -> None:
         assert self.process.stdin is not None
@@ -208,7 +237,7 @@ class _Process:
         self._is_read = not piece or piece.endswith(b"\n")
         return self._is_read
 
-    def read_rest(self) -> bytes:
+    def _read_rest(self) -> bytes:
         """The answer, for whose rest it waits.
 
         Raises:

@@ -21,13 +21,13 @@ _END = b"data: [DONE]"
 _ERROR = b"event: error"
 
 
-def chat(prompt: str, max_tokens: int, system: str = "") -> bytes:
+def chat(prompt: str, max_tokens: int, system: str = "", *, key: str = "none") -> bytes:
     """A request for a streamed answer, with its head."""
     messages = [{"role": "system", "content": system}] if system else []
-    return conversation([*messages, {"role": "user", "content": prompt}], max_tokens)
+    return conversation([*messages, {"role": "user", "content": prompt}], max_tokens, key)
 
 
-def conversation(messages: Sequence[Mapping[str, str]], max_tokens: int) -> bytes:
+def conversation(messages: Sequence[Mapping[str, str]], max_tokens: int, key: str = "") -> bytes:
     """The same for a conversation."""
     body = json.dumps(
         {
@@ -41,6 +41,7 @@ def conversation(messages: Sequence[Mapping[str, str]], max_tokens: int) -> byte
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         "Content-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

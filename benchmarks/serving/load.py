@@ -26,7 +26,7 @@ from dynbus.llm.engine.interface import EngineLoad, Step, Stepper
 from dynbus.llm.engine.stepping import stepper_of
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .clients import Connection, chat, close, connect, conversation, summary
+from .clients import Connection, Failed, chat, close, connect, conversation, summary
 from .engines import NAMESPACE, BenchWorker, EngineSettings
 from .model import VOCABULARY, words
 from .processes import allow_many_files, answer, memory_of
@@ -50,6 +50,7 @@ class Spec(msgspec.Struct, frozen=True):
         engine: for what needs no front end.
         pids: of the processes whose time is counted, by what they are.
         front: the process id of the front end.
+        key: with which it is asked; with one, refusals are counted and are no error.
     """
 
     url: str = ""
@@ -63,6 +64,7 @@ class Spec(msgspec.Struct, frozen=True):
     front: int = 0
     long_tokens: int = 0
     workload: Workload | None = None
+    key: str = ""
 
     def length(self, number: int) -> int:
         """The tokens of the prompt of one of many streams: as many of them complete a block of the
@@ -405,14 +407,21 @@ async def poisson(spec: Spec) -> Any:
     """The requests of a workload, each when it is due, whatever became of those before."""
     assert spec.workload is not None
     requests = spec.workload.requests()
-    bodies = [chat(one.own, one.max_tokens, one.shared) for one in requests]
+    bodies = [chat(one.own, one.max_tokens, one.shared, key=spec.key or "none") for one in requests]
     told: list[dict[str, Any]] = []
+    refused = 0
 
     async def ask(body: bytes) -> None:
+        nonlocal refused
         (connection,) = await connect(spec.url, 1)
         connection.begin(body)
-        await connection.ended()
-        told.append(summary(connection))
+        try:
+            await connection.ended()
+            told.append(summary(connection))
+        except Failed:
+            if not spec.key:
+                raise
+            refused += 1
         connection.leave()
 
     begun = perf_counter()
@@ -422,6 +431,7 @@ async def poisson(spec: Spec) -> Any:
             asking.create_task(ask(body))
     return {
         "ttft": [one["ttft"] for one in told],
+        "refused": refused,
         "hit_rate": sum(one["cached"] for one in told) / sum(one["prompt"] for one in told),
         "gap": fmean(gap for one in told for gap in one["gaps"]),
     }

@@ -281,6 +281,7 @@ class Discovery:
         self._bus.lane.connection.on_state(self._on_state)
         self._bus.data.on_state(self._on_state)
         self._bus.heartbeats.on_heard_again(self._came_back)
+        logged = ""
         while True:
             began()
             try:
@@ -293,7 +294,9 @@ class Discovery:
             except NoStream:
                 await (self._look_abroad() if self._is_abroad else self._make_bucket())
             except DynbusError as error:
-                logger.warning("discovery cannot watch yet: %s", error)
+                level = logging.DEBUG if str(error) == logged else logging.WARNING
+                logged = str(error)
+                logger.log(level, "discovery cannot watch yet: %s", error)
                 await anyio.sleep(RETRY_DELAY)
         try:
             await anyio.sleep_forever()

@@ -69,6 +69,8 @@ MAX_CONCURRENCY: Final = 64
 CHUNK: Final = 32
 """Lines that are asked and stored together."""
 CHUNKS_AT_A_TIME: Final = 8
+SUBMITTED_AT_ONCE: Final = 4
+"""Lines that are submitted at the same time: requests of others wait for them on the event loop."""
 MAX_BATCHES: Final = 256
 """Batches that an instance looks after at a time; each of them only waits for its lines."""
 
@@ -315,6 +317,7 @@ class BatchRun:
         # Why no more lines are asked; None while they are.
         self._stopped: NoAnswer | None = None
         self._completed = self._failed = 0
+        self._submitting = anyio.Semaphore(SUBMITTED_AT_ONCE)
 
     def __repr__(self) -> str:
         return f"<BatchRun {self._batch.id} [{len(self._open)} lines asked]>"
@@ -456,7 +459,8 @@ class BatchRun:
         tenant = self._batch.tenant
         metadata = {Context.TENANT_KEY: tenant} if tenant else {}
         with call_options(metadata=metadata, request_id=name.request):
-            return await self._worker.line.submit(name, idempotency_key=name.key, priority=-1)
+            async with self._submitting:
+                return await self._worker.line.submit(name, idempotency_key=name.key, priority=-1)
 
     async def _left(self, name: LineName) -> Answer | NoAnswer:
         """The answer to a line that an earlier try of the batch may have submitted, when no more

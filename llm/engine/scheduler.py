@@ -274,6 +274,11 @@ class Scheduler(Generic[S]):
                 if not taken:
                     at += 1
                     continue
+            elif lacking > 1 and self.waiting and self._chunked_prefill:
+                taken = min(taken, budget - self._owed(request))
+                if taken <= 0:
+                    at += 1
+                    continue
             gone = self._make_room(request, request.computed + taken)
             if gone:
                 preempted += gone
@@ -300,6 +305,19 @@ class Scheduler(Generic[S]):
                 if request.holds:
                     self._tell_held(request)
         return StepPlan(chunks, prefill_tokens, context_tokens, preempted + exchanged, admitted)
+
+    def _owed(self, request: ScheduledRequest[S]) -> int:
+        """The tokens of prompts that are admitted in this step and go before the rest of the prompt
+        of one that runs: they are more urgent, or their owners have fewer requests running."""
+        owed, most = 0, self._running_of[request.owner]
+        for one in islice(self.waiting, max(0, self._seats)):
+            is_before = one.priority > request.priority or (
+                one.priority == request.priority and self._running_of.get(one.owner, 0) + 1 < most
+            )
+            if one.is_text or not is_before or self._room_for(one) is None:
+                break
+            owed += one.sequence.length
+        return owed
 
     def _lacks_room(self) -> bool:
         """True if something waits that finds no room in this step unless others give way."""

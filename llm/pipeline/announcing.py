@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Final
 
+import anyio
 import msgspec
 
-from dynbus import Draining, EndpointClient, EndpointName, Runtime, Unavailable
+from dynbus import Draining, DynbusError, EndpointClient, EndpointName, Runtime, Unavailable
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.generation import Announced, Announcement
 from dynbus.spi import ComponentName
 
 ANNOUNCE: Final = "announce"
 """The endpoint of engines that are told of it."""
+
+MOST_ASKED: Final = 256
+"""Engines that are all asked for a conversation of which it is not known where it is."""
 
 
 class Announcer:
@@ -38,25 +43,42 @@ class Announcer:
     async def announce(self, session: str, announcement: Announcement) -> Announced:
         """Have the engine to which a conversation went make its blocks ready.
 
-        Nothing is ready, and nobody asked, where the router has sent none of it, or that engine is
-        gone or cannot be told.
+        All engines are asked where this router has sent none of it, or that engine is gone: another
+        front end may have sent it, and another process have its files. Nothing is ready, and nobody
+        asked, where there are more than `MOST_ASKED`.
 
         Args:
             session: its name for routers.
 
-        Raises:
-            DynbusError: the engine did not answer, or does not work.
-        """
-        instance = self._router.instance_of(session)
-        if instance is None or not self._can_be_told(instance):
-            return Announced()
-        try:
-            data: bytes = await self._client.direct(announcement, instance).raw()
-        except (Draining, Unavailable):
-            # It has gone just now, and its blocks with it.
-            return Announced()
-        return msgspec.json.decode(data, type=Announced)
+        Returns:
+            The answer of the engine that has most of it.
 
-    def _can_be_told(self, instance: str) -> bool:
+        Raises:
+            DynbusError: no engine answered, or works.
+        """
         known = self._runtime.within_reach(self._component)
-        return any(one.id == instance and ANNOUNCE in one.record.endpoints for one in known)
+        asked = [one.id for one in known if ANNOUNCE in one.record.endpoints]
+        instance = self._router.instance_of(session)
+        if instance in asked:
+            asked = [instance]
+        elif len(asked) > MOST_ASKED:
+            return Announced()
+        answers: list[Announced] = []
+        errors: list[DynbusError] = []
+
+        async def ask(instance: str) -> None:
+            try:
+                data: bytes = await self._client.direct(announcement, instance).raw()
+                answers.append(msgspec.json.decode(data, type=Announced))
+            except (Draining, Unavailable):
+                # It has gone just now, and its blocks with it.
+                answers.append(Announced())
+            except DynbusError as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for one in asked:
+                tasks.start_soon(ask, one)
+        if errors and not answers:
+            raise errors[0]
+        return max(answers, key=attrgetter("tokens"), default=Announced())

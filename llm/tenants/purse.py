@@ -310,14 +310,15 @@ class Purse:
 
     def _enter(self, window: Window) -> None:
         """A later window begins, in which nothing is used yet."""
-        for name in ended_between(self._window, window):
+        over = ended_between(self._window, window)
+        for name in over:
             amounts_of = self._has, self._used, self._others, self._known_has, self._known_used
             for amounts in amounts_of:
                 amounts.pop(name, None)
             self._refused_at.pop(name, None)
             if name in self.limits:
                 self._room[name] = self.limits[name]
-        self._idle = {}
+        self._idle = {name: amount for name, amount in self._idle.items() if name not in over}
         self._window = window
 
     def begin_anew(self) -> None:

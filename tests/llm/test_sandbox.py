@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 from tests.conditions import eventually
@@ -24,9 +25,14 @@ for line in sys.stdin.buffer:
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
+def program(tmp_path: Path) -> Path:
     program = tmp_path / "echo.py"
     program.write_text(PROGRAM)
+    return program
+
+
+@pytest.fixture
+def sandbox(program: Path) -> Sandbox:
     return Sandbox(program, 1)
 
 
@@ -93,6 +99,38 @@ def test_a_process_that_has_ended_is_followed_by_another(
         assert (ended.value.by, ended.value.time_is_over) == (signal.SIGKILL, False)
         assert await sandbox.ask_idle(b"c") is None
         assert await asyncio.to_thread(sandbox.ask, b"d") == b"d"
+
+    with runner:
+        runner.run(story())
+
+
+def test_a_process_that_is_stopped_is_ended_whoever_waits_for_it(
+    program: Path, runner: asyncio.Runner
+) -> None:
+    sandbox = Sandbox(program, 1, seconds=0.5)
+    # More than a pipe takes: it is not written whole.
+    large = b"x" * (1 << 20)
+
+    async def stopped_process() -> int:
+        """The process id of one that has answered, and answers no more."""
+        assert await asyncio.to_thread(sandbox.ask, b"a") == b"a"
+        (process,) = sandbox.idle
+        os.kill(process, signal.SIGSTOP)
+        return process
+
+    async def story() -> None:
+        await stopped_process()
+        with pytest.raises(SandboxEnded):
+            await sandbox.ask_idle(b"b")
+
+        process = await stopped_process()
+        asking = asyncio.ensure_future(sandbox.ask_idle(b"c"))
+        await eventually(lambda: not sandbox.idle)
+        asking.cancel()
+        await eventually(lambda: not psutil.pid_exists(process))
+
+        await stopped_process()
+        assert await asyncio.to_thread(sandbox.ask, large) == large
 
     with runner:
         runner.run(story())

@@ -94,8 +94,8 @@ def test_the_tokens_of_a_step_go_to_the_higher_priority() -> None:
     step(running)
     running.add(request("b", 30, priority=1))
 
-    assert names(step(running)) == [("a", 5), ("b", 3)]
     assert names(step(running)) == [("b", 8)]
+    assert [names(step(running)) for _ in range(3)][-1] == [("b", 6), ("a", 2)]
 
 
 def test_the_lowest_priority_loses_its_blocks_and_waits_behind_higher_ones() -> None:
@@ -264,3 +264,17 @@ def test_the_urgent_run_in_the_step_after_they_came_where_others_can_give_way() 
     assert plan.admitted == ["first", "second"]
     assert plan.preempted == 1
     assert {one.id for one in full.waiting} == {"batch14", "batch waits"}
+
+
+def test_the_rest_of_a_prompt_waits_for_one_of_an_owner_that_has_fewer_running() -> None:
+    chunked = scheduler(max_num_batched_tokens=20)
+    for number in range(3):
+        chunked.add(request(f"a{number}", 4, owner="a"))
+    step(chunked)
+    chunked.add(request("a long", 40, owner="a"))
+    assert names(step(chunked))[-1] == ("a long", 17)
+    chunked.add(request("b", 15, owner="b"))
+
+    plan = step(chunked)
+
+    assert dict(names(plan)) == {"a0": 1, "a1": 1, "a2": 1, "a long": 2, "b": 15}

@@ -45,11 +45,24 @@ class Older(Actor, namespace="llm"):
 class Fleet:
     """Two engines with hosts, and a front end with the keys of two tenants."""
 
-    def __init__(self, kit: TestKit, url: str) -> None:
+    def __init__(self, kit: TestKit, keys: Path) -> None:
         self.kit = kit
-        self.client = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="secret-of-ada", max_retries=0, timeout=30.0
-        )
+        self._keys = keys
+
+    @asynccontextmanager
+    async def front_end(self) -> AsyncGenerator[None]:
+        """A front end that is asked from now on."""
+        async with (
+            Catalog(self.kit.caller) as catalog,
+            HttpFrontEnd(
+                self.kit.caller, catalog, HttpSettings(port=0, api_keys=self._keys)
+            ) as front,
+            openai.AsyncOpenAI(
+                base_url=f"{front.url}/v1", api_key="secret-of-ada", max_retries=0, timeout=30.0
+            ) as self.client,
+        ):
+            await eventually(lambda: len(front.shared.models.served) == 1)
+            yield
 
     async def chat(self, content: str, session: str = "") -> int:
         """How many tokens of a prompt were cached."""
@@ -103,14 +116,9 @@ async def fleet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator
                 host_memory_mib=4,
                 pooling="none",
             )
-        async with (
-            Catalog(kit.caller) as catalog,
-            HttpFrontEnd(kit.caller, catalog, HttpSettings(port=0, api_keys=keys)) as front,
-        ):
-            await eventually(lambda: len(front.shared.models.served) == 1)
-            made = Fleet(kit, front.url)
-            async with made.client:
-                yield made
+        made = Fleet(kit, keys)
+        async with made.front_end():
+            yield made
 
 
 async def test_the_blocks_of_a_session_come_back_when_it_is_announced(
@@ -169,6 +177,20 @@ async def test_an_announcement_that_names_nothing_is_refused(
         assert refused.value.param == "session"
         with pytest.raises(openai.NotFoundError):
             await engines.announce(session="a", model="none")
+
+
+async def test_a_front_end_that_sent_nothing_of_it_asks_all_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as engines:
+        await engines.chat(QUESTION, "agent-1")
+        await engines.have_it_evicted()
+        async with engines.front_end():
+            ready, brought = await engines.announce(session="agent-1")
+            assert ready >= brought > 200
+            assert await engines.announce(session="agent-2") == (0, 0)
+
+            assert await engines.chat(QUESTION, "agent-1") >= ready - 16
 
 
 async def test_nothing_is_ready_where_the_engine_is_gone(

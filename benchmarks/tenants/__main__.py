@@ -1,0 +1,105 @@
+"""`python -m benchmarks.tenants`: the first tokens of a tenant beside one that asks for 50 times
+its part of an engine, against those beside one that keeps to it.
+
+A mock engine, `dynbus http` with a key for each, nats-server, and a process for each tenant's
+requests, which come by chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import click
+import numpy as np
+
+from benchmarks.serving.engines import EngineSettings
+from benchmarks.serving.load import Spec
+from benchmarks.serving.model import write_model
+from benchmarks.serving.stack import Stack, stack
+from benchmarks.serving.workload import Workload
+
+KEYS: Final = {"ada": "key-of-ada", "bob": "key-of-bob"}
+PLACES: Final = 32
+STEP_MS: Final = 10.0
+PREFILL_MS: Final = (0.5, 0.03, 0.0)
+PROMPT: Final = 200
+OUTPUT: Final = 128
+CAPACITY: Final = PLACES * 1000.0 / STEP_MS / OUTPUT
+"""Requests a second that the engine has places for."""
+
+
+async def first_tokens(served: Stack, tenant: str, rate: float, seconds: float, seed: int) -> Any:
+    """Milliseconds to the first token of a tenant's requests, and how many were refused."""
+    workload = Workload(
+        prefixes=1,
+        prefix_tokens=1,
+        own_tokens=PROMPT,
+        max_tokens=OUTPUT,
+        rate=rate,
+        seconds=seconds,
+        seed=seed,
+    )
+    spec = Spec(workload=workload, seconds=seconds, key=KEYS[tenant])
+    told = await served.measure("poisson", spec)
+    return [1e3 * one for one in told["ttft"]], told["refused"]
+
+
+async def compare(rounds: int, seconds: float, part: float, times: float) -> None:
+    """Print what is found."""
+    rows: dict[str, list[float]] = {}
+    async with AsyncExitStack() as exits:
+        folder = Path(exits.enter_context(TemporaryDirectory()))
+        keys = folder / "keys"
+        keys.write_text("".join(f"{tenant} {key}\n" for tenant, key in KEYS.items()))
+        engine = EngineSettings(
+            str(write_model(folder / "model", 8192)),
+            max_num_seqs=PLACES,
+            max_num_batched_tokens=1024,
+            context_length=8192,
+            prefill_ms=PREFILL_MS,
+            decode_ms=(STEP_MS, 0.0, 0.0),
+        )
+        served = await exits.enter_async_context(stack(engine, options=("--api-keys", str(keys))))
+        rate = part * CAPACITY
+        for seed in range(rounds):
+            found: dict[str, float] = {}
+            for name, others in (("in its part", rate), ("flooding", times * rate)):
+                (ours, _), (theirs, refused) = await asyncio.gather(
+                    first_tokens(served, "ada", rate, seconds, 2 * seed),
+                    first_tokens(served, "bob", others, seconds, 2 * seed + 1),
+                )
+                found |= {
+                    f"{name}: p99, ms": float(np.percentile(ours, 99)),
+                    f"{name}: median, ms": median(ours),
+                    f"{name}: requests": float(len(ours)),
+                    f"{name}: of the other": float(len(theirs)),
+                    f"{name}: of it refused": float(refused),
+                }
+            for which in ("p99", "median"):
+                found[f"ratio of the {which}"] = (
+                    found[f"flooding: {which}, ms"] / found[f"in its part: {which}, ms"]
+                )
+            for name, value in found.items():
+                rows.setdefault(name, []).append(value)
+    for name, values in rows.items():
+        print(
+            f"{name:28}", *(f"{value:9.2f}" for value in values), f"  median {median(values):.2f}"
+        )
+
+
+@click.command()
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--seconds", default=60.0, show_default=True, help="of each measurement")
+@click.option("--part", default=0.1, show_default=True, help="of the capacity, of a tenant")
+@click.option("--times", default=50.0, show_default=True, help="its part that the other asks for")
+def main(rounds: int, seconds: float, part: float, times: float) -> None:
+    asyncio.run(compare(rounds, seconds, part, times))
+
+
+if __name__ == "__main__":
+    main()
