@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -188,7 +188,7 @@ class _Process:
             self._read_rest()
 
     @contextlib.contextmanager
-    def _ended_late(self) -> Iterator[None]:
+    def _ended_late(self) -> Generator[None]:
         """Ends it if it takes too long, which ends reads and writes of its pipes."""
         timer = threading.Timer(self._seconds, self.process.kill)
         timer.daemon = True
