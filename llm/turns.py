@@ -55,38 +55,6 @@ class Turns(Generic[T]):
         return owner, item
 
 
-class LoopTurns:
-    """Work on an event loop that is begun by tenants in turn, one in each turn of the loop: where
-    more comes than the loop gets done, what waits has not begun.
-    """
-
-    def __init__(self) -> None:
-        self._waiting = Turns[asyncio.Future[None]]()
-        self._has_begun = False
-
-    def __repr__(self) -> str:
-        return f"<LoopTurns {self._waiting!r}>"
-
-    async def begin(self, tenant: str) -> None:
-        """Wait for the tenant's turn, unless nothing else is begun just now."""
-        loop = asyncio.get_running_loop()
-        if not self._has_begun:
-            self._has_begun = True
-            loop.call_soon(self._go_on)
-            return
-        turn = loop.create_future()
-        self._waiting.put(tenant, turn)
-        await turn
-
-    def _go_on(self) -> None:
-        while taken := self._waiting.pop():
-            if not taken[1].done():
-                taken[1].set_result(None)
-                asyncio.get_running_loop().call_soon(self._go_on)
-                return
-        self._has_begun = False
-
-
 class _Job(NamedTuple):
     function: Callable[[], Any]
     future: Future[Any]

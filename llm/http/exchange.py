@@ -377,7 +377,6 @@ class Exchange(ABC):
     async def _answer(self, data: bytes) -> None:
         """Answer a body, also where that fails."""
         try:
-            await self._shared.turns.begin(self._caller.tenant)
             if await self._answer_again(data):
                 return
             is_long = len(data) > LONG_BODY

@@ -24,7 +24,7 @@ from dynbus.llm.tenants.keys import KeyHolder, time_text
 from dynbus.llm.tenants.limits import Limits, models_of
 from dynbus.llm.tenants.recording import UsageRecorder
 from dynbus.llm.tenants.tenants import Tenants
-from dynbus.llm.turns import LoopTurns, TenantThreads
+from dynbus.llm.turns import TenantThreads
 from dynbus.spi import random_id, unix_time
 
 from .idempotency import KeptAnswers
@@ -130,7 +130,6 @@ class Shared:
         responses: keeps responses; None where none are kept.
         is_draining: whether it stops, and takes no more requests.
         reading: reads bodies that take a while.
-        turns: in which requests are begun.
         places: of the requests that run.
         bodies: room for what is kept of bodies.
     """
@@ -152,7 +151,6 @@ class Shared:
         self.metrics = FrontEndMetrics()
         self.kept_answers = KeptAnswers()
         self.reading = TenantThreads(ThreadPoolExecutor(1, thread_name_prefix="dynbus-bodies"), 1)
-        self.turns = LoopTurns()
         self.places = fairness.Shares(settings.max_requests, fairness.TIMES_FREE)
         self.bodies = SharedRoom(fairness.Shares(max(BODIES_BYTES, 4 * settings.max_body_bytes), 1))
         self.keep_alive = KeepAlive(settings.stream_keep_alive)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.conditions import eventually
 
 from dynbus.bus.context import Context
-from dynbus.llm.turns import LoopTurns, TenantThreads, Turns
+from dynbus.llm.turns import TenantThreads, Turns
 
 
 def test_owners_come_in_turn_and_what_is_ones_in_its_order() -> None:
@@ -110,30 +110,3 @@ async def test_what_work_raises_is_raised_where_it_was_asked_for() -> None:
         with pytest.raises(ValueError, match="no such work"):
             await run_for("ada", threads, fail)
         assert await run_for("ada", threads, lambda: "done") == "done"
-
-
-def test_a_request_is_begun_in_each_turn_of_the_loop_and_tenants_come_in_turn() -> None:
-    begun: list[str] = []
-
-    async def begin(turns: LoopTurns, name: str) -> None:
-        await turns.begin(name.partition(" ")[0])
-        begun.append(name)
-
-    async def story() -> None:
-        turns = LoopTurns()
-        asked = [f"ada {number}" for number in range(6)] + ["bob 0", "bob 1"]
-        async with asyncio.TaskGroup() as tasks:
-            made = [tasks.create_task(begin(turns, name)) for name in asked]
-            await asyncio.sleep(0)
-            made[2].cancel()
-            counts = list[int]()
-            while len(begun) < 7:
-                counts.append(len(begun))
-                await asyncio.sleep(0)
-        assert max(after - before for before, after in zip(counts, counts[1:], strict=False)) == 1
-        # Nothing of it is left to wait for.
-        await asyncio.wait_for(turns.begin("ada"), 1.0)
-
-    asyncio.run(story())
-
-    assert begun == ["ada 0", "ada 1", "bob 0", "bob 1", "ada 3", "ada 4", "ada 5"]
