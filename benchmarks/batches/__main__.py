@@ -13,7 +13,7 @@ import json
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Final
@@ -24,6 +24,7 @@ import httpx2
 from benchmarks.serving.engines import EngineSettings
 from benchmarks.serving.load import Spec
 from benchmarks.serving.model import NAME, words, write_model
+from benchmarks.serving.rounds import Rounds, p99
 from benchmarks.serving.stack import Stack, stack
 from benchmarks.serving.workload import Workload
 
@@ -112,10 +113,6 @@ async def interactive(served: Stack, rate: float, seconds: float) -> list[float]
     return [1e3 * one for one in told["ttft"]]
 
 
-def _p99(times: list[float]) -> float:
-    return quantiles(times, n=100)[98]
-
-
 async def compare(rounds: int, seconds: float, part: float) -> None:
     """Print what is found."""
     settings = dict[str, Any](
@@ -125,7 +122,7 @@ async def compare(rounds: int, seconds: float, part: float) -> None:
         decode_ms=(STEP_MS, 0.0, 0.0),
     )
     seeds = count(1)
-    rows: dict[str, list[float]] = {}
+    rows = Rounds()
     async with AsyncExitStack() as exits:
         folder = exits.enter_context(TemporaryDirectory())
         model = write_model(Path(folder) / "model", 8192)
@@ -150,20 +147,16 @@ async def compare(rounds: int, seconds: float, part: float) -> None:
             left = CAPACITY - len(beside) * OUTPUT / seconds
             found = {
                 "requests": float(len(beside)),
-                "p99 alone, ms": _p99(alone),
-                "p99 beside, ms": _p99(beside),
-                "p99: ratio": _p99(beside) / _p99(alone),
+                "p99 alone, ms": p99(alone),
+                "p99 beside, ms": p99(beside),
+                "p99: ratio": p99(beside) / p99(alone),
                 "median alone, ms": median(alone),
                 "median beside, ms": median(beside),
                 "batch, tokens/s": filled,
                 "of the tokens/s left": filled / left,
             }
-            for name, value in found.items():
-                rows.setdefault(name, []).append(value)
-    for name, values in rows.items():
-        print(
-            f"{name:24}", *(f"{value:9.2f}" for value in values), f"  median {median(values):.2f}"
-        )
+            rows.add(found)
+    rows.print()
 
 
 @click.command()

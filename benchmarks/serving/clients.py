@@ -21,7 +21,7 @@ _END = b"data: [DONE]"
 _ERROR = b"event: error"
 
 
-def chat(prompt: str, max_tokens: int, system: str = "", *, key: str = "none") -> bytes:
+def chat(prompt: str, max_tokens: int, system: str = "", *, key: str = "") -> bytes:
     """A request for a streamed answer, with its head."""
     messages = [{"role": "system", "content": system}] if system else []
     return conversation([*messages, {"role": "user", "content": prompt}], max_tokens, key)
@@ -29,6 +29,7 @@ def chat(prompt: str, max_tokens: int, system: str = "", *, key: str = "none") -
 
 def conversation(messages: Sequence[Mapping[str, str]], max_tokens: int, key: str = "") -> bytes:
     """The same for a conversation."""
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     body = json.dumps(
         {
             "model": NAME,
@@ -41,7 +42,7 @@ def conversation(messages: Sequence[Mapping[str, str]], max_tokens: int, key: st
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         "Content-Type: application/json\r\n"
-        f"Authorization: Bearer {key}\r\n"
+        f"{authorization}"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -407,7 +407,7 @@ async def poisson(spec: Spec) -> Any:
     """The requests of a workload, each when it is due, whatever became of those before."""
     assert spec.workload is not None
     requests = spec.workload.requests()
-    bodies = [chat(one.own, one.max_tokens, one.shared, key=spec.key or "none") for one in requests]
+    bodies = [chat(one.own, one.max_tokens, one.shared, key=spec.key) for one in requests]
     told: list[dict[str, Any]] = []
     refused = 0
 

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import click
-import numpy as np
 
 from benchmarks.serving.engines import EngineSettings
 from benchmarks.serving.load import Spec
 from benchmarks.serving.model import write_model
+from benchmarks.serving.rounds import Rounds, p99
 from benchmarks.serving.stack import Stack, stack
 from benchmarks.serving.workload import Workload
 
@@ -51,7 +51,7 @@ async def first_tokens(served: Stack, tenant: str, rate: float, seconds: float, 
 
 async def compare(rounds: int, seconds: float, part: float, times: float) -> None:
     """Print what is found."""
-    rows: dict[str, list[float]] = {}
+    rows = Rounds()
     async with AsyncExitStack() as exits:
         folder = Path(exits.enter_context(TemporaryDirectory()))
         keys = folder / "keys"
@@ -74,7 +74,7 @@ async def compare(rounds: int, seconds: float, part: float, times: float) -> Non
                     first_tokens(served, "bob", others, seconds, 2 * seed + 1),
                 )
                 found |= {
-                    f"{name}: p99, ms": float(np.percentile(ours, 99)),
+                    f"{name}: p99, ms": p99(ours),
                     f"{name}: median, ms": median(ours),
                     f"{name}: requests": float(len(ours)),
                     f"{name}: of the other": float(len(theirs)),
@@ -84,12 +84,8 @@ async def compare(rounds: int, seconds: float, part: float, times: float) -> Non
                 found[f"ratio of the {which}"] = (
                     found[f"flooding: {which}, ms"] / found[f"in its part: {which}, ms"]
                 )
-            for name, value in found.items():
-                rows.setdefault(name, []).append(value)
-    for name, values in rows.items():
-        print(
-            f"{name:28}", *(f"{value:9.2f}" for value in values), f"  median {median(values):.2f}"
-        )
+            rows.add(found)
+    rows.print()
 
 
 @click.command()
