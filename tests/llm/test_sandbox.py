@@ -85,16 +85,20 @@ def test_a_process_whose_asker_has_left_is_asked_again_when_it_has_answered(
         runner.run(story())
 
 
-def test_a_process_that_has_ended_is_followed_by_another(
-    sandbox: Sandbox, runner: asyncio.Runner
+def test_a_process_that_ends_while_it_works_is_followed_by_another(
+    sandbox: Sandbox, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
+    os.mkfifo(tmp_path / "echo.py.go")
+
     async def story() -> None:
         assert await asyncio.to_thread(sandbox.ask, b"a") == b"a"
         (process,) = sandbox.idle
+        asking = asyncio.ensure_future(sandbox.ask_idle(b"wait"))
+        await eventually(lambda: not sandbox.idle)
         os.kill(process, signal.SIGKILL)
 
         with pytest.raises(SandboxEnded) as ended:
-            await sandbox.ask_idle(b"b")
+            await asking
 
         assert (ended.value.by, ended.value.time_is_over) == (signal.SIGKILL, False)
         assert await sandbox.ask_idle(b"c") is None
