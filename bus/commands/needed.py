@@ -6,8 +6,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import EndpointName, check_token
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.protocol.names import EndpointName, check_other_region, check_token
 from dynbus.bus.protocol.seconds import seconds_of
 from dynbus.bus.records.abroad import ABROAD_STREAM
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
@@ -17,8 +17,9 @@ from dynbus.bus.topics import (
     TopicConfig,
     group_consumers,
     topic_config,
+    topic_copy_config,
 )
-from dynbus.bus.transport import Connection, PullConsumerConfig, StreamConfig
+from dynbus.bus.transport import Connection, NoStream, PullConsumerConfig, StreamConfig
 from dynbus.bus.work_queue import (
     HOLDERS_STREAM,
     WorkQueueConfig,
@@ -35,7 +36,8 @@ class NeededStream(NamedTuple):
     """A stream, and the consumers that its readers share, if they do.
 
     Attributes:
-        copied: the queue whose jobs, or their log, it copies from another region; None for others.
+        copied: the queue whose jobs, or their log, it copies from another region; None for others,
+            copies of topics too.
     """
 
     stream: StreamConfig
@@ -59,17 +61,34 @@ class NeededStream(NamedTuple):
         return [cls(config, copied=name) for config in copy_configs(name, region)]
 
     async def announce(self, connection: Connection) -> None:
-        """Have the takers of another region know of a copy of their queue; nothing for what is no
-        copy.
+        """Ask another region for what is copied from it, and have the takers of a queue there know
+        of its copy; nothing for what is no copy.
 
         Raises:
             ConfigError: the connection is not to a region, or to that one, or that one has no such
-                queue.
+                queue or topic.
             Unavailable: that region does not answer.
         """
         mirror = self.stream.mirror
-        if self.copied is not None and mirror is not None:
+        if mirror is None:
+            return
+        if self.copied is not None:
             await keep_copies(connection, self.copied, mirror.region)
+            return
+        check_other_region(connection.region, mirror.region)
+        try:
+            await connection.jetstream.of_region(mirror.region).stream_info(mirror.stream)
+        except NoStream:
+            raise ConfigError(
+                f"region {mirror.region} has no stream {mirror.stream} to be copied: run "
+                "`dynbus setup` there first"
+            ) from None
+        except Unavailable as error:
+            raise Unavailable(f"region {mirror.region} does not answer: {error}") from None
+
+    def topic_copy(self, region: str) -> NeededStream:
+        """The stream in which a region keeps a copy of this topic of another one."""
+        return NeededStream(topic_copy_config(self.stream, region))
 
     @classmethod
     def of_topic(

@@ -360,12 +360,25 @@ def publish(name: str, event: str, key: str, nats: str | None) -> None:
     "--from", "since", metavar="TIME", required=True, help=f"Since when: {terminal.TIMES}"
 )
 @click.option("--until", metavar="TIME", help="Until when; until now unless given.")
+@click.option(
+    "--of",
+    "region",
+    metavar="REGION",
+    default="",
+    help="Another region, whose events are given: those of the copy that is kept here.",
+)
 @terminal.nats_option
-def replay(name: str, group: str, since: str, until: str | None, nats: str | None) -> None:
-    """Give a group events once more.
+def replay(
+    name: str, group: str, since: str, until: str | None, region: str, nats: str | None
+) -> None:
+    """Give a group events once more, or those of another region.
 
     Those that it has had come again, behind those that wait, in their order and under their ids; no
     other group gets them. Those that it has not had yet come in their turn.
+
+    Which events of another region its group there has had is not known here: all since --from are
+    given, under the ids that they have there. `dynbus setup --topic NAME --copies-of REGION` keeps
+    the copies.
     """
     from dynbus.bus import topics
 
@@ -373,19 +386,55 @@ def replay(name: str, group: str, since: str, until: str | None, nats: str | Non
     first = terminal.parse_time(since, "--from")
     last = None if until is None else terminal.parse_time(until, "--until")
 
-    async def give(connection: NatsConnection) -> int:
+    async def give(connection: NatsConnection) -> tuple[int, str]:
         place = await _existing_group(connection, wanted, group)
         now = (await connection.jetstream.stream_info(wanted.stream)).now
-        return await topics.replay(
+        age = await _age_of_copy(connection, wanted, region) if region else ""
+        given = await topics.replay(
             connection.jetstream,
             wanted,
             group,
             place,
             since=first(now),
             until=now if last is None else last(now),
+            region=region,
         )
+        return given, age
 
-    click.echo(f"replayed: {_run(nats, give)} events to {group}")
+    given, age = _run(nats, give)
+    click.echo(f"replayed: {given} events to {group}")
+    if age:
+        terminal.notice(age)
+
+
+async def _age_of_copy(connection: NatsConnection, topic: TopicConfig, region: str) -> str:
+    """The words to an operator about what the copy of a region's topic is worth.
+
+    Raises:
+        ConfigError: there is none, or it is no region to have one of.
+        Unavailable: the server does not answer.
+    """
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.protocol.names import check_other_region, copy_stream
+    from dynbus.bus.transport import NoStream
+
+    check_other_region(connection.region, region)
+    try:
+        info = await connection.jetstream.stream_info(copy_stream(topic.stream, region))
+    except NoStream:
+        raise ConfigError(
+            f"no copy of {topic} of region {region} is kept here: dynbus setup {topic.namespace} "
+            f"--topic {topic.name} --copies-of {region} makes it, while that region is there"
+        ) from None
+    if info.silent is None:
+        return (
+            f"the server here has not heard of region {region} since it began: how old the copy is "
+            "is not known"
+        )
+    return (
+        f"the copy heard of region {region} {info.silent:.0f} s ago: what was published there in "
+        "the moments before and had not been sent is on its disks alone"
+    )
 
 
 @topic.command()

@@ -306,6 +306,31 @@ def copy_stream(stream: str, region: str) -> str:
     return f"DYNBUS_COPY_{region}_{stream.removeprefix('DYNBUS_')}"
 
 
+def check_other_region(own: str, region: str) -> None:
+    """Refuse what is no name of a region other than the one that the server is in.
+
+    Args:
+        own: the region of the server; empty for none.
+
+    Raises:
+        ConfigError: it is none, or the server is in it, or in none.
+    """
+    if TOKEN.fullmatch(region) is None:
+        raise ConfigError(
+            f"{region!r} is no region: give the name that the JetStream domain of its servers has"
+        )
+    if not own:
+        raise ConfigError(
+            f"what region {region} has goes on in another region alone, and the server is in none: "
+            "give it a JetStream domain, docs/guides/regions.md"
+        )
+    if own == region:
+        raise ConfigError(
+            f"the server is in region {region} itself: give --nats a server of the region that is "
+            "to go on with what it has"
+        )
+
+
 def moves_subject(queue: EndpointName, region: str) -> str:
     """The subject of the record of an endpoint's log that says which jobs of another region were
     taken over from there."""

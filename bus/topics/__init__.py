@@ -17,6 +17,7 @@ from .topic_stream import (
     TopicStream,
     event_of,
     topic_config,
+    topic_copy_config,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "group_consumers",
     "replay",
     "topic_config",
+    "topic_copy_config",
 ]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dynbus.bus.background import task_group
 from dynbus.bus.protocol import headers as header_names
-from dynbus.bus.protocol.names import event_subject, group_subject, job_token
+from dynbus.bus.protocol.names import copy_stream, event_subject, group_subject, job_token
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import ConsumerInfo, JetStream, NoStream, StoredMessage, StreamFull
 from dynbus.bus.work_queue import ORDERED_LANES
@@ -76,21 +76,26 @@ async def replay(
     *,
     since: float = -math.inf,
     until: float = math.inf,
+    region: str = "",
 ) -> int:
-    """Give a group the events once more that it has had; how many there were.
+    """Give a group the events once more that it has had, or those of another region; how many there
+    were.
 
     They come behind those that wait, in their order, under the same ids and with all their tries.
     Events that the group has not had yet come in their turn, and are left alone.
 
     Args:
         since, until: when they were published, in Unix seconds by the server's clock.
+        region: another one, whose events are read in the copy that is kept here; empty for the own.
+            Nobody knows here which of them its group has had: all are given.
 
     Raises:
         StreamFull: the topic has no room for all of them; those that were given stay.
-        NoStream: the topic is gone.
+        NoStream: the topic is gone, or there is no copy of it.
         Unavailable: the server does not answer; some may have been given.
     """
     name = random_id()
+    stream = copy_stream(topic.stream, region) if region else topic.stream
     given: list[int] = []
     refused: list[StreamFull] = []
 
@@ -98,9 +103,10 @@ async def replay(
         subject = event_subject(topic.namespace, topic.name, lane)
         below = group_subject(topic.namespace, topic.name, group, lane)
         start = 1
-        while page := await jetstream.read_page(topic.stream, subject, start=start):
+        while page := await jetstream.read_page(stream, subject, start=start):
             for message in page:
-                if refused or not place.has_had(number, message.sequence):
+                still_waits = not region and not place.has_had(number, message.sequence)
+                if refused or still_waits:
                     return
                 if not since <= message.time <= until:
                     continue

@@ -12,6 +12,7 @@ from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
     check_topic,
+    copy_stream,
     event_subject,
     group_subject,
     topic_key,
@@ -27,6 +28,7 @@ from dynbus.bus.transport import (
     StoredMessage,
     StreamConfig,
     StreamLimits,
+    StreamSource,
     Subscription,
 )
 from dynbus.bus.work_queue import ORDERED_LANES, is_reserved, store
@@ -100,6 +102,18 @@ def topic_config(topic: TopicConfig) -> StreamConfig:
         description="dynbus: events",
         metadata=((SCHEMA, topic.schema),) if is_kept else (),
         lanes=len(ORDERED_LANES),
+    )
+
+
+def topic_copy_config(topic: StreamConfig, region: str) -> StreamConfig:
+    """The stream in which a region keeps a copy of a topic of another one, for as long and of as
+    many bytes as its own: the oldest go first."""
+    return StreamConfig(
+        copy_stream(topic.name, region),
+        (),
+        topic.limits._replace(discard_new=False),
+        description=f"dynbus: copy of the events of region {region}",
+        mirror=StreamSource(region, topic.name),
     )
 
 

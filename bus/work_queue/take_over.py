@@ -14,8 +14,8 @@ from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.names import (
-    TOKEN,
     EndpointName,
+    check_other_region,
     job_log_subject,
     lane_of_subject,
     work_stream,
@@ -127,7 +127,7 @@ async def keep_copies(connection: Connection, queue: EndpointName, region: str) 
             queue.
         Unavailable: the region does not answer.
     """
-    _check_other(connection.region, region)
+    check_other_region(connection.region, region)
     there = connection.jetstream.of_region(region)
     try:
         await there.note(work_stream(queue), f"{COPIED_BY}{connection.region}", region)
@@ -137,23 +137,6 @@ async def keep_copies(connection: Connection, queue: EndpointName, region: str) 
         ) from None
     except Unavailable as error:
         raise Unavailable(f"region {region} does not answer: {error}") from None
-
-
-def _check_other(own: str, region: str) -> None:
-    if TOKEN.fullmatch(region) is None:
-        raise ConfigError(
-            f"{region!r} is no region: give the name that the JetStream domain of its servers has"
-        )
-    if not own:
-        raise ConfigError(
-            f"jobs of region {region} go on in another region alone, and the server is in none: "
-            "give it a JetStream domain, docs/guides/regions.md"
-        )
-    if own == region:
-        raise ConfigError(
-            f"the server is in region {region} itself: give --nats a server of the region that is "
-            "to do its jobs"
-        )
 
 
 class TakeOver:
@@ -171,7 +154,7 @@ class TakeOver:
     """
 
     def __init__(self, connection: Connection, queue: EndpointName, region: str) -> None:
-        _check_other(connection.region, region)
+        check_other_region(connection.region, region)
         self.queue = queue
         self.region = region
         self._own = connection.region

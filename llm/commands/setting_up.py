@@ -73,15 +73,17 @@ def needed_in(
         durable: its durable handlers, as its queues.
         groups: those of its topics, as `read_group` takes them. A topic that is not among `topics`
             has no settings.
-        copied: regions whose jobs of these durable handlers are copied.
+        copied: regions whose jobs of these durable handlers, and events of these topics, are
+            copied.
 
     Raises:
         ConfigError: a name or a setting is not usable.
     """
     check_token("namespace", namespace)
-    if copied and not durable:
+    if copied and not durable and not topics:
         raise ConfigError(
-            f"--copies-of {copied[0]} copies jobs of durable handlers: name them, by --durable"
+            f"--copies-of {copied[0]} copies jobs of durable handlers and events of topics: name "
+            "them, by --durable and --topic"
         )
     needed = [NeededStream(config) for config in all_streams(namespace)]
     for queue in queues:
@@ -93,6 +95,7 @@ def needed_in(
         for region in dict.fromkeys(copied):
             needed += NeededStream.of_copies(name, region)
     kept = {topic.partition(",")[0]: read_topic(namespace, topic) for topic in topics}
+    needed += [one.topic_copy(region) for one in kept.values() for region in dict.fromkeys(copied)]
     for text in groups:
         group = read_group(namespace, text)
         stream = kept.get(group.topic) or read_topic(namespace, group.topic)

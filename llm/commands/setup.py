@@ -29,7 +29,7 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     dynbus setup demo --durable Desk.summarise --durable Billing.charge,ordered=true
     dynbus setup demo --queue Printer.print --queue Mailer.send,ack_wait=120,max_jobs=500
     dynbus setup demo --topic closed,retain=30d --group Billing.bill,topic=closed,group=billing
-    dynbus setup demo --durable Desk.summarise --copies-of eu
+    dynbus setup demo --durable Desk.summarise --topic closed --copies-of eu
     dynbus setup demo --replicas 5 --nats nats://operator:secret@bus.example:4222
     dynbus setup demo --dry-run --json
     """
@@ -75,8 +75,9 @@ _HELP: Final = """Make the streams and buckets of a namespace.
     "copied",
     metavar="REGION",
     multiple=True,
-    help="Another region, whose jobs of the durable handlers are copied here: `dynbus queue "
-    "take-over` has them go on here. May be repeated.",
+    help="Another region, whose jobs of the durable handlers and events of the topics are copied "
+    "here: `dynbus queue take-over` and `dynbus topic replay --of` go on with them. "
+    "May be repeated.",
 )
 @click.option(
     "--replicas",
