@@ -1,7 +1,7 @@
 """`python -m benchmarks.reconnect_storm`: many instances on three servers, of which one is killed.
 
-Each instance has connections of its own, as a process would; some processes hold many, so that one
-machine has room. They are measured at rest first, by what the servers count; then calls are made at
+Each instance has connections of its own, as a process would, unless `--together` says that some
+share those of a runtime; some processes hold many, so that one machine has room. They are measured at rest first, by what the servers count; then calls are made at
 a constant rate, and a server is killed.
 """
 
@@ -174,7 +174,13 @@ class Figures(NamedTuple):
 
 
 async def measure(
-    instances: int, processes: int, calls: int, rate: float, rest: float, folder: Path
+    instances: int,
+    processes: int,
+    together: int,
+    calls: int,
+    rate: float,
+    rest: float,
+    folder: Path,
 ) -> Figures:
     """Start the fleet, watch it rest, and kill a server under calls."""
     async with AsyncExitStack() as stack:
@@ -183,7 +189,7 @@ async def measure(
             await stack.enter_async_context(server)
         begun = perf_counter()
         shares = [instances // processes + (at < instances % processes) for at in range(processes)]
-        parts = [await Part.start(stack, "serve", servers.url, share) for share in shares]
+        parts = [await Part.start(stack, "serve", servers.url, share, together) for share in shares]
         await asyncio.gather(*(part.line() for part in parts))
         started = perf_counter() - begun
         at_rest = await _watch(servers, parts, instances, rest)
@@ -240,16 +246,31 @@ async def _watch(
 @click.command()
 @click.option("--instances", type=click.IntRange(10), default=400, show_default=True)
 @click.option("--processes", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--together",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Instances that share a runtime, and so its connections.",
+)
 @click.option("--calls", type=click.IntRange(100), default=20_000, show_default=True)
 @click.option("--rate", type=click.FloatRange(1), default=200.0, show_default=True)
 @click.option("--rest", type=click.FloatRange(1), default=20.0, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def main(
-    instances: int, processes: int, calls: int, rate: float, rest: float, as_json: bool
+    instances: int,
+    processes: int,
+    together: int,
+    calls: int,
+    rate: float,
+    rest: float,
+    as_json: bool,
 ) -> None:
     """Kill one of three servers under many instances."""
     with tempfile.TemporaryDirectory() as name:
-        figures = asyncio.run(measure(instances, processes, calls, rate, rest, Path(name)))
+        figures = asyncio.run(
+            measure(instances, processes, together, calls, rate, rest, Path(name))
+        )
     if as_json:
         click.echo(json.dumps(figures._asdict()))
         return

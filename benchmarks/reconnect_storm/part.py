@@ -39,16 +39,18 @@ class Outcomes(msgspec.Struct):
     slowest: float
 
 
-async def serve(url: str, count: int) -> None:
-    """Serve with so many instances, each with connections of its own."""
+async def serve(url: str, count: int, together: int) -> None:
+    """Serve with so many instances, of which so many together have the connections of a runtime."""
     async with AsyncExitStack() as runtimes:
 
-        async def start() -> None:
+        async def start(instances: int) -> None:
             runtime = await runtimes.enter_async_context(Runtime.connect(url, wait=60.0))
-            await runtime.start(Echo)
+            for _ in range(instances):
+                await runtime.start(Echo)
 
-        for begun in range(0, count, AT_A_TIME):
-            await asyncio.gather(*(start() for _ in range(min(AT_A_TIME, count - begun))))
+        shares = [min(together, count - begun) for begun in range(0, count, together)]
+        for begun in range(0, len(shares), AT_A_TIME):
+            await asyncio.gather(*map(start, shares[begun : begun + AT_A_TIME]))
         print("ready", flush=True)
         await asyncio.Event().wait()
 
@@ -97,6 +99,6 @@ if __name__ == "__main__":
     role, url, *numbers = sys.argv[1:]
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         if role == "serve":
-            runner.run(serve(url, int(numbers[0])))
+            runner.run(serve(url, int(numbers[0]), int(numbers[1])))
         else:
             runner.run(call(url, int(numbers[0]), float(numbers[1]), int(numbers[2])))
