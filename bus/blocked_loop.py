@@ -215,14 +215,17 @@ class LoopWatch:
         self._answered = True
         self._depth = depth_here()
 
-    def look(self, now: float, to_main: Callable[[Callable[[], None]], None]) -> None:
+    def look(self, now: float, to_main: Callable[[Callable[[], None]], None]) -> bool:
         """See whether the loop has answered, and ask it again; callable from any other thread.
 
         Args:
             to_main: has a function called on the loop soon.
+
+        Returns:
+            False where another thread has just looked, which goes on with it.
         """
         if now < self._next_look:
-            return
+            return False
         # Two threads at once both ask, which is no harm.
         self._next_look = now + self._pause
         if self._answered:
@@ -231,9 +234,10 @@ class LoopWatch:
             self._asked_at = now
             self._report.begin(now)
             to_main(self.answer)
-            return
+            return True
         self.blocked = now - self._asked_at
         self._report.look(now, self._depth)
+        return True
 
 
 _watches: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch] = WeakKeyDictionary()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK: Final = 0.1
+IDLE_TICK: Final = HEARTBEAT_INTERVAL
+"""The same where there is nobody to judge, and another bus watches the loop."""
 LEAST_TICK: Final = 0.001
 SERVER_ANSWER: Final = 0.5
 FROZEN_TICK: Final = 0.7
@@ -188,6 +190,7 @@ class Heartbeats:
         self._confirming: Work | None = None
         self._tick = asyncio.Event()
         self._beats_early = False
+        self._pause = TICK
         self._grace_until = 0.0
         # When the first of the remotes is gone, if it is not heard before: it is not left to the
         # next tick, since streams wait for that.
@@ -251,6 +254,7 @@ class Heartbeats:
         registry, remote, remote_id = self._find(key)
         if registry is None or remote is None:
             return
+        self._tick.set()
         if self._liveness(remote, monotonic()).bounced():
             self._send(registry, remote_id, remote, [Ping(0)])
 
@@ -317,8 +321,11 @@ class Heartbeats:
                 # The whole process did not run: the silence was ours, not the remotes'.
                 self._extend(now + SILENCE_LIMIT)
             last = now
-            if self._lane.loop is not self._main_loop:  # nothing else notices that it is blocked
-                self._watch.look(now, self._to_main)
+            # On the main loop itself nothing else would notice that it is blocked.
+            is_watching = self._lane.loop is not self._main_loop and self._watch.look(
+                now, self._to_main
+            )
+            self._pause = TICK if is_watching or self._has_remotes() else IDLE_TICK
             if self._lane.connection.state is not ConnectionState.CONNECTED:
                 continue
             if now >= next_beat:
@@ -329,8 +336,8 @@ class Heartbeats:
             self._judge(now)
 
     async def _next_tick(self) -> None:
-        """Wait for `TICK`, or until a remote may be gone or the next beat is due early."""
-        seconds = min(TICK, max(LEAST_TICK, self._next_judgement - monotonic()))
+        """Wait for the next tick, or until a remote may be gone or the next beat is due early."""
+        seconds = min(self._pause, max(LEAST_TICK, self._next_judgement - monotonic()))
         # Every process does this all the time; a cancel scope that times out takes three times as
         # long.
         timer = self._lane.loop.call_later(seconds, self._tick.set)
@@ -375,6 +382,9 @@ class Heartbeats:
             self._confirming = self._lane.background.start(
                 self._confirm, doubted, name="confirm-gone"
             )
+
+    def _has_remotes(self) -> bool:
+        return any(registry.remotes for registry in list(self._registries.values()))
 
     def _remotes(self) -> list[tuple[Side[Any], Remote]]:
         return [
@@ -449,6 +459,7 @@ class Heartbeats:
             return
         now = monotonic()
         self._liveness(remote, now).ping_bounced(now)
+        self._tick.set()
 
     def _liveness(self, remote: Remote, now: float) -> RemoteLiveness:
         """The evidence about a remote, from now on where there was none."""

@@ -1,8 +1,9 @@
 """`python -m benchmarks.reconnect_storm`: many instances on three servers, of which one is killed.
 
 Each instance has connections of its own, as a process would, unless `--together` says that some
-share those of a runtime; some processes hold many, so that one machine has room. They are measured at rest first, by what the servers count; then calls are made at
-a constant rate, and a server is killed.
+share those of a runtime; some processes hold many, so that one machine has room. They are measured
+at rest first, by what the servers count; then calls are made at a constant rate, and a server is
+killed.
 """
 
 from __future__ import annotations

@@ -263,10 +263,9 @@ async def test_a_loop_is_asked_once_for_all_that_look_at_it() -> None:
     watch = LoopWatch(0.1)
     asked: list[Callable[[], None]] = []
 
-    for now in (1.0, 1.02, 1.05):
-        watch.look(now, asked.append)
+    assert [watch.look(now, asked.append) for now in (1.0, 1.02, 1.05)] == [True, False, False]
     assert len(asked) == 1
-    watch.look(1.1, asked.append)
+    assert watch.look(1.1, asked.append)
     assert len(asked) == 1
     assert watch.blocked == pytest.approx(0.1)
     asked.pop()()

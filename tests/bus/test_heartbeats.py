@@ -15,7 +15,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, StreamLost
-from dynbus.bus.heartbeats import TICK
+from dynbus.bus.heartbeats import TICK, Heartbeats
 from dynbus.bus.lane import ThreadLane
 from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.protocol.liveness import (
@@ -204,6 +204,35 @@ def test_heartbeats_are_sent_while_calls_are_open_and_then_no_more() -> None:
             assert len(side.far.all(Open)) == at_the_end
 
     run(story())
+
+
+def test_a_bus_without_remotes_ticks_no_oftener_than_it_would_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks: list[float] = []
+    judge = Heartbeats._judge
+
+    def count(heartbeats: Heartbeats, now: float) -> None:
+        ticks.append(now)
+        judge(heartbeats, now)
+
+    monkeypatch.setattr(Heartbeats, "_judge", count)
+
+    async def story() -> tuple[int, int]:
+        async with played() as side:
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+            ticks.clear()
+            await asyncio.sleep(100 * HEARTBEAT_INTERVAL)
+            at_rest = len(ticks)
+            side.begin(streaming=True, deadline=None)
+            await side.far.request()
+            ticks.clear()
+            await asyncio.sleep(HEARTBEAT_INTERVAL + TICK)
+            return at_rest, len(ticks)
+
+    at_rest, with_a_call = run(story())
+    assert at_rest <= 101
+    assert with_a_call > 2
 
 
 def test_while_we_are_cut_off_ourselves_nobody_is_gone() -> None:
