@@ -85,7 +85,7 @@ async def dump_decisions(config: BusConfig) -> list[dict[str, Any]]:
             decision["session"] = bool(decision["session"])
             for shadow in decision["shadows"]:
                 shadow["error"] = shadow["error"].partition(":")[0]
-    return [msgspec.structs.asdict(answer) for answer in answers]
+    return [msgspec.to_builtins(answer) for answer in answers]
 
 
 def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
