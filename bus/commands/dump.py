@@ -22,8 +22,9 @@ _HELP: Final = """Collect the state of a fleet in one archive, for somebody who 
 
     In it are versions, what `dynbus doctor --all` says, instances, requests that run by their ids,
     models, queues, topics, streams and their consumers, the last routing decisions, what KV caches
-    hold, and the last warnings and errors of each process. No prompts, answers, jobs or headers
-    are, and no credentials of URLs. Names, ids and addresses are: look into it before you send it.
+    hold, and the last warnings and errors of each process with an instance, as front ends of
+    dynbus http are. No prompts, answers, jobs or headers are, and no credentials of URLs. Names,
+    ids and addresses are: look into it before you send it.
 
     It takes about 30 seconds at most. What cannot be had is told, and the rest is collected.
 

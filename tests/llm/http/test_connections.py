@@ -634,6 +634,24 @@ async def test_the_front_end_of_the_command_is_listed_and_ends_with_its_requests
     assert told == actor.url
 
 
+async def test_the_front_end_of_the_command_tells_its_last_warnings_to_those_who_ask() -> None:
+    async with served() as front:
+        await front.kit.start(Http, port=0, grace=1.0)
+        client = await front.kit.caller.endpoint("dynbus.http.address").client()
+        await client.wait_for_instances(timeout=30)
+        logging.getLogger("dynbus.llm.http").warning("an engine is odd")
+        answers: list[bytes] = []
+        operator = await front.kit.bus.connect()
+        operator.subscribe("_INBOX.op", lambda message: answers.append(message.data))
+        await operator.barrier()
+
+        operator.publish("$SRV.STATS.dynbus_http", b'{"log": 1}', reply="_INBOX.op")
+
+        await eventually(lambda: bool(answers))
+    (record,) = json.loads(answers[0])["log"]["records"]
+    assert (record["level"], record["text"]) == ("WARNING", "an engine is odd")
+
+
 async def test_the_front_end_of_the_command_answers_where_it_may_not_be_listed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
