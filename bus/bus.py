@@ -24,6 +24,7 @@ from .lane import ControlLane, InlineLane, ThreadLane
 from .protocol.names import ReplySubjects, is_safe_reply
 from .protocol.random_ids import random_id
 from .questions import Questions
+from .telemetry.held_requests import HeldRequests
 from .telemetry.process_status import ProcessStatus
 from .telemetry.recent_log import recent_log
 from .transport import Connection, ConnectionState, Message, PublishOptions, publish_headers
@@ -68,6 +69,7 @@ class Bus:
         drops: messages that were dropped, by reason.
         cancels: those of operators, which end calls that are served or made here.
         status: what the process says of how it is.
+        held: requests that wait here for the first instance of what they ask.
         known_instances: how many instances there were on the bus when they were last counted;
             0 in a process that serves none.
     """
@@ -90,6 +92,7 @@ class Bus:
         self.incarnation = secrets.token_hex(8)
         self.drops: Counter[DropReason] = Counter()
         self.status = ProcessStatus()
+        self.held = HeldRequests()
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances = 0
         self.heartbeats = Heartbeats(lane, data, replies, self.to_main, self.drop)

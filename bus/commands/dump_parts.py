@@ -24,7 +24,7 @@ from dynbus.bus.transport import Message
 from .diagnosis import STREAMS, diagnose
 from .fleet_diagnosis import diagnose_fleet
 from .listing import API_SECONDS, pages
-from .ps import request_json
+from .ps import requests_json
 from .queue import QueueFilter, list_queues
 from .queue_report import consumers_of
 from .server import Server
@@ -132,7 +132,7 @@ def _sources(server: Server, looked: Survey, streams: list[str] | DynbusError) -
     yield _Source("doctor.json", about, partial(_doctor, server.config))
     about = "`dynbus ps`: the instances"
     yield _Source("instances.json", about, partial(_instances, looked))
-    about = "the oldest requests at each instance, by their ids"
+    about = "the oldest requests at each instance, and those that are held, by their ids"
     yield _Source("requests.json", about, partial(_requests, server, rows))
     about = "the last warnings and errors of each process with an instance"
     yield _Source("log.json", about, partial(_logs, server, rows))
@@ -200,7 +200,7 @@ async def _instances(looked: Survey) -> dict[str, Any]:
 
 async def _requests(server: Server, rows: Sequence[InstanceReport]) -> list[dict[str, Any]]:
     _check_asked(server)
-    return [request_json(row, each) for row in rows for each in row.requests or ()]
+    return requests_json(rows)
 
 
 def _check_asked(server: Server) -> None:

@@ -4,7 +4,7 @@ they do."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
@@ -15,7 +15,7 @@ from .rates import SortKey
 from .terminal import terminal
 
 if TYPE_CHECKING:
-    from .survey import InstanceReport, Request
+    from .survey import Held, HeldRequest, InstanceReport, Request
 
 MOST_SHOWN: Final = 100
 """Requests in the table."""
@@ -35,7 +35,8 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
     STATUS what the instance's process says of how it is, if any says something
 
     With --hosts each host, as DYNBUS_HOST or its name says, with what it has.
-    With --requests the oldest requests that run or wait at them, whose ids `dynbus cancel` takes.
+    With --requests the oldest requests that run or wait at them, and those that front ends hold
+    for models without an engine; `dynbus cancel` takes their ids.
 
     With --watch or --rates what they do:
 
@@ -137,7 +138,7 @@ def _list(
             terminal.notice(f"region {region.name}: none of its instances was heard for {silent}")
     rows = [row for row in survey_result.rows if namespace in (None, row.namespace)]
     if requests:
-        show_requests(rows, as_json=as_json)
+        show_requests(survey_result.rows, namespace, as_json=as_json)
         return
     if hosts:
         show_hosts(rows, as_json=as_json)
@@ -223,31 +224,39 @@ def _host_json(host: str, rows: Sequence[InstanceReport]) -> dict[str, Any]:
     }
 
 
-def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
-    """The requests at instances, the oldest first."""
+def show_requests(
+    rows: Sequence[InstanceReport], namespace: str | None = None, *, as_json: bool
+) -> None:
+    """The requests at instances, and those that are held for the first of them, the oldest
+    first.
+
+    Args:
+        rows: all instances: those of other namespaces may hold requests for this one.
+    """
     from dynbus.bus.serving.services import MOST_REQUESTS
 
-    requests = [(row, each) for row in rows for each in row.requests or ()]
-    requests.sort(key=lambda pair: -pair[1].age)
+    requests = requests_json(rows, namespace)
+    left = sum(max(0, held.count - len(held.requests)) for held in _held(rows))
+    rows = [row for row in rows if namespace in (None, row.namespace)]
     if as_json:
-        terminal.print_json([request_json(row, each) for row, each in requests])
+        terminal.print_json(requests)
     elif requests:
         terminal.print_table(
             ("REQUEST", "ENDPOINT", "INSTANCE", "STATE", "AGE"),
             [
                 (
-                    terminal.plain(each.request_id),
-                    terminal.plain(f"{row.namespace}.{row.component}.{each.endpoint}"),
-                    terminal.plain(row.instance_id),
-                    "waits" if each.waits else "runs",
-                    terminal.duration(each.age),
+                    terminal.plain(each["request_id"]),
+                    terminal.plain(f"{each['namespace']}.{each['component']}.{each['endpoint']}"),
+                    terminal.plain(each["instance_id"] or "-"),
+                    each["state"],
+                    terminal.duration(each["age"]),
                 )
-                for row, each in requests[:MOST_SHOWN]
+                for each in requests[:MOST_SHOWN]
             ],
         )
     else:
         terminal.notice("no request runs or waits")
-    left = 0 if as_json else max(0, len(requests) - MOST_SHOWN)
+    left += 0 if as_json else max(0, len(requests) - MOST_SHOWN)
     for row in rows:
         # What others end meanwhile is not left out.
         if row.requests is not None and len(row.requests) >= MOST_REQUESTS:
@@ -261,8 +270,38 @@ def show_requests(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
         )
 
 
-def request_json(row: InstanceReport, request: Request) -> dict[str, Any]:
-    """A request at an instance, for programs."""
+def requests_json(
+    rows: Sequence[InstanceReport], namespace: str | None = None
+) -> list[dict[str, Any]]:
+    """The requests that run or wait at instances of a namespace, or are held for them, the oldest
+    first; for programs."""
+    requests = [_request_json(row, each) for row in rows for each in row.requests or ()]
+    for held in _held(rows):
+        requests += [_held_json(one, of) for one in held.requests for of in one.awaits]
+    requests.sort(key=lambda each: -each["age"])
+    return [each for each in requests if namespace in (None, each["namespace"])]
+
+
+def _held(rows: Sequence[InstanceReport]) -> Iterable[Held]:
+    """The requests that processes hold; all instances of one tell of the same."""
+    return {row.held.process: row.held for row in rows if row.held is not None}.values()
+
+
+def _held_json(request: HeldRequest, component: str) -> dict[str, Any]:
+    namespace, _, name = component.partition(".")
+    return {
+        "request_id": request.id,
+        "namespace": namespace,
+        "component": name,
+        # Which one it will be sent to is not known yet.
+        "endpoint": "*",
+        "instance_id": "",
+        "state": "held",
+        "age": round(request.age, 1),
+    }
+
+
+def _request_json(row: InstanceReport, request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "namespace": row.namespace,

@@ -65,6 +65,32 @@ class Request(NamedTuple):
     waits: bool
 
 
+class HeldRequest(msgspec.Struct, frozen=True):
+    """A request that no instance has: a process holds it until one of a component is there.
+
+    Attributes:
+        age: seconds since it is held.
+        awaits: each of the components, `namespace.component`.
+    """
+
+    id: str
+    age: float
+    awaits: tuple[str, ...]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """The oldest requests that a process holds.
+
+    Attributes:
+        process: the first digits of its client's id; several instances may be in it.
+        count: how many it holds in all.
+    """
+
+    process: str
+    count: int
+    requests: tuple[HeldRequest, ...]
+
+
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -86,6 +112,7 @@ class InstanceReport(NamedTuple):
             None where it does not tell.
         region: the other region that it is in, as a copy of its record says; empty for that of the
             server that was asked.
+        held: requests that its process holds; None where it does not tell, or was not asked.
     """
 
     namespace: str
@@ -108,6 +135,7 @@ class InstanceReport(NamedTuple):
     version: str = ""
     clock: float | None = None
     region: str = ""
+    held: Held | None = None
 
     @classmethod
     def read(cls, data: bytes, now: float = 0.0) -> InstanceReport | None:
@@ -155,6 +183,7 @@ class InstanceReport(NamedTuple):
             requests=None if all(load.requests is None for load in loads) else tuple(requests),
             version=next((load.version for load in loads if load.version), ""),
             clock=next((load.time - unix_time() for load in loads if load.time), None),
+            held=stats.held,
         )
 
     def to_json(self, now: float) -> dict[str, Any]:
@@ -165,7 +194,7 @@ class InstanceReport(NamedTuple):
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
-        for name in ("answers", "counts", "requests", "clock"):
+        for name in ("answers", "counts", "requests", "held", "clock"):
             del fields[name]
         return fields
 
@@ -277,6 +306,7 @@ class _Stats(msgspec.Struct, frozen=True):
     started: str
     endpoints: list[_Endpoint]
     metadata: dict[str, str] = {}
+    held: Held | None = None
 
 
 async def _read_records(server: Server) -> list[InstanceRecord]:

@@ -60,6 +60,11 @@ class ServiceResponder:
         name = self._server.name
         return f"{name.namespace}_{name.component}"
 
+    @property
+    def _process(self) -> str:
+        """The process of the instance, as logs name it."""
+        return self._server.bus.replies.client_id[:8]
+
     async def start(self) -> None:
         """Subscribe to the nine subjects of the protocol that concern this instance.
 
@@ -113,7 +118,8 @@ class ServiceResponder:
         """The answer to `$SRV.STATS`; times are in nanoseconds.
 
         Args:
-            requests: how many of those that run or wait are named, the oldest ones.
+            requests: how many of those that run or wait are named, the oldest ones, and how many
+                of those that the process holds.
             log: how many of the last warnings and errors of the process are told.
         """
         server = self._server
@@ -127,6 +133,7 @@ class ServiceResponder:
         return self._identity("stats") | {
             "started": _timestamp(self._started),
             **({"log": self._log(log)} if log else {}),
+            **({"held": self._held(requests)} if requests else {}),
             "endpoints": [
                 {
                     "name": served.endpoint.name,
@@ -154,10 +161,22 @@ class ServiceResponder:
 
     def _log(self, most: int) -> dict[str, Any]:
         """The latest warnings and errors of the process, which several instances may share."""
-        bus = self._server.bus
         # The rest of the answer needs room too.
-        records = recent_log.read(most, bus.data.max_payload // 4)
-        return {"process": bus.replies.client_id[:8], "records": records}
+        records = recent_log.read(most, self._server.bus.data.max_payload // 4)
+        return {"process": self._process, "records": records}
+
+    def _held(self, most: int) -> dict[str, Any]:
+        """The oldest requests that the process holds, which several instances may share."""
+        held, now = self._server.bus.held, monotonic()
+        requests = [
+            {
+                "id": one.request_id,
+                "age": round(max(0.0, now - one.since), 3),
+                "awaits": list(map(str, one.components)),
+            }
+            for one in held.oldest(most)
+        ]
+        return {"process": self._process, "count": len(held), "requests": requests}
 
     def _items(self) -> dict[str, int]:
         """The number of items that the streams of each endpoint have sent so far, by its name."""

@@ -3,10 +3,20 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import health, logs, metrics, process_status, recent_log, telemetry, trace_context
+    from . import (
+        health,
+        held_requests,
+        logs,
+        metrics,
+        process_status,
+        recent_log,
+        telemetry,
+        trace_context,
+    )
 
 __all__ = [
     "health",
+    "held_requests",
     "logs",
     "metrics",
     "process_status",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, Self, get_args
 
@@ -367,7 +367,7 @@ class Models:
     @contextmanager
     def _place(self, name: str, owners: Sequence[ComponentName]) -> Generator[None]:
         """A place for the current tenant among the requests that wait for an engine of a model;
-        these are counted for what scales engines."""
+        these are counted for what scales engines, and told to `dynbus ps --requests`."""
         places = self._held.setdefault(name, fairness.Shares(self._hold.most, fairness.TIMES_FREE))
         tenant = current_tenant()
         if not places.reserve(tenant):
@@ -378,9 +378,12 @@ class Models:
                 retry_after=HELD_RETRY,
                 started=False,
             )
+        request = Context.current()
+        held = self._runtime.bus.held
         self._count_waiting(owners, 1)
         try:
-            yield
+            with nullcontext() if request is None else held.hold(request.id, owners):
+                yield
         finally:
             self._count_waiting(owners, -1)
             places.give_back(tenant)

@@ -20,6 +20,9 @@ from dynbus.bus.nats.server_process import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
+GRACE = 20
+"""Seconds that a front end has for the requests that run when it is stopped."""
+
 ENGINE = """
 from dynbus.llm.worker import ModelWorker
 
@@ -111,7 +114,7 @@ class Folder:
 
     def start_front_end(self, port: int, *more: str) -> subprocess.Popen[bytes]:
         """Start `dynbus http`, with more options."""
-        options = ("--port", str(port), "--grace", "20", "--log-level", "warning")
+        options = ("--port", str(port), "--grace", str(GRACE), "--log-level", "warning")
         return self._start("http", *options, *more)
 
     def _start(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:

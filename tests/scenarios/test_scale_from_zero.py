@@ -6,11 +6,11 @@ import asyncio
 import json
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import Stopwatch, eventually
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
-from .project import ENGINE, Folder
+from .project import ENGINE, GRACE, Folder
 from .test_front_ends_that_die import read
 from .test_serving_faults import get
 
@@ -44,7 +44,7 @@ async def test_requests_wait_for_the_first_engine_of_a_model_that_had_one_before
     assert await asyncio.to_thread(folder.exit_of, run) == 0
 
     # One that has never seen it with an engine.
-    folder.start_front_end(patient, "--hold", "120")
+    leaving = folder.start_front_end(patient, "--hold", "120")
     await eventually(lambda: lists_mock(patient), what="the model is known")
     assert b'"ok"' in await asyncio.to_thread(get, patient, "/health")
     late = await read(hasty, REQUEST)
@@ -73,6 +73,9 @@ async def test_requests_wait_for_the_first_engine_of_a_model_that_had_one_before
         "told: cancelled 1 call where it was made; no instance told of it\n",
     )
     assert (await ended).startswith(b"HTTP/1.1 499")
+    listed = await asyncio.to_thread(folder.dynbus, "ps", "--requests", "--namespace", "stack")
+    waits = [line.split()[1:4] for line in listed.stdout.splitlines()[1:]]
+    assert waits == [["stack.Engine.*", "-", "held"]] * 5, listed
     folder.start(*engine)
 
     answers = await asyncio.gather(*held)
@@ -84,11 +87,34 @@ async def test_requests_wait_for_the_first_engine_of_a_model_that_had_one_before
     assert (told.returncode, "it goes when they stop" in told.stderr) == (3, True)
     run.terminate()
     assert await asyncio.to_thread(folder.exit_of, run) == 0
+
+    # One that is told to stop lets those that it holds ask another one, at once.
+    async def has_no_engine() -> bool:
+        listed = await asyncio.to_thread(folder.dynbus, "ps")
+        return "routes_to" not in listed.stdout
+
+    await eventually(has_no_engine, what="front ends know that it is gone")
+    left = asyncio.create_task(read(patient, REQUEST))
+
+    async def is_held() -> bool:
+        listed = await asyncio.to_thread(folder.dynbus, "ps", "--requests")
+        return " held " in listed.stdout
+
+    await eventually(is_held, what="it is held")
+    stopwatch = Stopwatch()
+    leaving.terminate()
+    answer = await left
+    assert stopwatch.seconds() < GRACE / 2
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"\r\nretry-after: 1\r\n" in answer
+    assert b"the front end stops; ask another one" in answer
+    assert await asyncio.to_thread(folder.exit_of, leaving) == 0
+
     told = await asyncio.to_thread(folder.dynbus, "models", "rm", "mock")
     assert told.returncode == 0, told.stderr
 
     async def is_forgotten() -> bool:
-        return not await lists_mock(patient)
+        return not await lists_mock(hasty)
 
     await eventually(is_forgotten, what="the name is forgotten")
-    assert (await read(patient, REQUEST)).startswith(b"HTTP/1.1 503")
+    assert (await read(hasty, REQUEST)).startswith(b"HTTP/1.1 503")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.bus.servers import survey_of
 
 from dynbus.bus.commands.ps import MOST_SHOWN, ps, show_hosts, show_requests
-from dynbus.bus.commands.survey import InstanceReport, Request, join
+from dynbus.bus.commands.survey import Held, HeldRequest, InstanceReport, Request, join
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
@@ -116,6 +116,17 @@ def stats(**changes: Any) -> bytes:
     return json.dumps(answer | changes).encode()
 
 
+def test_an_answer_tells_what_its_process_holds() -> None:
+    said = {"id": "told", "age": 1.5, "awaits": ["llm.Engine"]}
+
+    report = InstanceReport.read(
+        stats(held={"process": "ab12cd34", "count": 7, "requests": [said]})
+    )
+
+    assert report is not None
+    assert report.held == Held("ab12cd34", 7, (HeldRequest("told", 1.5, ("llm.Engine",)),))
+
+
 def test_an_answer_is_summed_over_its_endpoints() -> None:
     found = InstanceReport.read(stats())
 
@@ -211,6 +222,48 @@ def test_the_requests_that_are_shown_are_bounded_and_what_is_left_out_is_told(
         "instance_id": "i1",
         "state": "waits",
         "age": 1.0,
+    }
+
+
+def test_held_requests_are_listed_once_for_each_component_that_they_wait_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    both = HeldRequest("both", 9.0, ("llm.Engine", "other.Engine"))
+    held = Held("ab12cd34", 3, (both, HeldRequest("one", 5.0, ("other.Engine",))))
+    rows = [
+        InstanceReport("dynbus", "batches", "i1", requests=(), held=held),
+        InstanceReport("dynbus", "http", "i2", requests=(), held=held),
+        InstanceReport("llm", "Other", "i3", requests=(Request("r", "a", 7.0, False),)),
+        InstanceReport("llm", "Silent", "i4"),
+    ]
+
+    show_requests(rows, "llm", as_json=False)
+    table, notices = capsys.readouterr()
+    show_requests(rows, as_json=True)
+    listed = json.loads(capsys.readouterr().out)
+
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["both", "llm.Engine.*", "-", "held", "9s"],
+        ["r", "llm.Other.a", "i3", "runs", "7s"],
+    ]
+    assert notices.splitlines() == [
+        "1 more are not shown: they began later",
+        "the requests of 1 instance are not known: silent, or older than the question",
+    ]
+    assert [(one["request_id"], one["namespace"]) for one in listed] == [
+        ("both", "llm"),
+        ("both", "other"),
+        ("r", "llm"),
+        ("one", "other"),
+    ]
+    assert listed[0] == {
+        "request_id": "both",
+        "namespace": "llm",
+        "component": "Engine",
+        "endpoint": "*",
+        "instance_id": "",
+        "state": "held",
+        "age": 9.0,
     }
 
 

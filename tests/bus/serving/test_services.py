@@ -27,6 +27,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.extras import own_version
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.serving.services import JITTER_ABOVE, MAX_HELD_BACK, MAX_JITTER, ServiceResponder
 from dynbus.testing import run
 
@@ -261,6 +262,34 @@ async def test_stats_name_the_oldest_requests_where_they_are_asked_for(
     going_on.set()
     await asyncio.gather(*calls)
     assert await told(b'{"requests": 2}') == [[], []]
+
+
+async def test_stats_name_the_oldest_requests_that_the_process_holds(
+    client: Client, runtime: Runtime, namespace: str
+) -> None:
+    class Idle(Actor, namespace=namespace):
+        @handler
+        async def idle(self) -> int:
+            return 1
+
+    async def held(question: bytes) -> Any:
+        reply = await client.request(f"$SRV.STATS.{namespace}_Idle", question, timeout=60)
+        return json.loads(reply.data).get("held")
+
+    await runtime.start(Idle)
+    engines = [ComponentName("llm", "Engine"), ComponentName("other", "Engine")]
+    holding = runtime.bus.held
+    # One client has the id of another.
+    with holding.hold("one", engines), holding.hold("one", engines[:1]), holding.hold("two", []):
+        most, plain = await held(b'{"requests": 2}'), await held(b"")
+    none = await held(b'{"requests": 2}')
+
+    first, second = most["requests"]
+    assert (first["id"], first["awaits"]) == ("one", ["llm.Engine", "other.Engine"])
+    assert (second["id"], second["awaits"]) == ("one", ["llm.Engine"])
+    assert 0 <= second["age"] <= first["age"] < 60
+    assert (most["count"], plain, none["requests"]) == (3, None, [])
+    assert most["process"] == runtime.bus.replies.client_id[:8]
 
 
 async def test_a_stopped_instance_answers_no_more(

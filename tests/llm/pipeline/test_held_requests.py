@@ -96,6 +96,27 @@ def test_an_operator_ends_a_held_request_in_its_models_namespace_and_its_own_pro
     run(story())
 
 
+def test_a_request_is_listed_while_it_is_held() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            catalog = FixedCatalog({})
+            catalog.registered = OWNERS
+            async with Models(kit.caller, catalog, hold=Hold(600.0, 1)) as models:
+                held = begin(models, "told", seconds=3.0)
+                await anyio.wait_all_tasks_blocked()
+
+                with pytest.raises(Overloaded):
+                    await begin(models, "refused")
+                (listed,) = kit.caller.bus.held.oldest(9)
+
+                assert listed[:2] == ("told", OWNERS["tiny"])
+                with pytest.raises(DeadlineExceeded):
+                    await held
+                assert len(kit.caller.bus.held) == 0
+
+    run(story())
+
+
 @pytest.mark.parametrize("catalog", [FixedCatalog, _SlowCatalog])
 def test_an_operator_ends_a_request_whose_model_is_away_or_being_opened(
     catalog: type[FixedCatalog],
