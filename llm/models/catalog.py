@@ -195,6 +195,7 @@ class Catalog(Openable):
         self._caught_up, self._names_caught_up = asyncio.Event(), asyncio.Event()
         self._expired = ExpiredRecords(runtime.bus.data.jetstream, CARDS_STREAM.name)
         self._failure = "JetStream has not answered yet"
+        self._has_failed = False
         self._changed = asyncio.Event()
         self._models: list[ServedModel] | None = None
         self._name_changes = 0
@@ -329,8 +330,8 @@ class Catalog(Openable):
         runtime = self._runtime
         runtime.discovery.begin()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._read, CARDS_STREAM, self._consume_cards)
-            tasks.start_soon(self._read, NAMES_STREAM, self._consume_names)
+            tasks.start_soon(self._read_own, CARDS_STREAM, self._consume_cards)
+            tasks.start_soon(self._read_own, NAMES_STREAM, self._consume_names)
             if runtime.spills:
                 tasks.start_soon(self._read_abroad)
             tasks.start_soon(self._expired.remove)
@@ -343,6 +344,19 @@ class Catalog(Openable):
                 logger.warning("%s; models appear once that works", self.problem)
             yield
             tasks.cancel_scope.cancel()
+
+    async def _read_own(
+        self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]
+    ) -> None:
+        try:
+            await self._read(bucket, consume)
+        except DynbusError:
+            # The first reason ends the catalog. A second one would make a group of them, which
+            # commands show as a traceback.
+            if self._has_failed:
+                return
+            self._has_failed = True
+            raise
 
     async def _read(
         self, bucket: StreamConfig, consume: Callable[[], Awaitable[OrderedConsumer]]

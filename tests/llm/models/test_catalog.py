@@ -11,7 +11,7 @@ from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import tiny_guarded
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import NoInstances, Unavailable
+from dynbus.bus.errors import NoInstances, PermissionDenied, Unavailable
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.transport import StoredMessage
 from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput, ModelType, model_token
@@ -370,5 +370,21 @@ def test_tokenizers_are_kept_until_they_are_many(monkeypatch: pytest.MonkeyPatch
             assert await catalog.text_model(named(0)) is not made[0]
             assert await catalog.text_model(named(7)) is made[7]
             assert await catalog.text_model(named(7, eos_token_ids=[3])) is not made[7]
+
+    run(story())
+
+
+def test_a_catalog_whose_buckets_are_both_refused_says_one_reason() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+
+            async def refuse(*_: Any, **__: Any) -> None:
+                raise PermissionDenied("the stream is missing, and may not be made", started=False)
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(kit.caller.bus.data.jetstream, "ensure_stream", refuse)
+                with pytest.raises(PermissionDenied, match="may not be made"):
+                    async with Catalog(kit.caller):
+                        pass
 
     run(story())
