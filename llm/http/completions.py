@@ -40,13 +40,15 @@ class _Wish:
     """The needs of a resumable stream.
 
     Attributes:
-        seed: of the ids of its tool calls.
+        seed: of the ids of its tool calls, and of its answer where that is kept.
+        keeps: whether it is.
     """
 
     body: bytes
     clock: AnswerClock
     numbers: EventNumbers
     seed: str
+    keeps: bool
 
 
 class CompletionExchange(Exchange):
@@ -75,7 +77,7 @@ class CompletionExchange(Exchange):
         if not self._caller.wants_resumable or not asked.request.streams:
             return None
         clock, numbers = AnswerClock(unix_time()), EventNumbers(self._caller.request_id)
-        return _Wish(data, clock, numbers, random_id())
+        return _Wish(data, clock, numbers, random_id(), asked.has_own_id)
 
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
         asked = self._api.read(data)
@@ -195,6 +197,7 @@ class CompletionExchange(Exchange):
                 wish.clock.at,
                 self._shared.settings.request_timeout,
                 wish.seed,
+                wish.keeps,
             )
             log = await streams.begin(key, begun, caller.tenant)
         except DynbusError as error:

@@ -250,19 +250,20 @@ class Shared:
         return None if self.tenants is None else models_of(self.tenants.quotas_of(caller.holder))
 
     async def response_api(
-        self, tenant: str, data: bytes, take: Callable[[int], object]
+        self, tenant: str, data: bytes, take: Callable[[int], object], *, may_keep: bool = True
     ) -> ResponsesApi:
         """The interface that reads a request for a response, with what it goes on from.
 
         Args:
             take: see `ResponseStore.api`.
+            may_keep: see there.
 
         Raises:
             DynbusError: that is not there, or cannot be read at present.
         """
         if self.responses is None:
             return ResponsesApi()
-        return await self.responses.api(tenant, data, take)
+        return await self.responses.api(tenant, data, take, may_keep=may_keep)
 
     async def conversation_of(self, tenant: str, response: str) -> str:
         """The name of the conversation that a response is of.

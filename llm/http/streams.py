@@ -281,11 +281,14 @@ class StreamExchange(Exchange):
         """The answer before anything has come of it."""
         responses, api = self._shared.responses, self._apis[begun.path]
         if begun.path == RESPONSES:
-            api = await self._shared.response_api(self._caller.tenant, begun.body, self._take_kept)
+            # As it was begun: a front end of 0.1.0, or with --forget-responses, keeps none.
+            api = await self._shared.response_api(
+                self._caller.tenant, begun.body, self._take_kept, may_keep=begun.keeps
+            )
         asked = api.read(begun.body)
         clock = AnswerClock(begun.created)
         numbers = EventNumbers(begun.request_id, self._after)
-        answer_id = begun.seed if asked.has_own_id else begun.request_id
+        answer_id = begun.seed if begun.keeps else begun.request_id
         format = asked.format(answer_id, now=clock)
         sink = NumberedSink(numbers, self._held)
         to = sink if responses is None else responses.sink(sink, format, self._caller.tenant)

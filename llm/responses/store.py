@@ -166,13 +166,19 @@ class ResponseStore:
     # Requests ----------------------------------------------------------------------------------
 
     async def api(
-        self, tenant: str, data: bytes, take: Callable[[int], object] = lambda _: None
+        self,
+        tenant: str,
+        data: bytes,
+        take: Callable[[int], object] = lambda _: None,
+        *,
+        may_keep: bool = True,
     ) -> ResponsesApi:
         """The interface that reads a request, with what this names of those before it.
 
         Args:
             take: called with the bytes of each response that was read for it; raises where the
                 tenant has no room for them.
+            may_keep: whether its own is kept where it says nothing else.
 
         Raises:
             BadRequest: it names what is not there.
@@ -190,7 +196,7 @@ class ResponseStore:
             named = [one.id for one in head.input if one.type == ITEM_REFERENCE]
             if named := [one for one in named if isinstance(one, str)]:
                 earlier = earlier._replace(referred=await self._referred(tenant, named, take))
-        return ResponsesApi(earlier, keeps=head.store is not False)
+        return ResponsesApi(earlier, keeps=may_keep and head.store is not False)
 
     async def _earlier(self, tenant: str, name: str, take: Callable[[int], object]) -> Earlier:
         room = _Room("previous_response_id", take)

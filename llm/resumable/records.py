@@ -53,7 +53,8 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
         request_id: of the request, and of the stream.
         created: Unix seconds, for the answer to tell.
         seconds: until the deadline of the whole answer, from when this record was stored.
-        seed: what the ids of its tool calls are made of.
+        seed: what the ids of its tool calls are made of, and that of an answer that is kept.
+        keeps: whether its answer is to be kept, a response; 0.1.0 kept none.
     """
 
     owner: str
@@ -63,6 +64,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
     created: float
     seconds: float
     seed: str
+    keeps: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -238,8 +238,8 @@ ERROR = HandlerError("broken", hop="demo.Engine.generate@i1", request_id="r1")
 LOG: list[tuple[Record, bytes]] = [
     (
         Begun("f1", "/v1/completions", b"{}", "r1", 12.5, 60.0, "seed"),
-        b"\x92\x00\x98\xa5begun\xa2f1\xaf/v1/completions\xc4\x02{}\xa2r1\xcb@)"
-        b"\x00\x00\x00\x00\x00\x00\xcb@N\x00\x00\x00\x00\x00\x00\xa4seed",
+        b"\x92\x00\x99\xa5begun\xa2f1\xaf/v1/completions\xc4\x02{}\xa2r1\xcb@)"
+        b"\x00\x00\x00\x00\x00\x00\xcb@N\x00\x00\x00\x00\x00\x00\xa4seed\xc2",
     ),
     (
         Came([Piece(13.5, 0, [b'{"token_ids":[5]}']), Piece(14.5, 0, [], True, failure(ERROR))]),
@@ -271,6 +271,19 @@ def test_a_log_that_was_stored_is_read() -> None:
     assert found == [[], came.pieces, [], []]
     assert (log.begun, log.owner, log.over) == (LOG[0][0], "f2", "why")
     assert is_over(LOG[3][1])
+
+
+def test_a_log_that_a_front_end_of_0_1_0_began_is_read() -> None:
+    log = StreamLog()
+
+    log.read(
+        b"\x92\x00\x98\xa5begun\xa2f1\xad/v1/responses\xc4\x02{}\xa2r1\xcb@)"
+        b"\x00\x00\x00\x00\x00\x00\xcb@N\x00\x00\x00\x00\x00\x00\xa4seed",
+        1,
+        0.0,
+    )
+
+    assert log.begun == Begun("f1", "/v1/responses", b"{}", "r1", 12.5, 60.0, "seed", keeps=False)
 
 
 def test_the_goldens_cover_every_record_of_a_log() -> None:

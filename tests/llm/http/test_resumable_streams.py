@@ -53,9 +53,11 @@ NAMED: Final = {"X-Request-Id": "one"}
 
 
 @asynccontextmanager
-async def two_front_ends(**settings: Any) -> AsyncGenerator[tuple[Served, HttpFrontEnd]]:
+async def two_front_ends(
+    second_settings: dict[str, Any] | None = None, **settings: Any
+) -> AsyncGenerator[tuple[Served, HttpFrontEnd]]:
     async with served(**settings) as first:
-        config = HttpSettings(port=0, grace=1.0, **settings)
+        config = HttpSettings(port=0, grace=1.0, **(settings | (second_settings or {})))
         async with HttpFrontEnd(first.kit.caller, first.catalog, config) as second:
             await eventually(lambda: len(second.shared.models.served) == 4)
             yield first, second
@@ -977,6 +979,42 @@ async def test_a_response_that_ends_at_another_front_end_can_be_gone_on_from(
     assert response["previous_response_id"] == before.id
     assert kept.to_dict() == response
     assert after.output_text == "hi"
+
+
+async def test_a_response_that_is_not_kept_where_it_began_is_told_so_where_it_goes_on(
+    reader: Reader,
+) -> None:
+    # As front ends of 0.1.0 are, which keep none and say nothing of it in the log.
+    async with two_front_ends({"forget_responses": False}, forget_responses=True) as (
+        first,
+        second,
+    ):
+        whole = await reader.post(first.url, {"input": WORDS}, path="/v1/responses", headers=NAMED)
+        again = await reader.go_on(second.url, "one")
+        async with AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
+            with pytest.raises(NotFoundError):
+                await client.responses.retrieve("resp_one")
+
+    assert again.events == whole.events
+    assert '"id":"resp_one"' in whole.events[-1]
+    assert '"store":false' in whole.events[-1]
+
+
+async def test_a_response_that_is_kept_where_it_began_has_its_id_where_none_is_kept(
+    reader: Reader,
+) -> None:
+    async with two_front_ends({"forget_responses": True}) as (first, second):
+        body = {"input": f"slowly {SAID}"}
+        begun = await reader.post(first.url, body, path="/v1/responses", headers=NAMED, most=5)
+        await first.front_end.close()
+        rest = await reader.go_on(second.url, "one", 5)
+
+    told = [
+        json.loads(one[-1].partition("data: ")[2])["response"]
+        for one in (begun.events[:1], rest.events)
+    ]
+    assert told[0]["id"] == told[1]["id"]
+    assert (told[0]["store"], told[1]["store"]) == (True, False)
 
 
 async def test_a_response_that_was_deleted_stays_so_whoever_reads_its_stream(
