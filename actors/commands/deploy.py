@@ -22,6 +22,7 @@ from dynbus.actors.deploying.batch import batch_script
 from dynbus.actors.deploying.containers import compose, dockerfile, ignored
 from dynbus.actors.deploying.kubernetes import Cluster, kubernetes
 from dynbus.actors.deploying.servers import (
+    CLUSTER,
     RouteTls,
     ServerChoices,
     ServerPlace,
@@ -316,7 +317,13 @@ def slurm(ctx: click.Context, /, prefix: str, **given: Any) -> None:
     is_flag=True,
     help="These are the servers that join regions; they keep nothing.",
 )
-@click.option("--cluster", metavar="NAME", default="dynbus", show_default=True)
+@click.option(
+    "--cluster",
+    metavar="NAME",
+    default="",
+    help="The servers' own name for all of them, another one in each region and in the backbone. "
+    "Default: that of the region, else dynbus.",
+)
 @click.option("--store", metavar="FOLDER", default="/var/lib/nats", show_default=True)
 @click.option("--max-store", metavar="SIZE", default="100GB", show_default=True)
 @_out_options
@@ -362,6 +369,7 @@ def nats(
             "the servers listen beyond their hosts: give --users auth/nats-users.conf, which "
             "`dynbus auth` makes, or --without-users where all who reach them may do everything"
         )
+    cluster = cluster or region or CLUSTER
     check_token("cluster", cluster)
     if not store.startswith("/"):
         raise click.UsageError(f"--store {store}: give a whole path, for example /var/lib/nats")

@@ -10,6 +10,9 @@ from typing import Final, NamedTuple
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import REGIONAL, check_token
 
+CLUSTER: Final = "dynbus"
+"""The name of the servers of a bus, and of a backbone, that are given no other."""
+
 CLIENTS: Final = 4222
 ROUTES: Final = 6222
 LEAFS: Final = 7422
@@ -75,7 +78,8 @@ class ServerChoices(NamedTuple):
     """The choices for all servers.
 
     Attributes:
-        cluster: its name.
+        cluster: its name. Servers that are joined as leaf nodes take those for their own whose
+            cluster has the same name.
         store: the folder where each keeps its streams.
         max_store: the most that it keeps there, such as `100GB`.
         has_users: whether the file of users lies beside each configuration.
@@ -101,7 +105,8 @@ def server_files(
     """The configuration of each server by its file, and the unit that all of them have.
 
     Raises:
-        ConfigError: two have one name or address, there are two in all, or a size is none.
+        ConfigError: two have one name or address, there are two in all, a size is none, or a region
+            has the name of what joins it.
     """
     for what, values in (
         ("names", [place.name for place in places]),
@@ -113,6 +118,12 @@ def server_files(
         raise ConfigError(
             "two servers stop when one of them does, since neither is the majority: give one, or "
             "three"
+        )
+    if choices.region and len(places) > 1 and choices.cluster == CLUSTER:
+        # A server takes no leaf node of a cluster that is called as its own.
+        raise ConfigError(
+            f"the servers of a region and those of the backbone cannot all be called {CLUSTER}: "
+            "give --cluster another name"
         )
     for address in choices.backbone:
         if not _HOST.fullmatch(address):

@@ -24,7 +24,7 @@ from dynbus.bus.nats.jetstream import SETUP, NatsJetStream
 from dynbus.bus.nats.regions import KEEP_APART, count_keepers
 from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.nats.stream_config import misfits, stream_request
-from dynbus.bus.protocol.names import INSTANCES_BUCKET
+from dynbus.bus.protocol.names import ABROAD, INSTANCES_BUCKET
 from dynbus.bus.records.instance_records import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.telemetry.logs import redact_url
@@ -420,8 +420,9 @@ async def _check_regions(connection: NatsConnection, streams: Sequence[str]) -> 
         try:
             config = await connection.jetstream.stream_config(stream, timeout=API_SECONDS)
             for subject in config.subjects:
-                # Buckets stay in their region.
-                if not subject.startswith("$"):
+                # Buckets stay in their region, and what is said abroad, of instances and of models
+                # (`_abroad_models.`), is for all of them.
+                if not subject.startswith(("$", ABROAD)):
                     asked = subject.replace("*", "doctor")
                     kept[stream] = await count_keepers(
                         connection, asked, 1, API_SECONDS, others=REGION_SECONDS

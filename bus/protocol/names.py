@@ -46,6 +46,7 @@ REGIONAL: Final = (
     "*.*._kv_resync.>",
     "_streams.>",
     "_models.>",
+    "_batches.>",
 )
 """The subjects that do not leave a region: those that its streams store, and what its routers tell
 each other. Those of buckets (`$KV.`, `$O.`) stay by themselves where each side has a JetStream

@@ -13,6 +13,7 @@ from tests.conditions import eventually
 from tests.joined_regions import joined_regions
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
+from dynbus.bus.commands.diagnosis import diagnose
 from dynbus.bus.commands.needed import NeededStream
 from dynbus.bus.commands.survey import Survey, survey
 from dynbus.bus.commands.terminal import terminal
@@ -20,7 +21,8 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.records.abroad import HEARD_WITHIN
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
-from dynbus.llm.commands.setting_up import Status, set_up
+from dynbus.llm.commands.setting_up import Status, needed_in, set_up
+from dynbus.llm.needed_streams import abroad_streams
 
 pytestmark = pytest.mark.anyio
 
@@ -151,6 +153,25 @@ async def test_an_operator_makes_the_stream_of_a_region_and_of_no_other_server(
                 needed = NeededStream.of_region(reached.connection.region)
                 outcomes = await set_up(reached.connection.jetstream, needed)
             assert [one.stream for one in outcomes if one.status is Status.MADE] == made
+
+
+async def test_what_a_region_stores_is_stored_in_no_other_one_but_what_is_said_abroad(
+    tmp_path: Path,
+) -> None:
+    async with joined_regions(tmp_path, ("eu", "us")) as regions:
+        for name, server in regions.items():
+            async with terminal.server(BusConfig(servers=(server.url,)), "test") as reached:
+                needed = needed_in("demo", [], ["sold"], ["Desk.settle"])
+                outcomes = await set_up(
+                    reached.connection.jetstream, [*needed, *abroad_streams(name)]
+                )
+            assert {one.status for one in outcomes} == {Status.MADE}
+
+        for server in regions.values():
+            checks = await diagnose(BusConfig(servers=(server.url,)))
+            assert [one.found for one in checks if one.name == "regions"] == [
+                "what is published is stored once"
+            ]
 
 
 async def test_a_call_that_may_leave_and_has_no_other_region_fails_as_any(

@@ -160,3 +160,24 @@ def test_the_other_targets_have_files_of_their_own(
     assert deploy(target, *arguments) == exit_codes.OK
 
     assert len(list(Path("deploy", target).iterdir())) == files
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ((), "dynbus"),
+        (("--region", "eu", "--backbone", "10.1.0.9"), "eu"),
+        (("--region", "eu", "--backbone", "10.1.0.9", "--cluster", "own"), "own"),
+    ],
+)
+def test_the_cluster_of_a_region_has_another_name_than_that_of_the_backbone(
+    given: tuple[str, ...], name: str
+) -> None:
+    # Servers refuse a leaf node of a cluster that is called as their own.
+    servers = [f"--server={one}=10.1.0.{number}" for number, one in enumerate("abc", 1)]
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(["deploy", "nats", *servers, "--without-users", *given])
+
+    assert not end.value.code
+    assert f'cluster {{\n  name: "{name}"\n' in Path("deploy/nats/a.conf").read_text()

@@ -10,6 +10,7 @@ import pytest
 from tests.certificates import Authority
 
 from dynbus.actors.deploying.servers import (
+    CLUSTER,
     UNIT,
     RouteTls,
     ServerChoices,
@@ -62,8 +63,8 @@ def test_nats_server_takes_the_files_of_regions_and_of_what_joins_them(
         own = authority.sign("server", "10.0.0.1", peer=True)
         routes = RouteTls(own.cert, own.key, authority.ca)
     choices = CHOICES._replace(routes=routes)
-    backbone = choices._replace(is_backbone=True)
-    region = choices._replace(region="eu", backbone=("10.0.0.1", "fd00::3"))
+    backbone = choices._replace(cluster=CLUSTER, is_backbone=True)
+    region = choices._replace(cluster="eu", region="eu", backbone=("10.0.0.1", "fd00::3"))
     for folder, chosen, places in (("backbone", backbone, THREE[:2]), ("region", region, THREE)):
         for name, text in server_files(places, chosen, "made").items():
             (tmp_path / folder / name).write_text(text)
@@ -98,6 +99,10 @@ def test_what_makes_no_cluster_is_refused() -> None:
         server_files(THREE[:2], CHOICES, "made")
     with pytest.raises(ConfigError, match="the addresses 10.0.0.1, 10.0.0.1, b.example: give each"):
         server_files([THREE[0], THREE[0]._replace(name="d"), THREE[1]], CHOICES, "made")
+    region = CHOICES._replace(cluster=CLUSTER, region="eu", backbone=("10.0.0.9",))
+    with pytest.raises(ConfigError, match="cannot all be called dynbus: give --cluster another"):
+        server_files(THREE, region, "made")
+    assert server_files(THREE[:1], region, "made")
     with pytest.raises(ConfigError, match="'much' is no size: write one as in 100GB"):
         server_files(THREE, CHOICES._replace(max_store="much"), "made")
 
