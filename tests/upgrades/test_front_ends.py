@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 TOKENS: Final = 40
 CHAT: Final = "/v1/chat/completions"
+RESPONSES: Final = "/v1/responses"
 WORDS: Final = 1500
 """Of a prompt for which an engine is silent for more than a second."""
 SAID: Final = [{"role": "user", "content": "Say something."}]
@@ -46,9 +47,6 @@ BODIES: Final[Sequence[tuple[str, Mapping[str, Any]]]] = (
             **LENGTH,
         },
     ),
-    ("/v1/responses", RESPONSE | {"store": False}),
-    # This version keeps it, and the release before keeps none.
-    ("/v1/responses", RESPONSE),
     ("/v1/messages", {"messages": SAID, **LENGTH}),
 )
 MODELS: Final = {"of-old": OLD, "of-new": NEW}
@@ -65,7 +63,14 @@ class Asked(NamedTuple):
     model: str
 
 
-ASKED: Final = [Asked(path, fields, model) for path, fields in BODIES for model in MODELS]
+ASKED: Final = [
+    *(Asked(path, fields, model) for path, fields in BODIES for model in MODELS),
+    # This version keeps it, and the release before keeps none.
+    Asked(RESPONSES, RESPONSE, "of-old"),
+    Asked(RESPONSES, RESPONSE | {"store": False}, "of-new"),
+]
+"""As many as a front end computes of a tenant that no client reads: of more, one is paused, and
+goes on where it is read next."""
 
 
 class Front:
@@ -127,6 +132,22 @@ class Front:
         head = await read(self._port, asked, lambda so_far: b"\r\n\r\n" in so_far)
         assert not numbered(head + b"0\r\n\r\n")
         return []
+
+    async def respond(
+        self, name: str, until: Callable[[str, bytes], bool], after: str | None = None
+    ) -> list[str]:
+        """Ask for the stream of a response; its events until a condition was met.
+
+        Args:
+            after: the id of the response that it goes on from.
+        """
+        fields = RESPONSE | {"previous_response_id": after}
+        asked = asking(name, RESPONSES, "of-new", fields)
+        return numbered(await read(self._port, asked, partial(until, name)))
+
+    async def answer_to(self, name: str, count: int) -> bytes:
+        """The answer to a client that had so many events of a stream elsewhere."""
+        return await read(self._port, going_on(name, count))
 
     async def go_on(self, before: Mapping[str, list[str]]) -> dict[str, list[str]]:
         """All events of the streams of which these came elsewhere, which are not asked for."""
@@ -280,6 +301,12 @@ async def test_resumable_streams_outlive_a_front_end_of_either_version_at_one_of
     assert {"taken_over", "lost"}.isdisjoint(await old.counts())
     assert (await new.counts())["taken_over"] == taken_over
     assert "lost" not in await new.counts()
+
+    # The release before knows of no responses that were kept.
+    first = await new.respond("first", to_its_end)
+    kept = json.loads(first[0].rpartition("data: ")[2])["response"]["id"]
+    begun = await new.respond("second", a_few, kept)
+    assert b"responses are not stored" in await old.answer_to("second", len(begun))
 
     before = await new.begin_and_lose("back", Process.kill)
     after = await old.go_on(before)
