@@ -226,6 +226,7 @@ class NatsConnection(WatchedConnection):
         self._left_for_others = False
         self.max_payload = 1024 * 1024
         self._pings = Pings(self._loop, self._output)
+        self._opened_in = 0.0
         self._requests = ServerRequests(self)
         self.request = self._requests.send
         self._jetstream = NatsJetStream(self, replicas)
@@ -435,7 +436,8 @@ class NatsConnection(WatchedConnection):
         choice = self._choice
         avoided: set[str] = set()
         while True:
-            plan = choice.plan(monotonic(), avoided)
+            begun = monotonic()
+            plan = choice.plan(begun, avoided)
             session = await open_session(
                 plan.urls,
                 name=self.name,
@@ -446,6 +448,7 @@ class NatsConnection(WatchedConnection):
                 head_start=head_start,
             )
             place = ServerAddress(session.url, session.server_id)
+            self._opened_in = monotonic() - begun
             is_last = avoided.issuperset(plan.urls)
             if choice.arrive(self, place, plan, monotonic(), is_last=is_last):
                 if is_last:
@@ -570,7 +573,7 @@ class NatsConnection(WatchedConnection):
             pings.heard()
             reader.feed(chunk)
 
-        pings.watch(give_up)
+        pings.watch(give_up, self._opened_in)
         try:
             await session.receive(feed)
             return self._why(given_up, "the server closed it")

@@ -51,7 +51,11 @@ IDLE_INTERVAL: Final = 2.0
 LEAST_INTERVAL: Final = 0.001
 SILENT_AFTER: Final = 1.1
 """Seconds after a ping, or after the last that came, for which nothing comes from a server that is
-silent."""
+silent; longer where its answers took long just now."""
+SLOW_ANSWERS: Final = 4.0
+"""How many of the longest answers of late a silence lasts at least."""
+FORGETTING: Final = 0.75
+"""The part of the longest answer that counts after another one."""
 DEAF_AFTER: Final = 10.0
 """Seconds after a ping that is not answered, whatever else comes, of one that does not hear."""
 PING: Final = b"PING\r\n"
@@ -404,7 +408,9 @@ class Pings:
     """The pings of one connection, session by session. Lives on one loop.
 
     A server is silent when nothing came for a while although it has a ping. Only time in which this
-    process ran counts: what lies unread while its loop stands still says nothing.
+    process ran counts: what lies unread while its loop stands still says nothing. A server whose
+    answers take long has longer: an overloaded one is not helped by clients that all leave it for
+    the next, which has their handshakes to do then.
 
     Attributes:
         round_trip: seconds from the last ping to its answer; 0 before the first of a session.
@@ -416,6 +422,7 @@ class Pings:
         self.round_trip = 0.0
         self._open: list[Ping] = []
         self._heard = False
+        self._slowest = 0.0
         self._writes = 0
         # When the last ping was sent, and since when a silence counts.
         self._asked_at = 0.0
@@ -443,9 +450,14 @@ class Pings:
         self._output.write(PING)
         return pong
 
-    def watch(self, give_up: Callable[[], None]) -> None:
+    def watch(self, give_up: Callable[[], None], opened_in: float = 0.0) -> None:
         """Ping in a new session, often while anything is sent; `give_up` when the server is
-        silent."""
+        silent.
+
+        Args:
+            opened_in: seconds that the server took to take the connection.
+        """
+        self._slowest = max(opened_in, FORGETTING * self._slowest)
         self._quiet_since = self._asked_at = monotonic()
         self._writes = self._output.writes
         self._look_later(BUSY_INTERVAL, give_up)
@@ -465,6 +477,7 @@ class Pings:
         if self._open:
             pong, sent_at, _ = self._open.pop(0)
             self.round_trip = monotonic() - sent_at
+            self._slowest = max(self.round_trip, FORGETTING * self._slowest)
             if not pong.done():
                 pong.set_result(None)
 
@@ -504,14 +517,18 @@ class Pings:
         elif late > BUSY_INTERVAL:
             # What came meanwhile is read behind this.
             since = max(self._quiet_since, oldest.sent_at) + late
-            self._quiet_since = max(since, now + BUSY_INTERVAL - SILENT_AFTER)
+            self._quiet_since = max(since, now + BUSY_INTERVAL - self._silent_after)
         return now >= self._silent_at() or now - oldest.sent_at >= DEAF_AFTER
 
     def _silent_at(self) -> float:
         """The time when the server counts as silent, unless it is heard before."""
         if not self._open:
             return math.inf
-        return max(self._quiet_since, self._open[0].sent_at) + SILENT_AFTER
+        return max(self._quiet_since, self._open[0].sent_at) + self._silent_after
+
+    @property
+    def _silent_after(self) -> float:
+        return min(max(SILENT_AFTER, SLOW_ANSWERS * self._slowest), DEAF_AFTER)
 
     def _look_later(self, seconds: float, give_up: Callable[[], None]) -> None:
         self._due_at = monotonic() + seconds

@@ -15,12 +15,14 @@ from dynbus.bus.nats.session import (
     IDLE_INTERVAL,
     PING,
     SILENT_AFTER,
+    SLOW_ANSWERS,
     NatsOutput,
     Pings,
 )
 from dynbus.testing import run
 
 LONG = 100.0
+LATE = 1.0
 NOTICED = 1.5
 """Seconds within which the silent loss of a server is noticed while anything is sent."""
 
@@ -43,6 +45,12 @@ class Session:
         self.sent = 0
         self._begun = monotonic()
 
+    def fall_silent(self) -> None:
+        self.react = ignore
+
+    def answer_quickly(self) -> None:
+        self.react = answer
+
     @property
     def unacknowledged(self) -> int:
         if self.rate is None:
@@ -59,6 +67,10 @@ class Session:
 def answer(pings: Pings) -> None:
     pings.heard()
     pings.answered()
+
+
+def answer_late(pings: Pings) -> None:
+    asyncio.get_running_loop().call_later(LATE - 0.05, answer, pings)
 
 
 def ignore(pings: Pings) -> None:
@@ -97,11 +109,7 @@ async def given_up_after(session: Session, busy: Callable[[], None] | None = Non
 async def noticed_after(at: float, *, is_busy: bool) -> float:
     """Seconds from the moment on in which a server falls silent that answered until then."""
     session = Session(answer)
-
-    def fall_silent() -> None:
-        session.react = ignore
-
-    asyncio.get_running_loop().call_later(at, fall_silent)
+    asyncio.get_running_loop().call_later(at, session.fall_silent)
 
     def write() -> None:
         if is_busy:
@@ -127,6 +135,26 @@ def test_a_silent_server_is_noticed_later_while_nothing_is_sent() -> None:
         return await noticed_after(5.0, is_busy=False)
 
     assert run(story()) <= IDLE_INTERVAL + BUSY_INTERVAL + SILENT_AFTER
+
+
+def test_a_server_whose_answers_took_long_has_longer_until_they_are_quick_again() -> None:
+    async def story() -> tuple[float, float]:
+        session = Session(answer_late)
+        asyncio.get_running_loop().call_later(10.0, session.fall_silent)
+        slow = await given_up_after(session)
+        session = Session(answer_late)
+        asyncio.get_running_loop().call_later(10.0, session.answer_quickly)
+        asyncio.get_running_loop().call_later(60.0, session.fall_silent)
+        quick = await given_up_after(session)
+        assert slow is not None
+        assert quick is not None
+        return slow - 10.0, quick - 60.0
+
+    slow, quick = run(story())
+
+    assert slow + IDLE_INTERVAL >= SLOW_ANSWERS * LATE
+    assert slow > IDLE_INTERVAL + BUSY_INTERVAL + SILENT_AFTER
+    assert quick <= IDLE_INTERVAL + BUSY_INTERVAL + SILENT_AFTER
 
 
 def test_a_server_that_talks_and_does_not_hear_is_given_up() -> None:
