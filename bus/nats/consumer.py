@@ -27,6 +27,7 @@ from dynbus.bus.transport import (
     Subscription,
 )
 
+from .answers import is_answer, written
 from .api_requests import ServerLink, call_jetstream
 
 logger = logging.getLogger(__name__)
@@ -269,16 +270,17 @@ def ack_position(reply: str) -> AckPosition | None:
 
 
 def stored_message(message: Message, position: AckPosition) -> StoredMessage:
-    """A message of a stream as a consumer delivers it.
-
-    One that the server stored as its answer to a reader of a stream, and named this one to be
-    answered at, is empty: it was not written by who may write here.
-    """
+    """A message of a stream as a consumer delivers it; see `written`."""
+    fields, data = written(
+        header_block.decode(message.headers),
+        message.data,
+        is_answer=is_answer(message.headers, message.data),
+    )
     return StoredMessage(
         message.subject,
         position.stream_sequence,
         position.nanoseconds / _NANOSECONDS,
-        header_block.decode(message.headers),
-        b"" if header_block.OF_STREAM in message.headers else message.data,
+        fields,
+        data,
         position.pending,
     )

@@ -19,6 +19,7 @@ from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message, NoStream, StoredMessage
 
+from .answers import is_answer, written
 from .api_requests import FIRST_REPEAT, ServerLink, api_of, unix_seconds
 
 PAGE: Final = 1000
@@ -60,22 +61,21 @@ class _Page:
             self.error = Unavailable(f"reading the stream: the server says {status}")
         else:
             try:
-                # Its own comes beside that of this answer: see `stored_message`.
-                is_answer = message.headers.count(header_block.OF_STREAM) > 1
-                self.messages.append(_stored(fields, b"" if is_answer else message.data))
+                # Its own comes beside that of this answer.
+                of_server = is_answer(message.headers, message.data, of_readers=1)
+                self.messages.append(_stored(fields, message.data, of_server=of_server))
             except (LookupError, ValueError) as error:
                 self.error = Unavailable(f"reading the stream: an answer cannot be read: {error!r}")
         self.heard.set()
 
 
-def _stored(fields: Mapping[str, str], data: bytes) -> StoredMessage:
+def _stored(fields: Mapping[str, str], data: bytes, *, of_server: bool) -> StoredMessage:
     own = {name: value for name, value in fields.items() if name not in _OF_THE_ANSWER}
     return StoredMessage(
         fields["Nats-Subject"],
         int(fields["Nats-Sequence"]),
         unix_seconds(fields["Nats-Time-Stamp"]),
-        own,
-        data,
+        *written(own, data, is_answer=of_server),
     )
 
 

@@ -31,6 +31,7 @@ from dynbus.bus.transport import (
     publish_headers,
 )
 
+from .answers import is_answer, written
 from .api_requests import (
     CONSUMER_EXISTS,
     MESSAGE_NOT_FOUND,
@@ -299,14 +300,12 @@ class NatsJetStream:
         with reading(call):
             message = answer["message"]
             block = base64.b64decode(message.get("hdrs", ""))
-            # See `stored_message`.
-            is_answer = header_block.OF_STREAM in block
+            stored = base64.b64decode(message.get("data", ""))
+            fields, data = written(
+                header_block.decode(block), stored, is_answer=is_answer(block, stored)
+            )
             return StoredMessage(
-                message["subject"],
-                int(message["seq"]),
-                unix_seconds(message["time"]),
-                header_block.decode(block),
-                b"" if is_answer else base64.b64decode(message.get("data", "")),
+                message["subject"], int(message["seq"]), unix_seconds(message["time"]), fields, data
             )
 
     async def purge(

@@ -61,7 +61,8 @@ ROLLUP: Final = "Nats-Rollup"
 MARKER_REASON: Final = "Nats-Marker-Reason"
 KV_OPERATION: Final = "KV-Operation"
 
-OF_STREAM: Final = b"\r\nNats-Stream: "
+STREAM: Final = "Nats-Stream"
+OF_STREAM: Final = f"\r\n{STREAM}: ".encode()
 """In the block of what the server sends out of a stream to whom a request names."""
 
 NO_RESPONDERS: Final = "503"

@@ -61,7 +61,7 @@ class DeathReason(StrEnum):
     REFUSED = "refused"
     """A taker said that trying again is of no use."""
     MALFORMED = "malformed"
-    """Its headers cannot be read."""
+    """Its headers cannot be read, or it is an answer of the server."""
     AGE = "age"
     """It waited for longer than `max_age`."""
 
@@ -347,6 +347,9 @@ def judge(
     readable = text is None or _MILLISECONDS.fullmatch(text) is not None
     deadline = queued + int(text) / 1000 if text is not None and readable else None
     facts = Facts(job_id, own, deadline)
+    if header_names.STREAM in fields:
+        error = "an answer of the server, which a request named this queue for: nobody has put it"
+        return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)
     if not readable:
         error = f"{header_names.DEADLINE} is {text!r}, which is no number of milliseconds"
         return Disposition(facts, JobEnd.DEAD, DeathReason.MALFORMED, error)

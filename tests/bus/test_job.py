@@ -39,6 +39,14 @@ def test_a_job_without_tries_left_is_dead_also_beyond_its_deadline(
     assert (decision.end, decision.reason) == (end, reason)
 
 
+def test_an_answer_of_the_server_in_a_queue_is_no_job() -> None:
+    answer = StoredMessage("ns.A._work.e.normal.1", 1, 0.0, {headers.STREAM: "KV_x"}, b"")
+
+    judged = judge(Delivery(answer, 1, ""), 0.0, 0.0, WorkQueueConfig())
+
+    assert (judged.end, judged.reason) == (JobEnd.DEAD, DeathReason.MALFORMED)
+
+
 def test_a_job_that_another_region_has_taken_over_is_left_to_it() -> None:
     def end(moves: Moves) -> JobEnd | None:
         return judge(delivery(1), 0.0, 0.5, CONFIG, moves=[moves]).end
